@@ -30,16 +30,20 @@ SHARED_STAGES = ("rollout", "verdict")
 FEEDBACK = "The result is off by three. Compute the product step by step and check the last digit."
 
 
+WARM_UP = 16  # tokens of the first step's completions
+
+
 class Turns(TrainerCallback):
-    """Holds training before each step until it is asked for, and measures the step."""
+    """Holds training before each step until it is asked for one of so many tokens, and measures the step."""
 
     def __init__(self, trainer: Any, device: str) -> None:
         self.trainer, self.device = trainer, device
-        self.asked: queue.Queue[None] = queue.Queue()
+        self.asked: queue.Queue[int] = queue.Queue()
         self.answers: queue.Queue[Sample | Exception] = queue.Queue()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.asked.get()
+        generation = self.trainer.generation_config
+        generation.min_new_tokens = generation.max_new_tokens = self.asked.get()
         self.before = dict(self.trainer._stage_seconds)
         self.measuring = measured(self.device)
         self.sample = self.measuring.__enter__()
@@ -53,8 +57,8 @@ class Turns(TrainerCallback):
         self.answers.put(self.sample)
 
 
-def build(workload: Workload) -> Callable[[], Sample]:
-    """In the child: start to train, and answer with the measures of one step."""
+def build(workload: Workload) -> Callable[[int], Sample]:
+    """In the child: start to train, and answer with the measures of one step that generates so many tokens."""
     from datasets import Dataset
 
     from credit_trl import CreditConfig, CreditTrainer, Verdict
@@ -73,7 +77,6 @@ def build(workload: Workload) -> Callable[[], Sample]:
         per_device_train_batch_size=workload.batch,
         num_generations=workload.batch,
         max_completion_length=workload.completion,
-        generation_kwargs={"min_new_tokens": workload.completion},
         contrastive_source="dataset",
         contrastive_count=max(workload.contrasts, 1),
         contrastive_coef=0.1 if workload.contrasts else 0.0,
@@ -93,8 +96,8 @@ def build(workload: Workload) -> Callable[[], Sample]:
 
     threading.Thread(target=train, daemon=True).start()
 
-    def answer() -> Sample:
-        turns.asked.put(None)
+    def answer(completion: int) -> Sample:
+        turns.asked.put(completion)
         sample = turns.answers.get()
         if isinstance(sample, Exception):
             raise sample
@@ -106,8 +109,8 @@ def build(workload: Workload) -> Callable[[], Sample]:
 def measure_steps(workload: Workload, contrasts: list[int], rounds: int, patience: float) -> dict[str, Any]:
     """Median seconds of each stage of a step for each C, and their sum over that of C = 0."""
     with trials(build, {str(c): (workload.with_(contrasts=c),) for c in contrasts}) as running:
-        in_turns(running, 1)  # warm up: optimizer states are made in the first step
-        samples = in_turns(running, rounds, patience=patience)
+        in_turns(running, 1, WARM_UP)  # optimizer states are made in the first step
+        samples = in_turns(running, rounds, workload.completion, patience=patience)
     stages = {
         c: {stage: statistics.median(s.stages.get(stage, 0.0) for s in of) for stage in of[0].stages}
         for c, of in samples.items()
