@@ -22,6 +22,7 @@ _CHOICES = {
     "teacher_hint": ("own", "foreign"),
     "teacher_model_kind": ("ema", "live", "base"),
     "teacher_context": ("solution", "think", "think+solution"),
+    "on_verifier_error": ("raise", "skip"),
 }
 
 
@@ -113,6 +114,15 @@ class CreditConfig(GRPOConfig):
             SDPO's wording. Placeholders: `{prompt}{solution}{feedback}`, `{successful_previous_attempt}`,
             `{feedback_raw}`.
 
+        > Verifiers that fail
+
+        on_verifier_error (`"raise"` or `"skip"`, *optional*, defaults to `"raise"`):
+            What a reward function that raises, or exceeds `verifier_timeout`, does to the run: ends it, or leaves the
+            rollouts that it was given out of the loss. `credit/frac_verifier_skipped` counts them.
+        verifier_timeout (`float`, *optional*):
+            Seconds that one call of a reward function (all rollouts of one process) may take; what it returns later
+            is ignored. With a limit it runs in a thread of its own. `None`: no limit.
+
     Raises:
         ValueError: at construction, for any value out of range or any combination that could not train.
     """
@@ -202,6 +212,13 @@ class CreditConfig(GRPOConfig):
         metadata={"help": "The feedback's section; needs {feedback_raw}."},
     )
 
+    on_verifier_error: Literal["raise", "skip"] = field(
+        default="raise", metadata={"help": "A reward function that fails ends the run, or its rollouts are left out."}
+    )
+    verifier_timeout: float | None = field(
+        default=None, metadata={"help": "Seconds that one call of a reward function may take; None for no limit."}
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_ranges()
@@ -226,6 +243,8 @@ class CreditConfig(GRPOConfig):
         for name in ("teacher_sync_steps", "distillation_chunk_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1 or None, got {getattr(self, name)}.")
+        if self.verifier_timeout is not None and self.verifier_timeout <= 0.0:
+            raise ValueError(f"`verifier_timeout` must be positive or None, got {self.verifier_timeout}.")
         if self.distillation_is_clip is not None and self.distillation_is_clip <= 0.0:
             raise ValueError(f"`distillation_is_clip` must be positive or None, got {self.distillation_is_clip}.")
 
