@@ -46,6 +46,22 @@ def test_a_dataset_without_prompt_names_its_columns(build, dataset):
 
 
 @pytest.mark.usefixtures("no_rollout")
+def test_a_column_that_a_reward_function_reads_is_missing(build, dataset):
+    with pytest.raises(ValueError, match=r"`length_verdicts` reads the column `answer`.*are prompt.*rename_column"):
+        build(rows=dataset.remove_columns("answer"))
+
+
+def test_reward_functions_that_need_no_column_or_say_nothing_of_themselves_pass(build, dataset):
+    class Verifier:
+        def __call__(self, completions, answer=None, *, truncated, trainer_state, **columns):
+            return [Verdict(1.0, "Right.") for _ in completions]
+
+    rows = dataset.remove_columns("answer")
+    build(rows=rows, reward_funcs=Verifier())
+    build(rows=rows, reward_funcs=[lambda **columns: [1.0]])
+
+
+@pytest.mark.usefixtures("no_rollout")
 def test_an_evaluation_dataset_is_checked_too(make_model, make_config, tokenizer, dataset):
     with pytest.raises(ValueError, match=r"`harder` has no column `prompt`"):
         CreditTrainer(

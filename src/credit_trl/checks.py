@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -49,6 +51,43 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             "`contrastive_source='dataset'` draws other questions by row, which needs a `datasets.Dataset` with a "
             "`prompt` column. Use `contrastive_source='batch'`."
         )
+
+
+# What TRL and this trainer pass to a reward function beside the columns of the data.
+_PASSED = frozenset(
+    "prompts completions completion_ids trainer_state log_extra log_metric environments truncated".split()
+)
+
+
+def check_reward_columns(reward_funcs: Any, train_dataset: Any) -> None:
+    """Every parameter that a reward function needs is a column of the training data.
+
+    Raises:
+        ValueError: it is not; without this check the first call would fail after a generation.
+    """
+    columns = getattr(train_dataset, "column_names", None)
+    if columns is None:
+        return
+    for func in reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]:
+        if not callable(func) or isinstance(func, nn.Module):
+            continue
+        if missing := [name for name in _required(func) if name not in columns and name not in _PASSED]:
+            name = getattr(func, "__name__", type(func).__name__)
+            raise ValueError(
+                f"Reward function `{name}` reads the column {', '.join(f'`{m}`' for m in missing)}, which "
+                f"`train_dataset` lacks; its columns are {', '.join(columns)}. Rename or add the column "
+                f"(dataset.rename_column('solution', '{missing[0]}')), or give the parameter a default."
+            )
+
+
+def _required(func: Callable[..., Any]) -> list[str]:
+    """Names of the parameters that have to be passed by keyword and have no default."""
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # a callable without a signature says nothing of itself
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
 
 
 _NO_IMAGES = (

@@ -11,26 +11,24 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 from trl.models.utils import _ForwardRedirection
 from trl.trainer.utils import get_config_model_id
 
-from credit_trl.checks import check_datasets, check_no_images, check_vocabulary
+from credit_trl.checkpoints import ResumableTrainer
+from credit_trl.checks import check_datasets, check_no_images, check_reward_columns, check_vocabulary
 from credit_trl.compat import check_trl
 from credit_trl.config import CreditConfig
 from credit_trl.contexts import ContextBuilder
+from credit_trl.grading import VerifierPolicy, leave_out, withhold_rewards
 from credit_trl.kernels import CreditLoss, ReferenceStates, Scores, Support, credit_loss
 from credit_trl.metrics import Alarms, context_counts, context_metrics, token_metrics
-from credit_trl.resume import EpochRepeatSampler, load_progress, save_progress
 from credit_trl.rollouts import (
     Rollouts,
     build_contexts,
@@ -42,7 +40,7 @@ from credit_trl.rollouts import (
     unpack_contexts,
 )
 from credit_trl.scoring import backbone, check_packing, gather_states, lm_head, score_completions, stored_scores
-from credit_trl.teacher import Reference, make_reference
+from credit_trl.teacher import make_reference
 from credit_trl.verdict import VerdictLog
 
 check_trl()  # again, for those who import this module directly
@@ -53,7 +51,7 @@ _IN_STEP = ("full", "student_topk")
 _EVAL_STREAM = 2**31
 
 
-class CreditTrainer(GRPOTrainer):
+class CreditTrainer(ResumableTrainer):
     """Train a language model from verdicts with feedback.
 
     It takes the arguments of [`~trl.GRPOTrainer`]. A reward function may return [`Verdict`]s, whose feedback, with a
@@ -109,11 +107,12 @@ class CreditTrainer(GRPOTrainer):
             args = CreditConfig(f"{name.split('/')[-1]}-CREDIT", gradient_accumulation_steps=8)
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
-        self._verdicts = VerdictLog()
+        self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self._stage_seconds: dict[str, float] = defaultdict(float)
         self._stage_step = 0
         self._eval_batches = 0
         check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
+        check_reward_columns(reward_funcs, train_dataset)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self.reward_funcs = [
             func if isinstance(func, nn.Module) else self._verdicts.recording(func, position)
@@ -136,7 +135,7 @@ class CreditTrainer(GRPOTrainer):
         vocabulary = check_vocabulary(self.args, self.model)
         is_complete = "topk" in self.args.distillation_support and self.args.distillation_topk == vocabulary
         self.support: Support = "full" if is_complete else self.args.distillation_support
-        self.reference: Reference = make_reference(
+        self.reference = make_reference(
             self.args.teacher_model_kind,
             self.model,
             self.accelerator,
@@ -169,6 +168,9 @@ class CreditTrainer(GRPOTrainer):
         self._verdicts.clear()
         with self._stage("verdict"):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.args.on_verifier_error == "skip":
+            share = withhold_rewards(rewards_per_func, self._verdicts.skipped(len(prompts)), self.accelerator)
+            self._metrics["train" if self.model.training else "eval"]["credit/frac_verifier_skipped"].append(share)
         self._rollouts = Rollouts(
             rows=inputs,
             prompts=prompts,
@@ -183,6 +185,8 @@ class CreditTrainer(GRPOTrainer):
         if self._distills:
             check_no_images(inputs)
         output = super()._generate_and_score_completions(inputs)
+        if self.args.on_verifier_error == "skip":
+            leave_out(output, self._verdicts.skipped(len(inputs)), self.accelerator)
         mode = "train" if self.model.training else "eval"
         if mode == "train":
             self.alarms.check_rewards(self._metrics[mode]["frac_reward_zero_std"][-1] == 1.0)
@@ -372,7 +376,7 @@ class CreditTrainer(GRPOTrainer):
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 
-    # ------------------------------------------------------------------ logging, time, checkpoints
+    # ------------------------------------------------------------------ logging, time
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -401,34 +405,6 @@ class CreditTrainer(GRPOTrainer):
             if self._distills:
                 self._metrics["train"]["credit/teacher_drift"].append(self.reference.drift())
         super().log(logs, start_time)
-
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
-        return EpochRepeatSampler(
-            data_source=self.train_dataset if dataset is None else dataset,
-            mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=self.args.seed,
-        )
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        directory = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self._distills:
-            self.reference.save(directory)
-        inside = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
-        save_progress(directory, self._step, self._buffered_inputs if inside else None, self.accelerator.process_index)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        if self._distills:
-            self.reference.load(checkpoint)
-        progress = load_progress(checkpoint, self.accelerator.process_index, self.accelerator.device)
-        if progress is not None:
-            self._step, self._buffered_inputs = progress
 
 
 class _ReferenceUpdate(TrainerCallback):
