@@ -191,3 +191,17 @@ def test_every_companion_has_help_of_its_own(name, capsys):
         cli.main([name, "--help"])
     assert ended.value.code == 0
     assert f"usage: trl {name}" in capsys.readouterr().out
+
+
+def test_the_sandbox_is_chosen_on_the_command_line(monkeypatch):
+    from credit_trl.sandbox import CHOICE
+
+    monkeypatch.setenv(CHOICE, "")
+    line = ["--output_dir", "out", "--sandbox", "landlock", "--use_cpu", "--bf16", "false", "--contrastive_coef", "0"]
+    script_args, *_ = training.make_parser().parse_args_and_config(line)
+    assert (script_args.sandbox, os.environ[CHOICE]) == ("landlock", "landlock")
+    with pytest.raises(ValueError, match="--sandbox docker: neither one of auto, bubblewrap"):
+        training.make_parser().parse_args_and_config([*line[:3], "docker", *line[4:]])
+    for command in ("credit-eval", "credit-map"):
+        result = run(command, "--model", "none", "--task", "quickstart", "--sandbox", "docker")
+        assert (result.returncode, "--sandbox docker" in result.stderr) == (1, True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from credit_trl import sandbox as package
-from credit_trl.sandbox import Limits, Program, SandboxError, accounts, interpreter, open_sandbox
+from credit_trl.sandbox import Limits, Program, SandboxError, accounts, choose_sandbox, interpreter, open_sandbox
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.probe import probe
 
@@ -55,6 +55,39 @@ def test_it_fails_closed_and_names_reasons_and_remedies(no_tier: None) -> None:
     message = str(caught.value)
     for part in ("no bubblewrap on", "no landlock on", "apt-get install bubblewrap", "url=", "allow_unsandboxed=True"):
         assert part in message
+
+
+@pytest.fixture
+def choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices for the process, taken back after the test."""
+    for name in (package.CHOICE, package.UNPROTECTED):
+        monkeypatch.setenv(name, "")
+
+
+def test_a_choice_for_the_process_is_taken_where_the_caller_makes_none(choices: None) -> None:
+    choose_sandbox("landlock")
+    with open_sandbox(workers=1) as opened:
+        assert opened.tier == "landlock"
+    choose_sandbox("http://127.0.0.1:9")
+    with pytest.raises(SandboxError, match="127.0.0.1:9"):  # nobody answers there
+        open_sandbox()
+    with open_sandbox("landlock", workers=1) as opened:  # the caller's own word stands
+        assert opened.tier == "landlock"
+
+
+def test_unprotected_can_be_chosen_for_the_process_and_warns(no_tier: None, choices: None) -> None:
+    with pytest.raises(SandboxError, match="--allow_unsandboxed"):
+        open_sandbox(workers=1)
+    choose_sandbox(allow_unsandboxed=True)
+    with pytest.warns(RuntimeWarning, match="UNPROTECTED"), open_sandbox(workers=1) as opened:
+        assert opened.tier == "unprotected"
+
+
+@pytest.mark.parametrize("sandbox", ["docker", "remote", "unprotected", "file:///tmp/x"])
+def test_a_choice_that_cannot_be_meant_is_refused_and_changes_nothing(sandbox: str, choices: None) -> None:
+    with pytest.raises(ValueError, match="--sandbox"):
+        choose_sandbox(sandbox)
+    assert not os.environ[package.CHOICE]
 
 
 def test_unprotected_takes_the_explicit_word_and_warns(no_tier: None) -> None:

@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
+
 NAME = "credit-eval"
 HELP = "avg@k of a model on a task, with bootstrap intervals over prompts"
 
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch_size", type=int, help="answers generated side by side")
     parser.add_argument("--output_dir", help="where samples and result are kept (default: nowhere)")
+    add_sandbox_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     given = inspect.signature(evaluate).parameters.keys() - {"model", "task"}
     options = {name: value for name, value in vars(args).items() if name in given}
     try:
+        apply_sandbox_arguments(args)
         result = evaluate(args.model, args.task, **options)
     except (ValueError, ImportError, OSError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)

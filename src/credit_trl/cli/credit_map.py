@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from yaml import YAMLError
 
+from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
+
 if TYPE_CHECKING:
     from credit_trl.analysis.checkpoints import Checkpoint
     from credit_trl.analysis.responses import Response
@@ -55,10 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--pictures", type=int, default=4, help="how many PNGs (default 4)")
     output.add_argument("--terminal", type=int, default=1, help="how many maps to print (default 1)")
     output.add_argument("--title", default="Token credit")
+    add_sandbox_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     try:
+        apply_sandbox_arguments(args)
         maps = _read_maps(args.maps) if args.maps else _make_maps(args)
         if not maps:
             raise ValueError("no response has a teacher: the task gave no feedback and no rollout succeeded.")

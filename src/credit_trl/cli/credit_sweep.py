@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
+
 NAME = "credit-sweep"
 HELP = "method × C × λ × teacher context × seed, each run a resumable job"
 
@@ -19,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", help="where the jobs' directories are (default: runs/ and the file's name)")
     parser.add_argument("--dry_run", action="store_true", help="only print the jobs, after checking every arm")
     parser.add_argument("--no_report", action="store_true", help="do not write the comparison at the end")
+    add_sandbox_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     output_dir = Path(args.output_dir or Path("runs") / Path(args.spec).stem)
     try:
+        apply_sandbox_arguments(args)
         spec = read_spec(args.spec)
         folders = plan_sweep(spec, output_dir)
     except (ValueError, OSError) as error:

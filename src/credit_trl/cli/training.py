@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from trl import ScriptArguments
 
+from credit_trl.sandbox import choose_sandbox
+
 if TYPE_CHECKING:
     from datasets import Dataset
     from trl import DatasetMixtureConfig, ModelConfig
@@ -38,6 +40,11 @@ class CreditScriptArguments(ScriptArguments):
         reward_funcs (`list[str]`, *optional*):
             Dotted import paths of reward functions (`my_module.my_reward`), which may return `Verdict`s. Beside a
             task they are added to its verifier.
+        sandbox (`str`, *optional*):
+            Where tasks that run model-written programs run them: `auto`, `bubblewrap`, `landlock`, or the address of
+            a remote sandbox. Without it the first that holds on this machine; where none does, an error.
+        allow_unsandboxed (`bool`, *optional*, defaults to `False`):
+            Run them with resource limits only, after a warning, where no sandbox holds.
     """
 
     task: str | None = field(
@@ -58,6 +65,15 @@ class CreditScriptArguments(ScriptArguments):
     reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "Dotted import paths of reward functions, which may return Verdicts."}
     )
+    sandbox: str | None = field(
+        default=None, metadata={"help": "auto, bubblewrap, landlock, or the address of a remote sandbox."}
+    )
+    allow_unsandboxed: bool = field(
+        default=False, metadata={"help": "Run model-written programs unprotected where no sandbox holds."}
+    )
+
+    def __post_init__(self) -> None:
+        choose_sandbox(self.sandbox, self.allow_unsandboxed)
 
 
 def make_parser(prog: str | None = None) -> ArgumentParser:

@@ -22,16 +22,20 @@ What helps, best first:
      ordinary users to create user namespaces. Ubuntu 24.04: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`.
      Docker: `--security-opt seccomp=unconfined --security-opt apparmor=unconfined`.
   2. Landlock: a kernel from 5.13 on that lists `landlock` in /sys/kernel/security/lsm.
-  3. a remote sandbox: open_sandbox(url="http://...").
-  4. no protection: open_sandbox(allow_unsandboxed=True) runs model-written programs with resource limits only."""
+  3. a remote sandbox: open_sandbox(url="http://..."), or --sandbox http://... on the command line.
+  4. no protection: open_sandbox(allow_unsandboxed=True), or --allow_unsandboxed on the command line, runs
+     model-written programs with resource limits only."""
+
+# What `open_sandbox` does where a caller leaves it open; processes that are started inherit it.
+CHOICE, UNPROTECTED = "CREDIT_TRL_SANDBOX", "CREDIT_TRL_ALLOW_UNSANDBOXED"
 
 _logger = logging.getLogger(__name__)
 
 
 def open_sandbox(
-    tier: str = "auto",
+    tier: str | None = None,
     workers: int | None = None,
-    allow_unsandboxed: bool = False,
+    allow_unsandboxed: bool | None = None,
     url: str | None = None,
     python: str | None = None,
 ) -> Sandbox:
@@ -41,9 +45,11 @@ def open_sandbox(
         tier: `"bubblewrap"` (namespaces), `"landlock"` (Landlock and seccomp, where namespaces are unavailable),
             `"remote"` (needs `url`), `"unprotected"` (needs `allow_unsandboxed=True`), or `"auto"`: `"remote"` where
             `url` is given, else the first of bubblewrap and Landlock whose probe passes, else, with
-            `allow_unsandboxed=True` and a warning, unprotected.
+            `allow_unsandboxed=True` and a warning, unprotected. `None` takes what the environment variable
+            CREDIT_TRL_SANDBOX says, a tier or the address of a remote sandbox, and `"auto"` where it says nothing.
         workers: programs that run at the same time. Default: this process's cores divided by `LOCAL_WORLD_SIZE`.
         allow_unsandboxed: run programs with resource limits only, after a warning, where nothing better holds.
+            `None` means no, unless the environment variable CREDIT_TRL_ALLOW_UNSANDBOXED is `1`.
         url: address of a remote sandbox, e.g. `"http://127.0.0.1:8080"`.
         python: interpreter that runs the programs. Default: the one that runs this process.
 
@@ -52,6 +58,9 @@ def open_sandbox(
         ValueError: an unknown tier, `"remote"` without `url`, `"unprotected"` without `allow_unsandboxed=True`, or
             fewer than one worker.
     """
+    tier, url = _choice(tier, url)
+    if allow_unsandboxed is None:
+        allow_unsandboxed = os.environ.get(UNPROTECTED) == "1"
     if tier not in TIERS:
         raise ValueError(f"Unknown sandbox tier {tier!r}; choose one of {', '.join(TIERS)}.")
     if workers is not None and workers < 1:
@@ -67,6 +76,40 @@ def open_sandbox(
     if tier == "unprotected" and not allow_unsandboxed:
         raise ValueError('tier="unprotected" runs model-written programs unprotected; confirm allow_unsandboxed=True.')
     return _open_local(tier, workers or default_workers(), allow_unsandboxed, python)
+
+
+def choose_sandbox(sandbox: str | None = None, allow_unsandboxed: bool = False) -> None:
+    """What `open_sandbox` is to do in this process and those that it starts, where its caller leaves it open.
+
+    Args:
+        sandbox: a tier, or the address of a remote sandbox; `None` leaves the choice as it is.
+        allow_unsandboxed: as in `open_sandbox`; `False` leaves it as it is.
+
+    Raises:
+        ValueError: neither a tier nor an address, or `"unprotected"` without `allow_unsandboxed`.
+    """
+    if sandbox is not None:
+        if sandbox not in TIERS and not _is_address(sandbox):
+            raise ValueError(f"--sandbox {sandbox}: neither one of {', '.join(TIERS)} nor an address (http://...).")
+        if sandbox == "remote":
+            raise ValueError("--sandbox remote: give the address instead, as in --sandbox http://127.0.0.1:8080.")
+        if sandbox == "unprotected" and not allow_unsandboxed:
+            raise ValueError("--sandbox unprotected: confirm with --allow_unsandboxed.")
+        os.environ[CHOICE] = sandbox
+    if allow_unsandboxed:
+        os.environ[UNPROTECTED] = "1"
+
+
+def _choice(tier: str | None, url: str | None) -> tuple[str, str | None]:
+    """(tier, address), from the environment where the caller gave neither."""
+    if tier is not None or url is not None:
+        return tier or "auto", url
+    chosen = os.environ.get(CHOICE) or "auto"
+    return ("remote", chosen) if _is_address(chosen) else (chosen, None)
+
+
+def _is_address(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
 
 
 def default_workers() -> int:
@@ -112,4 +155,14 @@ def _open_local(tier: str, workers: int, allow_unsandboxed: bool, python: str | 
     raise SandboxError(f"No sandbox holds on this machine:\n{listed}\n{_REMEDIES}")
 
 
-__all__ = ["STATUSES", "Limits", "Outcome", "Program", "Sandbox", "SandboxError", "Status", "open_sandbox"]
+__all__ = [
+    "STATUSES",
+    "Limits",
+    "Outcome",
+    "Program",
+    "Sandbox",
+    "SandboxError",
+    "Status",
+    "choose_sandbox",
+    "open_sandbox",
+]
