@@ -49,6 +49,7 @@ def save_progress(directory: str | Path, step: int, rollouts: list[dict[str, Any
         rank: of this process; process 0 writes the count.
     """
     directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     if rollouts is not None:
         torch.save(rollouts, directory / f"rollouts_{rank}.pt")
     if rank == 0:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 from jaxtyping import Bool, Float, Int
@@ -69,6 +70,36 @@ def total_rewards(rewards_per_func: Float[Tensor, "n f"], weights: Float[Tensor,
     rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
     return rewards.tolist()
+
+
+def withhold_rewards(rewards_per_func: Tensor, is_skipped: list[bool], accelerator: Accelerator) -> float:
+    """Take the rewards of skipped rollouts out of a generation batch. Every process must call it.
+
+    Args:
+        rewards_per_func: (global rollouts, functions), changed in place: NaN is TRL's word for no reward.
+        is_skipped: of the local rollouts.
+        accelerator: the trainer's.
+
+    Returns:
+        The share of skipped rollouts, over all processes.
+    """
+    skipped = accelerator.gather(torch.tensor(is_skipped, device=rewards_per_func.device))
+    rewards_per_func[skipped] = torch.nan
+    return skipped.float().mean().item()
+
+
+def leave_out(output: dict[str, Any], is_skipped: list[bool], accelerator: Accelerator) -> None:
+    """Take the tokens of skipped rollouts out of a generation batch. Every process must call it.
+
+    Args:
+        output: TRL's, changed in place.
+        is_skipped: of the local rollouts.
+        accelerator: the trainer's.
+    """
+    kept = ~torch.tensor(is_skipped, device=output["completion_mask"].device)
+    output["completion_mask"] = output["completion_mask"] * kept[:, None]
+    mask = output["completion_mask"] * output["tool_mask"] if "tool_mask" in output else output["completion_mask"]
+    output["num_items_in_batch"] = accelerator.gather(mask.sum()).sum()
 
 
 def gather_evidence(

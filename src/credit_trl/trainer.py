@@ -26,18 +26,20 @@ from credit_trl.checks import check_datasets, check_no_images, check_reward_colu
 from credit_trl.compat import check_trl
 from credit_trl.config import CreditConfig
 from credit_trl.contexts import ContextBuilder
-from credit_trl.grading import VerifierPolicy, leave_out, withhold_rewards
+from credit_trl.grading import VerifierPolicy
 from credit_trl.kernels import CreditLoss, ReferenceStates, Scores, Support, credit_loss
 from credit_trl.metrics import Alarms, context_counts, context_metrics, token_metrics
 from credit_trl.rollouts import (
     Rollouts,
     build_contexts,
     gather_evidence,
+    leave_out,
     loss_mask,
     pack_contexts,
     token_weights,
     total_rewards,
     unpack_contexts,
+    withhold_rewards,
 )
 from credit_trl.scoring import backbone, check_packing, gather_states, lm_head, score_completions, stored_scores
 from credit_trl.teacher import make_reference

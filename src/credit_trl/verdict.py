@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from credit_trl.grading import VerifierPolicy
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,23 @@ class VerdictLog:
 
     `recording(f)` wraps a reward function so that TRL sees floats and this log keeps the feedback. A sample's feedback
     is what its verifiers said, in the order of the reward functions, joined by an empty line.
+
+    Args:
+        policy: what is done about functions that fail.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: VerifierPolicy | None = None) -> None:
+        self.policy = policy or VerifierPolicy()
         self._feedback: dict[int, list[str | None]] = {}
+        self._has_failed = False
 
     def clear(self) -> None:
         self._feedback.clear()
+        self._has_failed = False
+
+    def skipped(self, num_samples: int) -> list[bool]:
+        """For each local sample, whether a function that graded it failed; a function grades all of them."""
+        return [self._has_failed] * num_samples
 
     def feedback(self, num_samples: int) -> list[str | None]:
         """One text per local sample, or None where nobody said anything."""
@@ -65,22 +77,24 @@ class VerdictLog:
 
     def recording(self, reward_func: Callable[..., Any], position: int) -> Callable[..., Any]:
         """Wrap the reward function at `position` of the trainer's list; a coroutine function stays one."""
+        name = getattr(reward_func, "__name__", type(reward_func).__name__)
         if inspect.iscoroutinefunction(reward_func) or inspect.iscoroutinefunction(type(reward_func).__call__):
 
             async def recorded_async(**kwargs: Any) -> list[float | None]:
-                output: Awaitable[Sequence[Any]] = reward_func(**kwargs)
-                return self._record(position, await output, kwargs.get("log_metric"))
+                return self._record(position, await self.policy.call_async(name, reward_func, kwargs), kwargs)
 
             return recorded_async
 
         def recorded(**kwargs: Any) -> list[float | None]:
-            return self._record(position, reward_func(**kwargs), kwargs.get("log_metric"))
+            return self._record(position, self.policy.call(name, reward_func, kwargs), kwargs)
 
         return recorded
 
-    def _record(
-        self, position: int, output: Sequence[Any], log_metric: Callable[[str, float], None] | None
-    ) -> list[float | None]:
+    def _record(self, position: int, output: Sequence[Any] | None, given: Mapping[str, Any]) -> list[float | None]:
+        if output is None:
+            self._has_failed = True
+            return [0.0] * len(given["completions"])  # stands in until the rewards are withheld
+        log_metric = given.get("log_metric")
         verdicts = [v if isinstance(v, Verdict) else Verdict(v) for v in output]
         self._feedback[position] = [v.feedback for v in verdicts]
         for verdict in verdicts:
