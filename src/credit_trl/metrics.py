@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ NEARLY_UNIFORM = 0.9
 LOW_SUPPORT_MASS = 0.5
 # Generation batches in a row in which no group's rewards differ.
 FLAT_REWARD_BATCHES = 5
+# Mean difference between the log-probabilities of vLLM and of the model, in nats; bf16 kernels differ by about 0.01.
+ENGINE_MISMATCH = 0.1
 
 
 class CreditWarning(UserWarning):
@@ -63,6 +65,18 @@ class Alarms:
                 "flat_reward",
                 f"All rollouts of every group got the same reward in {self._flat} generation batches in a row. Check "
                 "the verifier on a few completions (`log_completions=True`), or the difficulty of the prompts.",
+            )
+
+    def check_engine(self, metrics: Mapping[str, Sequence[float]]) -> None:
+        """`metrics`: TRL's, by name; those of vLLM are there where its importance ratio is computed."""
+        differences = metrics.get("sampling/sampling_logp_difference/mean")
+        if differences and differences[-1] > ENGINE_MISMATCH:
+            self.raise_once(
+                "engine_mismatch",
+                f"vLLM and the model give the sampled tokens log-probabilities that differ by {differences[-1]:.2f} "
+                "nats on average (`sampling/sampling_logp_difference/mean`). Check that the engine got the policy's "
+                "weights, that both compute in the same precision, and that a server runs with `--logprobs-mode "
+                "processed_logprobs`.",
             )
 
     def check_tokens(self, metrics: dict[str, float], vocabulary: int) -> None:

@@ -26,6 +26,7 @@ from credit_trl.checks import check_datasets, check_no_images, check_reward_colu
 from credit_trl.compat import check_trl
 from credit_trl.config import CreditConfig
 from credit_trl.contexts import ContextBuilder
+from credit_trl.generation import PolicyGeneration, await_engine
 from credit_trl.grading import VerifierPolicy
 from credit_trl.kernels import CreditLoss, ReferenceStates, Scores, Support, credit_loss
 from credit_trl.metrics import Alarms, context_counts, context_metrics, token_metrics
@@ -115,7 +116,10 @@ class CreditTrainer(ResumableTrainer):
         self._eval_batches = 0
         check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
         check_reward_columns(reward_funcs, train_dataset)
+        await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
+        if self.use_vllm:
+            self.vllm_generation = PolicyGeneration.adopt(self.vllm_generation, args.seed)
         self.reward_funcs = [
             func if isinstance(func, nn.Module) else self._verdicts.recording(func, position)
             for position, func in enumerate(self.reward_funcs)
@@ -190,6 +194,7 @@ class CreditTrainer(ResumableTrainer):
         if self.args.on_verifier_error == "skip":
             leave_out(output, self._verdicts.skipped(len(inputs)), self.accelerator)
         mode = "train" if self.model.training else "eval"
+        self.alarms.check_engine(self._metrics[mode])
         if mode == "train":
             self.alarms.check_rewards(self._metrics[mode]["frac_reward_zero_std"][-1] == 1.0)
         if self._distills:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from credit_trl.evaluation.engines import (
     read_responses,
     weight_fingerprint,
 )
+from credit_trl.generation import seeded
 
 
 class TrainerEngine:
@@ -78,10 +79,12 @@ class TrainerEngine:
         mine = filled[first : first + share]
         template = {"chat_template": self.trainer.chat_template, **self.trainer.chat_template_kwargs}
         prompts = [encode_prompt(self.tokenizer, request.prompt, **template) for request in mine]
+        seeds = [request.seed for request in filled]
         if self.trainer.use_vllm:
-            ids = self.trainer.vllm_generation.generate(prompts=prompts, images=None, num_generations=1)[1]
+            with self._vllm_seeds(seeds, share):
+                ids = self.trainer.vllm_generation.generate(prompts=prompts, images=None, num_generations=1)[1]
         else:
-            seeds = [request.seed for request in mine]
+            seeds = seeds[first : first + share]
             pad = pad_token_id(self.tokenizer)
             ids = generate_ids(self._policy, prompts, seeds, sampling, self.eos_token_ids, pad_token_id=pad)
         return gather_object(read_responses(self.tokenizer, ids, self.eos_token_ids))[: len(requests)]
@@ -92,6 +95,20 @@ class TrainerEngine:
         held = [value]
         broadcast_object_list(held, from_process=0)
         return held[0]
+
+    def _vllm_seeds(self, seeds: list[int], share: int) -> AbstractContextManager[None]:
+        """A stream for each sample, from an engine in this process; a server draws from its own.
+
+        Args:
+            seeds: of all processes.
+            share: how many of them a process has.
+        """
+        generation = self.trainer.vllm_generation
+        if generation.mode == "server":
+            return nullcontext()
+        group = share * generation.tensor_parallel_size
+        first = self.trainer.accelerator.process_index * share // group * group
+        return seeded(generation, seeds[first : first + group])
 
     @contextmanager
     def _policy_session(self) -> Iterator[None]:
@@ -131,6 +148,15 @@ class TrainerEngine:
         kept = {name: getattr(generation, name) for name in settings}
         vars(generation).update(settings)
         try:
-            yield
+            with _kept_random_state():
+                yield
         finally:
             vars(generation).update(kept)
+
+
+def _kept_random_state() -> AbstractContextManager[None]:
+    """An engine in this process may draw from torch's generators, though each request has a seed."""
+    if not torch.accelerator.is_available():
+        return torch.random.fork_rng(devices=[])
+    device = torch.accelerator.current_accelerator()
+    return torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=device.type)

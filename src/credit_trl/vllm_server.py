@@ -1,0 +1,183 @@
+"""A vLLM server that is watched while it is waited for.
+
+TRL waits for its server without a limit: a request has no time-out (a batch of long answers may take any time), and a
+weight broadcast to a server that has died never returns. So each call runs in a thread of its own while this one asks
+`/health`, which the server answers beside its work. Where the answer stays away, the run ends with an error that names
+the server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from threading import Thread
+from typing import Any, TypeVar
+
+import requests
+import torch
+from requests.adapters import HTTPAdapter
+from trl.generation.vllm_client import VLLMClient
+
+POLL_SECONDS = 1.0
+CONNECT_SECONDS = 5.0
+# A listening server refuses a connection at most for a moment, so twice in a row means that nothing listens.
+REFUSALS = 2
+# Endpoints that answer soon, or never will; asking twice would be wrong where the first attempt did something.
+CONTROL_ENDPOINTS = ("start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache")
+
+_START = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1 "
+    """--weight-transfer-config '{"backend": "nccl"}'"""
+)
+_RESTART = (
+    "Look at the server's log (running out of memory is the usual cause), start it again with the same model and "
+    "flags, and continue from the last checkpoint: `trainer.train(resume_from_checkpoint=True)`."
+)
+
+T = TypeVar("T")
+
+
+class VLLMServerError(ConnectionError):
+    """The vLLM server is gone, or refused what it was asked to do.
+
+    Args:
+        url: which server.
+        happened: what is wrong with it.
+        fix: what to do.
+    """
+
+    def __init__(self, url: str, happened: str, fix: str = _RESTART) -> None:
+        super().__init__(f"The vLLM server at {url} {happened}. {fix}")
+
+
+class WatchedClient(VLLMClient):
+    """TRL's client; its calls raise [`VLLMServerError`] where TRL's would wait for ever or name no server."""
+
+    @classmethod
+    def adopt(cls, client: VLLMClient, patience: float) -> WatchedClient:
+        """Take over a connected client.
+
+        Args:
+            client: TRL's.
+            patience: seconds that the server may leave `/health` or a control request unanswered.
+        """
+        watched = cls.__new__(cls)
+        vars(watched).update(vars(client))
+        watched.patience = patience
+        watched.control = _ControlAdapter(patience)
+        for endpoint in CONTROL_ENDPOINTS:
+            watched.session.mount(f"{watched.base_url}/{endpoint}", watched.control)
+        return watched
+
+    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self._watched("generating", lambda: super(WatchedClient, self).generate(*args, **kwargs))
+
+    def update_named_params(self, *args: Any, **kwargs: Any) -> None:
+        self._watched("receiving weights", lambda: super(WatchedClient, self).update_named_params(*args, **kwargs))
+
+    def reset_prefix_cache(self) -> None:
+        self._watched("clearing its cache", lambda: super(WatchedClient, self).reset_prefix_cache())
+
+    def _watched(self, doing: str, work: Callable[[], T]) -> T:
+        outcome: Future[T] = Future()
+        # A daemon: what never returns must not keep the process from ending.
+        Thread(target=_settle, args=(outcome, work, _device()), name="vllm-server-call", daemon=True).start()
+        health = _Health(self.base_url, self.patience)
+        while not wait([outcome], timeout=POLL_SECONDS).done:
+            # A refused control request ends the update, though the broadcast beside it waits for its receiver.
+            problem = self.control.failure or health.problem()
+            if problem is not None:
+                raise VLLMServerError(self.base_url, f"{problem} while {doing}")
+        try:
+            return outcome.result()
+        except requests.RequestException as error:
+            raise VLLMServerError(self.base_url, f"failed while {doing} ({error})") from error
+        except Exception as error:
+            if type(error) is Exception:  # TRL's way to report a status other than 200
+                raise VLLMServerError(self.base_url, f"failed while {doing} ({error})") from error
+            raise
+
+
+def await_server(url: str, timeout: float) -> None:
+    """Wait until a server answers.
+
+    Raises:
+        VLLMServerError: it did not within `timeout` seconds.
+    """
+    started = time.monotonic()
+    while (problem := _ask_health(url, min(CONNECT_SECONDS, max(timeout, 1.0)))) is not None:
+        if time.monotonic() - started >= timeout:
+            fix = f"Start it with: {_START}; or correct `vllm_server_host` and `vllm_server_port`, or the base URL."
+            raise VLLMServerError(url, f"did not answer within {timeout:g} s ({problem})", fix)
+        time.sleep(min(POLL_SECONDS, timeout))
+
+
+class _ControlAdapter(HTTPAdapter):
+    """Limits how long an answer may take, and remembers what failed.
+
+    Args:
+        patience: seconds.
+    """
+
+    def __init__(self, patience: float) -> None:
+        super().__init__(max_retries=0)
+        self.patience = patience
+        self.failure: str | None = None
+
+    def send(self, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
+        kwargs["timeout"] = (CONNECT_SECONDS, self.patience)
+        try:
+            response = super().send(request, **kwargs)
+        except requests.RequestException as error:
+            self.failure = f"did not answer {request.path_url} ({error})"
+            raise
+        if response.status_code >= 400:
+            self.failure = f"refused {request.path_url} ({response.status_code}: {response.text[:500]})"
+        return response
+
+
+class _Health:
+    """What a row of `/health` requests says."""
+
+    def __init__(self, url: str, patience: float) -> None:
+        self.url = url
+        self.patience = patience
+        self.last_answer = time.monotonic()
+        self.refusals = 0
+
+    def problem(self) -> str | None:
+        """Ask once; None where the server answers, or has not been silent for long enough."""
+        problem = _ask_health(self.url, min(CONNECT_SECONDS, self.patience))
+        if problem is None:
+            self.last_answer, self.refusals = time.monotonic(), 0
+            return None
+        self.refusals = self.refusals + 1 if "refused" in problem.lower() else 0
+        if self.refusals >= REFUSALS:
+            return "is gone: nothing listens there any more"
+        if time.monotonic() - self.last_answer >= self.patience:
+            return f"has not answered for {self.patience:g} s ({problem})"
+        return None
+
+
+def _ask_health(url: str, timeout: float) -> str | None:
+    try:
+        response = requests.get(f"{url}/health", timeout=timeout)
+    except requests.RequestException as error:
+        return str(error)
+    return None if response.status_code == 200 else f"/health says {response.status_code}"
+
+
+def _device() -> int | None:
+    return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+
+def _settle(outcome: Future[T], work: Callable[[], T], device: int | None) -> None:
+    """Run `work` on `device`: torch keeps the current one, and whether gradients are recorded, for each thread."""
+    try:
+        if device is not None:
+            torch.accelerator.set_device_index(device)
+        with torch.no_grad():
+            outcome.set_result(work())
+    except BaseException as error:
+        outcome.set_exception(error)

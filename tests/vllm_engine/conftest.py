@@ -1,0 +1,55 @@
+"""Trainers on a real vLLM engine. `make test-vllm` runs these in an environment of their own; elsewhere they skip."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cpu_engine import HEAD_DIM
+
+from credit_trl import CreditTrainer, Verdict
+from tiny import build_model
+
+
+@pytest.fixture(scope="session")
+def model_path(tokenizer, tmp_path_factory) -> Path:
+    """A tiny Qwen3 on disk, where both the trainer and the engine load it from."""
+    path = tmp_path_factory.mktemp("model")
+    os.environ["VLLM_CACHE_ROOT"] = str(tmp_path_factory.mktemp("vllm_cache"))
+    build_model(tokenizer, head_dim=HEAD_DIM).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def verdicts(completions, answer, **kwargs) -> list[Verdict]:
+    """Rewards that differ inside every group (without variance there may be no gradient, and nothing to synchronise);
+    feedback for all."""
+    return [Verdict(float(i % 2), f"The answer is {a}.") for i, a in enumerate(answer)]
+
+
+@pytest.fixture
+def make_trainer(model_path, make_config, dataset):
+    """A trainer that generates with vLLM; keyword arguments override the configuration."""
+
+    def make(peft_config: Any = None, trainer_class: type = CreditTrainer, **options: Any) -> CreditTrainer:
+        settings = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_max_model_length": 512,
+            "max_completion_length": 12,
+            "learning_rate": 1e-2,
+            "max_steps": 3,
+        }
+        config = make_config(**{**settings, **options})
+        return trainer_class(str(model_path), verdicts, config, dataset, peft_config=peft_config)
+
+    yield make
+    gc.collect()  # an engine lives as long as its trainer, which is a cycle

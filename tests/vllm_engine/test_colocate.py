@@ -1,0 +1,253 @@
+"""`vllm_mode="colocate"` on a real engine: whose weights it samples with, and whose weights score."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("vllm", reason="no vLLM engine in this environment: run `make test-vllm`")
+
+import cpu_engine
+from engine_observer import as_in_engine, engine_weights, record, same_weights, token_logps
+
+from credit_trl.evaluation import Sampling
+from credit_trl.evaluation.engines import Request
+from credit_trl.evaluation.trainer_engine import TrainerEngine
+
+SAME = 1e-3  # nats; measured 1e-6
+STALE = 1e-2
+
+ADAPTERS = {
+    "full": None,
+    "lora": {},
+    "dora": {"use_dora": True},
+    "lora_and_a_saved_head": {"modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu():
+    cpu_engine.in_process()
+
+
+def adapter(kind: str) -> LoraConfig | None:
+    options = ADAPTERS[kind]
+    if options is None:
+        return None
+    return LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+
+
+def merged(model):
+    """The policy as one plain model, merged by PEFT into a copy."""
+    model = copy.deepcopy(model)
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
+def initial(trainer):
+    return AutoModelForCausalLM.from_pretrained(trainer.vllm_generation.llm.llm_engine.model_config.model)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_after_every_update_the_engine_samples_with_the_policy(make_trainer, kind):
+    trainer = make_trainer(adapter(kind))
+    recording = record(trainer)
+    trainer.train()
+    assert len(recording.differences) == 3
+    assert max(recording.differences) < SAME
+    trainer.vllm_generation.sync_weights()
+    policy = as_in_engine(merged(trainer.model))
+    assert not same_weights(as_in_engine(initial(trainer)), policy)
+    for name, weight in engine_weights(trainer).items():
+        torch.testing.assert_close(weight[: len(policy[name])], policy[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_control_without_synchronisation_the_engine_is_stale(make_trainer, kind):
+    trainer = make_trainer(adapter(kind))
+    trainer.vllm_generation.sync_weights = lambda: None
+    recording = record(trainer)
+    trainer.train()
+    assert recording.differences[0] < SAME
+    assert min(recording.differences[1:]) > STALE
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("teacher", ["ema", "base"])
+def test_no_phase_mixes_the_weights_of_engine_policy_and_reference(make_trainer, kind, teacher):
+    trainer = make_trainer(adapter(kind), teacher_model_kind=teacher, teacher_update_rate=0.3, max_steps=4)
+    phases = []
+
+    def snapshot():
+        return {
+            "engine": engine_weights(trainer),
+            "policy": {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad},
+            "base": {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad},
+            "reference": {n: p.detach().clone() for n, p in trainer.reference.named_weights().items()},
+        }
+
+    def equal(a, b):
+        return all(torch.equal(a[name], b[name]) for name in a)
+
+    stage = trainer._stage
+
+    @contextmanager
+    def watched(name):
+        before = snapshot()
+        with stage(name):
+            yield
+        phases.append((name, before, snapshot(), as_in_engine(merged(trainer.model))))
+
+    trainer._stage = watched
+    first = snapshot()
+    trainer.train()
+    assert [name for name, *_ in phases].count("scores") == 4
+    drifts = []
+    for name, before, after, policy in phases:
+        # Nothing but an optimizer step changes the policy and its reference, to the bit.
+        for part in ("policy", "reference") if kind == "full" else ("policy", "base", "reference"):
+            assert equal(before[part], after[part]), (name, part)
+        # Only a rollout gives the engine new weights, and they are the policy's.
+        assert name == "rollout" or equal(before["engine"], after["engine"])
+        for weight_name, weight in policy.items():
+            held = after["engine"][weight_name][: len(weight)]
+            torch.testing.assert_close(held, weight, rtol=0, atol=0 if kind == "full" else 1e-6)
+        pairs = list(trainer.reference.pairs()) if name == "scores" else []
+        drifts.extend((reference - student).abs().max().item() for reference, student in pairs)
+    assert max(drifts) > 1e-3  # reference and policy are different enough to be told apart
+    assert equal(first["reference"], phases[-1][2]["reference"]) == (teacher == "base")
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_base_reference_scores_with_the_initial_weights(make_trainer, kind):
+    trainer = make_trainer(adapter(kind), teacher_model_kind="base", max_steps=4)
+    untrained = initial(trainer).eval()
+    build, score = trainer._build_contexts, trainer._score
+    scored = []
+
+    def keep_contexts(mode):
+        scored.append([build(mode)])
+        return scored[-1][0]
+
+    def keep_scores(output, contexts):
+        scores = score(output, contexts)
+        scored[-1].append({**output, **scores})
+        return scores
+
+    trainer._build_contexts, trainer._score = keep_contexts, keep_scores
+    trainer.train()
+    assert len(scored) == 4
+    contexts, output = scored[-1]
+    for i, (own, *_) in enumerate(contexts):
+        completion = output["completion_ids"][i][output["completion_mask"][i].bool()].tolist()
+        expected = token_logps(untrained, own, completion)
+        torch.testing.assert_close(output["teacher_token_logps"][i][: len(completion)], expected, rtol=0, atol=1e-4)
+        control = token_logps(trainer.model.eval(), own, completion)
+        assert (control - expected).abs().max() > STALE
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_the_importance_ratio_of_a_stale_engine_multiplies_the_distillation_loss(make_trainer, mode):
+    options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2}
+    trainer = make_trainer(loss_type="grpo", max_steps=1, **options)
+    generate, sampled = trainer.vllm_generation.generate, []
+
+    def keeping(*args, **kwargs):
+        sampled.append(generate(*args, **kwargs))
+        return sampled[-1]
+
+    trainer.vllm_generation.generate = keeping
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter += 0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    trainer._last_loaded_step = 0  # the engine keeps what it was started with
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [row for row in trainer.train_dataset.select(range(2)) for _ in range(4)]
+    with pytest.warns(UserWarning, match="vLLM and the model"):
+        inputs = trainer._generate_and_score_completions(rows)
+
+    prompts, completions, logps, _ = sampled[0]
+    expected = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32)
+    for i, (prompt, completion, theirs) in enumerate(zip(prompts, completions, logps, strict=True)):
+        own = token_logps(trainer.model.eval(), list(prompt), list(completion))
+        log_ratio = own - torch.tensor([position[0] for position in theirs])
+        ratio = (log_ratio.sum().expand_as(own) if mode.startswith("sequence") else log_ratio).exp()
+        expected[i, : len(own)] = ratio.clamp(max=1.2) if mode.endswith("truncate") else ratio * (ratio <= 1.2)
+    trainer.model.train()
+    mask = inputs["completion_mask"].bool()
+    ratio = inputs["importance_sampling_ratio"].expand_as(expected)
+    torch.testing.assert_close(ratio[mask], expected[mask], rtol=1e-3, atol=1e-5)
+    assert (expected[mask] - 1).abs().max() > 0.1
+
+    # One sample at a time: what it adds to the loss with the ratio and without it.
+    for i in range(len(rows)):
+        corrected = loss_per_token(trainer, inputs, i)
+        plain = loss_per_token(trainer, {**inputs, "importance_sampling_ratio": torch.ones_like(ratio)}, i)
+        torch.testing.assert_close(corrected, plain * expected[i][mask[i]], rtol=1e-3, atol=1e-6)
+
+
+def loss_per_token(trainer, inputs, sample):
+    """Losses of one sample's tokens, each found by leaving only that token its weight."""
+    count = int(inputs["completion_mask"][sample].sum())
+    losses = []
+    for t in range(count):
+        only = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32)
+        only[sample, t] = 1.0
+        ratio = inputs["importance_sampling_ratio"].expand_as(only) * only
+        losses.append(trainer._compute_loss(trainer.model, {**inputs, "importance_sampling_ratio": ratio}).detach())
+    return torch.stack(losses)
+
+
+def test_evaluation_samples_from_the_same_engine_with_the_policys_newest_weights(make_trainer):
+    trainer = make_trainer()
+    trainer.train()
+    engine = TrainerEngine(trainer, batch_size=16)
+    recording = record(trainer)
+    sampling = Sampling(temperature=1.0, top_p=1.0, max_completion_length=8)
+    requests = [Request([{"role": "user", "content": f"{i}+1="}], seed=i) for i in range(6)]
+    with engine.session(sampling):
+        answers = engine.generate(requests, sampling)
+        again = engine.generate(requests[3:], sampling)
+        other = engine.generate([Request(r.prompt, r.seed + 100) for r in requests], sampling)
+    assert max(recording.differences) < SAME
+    assert answers[3:] == again  # a sample is its seed's, whatever shares the batch
+    assert answers != other
+    assert all(answer.length <= 8 for answer in answers)
+    assert trainer.vllm_generation.max_completion_length == 12
+
+
+def test_training_is_the_same_with_and_without_evaluation(make_trainer):
+    def trained(evaluated):
+        trainer = make_trainer()
+        engine, sampling = TrainerEngine(trainer), Sampling(max_completion_length=4)
+        step = trainer.training_step
+
+        def evaluating(*args, **kwargs):
+            if evaluated:
+                with engine.session(sampling):
+                    engine.generate([Request("1+1=", seed=3)] * 5, sampling)
+            return step(*args, **kwargs)
+
+        trainer.training_step = evaluating
+        recording = record(trainer)
+        trainer.train()
+        return [batch["completion_ids"].tolist() for batch in recording.batches]
+
+    assert trained(False) == trained(True)
+
+
+def test_the_runs_seed_decides_what_a_colocated_engine_samples(make_trainer):
+    def sampled(seed):
+        trainer = make_trainer(max_steps=1, seed=seed, shuffle_dataset=False)
+        recording = record(trainer)
+        trainer.train()
+        return recording.batches[0]["completion_ids"].tolist()
+
+    first = sampled(1)
+    assert first == sampled(1)
+    assert first != sampled(2)
