@@ -1,0 +1,77 @@
+"""Your own verifier: a reward function that returns verdicts. Here: sums, with the digit that is wrong as feedback.
+
+    python examples/custom_verifier.py        # three steps of the model that the package brings, on any machine
+    python examples/custom_verifier.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name my/sums
+
+Copy it, and change two things: where the rows come from (`prompt`, and whatever columns the verifier reads), and what
+`verifier` says. The reward is what GRPO would use; the feedback is what you would tell someone to get it right.
+"""
+
+import random
+import re
+
+import torch
+from datasets import Dataset, load_dataset
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+
+from credit_trl import CreditConfig, CreditTrainer, Verdict
+from credit_trl.cli.training import resolve_model
+
+DEFAULTS = {
+    "model_name_or_path": "quickstart",
+    "output_dir": "runs/custom_verifier",
+    "max_steps": 3,
+    "per_device_train_batch_size": 16,
+    "num_generations": 4,
+    "max_completion_length": 16,
+    "use_cpu": not torch.accelerator.is_available(),
+    "bf16": torch.accelerator.is_available(),
+    "logging_steps": 1,
+    "report_to": "none",
+}
+
+
+def make_rows(count: int = 64) -> Dataset:
+    """Columns `prompt`, as messages, and `answer`, which the verifier reads."""
+    rng = random.Random(0)
+    pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(count)]
+    return Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)} for a, b in pairs]
+    )
+
+
+def verifier(completions: list, answer: list[str], **columns) -> list[Verdict]:
+    """One verdict a completion: the last number has to be the sum."""
+    return [grade(completion[-1]["content"], right) for completion, right in zip(completions, answer, strict=True)]
+
+
+def grade(response: str, right: str) -> Verdict:
+    numbers = re.findall(r"\d+", response)
+    if not numbers:
+        return Verdict(0.0, f"There is no number in the answer. The sum has {len(right)} digits.")
+    given = numbers[-1]
+    if given == right:
+        return Verdict(1.0)  # nothing to say: the answer itself will be shown to the others of its group
+    if len(given) != len(right):
+        return Verdict(0.0, f"{given} has {len(given)} digits, the sum has {len(right)}.")
+    place = next(i for i, (a, b) in enumerate(zip(given, right, strict=True)) if a != b)
+    return Verdict(0.0, f"In {given} the digit at place {place + 1} should be {right[place]}.", {"length_right": 1.0})
+
+
+def main(script: ScriptArguments, config: CreditConfig, model: ModelConfig) -> None:
+    rows = load_dataset(script.dataset_name, split="train") if script.dataset_name else make_rows()
+    trainer = CreditTrainer(
+        model=resolve_model(model.model_name_or_path),
+        reward_funcs=verifier,
+        args=config,
+        train_dataset=rows,
+        peft_config=get_peft_config(model),
+    )
+    trainer.train()
+    trainer.save_model(f"{config.output_dir}/final")
+
+
+if __name__ == "__main__":
+    parser = TrlParser((ScriptArguments, CreditConfig, ModelConfig), description=__doc__)
+    parser.set_defaults(**DEFAULTS)
+    main(*parser.parse_args_and_config())

@@ -1,0 +1,204 @@
+"""Every script of `examples/` that people copy runs, from its command line, on a tiny model and local rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiny import SHARED_DATA, build_model, build_tokenizer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = ("sciknoweval", "toolalpaca", "livecodebench", "custom_verifier", "lora_single_gpu")
+
+# What makes any of them small; the rest of each script's own settings stays.
+SMALL = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "per_device_train_batch_size": 4,
+    "num_generations": 2,
+    "max_completion_length": 8,
+    "max_steps": 2,
+    "disable_tqdm": True,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, max_position_embeddings=8192).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, tiny_model):
+    """Run a script as `python examples/NAME.py --option value …` does, and return its output directory."""
+
+    def call(name: str, **options) -> Path:
+        output = tmp_path / "run"
+        given = {"model_name_or_path": tiny_model, "output_dir": output, **SMALL, **options}
+        line = [text for option, value in given.items() for text in (f"--{option}", str(value))]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *line])
+        monkeypatch.chdir(tmp_path)
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return output
+
+    return call
+
+
+def science_rows(path: Path, count: int = 4) -> Path:
+    """Rows as SDPO publishes them, invented here."""
+    rows = [
+        {
+            "idx": i,
+            "kind": "mcq",
+            "dataset": "sciknoweval",
+            "answer": "AB"[i % 2],
+            "prompt": f"Which is larger?\n\nA: {2 * i + 1}\nB: {2 * i + i % 2 * 2}\nPlease reason step by step.",
+            "system": "Answer with <answer>letter</answer>.",
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def tool_rows(path: Path, count: int = 4) -> Path:
+    """Records as SDPO trains on them, invented here."""
+    rows = [
+        {
+            "prompt": f"Tools: getWeather(city). Question: how is the weather in city {i}?",
+            "answer": json.dumps([{"Action": "getWeather", "Action_Input": json.dumps({"city": str(i)})}]),
+            "idx": i,
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_fits_on_a_page(name):
+    assert len((EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()) <= 80
+
+
+def test_sciknoweval_trains_evaluates_and_saves(run, tmp_path, capsys):
+    rows = science_rows(tmp_path / "physics-train.jsonl")
+    test = science_rows(tmp_path / "physics-test.jsonl", 2)
+    output = run(
+        "sciknoweval",
+        task="sciknoweval:physics",
+        dataset_path=rows,
+        eval_dataset_path=test,
+        gradient_accumulation_steps=1,
+        max_steps=1,
+        avg_at_k=1,
+        avg_at_k_steps=1,
+    )
+    assert (output / "final" / "model.safetensors").is_file()
+    summary = json.loads((output / "summary.json").read_text("utf-8"))
+    assert {"best_during_training", "final"} <= summary.keys()
+    steps = re.findall(r"^step +(\d+): avg@1", capsys.readouterr().out, flags=re.MULTILINE)
+    assert steps == ["0", "1"]  # before the first step and after the last
+    assert json.loads((output / "run.json").read_text("utf-8"))["task"] == "sciknoweval:physics"
+
+
+def test_toolalpaca_trains_maps_and_evaluates(run, tmp_path, capsys):
+    output = run(
+        "toolalpaca",
+        dataset_path=tool_rows(tmp_path / "train.jsonl"),
+        eval_dataset_path=tool_rows(tmp_path / "test.jsonl", 2),
+        gradient_accumulation_steps=1,
+        max_steps=1,
+        avg_at_k=2,
+    )
+    assert (output / "final" / "model.safetensors").is_file()
+    assert list((output / "credit_maps").glob("*.html"))
+    assert "avg@2" in capsys.readouterr().out
+
+
+def test_livecodebench_runs_programs_in_the_sandbox(run):
+    from credit_trl.sandbox import SandboxError, open_sandbox
+
+    try:
+        open_sandbox().close()
+    except SandboxError as error:
+        pytest.skip(f"no sandbox holds on this machine: {error}")
+    output = run(
+        "livecodebench",
+        task="livecodebench:examples",
+        generation_batch_size=4,
+        gradient_accumulation_steps=1,
+        max_steps=1,
+        max_train_rows=2,
+        max_eval_rows=1,
+        avg_at_k=1,
+        avg_at_k_steps=1,
+    )
+    logs = [json.loads(line) for line in (output / "log.jsonl").read_text("utf-8").splitlines()]
+    first = next(line for line in logs if "reward" in line)
+    assert first["reward"] == 0.0  # noise is no program
+    assert first["credit/frac_with_feedback"] == 1.0  # and the feedback says so
+
+
+def test_custom_verifier_runs_as_it_stands(run, capsys):
+    output = run("custom_verifier", model_name_or_path="quickstart", max_steps=1)
+    assert (output / "final" / "model.safetensors").is_file()
+    assert "'credit/frac_with_feedback': '1'" in capsys.readouterr().out
+
+
+def test_custom_verifiers_feedback_names_what_is_wrong():
+    grade = runpy.run_path(str(EXAMPLES / "custom_verifier.py"))["grade"]
+    assert grade("It is 42.", "42").reward == 1.0
+    assert "3 digits, the sum has 2" in grade("421", "42").feedback
+    assert "place 2 should be 2" in grade("47", "42").feedback
+    assert "no number" in grade("I do not know", "42").feedback
+
+
+def test_lora_trains_adapters_only_and_saves_the_policys(run, tmp_path, capsys):
+    output = run(
+        "lora_single_gpu",
+        dataset_path=science_rows(tmp_path / "chemistry-train.jsonl"),
+        task="sciknoweval:chemistry",
+        dtype="float32",
+        lora_r=4,
+        gradient_accumulation_steps=1,
+        warmup_steps=0,
+        learning_rate=1e-2,
+    )
+    printed = capsys.readouterr().out
+    trained, total = (int(n.replace(",", "")) for n in printed.split(" parameters are trained")[0].split()[-3::2])
+    assert 0 < trained < total
+    saved = {path.name for path in (output / "adapter").iterdir()}
+    assert "adapter_model.safetensors" in saved
+    assert "model.safetensors" not in saved
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs the real data in ../shared/data (see its README)")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (
+            "sciknoweval",
+            {"task": "sciknoweval:biology", "dataset_path": "sciknoweval/biology-train.jsonl", "avg_at_k_steps": 1}
+            | {"eval_dataset_path": "sciknoweval/biology-test.jsonl", "max_eval_rows": 2, "avg_at_k": 1},
+        ),
+        (
+            "toolalpaca",
+            {"dataset_path": "toolalpaca/real-78.jsonl", "eval_dataset_path": "toolalpaca/test-first-10.jsonl"}
+            | {"max_eval_rows": 2, "avg_at_k": 1},
+        ),
+    ],
+)
+def test_on_real_rows(run, name, options):
+    options = {key: SHARED_DATA / value if key.endswith("_path") else value for key, value in options.items()}
+    output = run(name, gradient_accumulation_steps=1, max_steps=1, **options)
+    assert (output / "final" / "model.safetensors").is_file()
