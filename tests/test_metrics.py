@@ -19,19 +19,22 @@ def terms(n, seed=0):
     generator = torch.Generator().manual_seed(seed)
     names = (
         "token_loss token_logps entropy kl_to_target student_mass teacher_mass "
-        "teacher_token_logps generic_token_logps teacher_entropy"
+        "teacher_token_logps generic_token_logps teacher_entropy kl_to_teacher contrastive_coef advantages"
     ).split()
     return CreditLoss(loss=torch.zeros(()), **{name: torch.randn(n, generator=generator) for name in names})
 
 
 def test_token_metrics_are_the_moments_of_the_realised_quantities():
-    given, coef = terms(50), torch.tensor([0.3, 0.0]).repeat(25)
-    metrics = token_metrics(given, coef, lambda sums: sums)
+    given, contrasted = terms(50), torch.tensor([True, False]).repeat(25)
+    given.contrastive_coef[:20] = 0.0
+    metrics = token_metrics(given, contrasted, lambda sums: sums)
     f, g, p = given.teacher_token_logps, given.generic_token_logps, given.token_logps
-    advantage, specific = f - coef * g - p, (f - g)[::2]
+    specific = (f - g)[::2]
     expected = {
-        "credit/advantage_mean": advantage.mean(),
-        "credit/advantage_std": advantage.std(correction=0),
+        "credit/advantage_mean": given.advantages.mean(),
+        "credit/advantage_std": given.advantages.std(correction=0),
+        "credit/frac_gated": torch.tensor(10 / 25),
+        "credit/kl_to_teacher": given.kl_to_teacher[::2].mean(),
         "credit/s_mean": specific.mean(),
         "credit/s_std": specific.std(correction=0),
         "credit/generic_mean": g[::2].mean(),
@@ -45,22 +48,22 @@ def test_token_metrics_are_the_moments_of_the_realised_quantities():
 
 
 def test_sums_over_processes_give_the_metrics_of_all_tokens_together():
-    parts, coefs = [terms(7, 1), terms(12, 2)], [torch.full((7,), 0.2), torch.full((12,), 0.2)]
+    parts, masks = [terms(7, 1), terms(12, 2)], [torch.ones(7, dtype=torch.bool), torch.ones(12, dtype=torch.bool)]
     sums = []
-    for part, coef in zip(parts, coefs, strict=True):
-        token_metrics(part, coef, lambda s: sums.append(s) or s)
+    for part, mask in zip(parts, masks, strict=True):
+        token_metrics(part, mask, lambda s: sums.append(s) or s)
     names = [k for k, v in vars(parts[0]).items() if k != "loss" and v is not None]
     joined = {k: torch.cat([vars(p)[k] for p in parts]) for k in names}
     whole = CreditLoss(loss=torch.zeros(()), **joined)
-    together = token_metrics(whole, torch.cat(coefs), lambda s: s)
-    apart = token_metrics(parts[0], coefs[0], lambda s: sums[0] + sums[1])
+    together = token_metrics(whole, torch.cat(masks), lambda s: s)
+    apart = token_metrics(parts[0], masks[0], lambda s: sums[0] + sums[1])
     assert apart == pytest.approx(together)
 
 
 def test_nothing_to_measure_is_not_a_number():
-    metrics = token_metrics(terms(0), torch.zeros(0), lambda sums: sums)
+    metrics = token_metrics(terms(0), torch.zeros(0, dtype=torch.bool), lambda sums: sums)
     assert all(math.isnan(value) for value in metrics.values())
-    without_contrast = token_metrics(terms(3), torch.zeros(3), lambda sums: sums)
+    without_contrast = token_metrics(terms(3), torch.zeros(3, dtype=torch.bool), lambda sums: sums)
     assert math.isnan(without_contrast["credit/s_mean"])
     assert not math.isnan(without_contrast["credit/delta_v_mean"])
 
@@ -105,7 +108,8 @@ def run(make_model, make_config, tokenizer, dataset):
 EVERY_STEP = (
     "credit/s_mean credit/s_std credit/delta_v_mean credit/generic_mean credit/advantage_mean credit/advantage_std "
     "credit/kl_to_target credit/support_mass_student credit/support_mass_teacher credit/frac_with_demonstration "
-    "credit/frac_with_feedback credit/frac_without_teacher credit/frac_without_contrast entropy "
+    "credit/frac_with_feedback credit/frac_without_teacher credit/frac_without_contrast credit/frac_gated "
+    "credit/kl_to_teacher entropy "
     "completions/mean_length reward"
 ).split()
 
@@ -150,6 +154,15 @@ def test_a_low_support_mass_is_warned_about_once(run):
 def test_a_nearly_uniform_teacher_is_warned_about(run, make_model):
     _, warned = run(model=make_model(initializer_range=0.01), distillation_topk=200, max_steps=1)
     assert len([w for w in warned if "nearly uniform" in w]) == 1
+
+
+def test_a_gate_that_no_position_passes_is_warned_about_and_leaves_self_distillation(run):
+    trainer, warned = run(contrastive_gate=0.999, max_steps=3)
+    assert len([w for w in warned if "Lower it: `credit/frac_gated`" in w]) == 1
+    for entry in (e for e in trainer.state.log_history if "loss" in e):
+        assert entry["credit/frac_gated"] == 1.0
+        assert entry["credit/advantage_mean"] == pytest.approx(entry["credit/delta_v_mean"])
+        assert entry["credit/s_mean"] is not None
 
 
 def test_a_flat_reward_is_warned_about_once_and_a_varying_one_never(run):

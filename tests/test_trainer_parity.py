@@ -70,14 +70,16 @@ def samples(inputs):
         yield prompt, inputs["completion_ids"][i][inputs["completion_mask"][i].bool()].tolist()
 
 
+@pytest.mark.parametrize(("form", "coef"), [("subtract", 0.3), ("guide", 1.5)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gradient_is_algorithm_1s_policy_gradient_with_vocabulary_advantages(
-    make_model, make_config, tokenizer, dataset, temperature
+    make_model, make_config, tokenizer, dataset, temperature, form, coef
 ):
     config = make_config(
         distillation_support="full",
         contrastive_count=2,
-        contrastive_coef=0.3,
+        contrastive_form=form,
+        contrastive_coef=coef,
         loss_type="grpo",
         temperature=temperature,
     )
@@ -101,7 +103,7 @@ def test_gradient_is_algorithm_1s_policy_gradient_with_vocabulary_advantages(
         with torch.no_grad():
             f = logps(teacher, own, completion, temperature)
             g = sum(logps(teacher, other, completion, temperature) for other in others) / 2
-            advantages = f - 0.3 * g - policy
+            advantages = (f - coef * g if form == "subtract" else f + coef * (f - g)) - policy
         surrogate = surrogate - (policy.exp() * advantages).sum(-1).mean() / len(contexts)
     surrogate.backward()
 
@@ -171,8 +173,9 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
         (0.5, {"distillation_tail": "renormalize"}),
     ],
 )
-def test_without_contrast_it_is_trls_sdpo_in_contexts_loss_and_gradients(sdpo_pair, alpha, options):
-    ours, theirs = sdpo_pair(alpha, **options)
+@pytest.mark.parametrize("form", ["subtract", "guide"])
+def test_without_contrast_it_is_trls_sdpo_in_contexts_loss_and_gradients(sdpo_pair, alpha, options, form):
+    ours, theirs = sdpo_pair(alpha, contrastive_form=form, **options)
     inputs = prepared(ours)
     rollouts = ours._rollouts
     context = theirs.teacher_context_builder.build(
@@ -250,11 +253,13 @@ def test_a_blend_is_the_weighted_sum_of_grpos_gradient_and_the_distillations(
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
 @pytest.mark.parametrize("support", ["teacher_topk", "student_topk"])
+@pytest.mark.parametrize("form", ["subtract", "guide"])
 def test_a_support_of_the_whole_vocabulary_equals_full(
-    make_model, make_config, tokenizer, dataset, support, tail, alpha
+    make_model, make_config, tokenizer, dataset, support, tail, alpha, form
 ):
     def run(**options):
-        config = make_config(contrastive_coef=0.4, distillation_alpha=alpha, contrastive_count=2, **options)
+        contrast = {"contrastive_form": form, "contrastive_coef": 0.4, "contrastive_count": 2}
+        config = make_config(distillation_alpha=alpha, **contrast, **options)
         trainer = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
         perturb(trainer.reference.model)
         return loss_and_gradients(trainer, prepared(trainer))

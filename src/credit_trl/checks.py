@@ -42,9 +42,14 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             )
         if args.distillation_weight > 0.0 and {"image", "images"} & set(columns):
             raise ValueError(_NO_IMAGES)
+        if args.contrastive_source == "same_task" and "task" not in columns:
+            raise ValueError(
+                f"`contrastive_source='same_task'` needs the column `task`, which `{name}` does not have; its columns "
+                f"are {', '.join(columns)}. Add it, or use `contrastive_source='batch'`."
+            )
         if "privileged_context" in columns:
             _check_text_column(name, dataset, "privileged_context")
-    contrasts = args.distillation_weight > 0.0 and args.contrastive_coef > 0.0
+    contrasts = args.distillation_weight > 0.0 and args.contrasts
     has_rows = isinstance(train_dataset, Dataset) and "prompt" in train_dataset.column_names
     if contrasts and args.contrastive_source == "dataset" and not has_rows:
         raise ValueError(

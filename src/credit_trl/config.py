@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import string
 from dataclasses import dataclass, field
 from typing import Literal
 
 from trl import GRPOConfig
 
-TEMPLATE_PLACEHOLDERS = {
-    "reprompt_template": ("prompt", "solution", "feedback"),
-    "solution_template": ("successful_previous_attempt",),
-    "feedback_template": ("feedback_raw",),
-}
-
-_CHOICES = {
-    "distillation_support": ("teacher_topk", "student_topk", "full", "sampled"),
-    "distillation_tail": ("bucket", "renormalize"),
-    "contrastive_source": ("batch", "dataset"),
-    "contrastive_swap": ("input", "hint"),
-    "teacher_hint": ("own", "foreign"),
-    "teacher_model_kind": ("ema", "live", "base"),
-    "teacher_context": ("solution", "think", "think+solution"),
-    "on_verifier_error": ("raise", "skip"),
-}
+from credit_trl import validation
+from credit_trl.objective import ContrastRule
 
 
 @dataclass
@@ -39,13 +24,28 @@ class CreditConfig(GRPOConfig):
         > The contrast
 
         contrastive_coef (`float`, *optional*, defaults to `0.1`):
-            λ in [0, 1]: how much of the input-generic baseline Ĝ is taken off the teacher (Eq. 8). The paper finds
-            0.05 to 0.1 best and a collapse of S_t towards 0.5.
+            λ: how much of the input-generic baseline Ĝ is taken off the teacher (Eq. 8), in [0, 1]; any λ ≥ 0 for
+            `contrastive_form="guide"`. The paper finds 0.05 to 0.1 best and a collapse of S_t towards 0.5.
+        contrastive_form (`"subtract"` or `"guide"`, *optional*, defaults to `"subtract"`):
+            The target: the paper's `f − λ Ĝ`, or `f + λ (f − Ĝ)`, which is the teacher itself where the question does
+            not matter, and is guided away from the generic prediction elsewhere. λ = 1 there is the paper's 0.5
+            without its flattening.
+        contrastive_gate (`float`, *optional*, defaults to `0.0`):
+            In [0, 1): contrast only positions where the total variation between teacher and contrast exceeds it; 0
+            contrasts all.
+        contrastive_plausibility (`float`, *optional*, defaults to `0.0`):
+            In [0, 1]: contrast only tokens that have at least this share of the teacher's highest probability; 0
+            contrasts all. The tail bucket, whose tokens are not told apart, is then left to the teacher.
         contrastive_count (`int`, *optional*, defaults to `1`):
             C ≥ 1: other questions per sample. Each costs one more forward pass of the reference.
-        contrastive_source (`"batch"` or `"dataset"`, *optional*, defaults to `"batch"`):
-            Where the other questions come from: the global generation batch (the paper), or the whole dataset, for
-            batches that hold few problems.
+        contrastive_source (`str`, *optional*, defaults to `"batch"`):
+            Where the other questions come from: the global generation batch (`"batch"`, the paper), the most similar
+            prompts of it (`"hard"`), those of the same `task` column (`"same_task"`, for mixed runs), the whole
+            `"dataset"`, for batches that hold few problems, or nowhere: `"none"` leaves the question out, which needs
+            no other prompt and has one contrast.
+        contrastive_baseline (`"mean_log"` or `"log_mean"`, *optional*, defaults to `"mean_log"`):
+            Ĝ of several contrasts: the mean of their logs (the paper), or the log of their mean, which makes Ŝ the
+            paper's pCMI. The same for C = 1.
         contrastive_swap (`"input"` or `"hint"`, *optional*, defaults to `"input"`):
             What the contrast exchanges: the question (the paper), or what the teacher is shown, for that of another
             problem of the batch (as in RLCSD). The second is a control for experiments.
@@ -127,10 +127,25 @@ class CreditConfig(GRPOConfig):
         ValueError: at construction, for any value out of range or any combination that could not train.
     """
 
-    contrastive_coef: float = field(default=0.1, metadata={"help": "λ in [0, 1], the debiasing strength (Eq. 8)."})
+    contrastive_coef: float = field(
+        default=0.1, metadata={"help": "λ, the debiasing strength (Eq. 8): in [0, 1], or any λ >= 0 for 'guide'."}
+    )
+    contrastive_form: Literal["subtract", "guide"] = field(
+        default="subtract", metadata={"help": "The target: f - λ G (the paper), or f + λ (f - G)."}
+    )
+    contrastive_gate: float = field(
+        default=0.0, metadata={"help": "Contrast where the total variation to the contrast exceeds it; 0 is off."}
+    )
+    contrastive_plausibility: float = field(
+        default=0.0, metadata={"help": "Contrast tokens with this share of the teacher's maximum; 0 is off."}
+    )
     contrastive_count: int = field(default=1, metadata={"help": "C >= 1, other questions per sample."})
-    contrastive_source: Literal["batch", "dataset"] = field(
-        default="batch", metadata={"help": "Draw other questions from the global generation batch or the dataset."}
+    contrastive_source: Literal["batch", "dataset", "hard", "same_task", "none"] = field(
+        default="batch",
+        metadata={"help": "Other questions: of the batch (all, the nearest, the same task), the dataset, or none."},
+    )
+    contrastive_baseline: Literal["mean_log", "log_mean"] = field(
+        default="mean_log", metadata={"help": "Average contrasts as the mean of logs (the paper) or log of the mean."}
     )
     contrastive_swap: Literal["input", "hint"] = field(
         default="input", metadata={"help": "Contrast with another question, or another problem's hint (a control)."}
@@ -221,32 +236,19 @@ class CreditConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_ranges()
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(choices)}; got {getattr(self, name)!r}.")
-        for name, placeholders in TEMPLATE_PLACEHOLDERS.items():
-            _check_template(name, getattr(self, name), placeholders)
+        validation.check_values(self)
         self._settle_teacher_context()
-        self._check_combinations()
+        validation.check_combinations(self)
 
-    def _check_ranges(self) -> None:
-        for name in ("contrastive_coef", "distillation_weight", "distillation_alpha"):
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"`{name}` must be in [0, 1], got {value}.")
-        if not 0.0 < self.teacher_update_rate <= 1.0:
-            raise ValueError(f"`teacher_update_rate` must be in (0, 1], got {self.teacher_update_rate}.")
-        for name in ("contrastive_count", "distillation_topk", "max_reprompt_len", "scoring_batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        for name in ("teacher_sync_steps", "distillation_chunk_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1 or None, got {getattr(self, name)}.")
-        if self.verifier_timeout is not None and self.verifier_timeout <= 0.0:
-            raise ValueError(f"`verifier_timeout` must be positive or None, got {self.verifier_timeout}.")
-        if self.distillation_is_clip is not None and self.distillation_is_clip <= 0.0:
-            raise ValueError(f"`distillation_is_clip` must be positive or None, got {self.distillation_is_clip}.")
+    @property
+    def contrasts(self) -> bool:
+        """Whether other questions are read at all: λ is not 0."""
+        return self.contrastive_coef != 0.0
+
+    @property
+    def contrast_rule(self) -> ContrastRule:
+        """Form, gate and plausibility, as the kernels take them."""
+        return ContrastRule(self.contrastive_form, self.contrastive_gate, self.contrastive_plausibility)
 
     def _settle_teacher_context(self) -> None:
         if self.remove_thinking_from_demonstration is None:
@@ -259,64 +261,3 @@ class CreditConfig(GRPOConfig):
                 f"`teacher_context={wanted!r}`, but `teacher_context={self.teacher_context!r}`. Set one of them only."
             )
         self.teacher_context = wanted
-
-    def _check_combinations(self) -> None:
-        if self.distillation_weight == 0.0:
-            return
-        if self.distillation_support == "sampled" and self.distillation_alpha != 1.0:
-            raise ValueError(
-                "`distillation_support='sampled'` scores the realised token only, which gives the reverse KL: it "
-                f"needs `distillation_alpha=1`, got {self.distillation_alpha}."
-            )
-        if (self.contrastive_coef > 0.0 and self.contrastive_source == "batch") or self.teacher_hint == "foreign":
-            self._check_batch_has_other_problems()
-        if self.contrastive_swap == "hint" and self.contrastive_source != "batch":
-            raise ValueError(
-                "`contrastive_swap='hint'` takes hints of other rollouts, which only the batch has: set "
-                "`contrastive_source='batch'`."
-            )
-        if not self.use_successful_as_teacher and not self.include_environment_feedback:
-            raise ValueError(
-                "The teacher would see nothing that the student does not: set `include_environment_feedback=True` or "
-                "`use_successful_as_teacher=True`."
-            )
-        if self.distillation_weight == 1.0:
-            self._check_policy_terms_are_off()
-
-    def _check_batch_has_other_problems(self) -> None:
-        if self.generation_batch_size // self.num_generations < 2:
-            raise ValueError(
-                f"A generation batch of {self.generation_batch_size} rollouts with `num_generations="
-                f"{self.num_generations}` holds one problem, so there is no other question to contrast with. Raise "
-                "`per_device_train_batch_size`, `gradient_accumulation_steps` or `generation_batch_size`, draw the "
-                "other questions with `contrastive_source='dataset'`, or set `contrastive_coef=0` (SDPO)."
-            )
-
-    def _check_policy_terms_are_off(self) -> None:
-        """Terms of GRPO's loss are not computed at `distillation_weight=1`: asking for one there is a mistake."""
-        off = {"beta": 0.0, "entropy_coef": 0.0, "use_adaptive_entropy": False, "top_entropy_quantile": 1.0}
-        for name, neutral in off.items():
-            if getattr(self, name) != neutral:
-                raise ValueError(
-                    f"`{name}={getattr(self, name)}` belongs to GRPO's loss, which `distillation_weight=1` leaves "
-                    f"out. Lower `distillation_weight`, or set `{name}={neutral}`."
-                )
-
-
-def _check_template(name: str, template: str, placeholders: tuple[str, ...]) -> None:
-    """A template has each of its placeholders once and no other, so that nothing in it is lost or left unfilled."""
-    try:
-        found = [field_name for _, field_name, _, _ in string.Formatter().parse(template) if field_name is not None]
-    except ValueError as error:
-        raise ValueError(
-            f"`{name}` is not a format string ({error}); write literal braces as {{{{ and }}}}."
-        ) from None
-    missing = [p for p in placeholders if p not in found]
-    if missing:
-        raise ValueError(f"`{name}` lacks {', '.join('{' + p + '}' for p in missing)}: {template!r}.")
-    unknown = [f for f in found if f not in placeholders]
-    if unknown or len(found) != len(placeholders):
-        raise ValueError(
-            f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once and no other "
-            f"placeholder: {template!r}."
-        )

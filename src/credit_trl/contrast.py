@@ -7,6 +7,8 @@ sample has a random stream of its own, and its index is that in the global batch
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,6 +53,74 @@ def draw_from_batch(
         rng = np.random.default_rng([seed, step, sample])
         draws.append([others[i] for i in _rounds(rng, len(others), count)])
     return draws
+
+
+def draw_within_groups(
+    keys: Sequence[str], groups: Sequence[Any], samples: Sequence[int], count: int, *, seed: int, step: int
+) -> list[list[int]]:
+    """Like `draw_from_batch`, from the samples of the same group only.
+
+    Args:
+        keys, samples, count, seed, step: as above.
+        groups: which group every sample of the batch belongs to, such as its task.
+    """
+    draws: dict[int, list[int]] = {}
+    for group in dict.fromkeys(groups[sample] for sample in samples):
+        members = [sample for sample in samples if groups[sample] == group]
+        eligible = [other == group for other in groups]
+        drawn = draw_from_batch(keys, members, count, seed=seed, step=step, eligible=eligible)
+        draws.update(zip(members, drawn, strict=True))
+    return [draws[sample] for sample in samples]
+
+
+def draw_nearest(
+    keys: Sequence[str], texts: Sequence[str], samples: Sequence[int], count: int, *, seed: int, step: int
+) -> list[list[int]]:
+    """The `count` other questions of the batch that are most similar to the sample's, the nearest first.
+
+    Args:
+        keys, samples, count, seed, step: as above; chance decides between questions that are equally near.
+        texts: the question of every sample of the batch.
+
+    Returns:
+        As above; where the batch has fewer other questions, the nearest come again.
+    """
+    first: dict[str, int] = {}
+    for index, key in enumerate(keys):
+        first.setdefault(key, index)
+    distinct = list(first.values())
+    row = {key: i for i, key in enumerate(first)}
+    similarity = text_similarity([texts[index] for index in distinct])
+    draws = []
+    for sample in samples:
+        own = row[keys[sample]]
+        chance = np.random.default_rng([seed, step, sample]).permutation(len(distinct))
+        order = [i for i in np.lexsort((chance, -similarity[own].round(9))) if i != own]
+        draws.append([distinct[order[i % len(order)]] for i in range(count)] if order else [])
+    return draws
+
+
+def text_similarity(texts: Sequence[str]) -> np.ndarray:
+    """(n, n) cosines of the texts' word counts, each weighted with `1 + log((1 + n) / (1 + texts with the word))`.
+
+    A text without a word is similar to none.
+    """
+    counts = [Counter(re.findall(r"\w+", text.casefold())) for text in texts]
+    containing = Counter(word for words in counts for word in words)
+    column = {word: i for i, word in enumerate(containing)}
+    weight = 1.0 + np.log((1 + len(texts)) / (1 + np.array(list(containing.values()), dtype=float)))
+    similarity = np.zeros((len(texts), len(texts)))
+    vectors = []
+    for words in counts:
+        columns = np.array([column[word] for word in words], dtype=int)
+        values = np.array(list(words.values()), dtype=float) * weight[columns]
+        vectors.append((columns, values / max(np.linalg.norm(values), 1e-12)))
+    for i, (columns, values) in enumerate(vectors):
+        dense = np.zeros(len(column))
+        dense[columns] = values
+        for j, (others, other_values) in enumerate(vectors[: i + 1]):
+            similarity[i, j] = similarity[j, i] = dense[others] @ other_values
+    return similarity
 
 
 def draw_from_dataset(

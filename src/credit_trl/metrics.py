@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from credit_trl.contexts import Contexts
@@ -93,6 +94,12 @@ class Alarms:
                 f"The support holds {metrics['credit/support_mass_student']:.2f} of the student's probability. Raise "
                 "`distillation_topk`, or use `distillation_support='student_topk'` or `'full'`.",
             )
+        if metrics.get("credit/frac_gated") == 1.0:
+            self.raise_once(
+                "gate_shut",
+                "No position of this batch exceeds `contrastive_gate`, so nothing is contrasted. Lower it: "
+                "`credit/frac_gated` logs the share of positions below it.",
+            )
 
 
 def context_counts(built: Sequence[Contexts], *, wants_contrast: bool) -> Tensor:
@@ -100,7 +107,7 @@ def context_counts(built: Sequence[Contexts], *, wants_contrast: bool) -> Tensor
 
     Args:
         built: the contexts of the local samples.
-        wants_contrast: λ > 0; a sample with a teacher and no other question then counts as without contrast.
+        wants_contrast: λ is not 0; a sample with a teacher and no other question then counts as without contrast.
     """
     kinds = torch.tensor(
         [
@@ -126,23 +133,24 @@ def context_metrics(counts: Tensor) -> dict[str, float]:
     return {f"credit/frac_{name}": count / total for name, count in zip(names, kinds, strict=True)}
 
 
-def token_metrics(terms: CreditLoss, contrastive_coef: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+def token_metrics(
+    terms: CreditLoss, contrasted: Bool[Tensor, " N"], reduce: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
     """Means over the tokens of all processes, at the realised tokens y_t, in nats.
 
     Args:
         terms: of the N local tokens that carry loss; N may be 0.
-        contrastive_coef: (N,), λ, 0 where a sample had no contrast: those do not count in S and Ĝ.
+        contrasted: (N,), where the sample had a contrast. The others do not count in S, Ĝ, the share of gated
+            positions and the divergence to the teacher.
         reduce: sums a vector over processes. It is called once by every process.
 
     Returns:
         `credit/…`; NaN (which TRL leaves out of a log's mean) where no token counts.
     """
-    contrasted = contrastive_coef > 0
     f, generic, student = terms.teacher_token_logps, terms.generic_token_logps, terms.token_logps
-    advantage = f - contrastive_coef * generic - student
     per_token = {
         "delta_v_mean": f - student,
-        "advantage": advantage,
+        "advantage": terms.advantages,
         "kl_to_target": terms.kl_to_target,
         "support_mass_student": terms.student_mass,
         "support_mass_teacher": terms.teacher_mass,
@@ -150,25 +158,29 @@ def token_metrics(terms: CreditLoss, contrastive_coef: Tensor, reduce: Callable[
         "student_entropy": terms.entropy,
         "distillation_loss": terms.token_loss,
     }
-    specific, baseline = (f - generic)[contrasted], generic[contrasted]
+    per_contrast = {
+        "s_mean": f - generic,
+        "generic_mean": generic,
+        "frac_gated": (terms.contrastive_coef == 0).to(f.dtype),
+        "kl_to_teacher": terms.kl_to_teacher,
+    }
+    per_contrast = {name: values[contrasted] for name, values in per_contrast.items()}
     dtype = torch.float32 if f.device.type == "mps" else torch.float64
-    sums = [x.to(dtype).sum() for x in (*per_token.values(), specific, baseline)]
-    squares = [advantage.to(dtype).pow(2).sum(), specific.to(dtype).pow(2).sum()]
+    sums = [x.to(dtype).sum() for x in (*per_token.values(), *per_contrast.values())]
+    squares = [x.to(dtype).pow(2).sum() for x in (terms.advantages, per_contrast["s_mean"])]
     counts = [torch.tensor(len(f), dtype=dtype, device=f.device), contrasted.to(dtype).sum()]
-    total = reduce(torch.stack([*sums, *squares, *counts]))
-    tokens, contrasts = total[-2].item(), total[-1].item()
-    metrics = {f"credit/{name}": _ratio(total[i], tokens) for i, name in enumerate(per_token)}
-    n = len(per_token)
+    *totals, square, specific_square, tokens, contrasts = reduce(torch.stack([*sums, *squares, *counts])).tolist()
+    names = [f"credit/{name}" for name in (*per_token, *per_contrast)]
+    divisors = [tokens] * len(per_token) + [contrasts] * len(per_contrast)
+    metrics = {name: _ratio(total, count) for name, total, count in zip(names, totals, divisors, strict=True)}
     metrics["credit/advantage_mean"] = metrics.pop("credit/advantage")
-    metrics["credit/advantage_std"] = _std(metrics["credit/advantage_mean"], _ratio(total[n + 2], tokens))
-    metrics["credit/s_mean"] = _ratio(total[n], contrasts)
-    metrics["credit/s_std"] = _std(metrics["credit/s_mean"], _ratio(total[n + 3], contrasts))
-    metrics["credit/generic_mean"] = _ratio(total[n + 1], contrasts)
+    metrics["credit/advantage_std"] = _std(metrics["credit/advantage_mean"], _ratio(square, tokens))
+    metrics["credit/s_std"] = _std(metrics["credit/s_mean"], _ratio(specific_square, contrasts))
     return metrics
 
 
-def _ratio(total: Tensor, count: float) -> float:
-    return total.item() / count if count else math.nan
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else math.nan
 
 
 def _std(mean: float, mean_of_squares: float) -> float:

@@ -7,6 +7,9 @@ Symbols (all log-probabilities are natural logs, of the same token or bucket `v`
     Ĝ_t(v)   = (1/C) Σ_k g_k,t(v)               what it says whatever the question                   `generic_logps`
     p_t(v)   = π_θ(v | x, y_<t)                 the student                                          `student_logps`
 
+Beside the paper's equations stand the other contrasts of `docs/contrast.md`: the form `"guide"`, the baseline
+`"log_mean"`, the gate and the plausibility mask.
+
 The last dimension is the vocabulary, or the buckets of a truncated support: K tokens and, with a tail bucket, one more
 for everything else. Leading dimensions are free. `contrast_logps` carries C in front.
 """
@@ -14,13 +17,33 @@ for everything else. Leading dimensions are free. `contrast_logps` carries C in 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 # Upper bound on the log of the support's mass: `log(1 - Σp)` stays finite when the support holds all of it.
 _MAX_LOG_MASS = -1e-7
+
+Form = Literal["subtract", "guide"]
+Baseline = Literal["mean_log", "log_mean"]
+
+
+@dataclass(frozen=True)
+class ContrastRule:
+    """How the contrast enters the target, and where.
+
+    Args:
+        form: `"subtract"`, the paper's `f − λ Ĝ`, or `"guide"`, `f + λ (f − Ĝ)`.
+        gate: the total variation between teacher and contrast that a position must exceed; 0 contrasts everywhere.
+        plausibility: the share of the teacher's highest probability that a token must have; 0 contrasts every token.
+    """
+
+    form: Form = "subtract"
+    gate: float = 0.0
+    plausibility: float = 0.0
 
 
 def self_distillation_reward(
@@ -30,43 +53,75 @@ def self_distillation_reward(
     return teacher_logps - student_logps
 
 
-def input_generic(contrast_logps: Float[Tensor, "c *t v"]) -> Float[Tensor, "*t v"]:
-    """Ĝ_t(v) = (1/C) Σ_k g_k,t(v): the sample estimate of G_t in Eq. 6, a mean of logs over dim 0."""
+def input_generic(contrast_logps: Float[Tensor, "c *t v"], baseline: Baseline = "mean_log") -> Float[Tensor, "*t v"]:
+    """Ĝ_t(v) = (1/C) Σ_k g_k,t(v): the sample estimate of G_t in Eq. 6, a mean of logs over dim 0.
+
+    `"log_mean"` is `log (1/C) Σ_k exp g_k,t(v)` instead, the estimate of the marginal in pCMI (§3.5), which is at
+    least the mean of logs.
+    """
+    if baseline == "log_mean":
+        return contrast_logps.logsumexp(dim=0) - contrast_logps.new_tensor(len(contrast_logps)).log()
     return contrast_logps.mean(dim=0)
 
 
 def input_specific(
-    teacher_logps: Float[Tensor, "*t v"], contrast_logps: Float[Tensor, "c *t v"]
+    teacher_logps: Float[Tensor, "*t v"], contrast_logps: Float[Tensor, "c *t v"], baseline: Baseline = "mean_log"
 ) -> Float[Tensor, "*t v"]:
     """Ŝ_t(v) = f_t(v) − Ĝ_t(v), Eq. 6 with the estimate of §3.4 (Proposition 3)."""
-    return teacher_logps - input_generic(contrast_logps)
+    return teacher_logps - input_generic(contrast_logps, baseline)
 
 
 def credit_target(
     teacher_logps: Float[Tensor, "*t v"],
     generic_logps: Float[Tensor, "*t v"],
     contrastive_coef: float | Float[Tensor, "*t"],
+    form: Form = "subtract",
+    contrasted: Bool[Tensor, "*t v"] | None = None,
 ) -> Float[Tensor, "*t v"]:
     """a_t(v) = f_t(v) − λ Ĝ_t(v): what the student is pulled towards, not normalised.
+
+    The form `"guide"` is `f + λ (f − Ĝ)`: the teacher itself where the question does not matter.
 
     Args:
         teacher_logps: f.
         generic_logps: Ĝ, of the same shape.
         contrastive_coef: λ, one number or one per position (a position without another question to compare has 0).
+        form: which of the two.
+        contrasted: tokens that the contrast touches, by default all; the others keep `a = f`.
     """
     if isinstance(contrastive_coef, Tensor):
         contrastive_coef = contrastive_coef.unsqueeze(-1)
+    if contrasted is not None:
+        contrastive_coef = contrastive_coef * contrasted
+    if form == "guide":
+        return teacher_logps + contrastive_coef * (teacher_logps - generic_logps)
     return teacher_logps - contrastive_coef * generic_logps
+
+
+def total_variation(teacher_logps: Float[Tensor, "*t v"], generic_logps: Float[Tensor, "*t v"]) -> Float[Tensor, "*t"]:
+    """½ Σ_v |f̄(v) − ḡ(v)| of the two as distributions: how much the question matters at a position, in [0, 1]."""
+    return (teacher_logps.softmax(-1) - generic_logps.softmax(-1)).abs().sum(-1) / 2
+
+
+def plausible_tokens(teacher_logps: Float[Tensor, "*t v"], share: float) -> Bool[Tensor, "*t v"]:
+    """Where f(v) ≥ max f + log share; everywhere for a share of 0."""
+    return teacher_logps >= teacher_logps.amax(dim=-1, keepdim=True) + teacher_logps.new_tensor(share).log()
 
 
 def credit_advantages(
     teacher_logps: Float[Tensor, "*t v"],
     contrast_logps: Float[Tensor, "c *t v"],
     student_logps: Float[Tensor, "*t v"],
-    contrastive_coef: float,
+    contrastive_coef: float | Float[Tensor, "*t"],
+    form: Form = "subtract",
+    baseline: Baseline = "mean_log",
 ) -> Float[Tensor, "*t v"]:
-    """R_t(v) = r_t(v) − (λ/C) Σ_k g_k,t(v), Eq. 8. λ = 0 is the self-distillation reward of Eq. 2."""
-    return credit_target(teacher_logps, input_generic(contrast_logps), contrastive_coef) - student_logps
+    """R_t(v) = r_t(v) − (λ/C) Σ_k g_k,t(v), Eq. 8. λ = 0 is the self-distillation reward of Eq. 2.
+
+    With the form `"guide"` it is `r_t(v) + λ Ŝ_t(v)`.
+    """
+    generic = input_generic(contrast_logps, baseline)
+    return credit_target(teacher_logps, generic, contrastive_coef, form) - student_logps
 
 
 def distillation_loss(

@@ -27,6 +27,8 @@ from credit_trl.contexts import (
     Render,
     choose_demonstrations,
     demonstration_text,
+    user_text,
+    without_question,
 )
 from credit_trl.verdict import join_feedback
 
@@ -138,16 +140,22 @@ def draw_contrasts(rollouts: Rollouts, config: CreditConfig, dataset: Any, step:
         dataset: the rows to draw from with `contrastive_source="dataset"`.
         step: which generation batch this is.
     """
-    if config.contrastive_coef == 0.0:
+    if not config.contrasts:
         return [[] for _ in rollouts.prompts]
+    if config.contrastive_source == "none":
+        return [[without_question(prompt)] for prompt in rollouts.prompts]
     prompts: Sequence[Prompt] = gather_object(rollouts.prompts)
     keys = [contrast.prompt_key(prompt) for prompt in prompts]
-    options = {"seed": config.seed, "step": step}
+    options = {"samples": rollouts.indices, "count": config.contrastive_count, "seed": config.seed, "step": step}
     if config.contrastive_source == "batch":
-        draws = contrast.draw_from_batch(keys, rollouts.indices, config.contrastive_count, **options)
+        draws = contrast.draw_from_batch(keys, **options)
+    elif config.contrastive_source == "hard":
+        draws = contrast.draw_nearest(keys, [user_text(prompt) for prompt in prompts], **options)
+    elif config.contrastive_source == "same_task":
+        draws = contrast.draw_within_groups(keys, gather_object([row["task"] for row in rollouts.rows]), **options)
     else:
         prompts = dataset["prompt"] if isinstance(dataset, Dataset) else []
-        draws = contrast.draw_from_dataset(prompts, keys, rollouts.indices, config.contrastive_count, **options)
+        draws = contrast.draw_from_dataset(prompts, keys, **options)
     return [[prompts[i] for i in drawn] for drawn in draws]
 
 
@@ -193,7 +201,7 @@ def build_contexts(
     if config.teacher_hint == "foreign":
         drawn = draw_hints(rollouts, evidence, 1, seed=config.seed, step=step + _FOREIGN_STREAM)
         evidence = [hints[0] if hints else Evidence() for hints in drawn]
-    if config.contrastive_swap == "hint" and config.contrastive_coef > 0.0:
+    if config.contrastive_swap == "hint" and config.contrasts:
         hints = draw_hints(rollouts, evidence, config.contrastive_count, seed=config.seed, step=step)
         return [
             builder.build_hint_contrasts(prompt, z, others, renderer(i))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trl.models.utils import _ForwardRedirection
 
 from credit_trl.kernels import LMHead, ReferenceStates, Scores, Support, Tail, score_tokens
+from credit_trl.objective import Baseline
 from credit_trl.teacher import Reference
 
 ContextIds = Sequence[list[list[int]] | None]
@@ -100,6 +101,7 @@ def score_completions(
     tail: Tail,
     temperature: float,
     batch_tokens: int,
+    baseline: Baseline = "mean_log",
     packed: bool = False,
     chunk_size: int | None = None,
 ) -> dict[str, Tensor]:
@@ -113,6 +115,7 @@ def score_completions(
         completion_mask: (B, T), 1 on tokens that belong to the completion (a tool's included: they are read).
         loss_mask: (B, T), True on tokens to score.
         batch_tokens: tokens in one pass, padding included.
+        baseline: how the contrasts are averaged.
         packed: without padding, see `check_packing`.
         chunk_size: tokens projected at once; None chooses.
 
@@ -138,6 +141,7 @@ def score_completions(
                 support=support,
                 topk=topk,
                 tail=tail,
+                baseline=baseline,
                 chunk_size=chunk_size,
             )
             for name, values in scores.items():
@@ -154,6 +158,7 @@ def gather_states(
     *,
     temperature: float,
     batch_tokens: int,
+    baseline: Baseline = "mean_log",
     packed: bool = False,
 ) -> ReferenceStates:
     """The reference's hidden states of a micro-batch, for supports that are chosen inside the step.
@@ -172,7 +177,7 @@ def gather_states(
         ):
             hidden = hidden.to(states.hidden.dtype)
             hidden[: len(states.hidden), order[states.rows, states.columns]] = states.hidden
-    return ReferenceStates(hidden[0], hidden[1:], head)
+    return ReferenceStates(hidden[0], hidden[1:], head, baseline)
 
 
 def stored_scores(inputs: dict[str, Tensor], loss_mask: Bool[Tensor, "B T"]) -> Scores:

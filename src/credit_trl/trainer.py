@@ -156,8 +156,8 @@ class CreditTrainer(ResumableTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if "privileged_context" not in self._signature_columns:
-            self._signature_columns = [*self._signature_columns, "privileged_context"]
+        own = [name for name in ("privileged_context", "task") if name not in self._signature_columns]
+        self._signature_columns = [*self._signature_columns, *own]
 
     # ------------------------------------------------------------------ rollout, verdict, contexts, scores
 
@@ -212,7 +212,7 @@ class CreditTrainer(ResumableTrainer):
         evidence = gather_evidence(rollouts, self.args, group_size, decode)
         source = self._contrast_source(mode)
         built = build_contexts(rollouts, evidence, self.args, self.context_builder, self._renderer, *source)
-        counts = context_counts(built, wants_contrast=self.args.contrastive_coef > 0.0)
+        counts = context_counts(built, wants_contrast=self.args.contrasts)
         counts = self.accelerator.reduce(counts.to(self.accelerator.device), reduction="sum")
         shares = context_metrics(counts)
         for name, value in shares.items():
@@ -249,10 +249,9 @@ class CreditTrainer(ResumableTrainer):
 
     def _score(self, output: dict[str, Any], contexts: list[list[list[int]] | None]) -> dict[str, Tensor]:
         device = output["completion_ids"].device
-        contrasts = torch.tensor([0 if c is None else len(c) - 1 for c in contexts], device=device)
         scores = {
             "teacher_mask": torch.tensor([c is not None for c in contexts], device=device),
-            "contrastive_coef": (contrasts > 0).to(self._loss_dtype) * self.args.contrastive_coef,
+            "contrast_mask": torch.tensor([c is not None and len(c) > 1 for c in contexts], device=device),
         }
         if self.support in _IN_STEP:
             return scores | pack_contexts(contexts, device)
@@ -268,6 +267,7 @@ class CreditTrainer(ResumableTrainer):
             tail=self.args.distillation_tail,
             temperature=self.temperature,
             batch_tokens=self.args.scoring_batch_tokens,
+            baseline=self.args.contrastive_baseline,
             packed=self.args.scoring_packed,
             chunk_size=self.args.distillation_chunk_size,
         )
@@ -286,7 +286,7 @@ class CreditTrainer(ResumableTrainer):
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         mode = "train" if self.model.training else "eval"
         mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
-        coef = inputs["contrastive_coef"][:, None].expand_as(mask)[mask]
+        contrasted = inputs["contrast_mask"][:, None].expand_as(mask)[mask]
         reference = self._reference_of(inputs, mask)
         loss, terms, aux_loss = _ForwardRedirection()(
             model,
@@ -295,14 +295,14 @@ class CreditTrainer(ResumableTrainer):
             inputs,
             mask,
             self._token_weights(inputs, mode)[mask],
-            coef,
+            contrasted.to(self._loss_dtype) * self.args.contrastive_coef,
             reference,
         )
         if aux_loss is not None:
             steps = self.current_gradient_accumulation_steps if mode == "train" else 1.0
             loss = loss + self.router_aux_loss_coef * aux_loss / steps
             self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
-        self._log_tokens(CreditLoss(loss=loss, **terms), coef, mode)
+        self._log_tokens(CreditLoss(loss=loss, **terms), contrasted, mode)
         return loss
 
     def _reference_of(self, inputs: dict[str, Any], mask: Tensor) -> Scores | ReferenceStates:
@@ -316,6 +316,7 @@ class CreditTrainer(ResumableTrainer):
             mask,
             temperature=self.temperature,
             batch_tokens=self.args.scoring_batch_tokens,
+            baseline=self.args.contrastive_baseline,
             packed=self.args.scoring_packed,
         )
 
@@ -348,6 +349,7 @@ class CreditTrainer(ResumableTrainer):
             weights,
             reference,
             contrastive_coef=coef,
+            rule=self.args.contrast_rule,
             alpha=self.args.distillation_alpha,
             support=self.support,
             topk=self.args.distillation_topk,
@@ -371,11 +373,11 @@ class CreditTrainer(ResumableTrainer):
             dtype=self._loss_dtype,
         )
 
-    def _log_tokens(self, terms: CreditLoss, coef: Tensor, mode: str) -> None:
-        metrics = token_metrics(terms, coef, lambda sums: self.accelerator.reduce(sums, reduction="sum"))
+    def _log_tokens(self, terms: CreditLoss, contrasted: Tensor, mode: str) -> None:
+        metrics = token_metrics(terms, contrasted, lambda sums: self.accelerator.reduce(sums, reduction="sum"))
         entropy = metrics.pop("credit/student_entropy")
         if self.support == "sampled":  # one token is no distribution
-            for name in ("kl_to_target", "support_mass_student", "support_mass_teacher"):
+            for name in ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher"):
                 metrics.pop(f"credit/{name}")
         self.alarms.check_tokens(metrics, self.model.get_output_embeddings().weight.shape[0])
         if self.args.distillation_weight == 1.0:  # else GRPO's own

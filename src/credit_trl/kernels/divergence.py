@@ -9,14 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from credit_trl import objective
-from credit_trl.kernels.scores import Scores, Support, Tail, renormalizes
+from credit_trl.kernels.scores import Support, Tail, renormalizes
 
 
 def support_divergence(
     columns: Float[Tensor, "n K"],
     log_outside: Float[Tensor, " n"] | None,
-    scores: Scores,
-    contrastive_coef: Float[Tensor, " n"],
+    target: Float[Tensor, "n B"],
     *,
     alpha: float,
     support: Support,
@@ -27,8 +26,9 @@ def support_divergence(
     Args:
         columns: the student's log-probabilities of the support; where the support is renormalised any logits do.
         log_outside: the log of its mass outside the support, where that is a bucket.
+        target: a, not normalised.
     """
-    target = objective.credit_target(scores.teacher_logps, scores.generic_logps, contrastive_coef).to(columns.dtype)
+    target = target.to(columns.dtype)
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (columns, log_outside) if x is not None]
         columns = leaves[0]

@@ -8,14 +8,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from credit_trl.kernels.autograd import with_gradients
 from credit_trl.kernels.chunks import accumulation_dtype, chunks, columns_chunk, logits_chunk
 from credit_trl.kernels.divergence import support_divergence, vocabulary_divergence
-from credit_trl.kernels.head import (
-    HeadGradients,
-    LMHead,
-)
+from credit_trl.kernels.head import HeadGradients, LMHead
 from credit_trl.kernels.scores import (
     ReferenceStates,
     Scores,
@@ -23,10 +20,15 @@ from credit_trl.kernels.scores import (
     Tail,
     check_topk,
     condition,
+    generic_over_everything,
     renormalizes,
     score_over_vocabulary,
     score_within_support,
 )
+from credit_trl.kernels.target import Target, support_target, vocabulary_target
+from credit_trl.objective import ContrastRule
+
+_PAPER = ContrastRule()
 
 
 @dataclass
@@ -41,11 +43,15 @@ class CreditLoss:
         token_logps: (N,), log π_θ of the realised token.
         entropy: (N,), the student's, nats.
         kl_to_target: (N,), `KL(p ‖ softmax(a))` over the buckets, nats; for `"sampled"` its one-sample estimate −R_t.
+        kl_to_teacher: (N,), `KL(softmax(a) ‖ f)` over the buckets, nats: how far the contrast moved the target; 0
+            for `"sampled"`, where one token is no distribution.
         student_mass: (N,), the student's probability of the support; NaN where its normaliser was not formed.
         teacher_mass: (N,), the teacher's, likewise.
         teacher_token_logps: (N,), f at the realised token.
         generic_token_logps: (N,), Ĝ at the realised token.
         teacher_entropy: (N,), nats.
+        contrastive_coef: (N,), λ as it entered: 0 where there was no contrast or the gate was shut.
+        advantages: (N,), R_t at the realised token.
         ratio: (N,), the importance ratio; ones where there is none.
     """
 
@@ -54,11 +60,14 @@ class CreditLoss:
     token_logps: Float[Tensor, " N"]
     entropy: Float[Tensor, " N"]
     kl_to_target: Float[Tensor, " N"]
+    kl_to_teacher: Float[Tensor, " N"]
     student_mass: Float[Tensor, " N"]
     teacher_mass: Float[Tensor, " N"]
     teacher_token_logps: Float[Tensor, " N"]
     generic_token_logps: Float[Tensor, " N"]
     teacher_entropy: Float[Tensor, " N"]
+    contrastive_coef: Float[Tensor, " N"]
+    advantages: Float[Tensor, " N"]
     ratio: Float[Tensor, " N"] | None = None
 
 
@@ -70,6 +79,7 @@ def credit_loss(
     reference: Scores | ReferenceStates,
     *,
     contrastive_coef: Float[Tensor, " N"],
+    rule: ContrastRule = _PAPER,
     alpha: float = 1.0,
     support: Support = "teacher_topk",
     topk: int = 20,
@@ -78,7 +88,7 @@ def credit_loss(
     is_clip: float | None = None,
     chunk_size: int | None = None,
 ) -> CreditLoss:
-    """The distillation loss of the student against `a = f − λ Ĝ`, summed with the given weights.
+    """The distillation loss of the student against the target a, of f and Ĝ, summed with the given weights.
 
     The gradient is formed here, not in the backward pass, which only scales it; the head's is held once, and handed
     over to the parameter. So one backward pass a call: a second raises. Where no gradient is wanted none is formed.
@@ -91,6 +101,7 @@ def credit_loss(
             gradient; a token of weight 0 adds nothing whatever its scores are.
         reference: `Scores` for `"teacher_topk"` and `"sampled"`, `ReferenceStates` for `"full"` and `"student_topk"`.
         contrastive_coef: (N,), λ, or 0 where the sample has no contrast.
+        rule: form, gate and plausibility of the contrast; by default the paper's `a = f − λ Ĝ` everywhere.
         alpha: see `objective.distillation_loss`; `"sampled"` takes 1 only: its loss is `−sg[R_t] log π_θ(y_t)`.
         old_token_logps: (N,), log-probabilities of the realised tokens at rollout time, or None when on-policy.
         is_clip: upper bound on the detached ratio `exp(log π_θ − old)` that multiplies each token's loss; None for no
@@ -106,7 +117,7 @@ def credit_loss(
     if isinstance(reference, ReferenceStates):
         reference = replace(reference, head=reference.head.gathered().detached())
     head = head.gathered()
-    options = _Options(alpha, support, topk, tail, is_clip, chunk_size)
+    options = _Options(rule, alpha, support, topk, tail, is_clip, chunk_size)
     inputs = (student_hidden, head.weight, head.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     dtype = accumulation_dtype(student_hidden)
@@ -122,7 +133,7 @@ def credit_loss(
     with torch.no_grad():
         terms = _in_chunks(tokens, head.detached(), options, gradients)
         if wanted:
-            terms.loss = _with_gradients(terms.loss, gradients, inputs)
+            terms.loss = with_gradients(terms.loss, gradients, inputs)
     return terms
 
 
@@ -130,6 +141,7 @@ def credit_loss(
 class _Options:
     """How a token's loss is formed; see `credit_loss`."""
 
+    rule: ContrastRule
     alpha: float
     support: Support
     topk: int
@@ -225,7 +237,8 @@ def _step_over_vocabulary(
         student = head.project(tokens.hidden, buffers[0], tokens.ids, ids=scores.support_ids)
     logps, log_outside = student.logps, None if options.support == "sampled" else student.log_outside
     ratio = options.ratio(student.token_logps, tokens.old_logps)
-    token_loss, kl, grads, outside_grads = _of_support(logps, log_outside, scores, tokens, options)
+    target = _target(scores, tokens, options)
+    token_loss, kl, grads, outside_grads = _of_support(logps, log_outside, target, options)
     if gradients is not None:
         grads, outside_grads = (
             None if x is None else _weigh(x, tokens.weights * ratio, tokens.weights) for x in (grads, outside_grads)
@@ -237,11 +250,14 @@ def _step_over_vocabulary(
         token_logps=student.token_logps,
         entropy=student.entropy,
         kl_to_target=kl,
+        kl_to_teacher=target.kl_to_teacher,
         student_mass=logps.exp().sum(dim=-1),
         teacher_mass=scores.teacher_logps[:, : scores.support_ids.shape[-1]].exp().sum(dim=-1),
         teacher_token_logps=scores.teacher_token_logps,
         generic_token_logps=scores.generic_token_logps,
         teacher_entropy=scores.teacher_entropy,
+        contrastive_coef=target.contrastive_coef,
+        advantages=target.token_logps - student.token_logps,
         ratio=ratio,
     )
 
@@ -261,7 +277,8 @@ def _step_within_support(
     if tokens.normalizer is not None:
         ratio = options.ratio(logits[:, -1] - tokens.normalizer, tokens.old_logps)
         entropy, student_mass = tokens.entropy, (logits[:, :-1].logsumexp(dim=-1) - tokens.normalizer).exp()
-    token_loss, kl, grads, _ = _of_support(logits[:, :-1], None, scores, tokens, options)
+    target = _target(scores, tokens, options)
+    token_loss, kl, grads, _ = _of_support(logits[:, :-1], None, target, options)
     if gradients is not None:
         grads = _weigh(grads, tokens.weights * ratio, tokens.weights)
         head.backward_columns(scores.support_ids, rows[:, :-1], logits[:, :-1], grads, tokens.hidden, gradients)
@@ -271,11 +288,14 @@ def _step_within_support(
         token_logps=token_logps,
         entropy=entropy,
         kl_to_target=kl,
+        kl_to_teacher=target.kl_to_teacher,
         student_mass=student_mass,
         teacher_mass=unknown if scored_here else scores.teacher_logps.exp().sum(dim=-1),
         teacher_token_logps=scores.teacher_token_logps,
         generic_token_logps=scores.generic_token_logps,
         teacher_entropy=scores.teacher_entropy,
+        contrastive_coef=target.contrastive_coef,
+        advantages=target.token_logps - token_logps,
         ratio=ratio,
     )
 
@@ -284,20 +304,19 @@ def _step_full(
     tokens: _Tokens, head: LMHead, options: _Options, gradients: HeadGradients | None, buffers: list[Tensor]
 ) -> CreditLoss:
     """The whole vocabulary as support: the target takes the place of the teacher's logits, in the same buffer."""
-    states, coef = tokens.reference, tokens.contrastive_coef
+    states = tokens.reference
     teacher = states.head.project(states.hidden, buffers[1], tokens.ids)
-    target = teacher.logits.sub_(teacher.log_normalizer.unsqueeze(-1))
-    generic_token_logps = torch.zeros_like(teacher.token_logps)
-    for hidden in states.contrast_hidden:
-        contrast = states.head.project(hidden, buffers[2], tokens.ids)
-        generic_token_logps += contrast.token_logps / len(states.contrast_hidden)
-        contrast.logits.sub_(contrast.log_normalizer.unsqueeze(-1))
-        target.sub_(contrast.logits.mul_((coef / len(states.contrast_hidden)).unsqueeze(-1)))
+    teacher.logits.sub_(teacher.log_normalizer.unsqueeze(-1))
+    generic = generic_over_everything(states, buffers[2], buffers[0])
+    generic_token_logps = generic.gather(-1, tokens.ids).squeeze(-1)
+    target = vocabulary_target(
+        teacher.logits, generic, tokens.ids, tokens.contrastive_coef, options.rule, scratch=buffers[0]
+    )
     student = head.project(tokens.hidden, buffers[0], tokens.ids)
     token_logps = student.token_logps
     ratio = options.ratio(token_logps, tokens.old_logps)
     logps = torch.sub(student.logits, student.log_normalizer.unsqueeze(-1), out=buffers[2])
-    token_loss, kl, grads = vocabulary_divergence(logps, target, options.alpha)
+    token_loss, kl, grads = vocabulary_divergence(logps, target.logps, options.alpha)
     if gradients is not None:
         grads = _weigh(grads, tokens.weights * ratio, tokens.weights)
         head.backward_logits(student.logits, grads, tokens.hidden, gradients)
@@ -308,26 +327,29 @@ def _step_full(
         token_logps=token_logps,
         entropy=student.entropy,
         kl_to_target=kl,
+        kl_to_teacher=target.kl_to_teacher,
         student_mass=everything,
         teacher_mass=everything,
         teacher_token_logps=teacher.token_logps,
         generic_token_logps=generic_token_logps,
         teacher_entropy=teacher.entropy,
+        contrastive_coef=target.contrastive_coef,
+        advantages=target.token_logps - token_logps,
         ratio=ratio,
     )
 
 
+def _target(scores: Scores, tokens: _Tokens, options: _Options) -> Target:
+    return support_target(
+        scores, tokens.ids, tokens.contrastive_coef, options.rule, support=options.support, tail=options.tail
+    )
+
+
 def _of_support(
-    columns: Tensor, log_outside: Tensor | None, scores: Scores, tokens: _Tokens, options: _Options
+    columns: Tensor, log_outside: Tensor | None, target: Target, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return support_divergence(
-        columns,
-        log_outside,
-        scores,
-        tokens.contrastive_coef,
-        alpha=options.alpha,
-        support=options.support,
-        tail=options.tail,
+        columns, log_outside, target.logps, alpha=options.alpha, support=options.support, tail=options.tail
     )
 
 
@@ -339,38 +361,6 @@ def _weigh(grads: Float[Tensor, "n ..."], factors: Float[Tensor, " n"], weights:
 
 def _weighted_sum(values: Float[Tensor, " n"], weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
     return (values * weights).masked_fill(weights == 0, 0.0).sum()
-
-
-class _FormedGradients(torch.autograd.Function):
-    """A value whose gradients are already known; the backward pass scales them and gives them away."""
-
-    @staticmethod
-    def forward(ctx, loss: Tensor, gradients: list[Tensor | None], *inputs: Tensor | None) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "The gradient of this `credit_loss` was given away by an earlier backward pass. Call `credit_loss` "
-                "again, or add the losses that share it and go backward once."
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *(None if gradient is None else gradient.mul_(upstream) for gradient in gradients)
-
-
-def _with_gradients(loss: Tensor, gradients: HeadGradients, inputs: tuple[Tensor | None, ...]) -> Tensor:
-    """Connect the loss to its inputs. The head's gradient is held once: in the parameter's own precision."""
-    buffers = [gradients.hidden, gradients.weight, gradients.bias]
-    del gradients
-    for i, tensor in enumerate(inputs):
-        # fp16 waits in fp32 for the loss scale that lifts it into range.
-        if buffers[i] is not None and tensor.dtype != torch.float16:
-            buffers[i] = buffers[i].to(tensor.dtype)
-    with torch.enable_grad():
-        return _FormedGradients.apply(loss, buffers, *inputs)
 
 
 def _check(weights: Tensor, reference: Scores | ReferenceStates, support: Support, alpha: float) -> None:

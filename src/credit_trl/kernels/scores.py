@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from credit_trl.kernels.head import (
     LMHead,
     Projection,
 )
+from credit_trl.objective import Baseline
 
 Support = Literal["teacher_topk", "student_topk", "full", "sampled"]
 Tail = Literal["bucket", "renormalize"]
@@ -53,14 +55,41 @@ class ReferenceStates:
         hidden: (N, H), the teacher's context.
         contrast_hidden: (C, N, H), the contrast contexts; C may be 0.
         head: the reference's head.
+        baseline: how the contrasts are averaged, see `objective.input_generic`.
     """
 
     hidden: Float[Tensor, "N H"]
     contrast_hidden: Float[Tensor, "C N H"]
     head: LMHead
+    baseline: Baseline = "mean_log"
 
     def __getitem__(self, rows: slice) -> ReferenceStates:
-        return ReferenceStates(self.hidden[rows], self.contrast_hidden[:, rows], self.head)
+        return replace(self, hidden=self.hidden[rows], contrast_hidden=self.contrast_hidden[:, rows])
+
+
+class Average:
+    """Ĝ of log-probabilities that come one contrast at a time: nothing is kept but what they add up to."""
+
+    def __init__(self, baseline: Baseline) -> None:
+        self.baseline = baseline
+        self.count = 0
+
+    def fold(self, total: Tensor, logps: Tensor) -> None:
+        """Take another contrast's into the total, in place; the first overwrites what the total held."""
+        if not self.count:
+            total.copy_(logps)
+        elif self.baseline == "log_mean":
+            torch.logaddexp(total, logps, out=total)
+        else:
+            total += logps
+        self.count += 1
+
+    def finish(self, total: Tensor) -> None:
+        """From the total to Ĝ, in place."""
+        if self.baseline == "log_mean":
+            total -= math.log(self.count)
+        else:
+            total /= self.count
 
 
 @torch.no_grad()
@@ -73,6 +102,7 @@ def score_tokens(
     support: Literal["teacher_topk", "sampled"] = "teacher_topk",
     topk: int = 20,
     tail: Tail = "bucket",
+    baseline: Baseline = "mean_log",
     chunk_size: int | None = None,
 ) -> Scores:
     """Score N realised tokens under the teacher's context and C contrast contexts (lines 4 to 6 of Algorithm 1).
@@ -87,6 +117,8 @@ def score_tokens(
         topk: K, at most V.
         tail: `"bucket"` gives f and Ĝ a last bucket for the mass outside the support; `"renormalize"` projects the
             contrast on the K columns and the realised token only. `"sampled"` takes no notice of it.
+        baseline: the mean of the contrasts' logs, or the log of their mean, tail bucket included; with
+            `"renormalize"` of the distributions within the support.
         chunk_size: tokens projected at once; None chooses.
 
     Returns:
@@ -98,7 +130,7 @@ def score_tokens(
     if support not in ("teacher_topk", "sampled"):
         raise ValueError(f"support {support!r} is chosen inside the step: give `credit_loss` a `ReferenceStates`.")
     check_topk(topk, head, support)
-    states = ReferenceStates(teacher_hidden, contrast_hidden, head.gathered().detached())
+    states = ReferenceStates(teacher_hidden, contrast_hidden, head.gathered().detached(), baseline)
     tokens, within = token_ids.unsqueeze(-1), renormalizes(support, tail)
     n, dtype = len(token_ids), accumulation_dtype(teacher_hidden)
     size = chunk_size or logits_chunk(n, head.vocabulary_size, dtype, teacher_hidden.device)
@@ -163,14 +195,16 @@ def _generic_over_vocabulary(
     """Ĝ on the support and at the realised token, from true log-probabilities; no logits are kept."""
     n, dtype = len(ids), accumulation_dtype(states.hidden)
     size = chunk_size or passing_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
-    generic_logps = states.hidden.new_zeros((n, ids.shape[-1] + has_tail), dtype=dtype)
-    generic_token_logps = states.hidden.new_zeros(n, dtype=dtype)
+    # The realised token's stands behind the buckets.
+    generic_logps = states.hidden.new_empty((n, ids.shape[-1] + has_tail + 1), dtype=dtype)
     for rows in chunks(n, size):
+        average = Average(states.baseline)
         for hidden in states.contrast_hidden[:, rows]:
             contrast = states.head.project(hidden, None, tokens[rows], ids[rows], wants_entropy=False)
-            generic_logps[rows] += _buckets(contrast, has_tail)
-            generic_token_logps[rows] += contrast.token_logps
-    return generic_logps / len(states.contrast_hidden), generic_token_logps / len(states.contrast_hidden)
+            logps = torch.cat([_buckets(contrast, has_tail), contrast.token_logps.unsqueeze(-1)], dim=-1)
+            average.fold(generic_logps[rows], logps)
+        average.finish(generic_logps[rows])
+    return generic_logps[:, :-1], generic_logps[:, -1]
 
 
 def _generic_within_support(
@@ -184,15 +218,29 @@ def _generic_within_support(
     everything, in_support = torch.cat([ids, tokens], dim=-1), (ids == tokens).any(dim=-1)
     hidden_size, dtype = states.hidden.shape[-1], accumulation_dtype(states.hidden)
     size = chunk_size or columns_chunk(*everything.shape, hidden_size, dtype, states.hidden.device)
-    generic_logps = states.hidden.new_zeros(ids.shape, dtype=dtype)
-    generic_token_logps = states.hidden.new_zeros(len(ids), dtype=dtype)
+    generic_logps = states.hidden.new_empty(everything.shape, dtype=dtype)
     for rows in chunks(len(ids), size):
-        columns = states.head.gather_columns(everything[rows])
+        columns, average = states.head.gather_columns(everything[rows]), Average(states.baseline)
         for hidden in states.contrast_hidden[:, rows]:
             logps, token_logps = condition(states.head.column_logits(hidden, columns), in_support[rows])
-            generic_logps[rows] += logps
-            generic_token_logps[rows] += token_logps
-    return generic_logps / len(states.contrast_hidden), generic_token_logps / len(states.contrast_hidden)
+            average.fold(generic_logps[rows], torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1))
+        average.finish(generic_logps[rows])
+    return generic_logps[:, :-1], generic_logps[:, -1]
+
+
+def generic_over_everything(
+    states: ReferenceStates, out: Float[Tensor, "n V"], scratch: Float[Tensor, "n V"]
+) -> Float[Tensor, "n V"]:
+    """Ĝ over the vocabulary, in `out`; zeros without contrast."""
+    average = Average(states.baseline)
+    for hidden in states.contrast_hidden:
+        contrast = states.head.project(hidden, scratch if average.count else out, wants_entropy=False)
+        contrast.logits.sub_(contrast.log_normalizer.unsqueeze(-1))
+        average.fold(out, contrast.logits)
+    if average.count:
+        average.finish(out)
+        return out
+    return out.zero_()
 
 
 def condition(

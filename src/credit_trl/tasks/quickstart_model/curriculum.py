@@ -10,7 +10,7 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
-from credit_trl.config import TEMPLATE_PLACEHOLDERS, CreditConfig
+from credit_trl.config import CreditConfig
 from credit_trl.tasks.quickstart import (
     CITIES,
     GROUPS,
@@ -22,6 +22,7 @@ from credit_trl.tasks.quickstart import (
     group_of,
     tool,
 )
+from credit_trl.validation import TEMPLATE_PLACEHOLDERS
 
 Message = dict[str, str]
 

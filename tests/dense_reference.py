@@ -1,0 +1,258 @@
+"""The objective as its definitions say it: every logit formed, in fp64, by autograd, with nothing shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from credit_trl.kernels import CreditLoss, LMHead, ReferenceStates, Scores, credit_loss, score_tokens
+from credit_trl.objective import ContrastRule
+
+SUPPORTS = [
+    (support, tail, alpha)
+    for support in ("teacher_topk", "student_topk", "full", "sampled")
+    for tail in ("bucket", "renormalize")
+    for alpha in (0.0, 0.5, 1.0)
+    if support != "sampled" or alpha == 1.0
+]
+PAPER = ContrastRule()
+
+
+@dataclass
+class Case:
+    """One random problem; `hidden`, `weight` and `bias` are the student's leaves."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    teacher: Tensor
+    contrasts: Tensor
+    reference_weight: Tensor
+    reference_bias: Tensor | None
+    token_ids: Tensor
+    weights: Tensor
+    coef: Tensor
+    old_logps: Tensor
+    softcap: float | None
+    scale: float = 1.0
+    temperature: float = 1.0
+
+    def leaves(self) -> list[Tensor]:
+        return [x for x in (self.hidden, self.weight, self.bias) if x is not None]
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> LMHead:
+        return LMHead(weight, bias, self.scale, self.softcap, self.temperature)
+
+    def copy(self, dtype: torch.dtype) -> Case:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                wants = name in ("hidden", "weight", "bias")
+                values[name] = value.detach().to(dtype, copy=True).requires_grad_(wants)
+        return Case(**values)
+
+
+def make_case(
+    n: int = 7,
+    v: int = 41,
+    h: int = 6,
+    contrasts: int = 1,
+    bias: bool = False,
+    softcap: float | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **options: float,
+) -> Case:
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    case = Case(
+        hidden=normal(n, h),
+        weight=normal(v, h) / h**0.5,
+        bias=normal(v) / 2 if bias else None,
+        teacher=normal(n, h),
+        contrasts=normal(contrasts, n, h),
+        reference_weight=normal(v, h) / h**0.5,
+        reference_bias=normal(v) / 2 if bias else None,
+        token_ids=torch.randint(v, (n,), generator=g),
+        weights=torch.rand(n, generator=g, dtype=torch.float64) * (torch.rand(n, generator=g) > 0.2),
+        coef=torch.rand(n, generator=g, dtype=torch.float64) * (torch.rand(n, generator=g) > 0.2) * (contrasts > 0),
+        old_logps=normal(n) - 3,
+        softcap=softcap,
+        **options,
+    )
+    return case.copy(dtype)
+
+
+def ours(
+    case: Case,
+    support: str,
+    tail: str,
+    alpha: float,
+    topk: int,
+    is_clip=None,
+    chunk_size=None,
+    rule: ContrastRule = PAPER,
+    baseline: str = "mean_log",
+) -> CreditLoss:
+    head = case.head(case.reference_weight, case.reference_bias)
+    reference: Scores | ReferenceStates = ReferenceStates(case.teacher, case.contrasts, head, baseline)
+    if support in ("teacher_topk", "sampled"):
+        reference = score_tokens(
+            case.teacher,
+            case.contrasts,
+            head,
+            case.token_ids,
+            support=support,
+            topk=topk,
+            tail=tail,
+            baseline=baseline,
+            chunk_size=chunk_size,
+        )
+    return credit_loss(
+        case.hidden,
+        case.head(case.weight, case.bias),
+        case.token_ids,
+        case.weights,
+        reference,
+        contrastive_coef=case.coef,
+        rule=rule,
+        alpha=alpha,
+        support=support,
+        topk=topk,
+        tail=tail,
+        old_token_logps=case.old_logps,
+        is_clip=is_clip,
+        chunk_size=chunk_size,
+    )
+
+
+def dense_logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, case: Case) -> Tensor:
+    logits = hidden @ weight.T
+    logits = (logits if bias is None else logits + bias) * case.scale
+    if case.softcap is not None:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
+    return torch.log_softmax(logits / case.temperature, dim=-1)
+
+
+def with_tail(logps: Tensor) -> Tensor:
+    mass = logps.exp().sum(-1, keepdim=True).log().clamp(max=-1e-7)
+    return torch.cat([logps, (-torch.expm1(mass)).log()], dim=-1)
+
+
+def dense(
+    case: Case,
+    support: str,
+    tail: str,
+    alpha: float,
+    topk: int,
+    is_clip=None,
+    rule: ContrastRule = PAPER,
+    baseline: str = "mean_log",
+) -> CreditLoss:
+    """Every logit of student, teacher and contrasts, the definitions of design and paper, and nothing shared."""
+    logp = dense_logps(case.hidden, case.weight, case.bias, case)
+    f = dense_logps(case.teacher, case.reference_weight, case.reference_bias, case)
+    g = [dense_logps(hidden, case.reference_weight, case.reference_bias, case) for hidden in case.contrasts]
+    token = case.token_ids[:, None]
+
+    def at_token(logps: Tensor) -> Tensor:
+        return logps.gather(-1, token)[:, 0]
+
+    values = {"entropy": logp, "teacher_entropy": f}
+    values = {name: -(x.exp() * x).sum(-1) for name, x in values.items()}
+    within = tail == "renormalize" and support.endswith("topk")
+    if support == "full":
+        ids = torch.arange(logp.shape[-1]).expand_as(logp)
+    elif support == "sampled":
+        ids = token
+    else:
+        ids = (f if support == "teacher_topk" else logp.detach()).topk(topk, dim=-1).indices
+
+    def buckets(logps: Tensor) -> Tensor:
+        columns = logps.gather(-1, ids)
+        if within:
+            return columns - columns.logsumexp(-1, keepdim=True)
+        return with_tail(columns) if support.endswith("topk") else columns
+
+    def average(parts: list[Tensor], otherwise: Tensor) -> Tensor:
+        if not parts:
+            return torch.zeros_like(otherwise)
+        if baseline == "log_mean":
+            return (sum(x.exp() for x in parts) / len(parts)).log()
+        return sum(parts) / len(parts)
+
+    generic, log_p = average([buckets(x) for x in g], buckets(f)), buckets(logp)
+    moved = buckets(f) - generic if rule.form == "guide" else -generic
+    as_distributions = (with_tail(buckets(f)), with_tail(generic)) if support == "sampled" else (buckets(f), generic)
+    q_f, q_g = (x.exp() / x.exp().sum(-1, keepdim=True) for x in as_distributions)
+    coef = case.coef * ((q_f - q_g).abs().sum(-1) / 2 > rule.gate) if rule.gate else case.coef
+    tokens = buckets(f)[:, : ids.shape[-1]]
+    kept = torch.zeros_like(buckets(f), dtype=torch.bool)
+    kept[:, : ids.shape[-1]] = tokens.exp() >= rule.plausibility * tokens.exp().amax(-1, keepdim=True)
+    kept[:, ids.shape[-1] :] = rule.plausibility == 0.0
+    a = torch.where(kept, buckets(f) + coef[:, None] * moved, buckets(f))
+    log_q, log_f = (x - x.logsumexp(-1, keepdim=True) for x in (a, buckets(f)))
+    if within:
+        a = log_q
+    p, q = log_p.exp(), log_q.exp()
+    mixture = ((1 - alpha) * p + alpha * q).log()
+    if support == "sampled":
+        token_loss = -((a - log_p).detach() * log_p).sum(-1)
+    elif alpha == 1.0:
+        token_loss = (p * (log_p - a)).sum(-1)
+    elif alpha == 0.0:
+        token_loss = (q * (log_q - log_p)).sum(-1)
+    else:
+        token_loss = ((1 - alpha) * p * (log_p - mixture) + alpha * q * (log_q - mixture)).sum(-1)
+    ratio = torch.ones_like(token_loss)
+    if is_clip is not None:
+        ratio = (at_token(logp) - case.old_logps).exp().clamp(max=is_clip).detach()
+
+    def realised(logps: Tensor) -> Tensor:
+        """Conditional on support and token where the support is renormalised."""
+        chosen = torch.zeros_like(logps, dtype=torch.bool).scatter(-1, torch.cat([ids, token], -1), True)
+        return at_token(logps) - logps.masked_fill(~chosen, -torch.inf).logsumexp(-1) * within
+
+    hit = ids == token
+    in_support = hit.any(-1)
+    token_coef = coef * torch.where(in_support, (kept[:, : ids.shape[-1]] & hit).any(-1), rule.plausibility == 0.0)
+    f_token, g_token = realised(f), average([realised(x) for x in g], realised(f))
+    token_target = f_token + token_coef * (f_token - g_token if rule.form == "guide" else -g_token)
+    return CreditLoss(
+        loss=(token_loss * ratio * case.weights).sum(),
+        token_loss=token_loss,
+        token_logps=realised(logp),
+        kl_to_target=(log_p - a).sum(-1) if support == "sampled" else (p * (log_p - log_q)).sum(-1),
+        student_mass=logp.gather(-1, ids).exp().sum(-1),
+        teacher_mass=f.gather(-1, ids).exp().sum(-1),
+        kl_to_teacher=(log_q.exp() * (log_q - log_f)).sum(-1),
+        teacher_token_logps=f_token,
+        generic_token_logps=g_token,
+        contrastive_coef=coef,
+        advantages=token_target - realised(logp),
+        ratio=ratio,
+        **values,
+    )
+
+
+def assert_same_gradients(case: Case, exact: Case, ratio: Tensor, tolerance: float = 1e-5) -> None:
+    """To 1e-5 of the largest entry, and what fp32 leaves where larger terms cancel to it."""
+    rounding = 2**-21 * (exact.weights * ratio).sum()
+    factors = (exact.weight.abs().max(), exact.hidden.abs().max(), 1.0)
+    for ours_leaf, dense_leaf, factor in zip(case.leaves(), exact.leaves(), factors, strict=False):
+        reference = dense_leaf.grad
+        error = (ours_leaf.grad.double() - reference).abs().max()
+        assert error <= tolerance * reference.abs().max() + rounding * factor
+
+
+def assert_same(result: CreditLoss, expected: CreditLoss, weights: Tensor, tolerance: float = 1e-5) -> None:
+    scale = (expected.token_loss * expected.ratio * weights).abs().sum()
+    rounding = 2**-21 * (expected.ratio * weights).sum()
+    assert abs(result.loss.item() - expected.loss.item()) <= tolerance * scale + rounding
+    assert_close(result.token_loss.double(), expected.token_loss, rtol=tolerance, atol=2 * tolerance)
