@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test test-slow lint format clean
+.PHONY: quickstart test test-slow notebooks docs wheel lint format clean
 
 quickstart: $(INSTALLED)  ## Train the embedded task with CREDIT on this CPU and show what it learnt
 	$(BIN)/credit-trl credit-quickstart
@@ -17,6 +17,15 @@ test: $(INSTALLED)  ## The fast tests
 test-slow: $(INSTALLED)  ## The tests that take longer
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
+notebooks: $(INSTALLED)  ## Every notebook in a fresh kernel, its outputs checked; two at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow" --timeout 900 tests/notebooks
+
+docs: $(INSTALLED)  ## The documentation's site, strict and offline, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+wheel: $(INSTALLED)  ## Wheel and sdist, into dist/
+	$(BIN)/python -m build --no-isolation
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -26,7 +35,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site dist .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and pinned: a plain `pip install` of a newer one may bring gigabytes of CUDA libraries.
 $(INSTALLED): pyproject.toml constraints.txt
