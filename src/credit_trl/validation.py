@@ -26,7 +26,6 @@ _CHOICES = {
     "teacher_model_kind": ("ema", "live", "base"),
     "teacher_context": ("solution", "think", "think+solution"),
     "on_verifier_error": ("raise", "skip"),
-    "on_verifier_error": ("raise", "skip"),
 }
 
 # Sources that need another problem in the generation batch.
@@ -59,8 +58,6 @@ def check_values(config: CreditConfig) -> None:
     for name in ("teacher_sync_steps", "distillation_chunk_size"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             raise ValueError(f"`{name}` must be at least 1 or None, got {getattr(config, name)}.")
-    if config.verifier_timeout is not None and config.verifier_timeout <= 0.0:
-        raise ValueError(f"`verifier_timeout` must be positive or None, got {config.verifier_timeout}.")
     if config.verifier_timeout is not None and config.verifier_timeout <= 0.0:
         raise ValueError(f"`verifier_timeout` must be positive or None, got {config.verifier_timeout}.")
     if config.distillation_is_clip is not None and config.distillation_is_clip <= 0.0:
