@@ -24,6 +24,7 @@ from credit_trl.resume import EpochRepeatSampler, load_progress, save_progress
 from credit_trl.teacher import Reference
 
 UNFINISHED = "unfinished"
+LATEST = "latest"
 
 
 class CheckpointError(RuntimeError):
@@ -139,6 +140,13 @@ class ResumableTrainer(GRPOTrainer):
         progress = load_progress(checkpoint, self.accelerator.process_index, self.accelerator.device)
         if progress is not None:
             self._step, self._buffered_inputs = progress
+
+
+def checkpoint_to_resume(asked: str | None, output_dir: str | Path) -> str | None:
+    """`"latest"` is the newest checkpoint of the output directory, or none where there is none yet."""
+    if asked != LATEST:
+        return asked
+    return get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
 
 
 def force_to_disk(folder: Path) -> None:

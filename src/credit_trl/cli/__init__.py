@@ -4,6 +4,7 @@ TRL has no plug-in point for commands, so this package installs a `trl` script o
 program under a name that no other installation overwrites, `python -m credit_trl` a third.
 
 A companion command is one module: `add_arguments(parser)` and `run(args) -> int`. It is imported when it is called.
+One that sets `TAKES_OTHER_WORDS` gets the words that its parser does not know as a second argument.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ COMPANIONS: dict[str, Companion] = {
     "credit-compat": Companion("credit_trl.cli.credit_compat", "Check Assumption 1 at the answer letter (Appendix E)"),
     "credit-eval": Companion("credit_trl.cli.credit_eval", "avg@k of a model on a task, with bootstrap intervals"),
     "credit-map": Companion("credit_trl.cli.credit_map", "Draw which tokens of a response get credit, and for what"),
+    "credit-plan": Companion("credit_trl.cli.credit_plan", "Memory, tokens and time of a run, before weights load"),
     "credit-quickstart": Companion("credit_trl.cli.quickstart", "Train the embedded task on this CPU, see its credit"),
     "credit-sweep": Companion("credit_trl.cli.credit_sweep", "Run a sweep of methods, options and seeds, resumable"),
 }
@@ -57,6 +59,8 @@ def _run_companion(name: str, argv: list[str]) -> int:
     module = importlib.import_module(COMPANIONS[name].module)
     parser = ArgumentParser(prog=f"trl {name}", description=COMPANIONS[name].help, allow_abbrev=False)
     module.add_arguments(parser)
+    if getattr(module, "TAKES_OTHER_WORDS", False):
+        return module.run(*parser.parse_known_args(argv))
     return module.run(parser.parse_args(argv))
 
 

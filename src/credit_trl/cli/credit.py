@@ -59,14 +59,25 @@ def launch_arguments(
     from trl.cli.commands.training import _subtract_subsequence
 
     launcher = launch_command_parser()
-    known = {option for action in launcher._actions for option in action.option_strings}
-    ours = {option for action in parser._actions for option in action.option_strings}
-    for token in (*from_config, *from_line):
-        name = token.split("=")[0]
-        if name.startswith("--") and name not in known and name != "--accelerate_config":
-            raise ValueError(_unknown(name, ours | known))
+    check_words(parser, [*from_config, *from_line])
     options = resolve_accelerate_config_argument(from_config + from_line)
     return launcher, [*map(str, options), "--module", TRAINING_MODULE, *_subtract_subsequence(argv, from_line)]
+
+
+def check_words(parser: ArgumentParser, words: list[str]) -> None:
+    """Words that the training module's parser does not know are accelerate's.
+
+    Raises:
+        ValueError: one is not; the message suggests the nearest name.
+    """
+    from accelerate.commands.launch import launch_command_parser
+
+    known = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    ours = {option for action in parser._actions for option in action.option_strings}
+    for word in words:
+        name = word.split("=")[0]
+        if name.startswith("--") and name not in known and name != "--accelerate_config":
+            raise ValueError(_unknown(name, ours | known))
 
 
 def _unknown(name: str, known: set[str]) -> str:

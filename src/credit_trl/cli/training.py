@@ -43,6 +43,13 @@ class CreditScriptArguments(ScriptArguments):
         sandbox (`str`, *optional*):
             Where tasks that run model-written programs run them: `auto`, `bubblewrap`, `landlock`, or the address of
             a remote sandbox. Without it the first that holds on this machine; where none does, an error.
+        avg_at_k (`int`, *optional*):
+            The paper's evaluation: so many samples a prompt of the task's test split, before the first step, every
+            `avg_at_k_steps` steps and after the last; the best model is kept, and a log of the run.
+        avg_at_k_steps (`int`, *optional*, defaults to `5`):
+            Optimizer steps between two evaluations.
+        avg_at_k_temperature, avg_at_k_top_p (`float`, *optional*, default to `0.6` and `0.95`):
+            How its answers are sampled.
         allow_unsandboxed (`bool`, *optional*, defaults to `False`):
             Run them with resource limits only, after a warning, where no sandbox holds.
     """
@@ -65,6 +72,12 @@ class CreditScriptArguments(ScriptArguments):
     reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "Dotted import paths of reward functions, which may return Verdicts."}
     )
+    avg_at_k: int | None = field(
+        default=None, metadata={"help": "k: evaluate avg@k on the task's test split during training."}
+    )
+    avg_at_k_steps: int = field(default=5, metadata={"help": "Optimizer steps between two evaluations."})
+    avg_at_k_temperature: float = field(default=0.6, metadata={"help": "Sampling temperature of avg@k."})
+    avg_at_k_top_p: float = field(default=0.95, metadata={"help": "Nucleus of avg@k's samples."})
     sandbox: str | None = field(
         default=None, metadata={"help": "auto, bubblewrap, landlock, or the address of a remote sandbox."}
     )
@@ -94,6 +107,7 @@ def main(
     """Build data, verifier and trainer, train, evaluate where asked for, save."""
     from trl import get_peft_config, get_quantization_config
 
+    from credit_trl.checkpoints import checkpoint_to_resume
     from credit_trl.trainer import CreditTrainer
 
     wants_eval = training_args.eval_strategy != "no"
@@ -113,7 +127,11 @@ def main(
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    if script_args.avg_at_k is not None:
+        evaluate_during_training(trainer, script_args)
+    trainer.train(
+        resume_from_checkpoint=checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
+    )
     trainer.accelerator.print("Training completed.")
     if wants_eval:
         metrics = trainer.evaluate()
@@ -125,6 +143,32 @@ def main(
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.end()
+
+
+def evaluate_during_training(trainer: Any, script_args: CreditScriptArguments) -> None:
+    """Attach avg@k on the task's test split, and the run's log, to a trainer.
+
+    Raises:
+        ValueError: there is no task to evaluate on.
+    """
+    from credit_trl.evaluation import EvaluationCallback
+    from credit_trl.evaluation.callback import RunLog
+
+    if script_args.task is None:
+        raise ValueError("`--avg_at_k` evaluates on a task's test split: give `--task NAME`.")
+    trainer.add_callback(RunLog(task=script_args.task))
+    evaluation = EvaluationCallback(
+        trainer,
+        script_args.task,
+        k=script_args.avg_at_k,
+        eval_steps=script_args.avg_at_k_steps,
+        temperature=script_args.avg_at_k_temperature,
+        top_p=script_args.avg_at_k_top_p,
+        split=script_args.dataset_test_split,
+        path=script_args.eval_dataset_path or script_args.dataset_path,
+        max_prompts=script_args.max_eval_rows,
+    )
+    trainer.add_callback(evaluation)
 
 
 def load_data(
