@@ -69,7 +69,7 @@ def test_a_choice_for_the_process_is_taken_where_the_caller_makes_none(choices: 
     with open_sandbox(workers=1) as opened:
         assert opened.tier == "landlock"
     choose_sandbox("http://127.0.0.1:9")
-    with pytest.raises(SandboxError, match="127.0.0.1:9"):  # nobody answers there
+    with pytest.raises(SandboxError, match=r"127\.0\.0\.1:9"):  # nobody answers there
         open_sandbox()
     with open_sandbox("landlock", workers=1) as opened:  # the caller's own word stands
         assert opened.tier == "landlock"
