@@ -1,0 +1,112 @@
+"""The site: built offline and strict, nothing in it is fetched from elsewhere, no link in it is dead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from blocks import ROOT
+from trl import GRPOConfig
+
+from credit_trl import CreditConfig
+
+pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'credit-trl[docs]'")
+
+
+class Page(HTMLParser):
+    """What a page fetches, where it leads, and the places that can be led to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.links: list[str] = []
+        self.places: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.places |= {given[name] for name in ("id", "name") if given.get(name)}
+        if tag in ("script", "img", "iframe", "source", "video") and given.get("src"):
+            self.fetched.append(given["src"])
+        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload", "preconnect"):
+            self.fetched.append(given["href"])
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site) -> dict[str, Page]:
+    return {path.name: Page(path.read_text("utf-8")) for path in site.glob("*.html")}
+
+
+def test_every_page_is_there_and_in_the_navigation(pages):
+    sources = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert sources <= {name.removesuffix(".html") for name in pages}
+    for source in sources:
+        assert f"{source}.html" in pages["algorithm.html"].links or source == "algorithm"
+
+
+def test_no_page_fetches_anything_from_elsewhere(pages, site):
+    for name, page in pages.items():
+        assert [url for url in page.fetched if url.startswith(("http", "//"))] == [], name
+    for style in site.rglob("*.css"):
+        assert "url(http" not in style.read_text("utf-8").replace('url("http', "url(http")
+
+
+def test_no_link_between_pages_is_dead(pages, site):
+    for name, page in pages.items():
+        if name == "404.html":
+            continue
+        for link in page.links:
+            if link.startswith(("http", "mailto")):
+                continue
+            target, _, place = link.partition("#")
+            target = target or name
+            assert (site / target).exists(), f"{name}: {link}"
+            if place and target in pages:
+                assert place in pages[target].places, f"{name}: {link}"
+
+
+def test_formulae_are_mathml_and_all_of_them_are_converted(site):
+    for name in ("method.html", "algorithm.html", "options.html"):
+        text = (site / name).read_text("utf-8")
+        assert "<math" in text
+        assert "arithmatex" not in text
+    assert (site / "method.html").read_text("utf-8").count('display="block"') >= 6
+
+
+def test_every_option_of_ours_has_a_row_with_its_default(site):
+    text = (site / "options.html").read_text("utf-8")
+    inherited = {one.name for one in fields(GRPOConfig)}
+    own = [one for one in fields(CreditConfig) if one.name not in inherited]
+    assert len(own) >= 25
+    for one in own:
+        assert f"<td><code>{one.name}</code></td>" in text, one.name
+
+
+def test_the_reference_is_made_of_docstrings(pages, site):
+    text = (site / "api.html").read_text("utf-8")
+    assert "credit_trl.objective.credit_target" in pages["api.html"].places
+    assert "what the student is pulled towards, not normalised" in text
