@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test test-slow notebooks docs wheel lint format clean
+.PHONY: quickstart test test-slow test-faults notebooks docs wheel lint format clean
 
 quickstart: $(INSTALLED)  ## Train the embedded task with CREDIT on this CPU and show what it learnt
 	$(BIN)/credit-trl credit-quickstart
@@ -25,6 +25,9 @@ docs: $(INSTALLED)  ## The documentation's site, strict and offline, into site/
 
 wheel: $(INSTALLED)  ## Wheel and sdist, into dist/
 	$(BIN)/python -m build --no-isolation
+
+test-faults: $(INSTALLED)  ## kill -9 at every phase of a step, and a restart that continues bitwise
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "slow or not slow"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -79,4 +79,6 @@ def load_progress(
             f"{directory} was saved inside a generation batch and has no {path.name}. Resume with the number of "
             "processes that saved it, or from a checkpoint at a generation boundary."
         )
-    return state["step"], torch.load(path, map_location=device, weights_only=True)
+    # A CPU's tensors know no index, though its device may have one.
+    location = torch.device("cpu") if device.type == "cpu" else device
+    return state["step"], torch.load(path, map_location=location, weights_only=True)

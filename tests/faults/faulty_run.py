@@ -1,0 +1,224 @@
+"""A small training run in a process of its own that can be told where to die, and what it left when it did not.
+
+The process is forked from a server that has imported everything and computed nothing, so that a run costs its steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from peft import LoraConfig
+from transformers.trainer_utils import get_last_checkpoint
+from trl import GRPOTrainer
+
+import tiny
+from credit_trl import CreditConfig, CreditTrainer, checkpoints, rollouts, scoring, trainer
+from credit_trl.teacher import Reference
+from credit_trl.verdict import Verdict
+from distributed import cpu_fsdp2
+
+STEPS = 5
+FINAL = "final.json"
+
+# Where a process can die: what is called there, and whether it dies before the call, after it, or in the middle of
+# the file that the call writes. A number is which call of the step it is.
+POINTS: dict[str, tuple[Any, str, str, int]] = {
+    "rollout, before": (GRPOTrainer, "_generate_single_turn", "before", 1),
+    "rollout, after": (GRPOTrainer, "_generate_single_turn", "after", 1),
+    "verdict, before": (GRPOTrainer, "_calculate_rewards", "before", 1),
+    "verdict, inside": (sys.modules[__name__], "grade", "before", 3),
+    "verdict, after": (GRPOTrainer, "_calculate_rewards", "after", 1),
+    "contexts": (trainer, "gather_evidence", "after", 1),
+    "contrast draw": (rollouts, "draw_contrasts", "after", 1),
+    "scores, before": (trainer, "score_completions", "before", 1),
+    "scores, first pass": (scoring, "_forward", "before", 1),
+    "scores, second pass": (scoring, "_forward", "after", 2),
+    "scores, after": (trainer, "score_completions", "after", 1),
+    "update, before the loss": (CreditTrainer, "_compute_loss", "before", 1),
+    "update, inside the loss": (trainer, "credit_loss", "after", 1),
+    "update, before the backward pass": (CreditTrainer, "_compute_loss", "after", 1),
+    "update, inside the optimizer": (torch.optim.AdamW, "step", "before", 1),
+    "update, after the optimizer": (torch.optim.AdamW, "step", "after", 1),
+    "reference, before": (Reference, "update", "before", 1),
+    "reference, after": (Reference, "update", "after", 1),
+    "checkpoint, before": (CreditTrainer, "_save_checkpoint", "before", 1),
+    "checkpoint, after the weights": (CreditTrainer, "save_model", "after", 1),
+    "checkpoint, half the optimizer": (torch, "save", "half", 1),
+    "checkpoint, after the optimizer": (CreditTrainer, "_save_optimizer_and_scheduler", "after", 1),
+    "checkpoint, after the random state": (CreditTrainer, "_save_rng_state", "after", 1),
+    "checkpoint, before the reference": (checkpoints, "save_progress", "before", 1),
+    "checkpoint, after the progress": (checkpoints, "save_progress", "after", 1),
+    "checkpoint, before it is on disk": (checkpoints, "force_to_disk", "before", 1),
+    "checkpoint, before its name": (checkpoints, "rename_whole", "before", 1),
+    "checkpoint, after its name": (checkpoints, "rename_whole", "after", 1),
+    "checkpoint, before the old ones go": (checkpoints, "rotate_checkpoints", "before", 1),
+    "checkpoint, while an old one goes": (checkpoints, "rotate_checkpoints", "half", 1),
+    "checkpoint, after": (CreditTrainer, "_save_checkpoint", "after", 1),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One process dies at one point, while the given number of optimizer steps are done.
+
+    A checkpoint of step n is written when n steps are done; all else of step n happens when n - 1 are.
+    """
+
+    point: str
+    step: int
+    rank: int = 0
+
+
+def grade(text: str) -> float:
+    return float(len(text) % 2)
+
+
+def verdicts(completions, answer, **kwargs):
+    return [Verdict(grade(c[-1]["content"]), f"The answer is {a}.") for c, a in zip(completions, answer, strict=True)]
+
+
+def schedule(fault: Fault, done: Any) -> None:
+    """Replace what is called at the fault's point by a call that dies there.
+
+    Args:
+        fault: where and when.
+        done: () → optimizer steps done.
+    """
+    owner, name, when, count = POINTS[fault.point]
+    original, calls = getattr(owner, name), []
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        if done() != fault.step:
+            return original(*args, **kwargs)
+        calls.append(None)
+        if len(calls) == count and when == "before":
+            die()
+        if len(calls) == count and when == "half":
+            halve(original, *args, **kwargs)
+            die()
+        result = original(*args, **kwargs)
+        if len(calls) == count:
+            die()
+        return result
+
+    setattr(owner, name, call)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def halve(write: Any, *args: Any, **kwargs: Any) -> None:
+    """Write a file and cut it, or begin to remove the oldest checkpoint."""
+    if "output_dir" in kwargs:
+        oldest = min(Path(kwargs["output_dir"]).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+        next(oldest.glob("*.safetensors")).unlink()
+        return
+    write(*args, **kwargs)
+    path = Path(args[1])
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: int, port: int) -> None:
+    """Train from the last checkpoint, if there is one, and write digests of everything into `final.json`."""
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    log = os.open(out / f"log_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    if processes > 1:
+        os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+        os.environ |= {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    if "fsdp2" in variant:
+        cpu_fsdp2.install()
+    made = make_trainer(out, variant, processes)
+    assert made.accelerator.num_processes == processes
+    if fault is not None and fault.rank == rank:
+        schedule(fault, lambda: made.state.global_step)
+    made.train(resume_from_checkpoint=get_last_checkpoint(str(out)))
+    finals = digests(made)
+    if rank == 0:
+        (out / FINAL).write_text(json.dumps(finals))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
+    """Twelve questions, two a generation batch; half of the checkpoints lie inside one."""
+    tokenizer = tiny.build_tokenizer()
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
+        for a in range(3)
+        for b in range(4)
+    ]
+    config = CreditConfig(
+        output_dir=str(out),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=4 // processes,
+        steps_per_generation=2,
+        num_generations=4,
+        max_completion_length=5,
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        teacher_update_rate=0.2,
+        teacher_sync_steps=1,
+        temperature=0.9,
+        scoring_batch_tokens=256,  # several passes
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        report_to="none",
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        optim="adamw_torch",
+        seed=1,
+        ddp_find_unused_parameters=False,
+    )
+    torch.manual_seed(0)
+    return CreditTrainer(
+        tiny.build_model(tokenizer),
+        verdicts,
+        config,
+        Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        if "lora" in variant
+        else None,
+    )
+
+
+def digests(made: CreditTrainer) -> dict[str, Any]:
+    """What a run ended with, bit by bit, and what it logged."""
+    optimizer = made.optimizer.optimizer if hasattr(made.optimizer, "optimizer") else made.optimizer
+    moments = [s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return {
+        "weights": digest(p for _, p in sorted(made.accelerator.unwrap_model(made.model).named_parameters())),
+        "reference": digest(p for _, p in sorted(made.reference.named_weights().items())),
+        "optimizer": digest(moments),
+        "losses": [row["loss"] for row in made.state.log_history if "loss" in row],
+        "rewards": [row.get("reward") for row in made.state.log_history if "loss" in row],
+        "step": made.state.global_step,
+    }
+
+
+def digest(tensors) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        found.update(whole.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,66 @@
+"""Start runs of `faulty_run`, wait for them, and end what is left of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LIMIT = 120.0  # seconds for a run; most take two
+# How long the others of a run may take to notice that one has died, before they are ended as a launcher would.
+GRACE = 5.0
+
+
+def server() -> multiprocessing.context.ForkServerContext:
+    """A process that has imported all that a run needs; every run is forked from it."""
+    paths = [str(HERE.parents[1] / "src"), str(HERE.parent)]
+    known = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, known])
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["faults.faulty_run"])
+    return context
+
+
+def launch(context, folder: Path, variant: str = "", fault=None, processes: int = 1) -> list[int]:
+    """Run to the end or to the fault; the exit code of each process, -9 for one that was killed by itself."""
+    from faults import faulty_run
+
+    port = free_port()
+    started = [
+        context.Process(target=faulty_run.run, args=(str(folder), variant, fault, rank, processes, port))
+        for rank in range(processes)
+    ]
+    for process in started:
+        process.start()
+    first = started if fault is None else [started[fault.rank]]
+    try:
+        for process in first:
+            process.join(LIMIT)
+        codes = [process.exitcode for process in first]
+        for process in started:
+            process.join(GRACE)
+    finally:
+        for process in started:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+            process.join(LIMIT)
+    return codes
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "final.json").read_text())
+
+
+def log(folder: Path) -> str:
+    return "".join(path.read_text(errors="replace")[-3000:] for path in sorted(folder.glob("log_*.txt")))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
