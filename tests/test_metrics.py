@@ -62,6 +62,7 @@ def test_sums_over_processes_give_the_metrics_of_all_tokens_together():
 
 def test_nothing_to_measure_is_not_a_number():
     metrics = token_metrics(terms(0), torch.zeros(0, dtype=torch.bool), lambda sums: sums)
+    assert metrics.pop("credit/contrasted_tokens") == 0
     assert all(math.isnan(value) for value in metrics.values())
     without_contrast = token_metrics(terms(3), torch.zeros(3, dtype=torch.bool), lambda sums: sums)
     assert math.isnan(without_contrast["credit/s_mean"])

@@ -20,6 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 from trl import GRPOTrainer
 
+from credit_trl.adaptive import AdaptiveCoefficient
 from credit_trl.resume import EpochRepeatSampler, load_progress, save_progress
 from credit_trl.teacher import Reference
 
@@ -34,14 +35,16 @@ class CheckpointError(RuntimeError):
 class ResumableTrainer(GRPOTrainer):
     """TRL's GRPO trainer, whose checkpoints hold all that a run continues from.
 
-    Beside TRL's own files: the reference's weights, the count of passes, and the generation batch that the checkpoint
-    lies inside of.
+    Beside TRL's own files: the reference's weights, an adapted λ, the count of passes, and the generation batch that
+    the checkpoint lies inside of.
 
     Args:
         reference: π_ref, or None where there is none; set by the subclass.
+        adaptive_coef: λ where it is adapted, else None; set by the subclass.
     """
 
     reference: Reference | None = None
+    adaptive_coef: AdaptiveCoefficient | None = None
     _saves_to: str | None = None
     _to_push: str | None = None
 
@@ -72,6 +75,8 @@ class ResumableTrainer(GRPOTrainer):
             super()._save_checkpoint(model, trial)
             if self.reference is not None:
                 self.reference.save(unfinished)
+            if self.adaptive_coef is not None and self.accelerator.is_main_process:
+                self.adaptive_coef.save(unfinished)
             inside = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
             rollouts = self._buffered_inputs if inside else None
             save_progress(unfinished, self._step, rollouts, self.accelerator.process_index)
@@ -137,6 +142,8 @@ class ResumableTrainer(GRPOTrainer):
             return
         if self.reference is not None:
             self.reference.load(checkpoint)
+        if self.adaptive_coef is not None:
+            self.adaptive_coef.load(checkpoint)
         progress = load_progress(checkpoint, self.accelerator.process_index, self.accelerator.device)
         if progress is not None:
             self._step, self._buffered_inputs = progress

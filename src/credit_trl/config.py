@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trl import GRPOConfig
 
 from credit_trl import validation
 from credit_trl.objective import ContrastRule
+
+if TYPE_CHECKING:
+    Coefficient = float | Literal["auto"]
+else:
+
+    def Coefficient(value: str | float) -> float | str:
+        """A number, or `"auto"`."""
+        return value if value == "auto" else float(value)
 
 
 @dataclass
@@ -23,9 +31,19 @@ class CreditConfig(GRPOConfig):
     Parameters:
         > The contrast
 
-        contrastive_coef (`float`, *optional*, defaults to `0.1`):
+        contrastive_coef (`float` or `"auto"`, *optional*, defaults to `0.1`):
             λ: how much of the input-generic baseline Ĝ is taken off the teacher (Eq. 8), in [0, 1]; any λ ≥ 0 for
-            `contrastive_form="guide"`. The paper finds 0.05 to 0.1 best and a collapse of S_t towards 0.5.
+            `contrastive_form="guide"`. The paper finds 0.05 to 0.1 best and a collapse of S_t towards 0.5. `"auto"`
+            adapts it after every optimizer step, see the next four; `credit/contrastive_coef` logs it.
+        contrastive_auto_quantity (`"kl"` or `"s"`, *optional*, defaults to `"kl"`):
+            What `"auto"` holds: the mean divergence from the target to the teacher (`credit/kl_to_teacher`), or the
+            mean S_t (`credit/s_mean`).
+        contrastive_auto_level (`float`, *optional*):
+            Where, in nats; to be stated with `"auto"`. What a run with a fixed λ that you like logs is a good level.
+        contrastive_auto_start (`float`, *optional*, defaults to `0.1`):
+            λ of the first step.
+        contrastive_auto_rate (`float`, *optional*, defaults to `0.1`):
+            In (0, 1]: the most that log λ moves in a step.
         contrastive_form (`"subtract"` or `"guide"`, *optional*, defaults to `"subtract"`):
             The target: the paper's `f − λ Ĝ`, or `f + λ (f − Ĝ)`, which is the teacher itself where the question does
             not matter, and is guided away from the generic prediction elsewhere. λ = 1 there is the paper's 0.5
@@ -127,8 +145,18 @@ class CreditConfig(GRPOConfig):
         ValueError: at construction, for any value out of range or any combination that could not train.
     """
 
-    contrastive_coef: float = field(
-        default=0.1, metadata={"help": "λ, the debiasing strength (Eq. 8): in [0, 1], or any λ >= 0 for 'guide'."}
+    contrastive_coef: Coefficient = field(
+        default=0.1, metadata={"help": "λ in [0, 1] (Eq. 8), any λ >= 0 for 'guide', or auto."}
+    )
+    contrastive_auto_quantity: Literal["kl", "s"] = field(
+        default="kl", metadata={"help": "What an adapted λ holds: the target's divergence to the teacher, or S_t."}
+    )
+    contrastive_auto_level: float | None = field(
+        default=None, metadata={"help": "The level at which an adapted λ holds it, in nats."}
+    )
+    contrastive_auto_start: float = field(default=0.1, metadata={"help": "An adapted λ at the first step."})
+    contrastive_auto_rate: float = field(
+        default=0.1, metadata={"help": "The most that the log of an adapted λ moves in a step."}
     )
     contrastive_form: Literal["subtract", "guide"] = field(
         default="subtract", metadata={"help": "The target: f - λ G (the paper), or f + λ (f - G)."}

@@ -115,9 +115,6 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
     """(name in the base model, weight) with the active adapter merged in; the model is the same before and after.
 
     Each weight is valid until the next one is asked for. Sharded weights are gathered, which every process must join.
-
-    Raises:
-        ValueError: a merged weight is not finite; PEFT's message names the adapter.
     """
     adapter = model.active_adapter
     for name, parameter in list(model.named_parameters()):
@@ -136,7 +133,10 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
 def _merged(layer: BaseTunerLayer, adapter: str) -> Iterator[None]:
     base = layer.get_base_layer()
     kept = [(name, parameter, parameter.data) for name, parameter in base.named_parameters(recurse=False)]
-    layer.merge(safe_merge=True, adapter_names=[adapter])  # into copies
+    for _, parameter, data in kept:
+        parameter.data = data.clone()
+    # Not PEFT's `safe_merge`, which rounds the adapter's product before the sum and the sum again.
+    layer.merge(adapter_names=[adapter])
     try:
         yield
     finally:

@@ -145,7 +145,8 @@ def token_metrics(
         reduce: sums a vector over processes. It is called once by every process.
 
     Returns:
-        `credit/…`; NaN (which TRL leaves out of a log's mean) where no token counts.
+        `credit/…`; NaN (which TRL leaves out of a log's mean) where no token counts. `credit/contrasted_tokens` is
+        their number.
     """
     f, generic, student = terms.teacher_token_logps, terms.generic_token_logps, terms.token_logps
     per_token = {
@@ -176,6 +177,7 @@ def token_metrics(
     metrics["credit/advantage_mean"] = metrics.pop("credit/advantage")
     metrics["credit/advantage_std"] = _std(metrics["credit/advantage_mean"], _ratio(square, tokens))
     metrics["credit/s_std"] = _std(metrics["credit/s_mean"], _ratio(specific_square, contrasts))
+    metrics["credit/contrasted_tokens"] = contrasts
     return metrics
 
 

@@ -21,6 +21,7 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.models.utils import _ForwardRedirection
 from trl.trainer.utils import get_config_model_id
 
+from credit_trl.adaptive import CoefficientUpdate, make_adaptive
 from credit_trl.checkpoints import ResumableTrainer
 from credit_trl.checks import check_datasets, check_no_images, check_reward_columns, check_vocabulary
 from credit_trl.compat import check_trl
@@ -153,6 +154,14 @@ class CreditTrainer(ResumableTrainer):
         self.context_builder = ContextBuilder(self._tokenizer, self.args, self.eos_token_ids)
         if self.args.teacher_model_kind == "ema":
             self.add_callback(_ReferenceUpdate(self))
+        if self.args.contrastive_coef == "auto":
+            self.adaptive_coef = make_adaptive(self.args)
+            self.add_callback(CoefficientUpdate(self.adaptive_coef))
+
+    @property
+    def contrastive_coef(self) -> float:
+        """λ of the next update."""
+        return self.args.contrastive_coef if self.adaptive_coef is None else self.adaptive_coef.value
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -295,7 +304,7 @@ class CreditTrainer(ResumableTrainer):
             inputs,
             mask,
             self._token_weights(inputs, mode)[mask],
-            contrasted.to(self._loss_dtype) * self.args.contrastive_coef,
+            contrasted.to(self._loss_dtype) * self.contrastive_coef,
             reference,
         )
         if aux_loss is not None:
@@ -375,7 +384,11 @@ class CreditTrainer(ResumableTrainer):
 
     def _log_tokens(self, terms: CreditLoss, contrasted: Tensor, mode: str) -> None:
         metrics = token_metrics(terms, contrasted, lambda sums: self.accelerator.reduce(sums, reduction="sum"))
-        entropy = metrics.pop("credit/student_entropy")
+        entropy, contrasted_tokens = metrics.pop("credit/student_entropy"), metrics.pop("credit/contrasted_tokens")
+        if self.adaptive_coef is not None:
+            if mode == "train":
+                self.adaptive_coef.observe(metrics[self.adaptive_coef.metric], contrasted_tokens)
+            metrics["credit/contrastive_coef"] = self.adaptive_coef.value
         if self.support == "sampled":  # one token is no distribution
             for name in ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher"):
                 metrics.pop(f"credit/{name}")

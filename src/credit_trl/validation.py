@@ -6,6 +6,8 @@ import math
 import string
 from typing import TYPE_CHECKING
 
+from credit_trl.adaptive import CEILING, FLOOR
+
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
 
@@ -21,6 +23,7 @@ _CHOICES = {
     "contrastive_form": ("subtract", "guide"),
     "contrastive_source": ("batch", "dataset", "hard", "same_task", "none"),
     "contrastive_baseline": ("mean_log", "log_mean"),
+    "contrastive_auto_quantity": ("kl", "s"),
     "contrastive_swap": ("input", "hint"),
     "teacher_hint": ("own", "foreign"),
     "teacher_model_kind": ("ema", "live", "base"),
@@ -41,7 +44,7 @@ def check_values(config: CreditConfig) -> None:
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"`{name}` must be one of {', '.join(choices)}; got {getattr(config, name)!r}.")
-    _check_coefficient(config)
+    _check_adapted(config) if config.contrastive_coef == "auto" else _check_coefficient(config)
     for name in ("distillation_weight", "distillation_alpha", "contrastive_plausibility"):
         if not 0.0 <= getattr(config, name) <= 1.0:
             raise ValueError(f"`{name}` must be in [0, 1], got {getattr(config, name)}.")
@@ -77,6 +80,22 @@ def _check_coefficient(config: CreditConfig) -> None:
         )
 
 
+def _check_adapted(config: CreditConfig) -> None:
+    level, ceiling = config.contrastive_auto_level, CEILING[config.contrastive_form]
+    if level is None or not (level > 0.0 and math.isfinite(level)):
+        raise ValueError(
+            f"`contrastive_coef='auto'` needs a level above 0 to hold: set `contrastive_auto_level`, got {level}. "
+            "A run with a fixed λ logs the quantity as `credit/kl_to_teacher` or `credit/s_mean`."
+        )
+    if not FLOOR <= config.contrastive_auto_start <= ceiling:
+        raise ValueError(
+            f"`contrastive_auto_start` must be in [{FLOOR}, {ceiling}] for `contrastive_form="
+            f"{config.contrastive_form!r}`, got {config.contrastive_auto_start}."
+        )
+    if not 0.0 < config.contrastive_auto_rate <= 1.0:
+        raise ValueError(f"`contrastive_auto_rate` must be in (0, 1], got {config.contrastive_auto_rate}.")
+
+
 def check_combinations(config: CreditConfig) -> None:
     """Options together.
 
@@ -110,6 +129,11 @@ def _check_sampled(config: CreditConfig) -> None:
         raise ValueError(
             "`contrastive_plausibility` compares tokens, and `distillation_support='sampled'` scores one: set "
             "`contrastive_plausibility=0`, or use a top-k or full support."
+        )
+    if config.contrastive_coef == "auto" and config.contrastive_auto_quantity == "kl":
+        raise ValueError(
+            "`contrastive_auto_quantity='kl'` is a divergence between distributions, and `distillation_support="
+            "'sampled'` scores one token: set `contrastive_auto_quantity='s'`, or use a top-k or full support."
         )
 
 
