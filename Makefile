@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
 
-.PHONY: quickstart test test-slow test-faults notebooks docs wheel lint format clean
+.PHONY: quickstart test test-slow test-faults test-vllm notebooks docs wheel lint format clean
 
 quickstart: $(INSTALLED)  ## Train the embedded task with CREDIT on this CPU and show what it learnt
 	$(BIN)/credit-trl credit-quickstart
@@ -16,6 +17,9 @@ test: $(INSTALLED)  ## The fast tests
 
 test-slow: $(INSTALLED)  ## The tests that take longer
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+test-vllm:  ## Generation with a real vLLM engine on this CPU, in an environment of its own
+	PYTHON=$(PYTHON) tests/vllm_engine/run.sh $(VLLM_VENV)
 
 notebooks: $(INSTALLED)  ## Every notebook in a fresh kernel, its outputs checked; two at a time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow" --timeout 900 tests/notebooks
@@ -38,7 +42,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) runs site dist .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and pinned: a plain `pip install` of a newer one may bring gigabytes of CUDA libraries.
 $(INSTALLED): pyproject.toml constraints.txt

