@@ -44,13 +44,13 @@ class Turns(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         generation = self.trainer.generation_config
         generation.min_new_tokens = generation.max_new_tokens = self.asked.get()
-        self.before = dict(self.trainer._stage_seconds)
+        self.before = dict(self.trainer.clock.seconds)
         self.measuring = measured(self.device)
         self.sample = self.measuring.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.measuring.__exit__(None, None, None)
-        after = self.trainer._stage_seconds
+        after = self.trainer.clock.seconds
         stages = {name: seconds - self.before.get(name, 0.0) for name, seconds in after.items()}
         # What no stage claims: optimizer, reference update.
         self.sample.stages = stages | {"other": self.sample.seconds - sum(stages.values())}

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from credit_trl import CreditTrainer
-from credit_trl.scoring import backbone, lm_head
+from credit_trl.causal_lm import backbone, lm_head
 from tiny import length_verdicts
 
 SMALL = {

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from accelerate.utils import is_peft_model
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from trl.models.utils import _ForwardRedirection
 
-from credit_trl.kernels import LMHead, ReferenceStates, Scores, Support, Tail, score_tokens
+from credit_trl.causal_lm import backbone, lm_head, unwrap_adapters
+from credit_trl.kernels import ReferenceStates, Scores, Support, Tail, score_tokens
 from credit_trl.objective import Baseline
 from credit_trl.teacher import Reference
 
@@ -58,35 +58,6 @@ class States:
     rows: Int[Tensor, " n"]
     columns: Int[Tensor, " n"]
     hidden: Float[Tensor, "1+C n H"]
-
-
-def backbone(model: nn.Module) -> nn.Module:
-    """The causal LM's transformer, without its head; adapters stay in place."""
-    return _causal_lm(model).base_model
-
-
-def lm_head(model: nn.Module, temperature: float) -> LMHead:
-    """The head of a causal LM and what its family does to the logits; `gathered()` makes a sharded one whole."""
-    causal_lm = _causal_lm(model)
-    config = causal_lm.config.get_text_config()
-    head = causal_lm.get_output_embeddings()
-    weight, bias = head.weight, getattr(head, "bias", None)
-    return LMHead(weight, bias, _logit_scale(config), getattr(config, "final_logit_softcapping", None), temperature)
-
-
-def _logit_scale(config: object) -> float:
-    """What the logits are multiplied with; families name it differently, and some divide."""
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is None:
-        return 1.0
-    return scaling if getattr(config, "model_type", "") == "hyperclovax" else 1.0 / scaling
-
-
-def _causal_lm(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if is_peft_model(model) else model
 
 
 def score_completions(
@@ -308,7 +279,7 @@ def check_packing(model: nn.Module) -> None:
         ValueError: the attention implementation has no variable lengths (it would form a mask of the square of a whole
             pass), or the model has layers that carry a state across sequences.
     """
-    config = _causal_lm(model).config.get_text_config()
+    config = unwrap_adapters(model).config.get_text_config()
     implementation = config._attn_implementation or ""
     if "flash" not in implementation and implementation != "flex_attention":
         raise ValueError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +19,7 @@ from accelerate.utils import is_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
@@ -258,6 +258,27 @@ def _placed(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel
     if accelerator.distributed_type == "FSDP":
         return prepare_fsdp(model, accelerator)
     return accelerator.prepare_model(model, evaluation_mode=True)
+
+
+class ReferenceUpdate(TrainerCallback):
+    """Moves the EMA after an optimizer step: every `teacher_sync_steps`, or where a generation batch ended.
+
+    Args:
+        trainer: whose `reference` it is; its passes over micro-batches are counted.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.teacher_sync_steps is not None:
+            due = state.global_step % args.teacher_sync_steps == 0
+        else:
+            batch = args.steps_per_generation * args.num_iterations
+            passes = self.trainer._step
+            due = passes // batch > (passes - self.trainer.current_gradient_accumulation_steps) // batch
+        if due:
+            self.trainer.reference.update(args.teacher_update_rate)
 
 
 @contextmanager

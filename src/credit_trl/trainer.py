@@ -6,22 +6,18 @@ rollout (TRL) → verdict → contexts, contrast → scores (teacher, scoring, k
 from __future__ import annotations
 
 import textwrap
-import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import TrainerCallback
 from trl.data_utils import prepare_multimodal_messages
 from trl.models.utils import _ForwardRedirection
 from trl.trainer.utils import get_config_model_id
 
 from credit_trl.adaptive import CoefficientUpdate, make_adaptive
+from credit_trl.causal_lm import completion_states, lm_head
 from credit_trl.checkpoints import ResumableTrainer
 from credit_trl.checks import check_datasets, check_no_images, check_reward_columns, check_vocabulary
 from credit_trl.compat import check_trl
@@ -43,8 +39,9 @@ from credit_trl.rollouts import (
     unpack_contexts,
     withhold_rewards,
 )
-from credit_trl.scoring import backbone, check_packing, gather_states, lm_head, score_completions, stored_scores
-from credit_trl.teacher import make_reference
+from credit_trl.scoring import check_packing, gather_states, score_completions, stored_scores
+from credit_trl.teacher import ReferenceUpdate, make_reference
+from credit_trl.timing import StageClock
 from credit_trl.verdict import VerdictLog
 
 check_trl()  # again, for those who import this module directly
@@ -112,8 +109,7 @@ class CreditTrainer(ResumableTrainer):
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
-        self._stage_seconds: dict[str, float] = defaultdict(float)
-        self._stage_step = 0
+        self.clock = StageClock()
         self._eval_batches = 0
         check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
         check_reward_columns(reward_funcs, train_dataset)
@@ -151,9 +147,15 @@ class CreditTrainer(ResumableTrainer):
         )
         if self.args.scoring_packed:
             check_packing(self.model)
+        self._scoring_options = {
+            "temperature": self.temperature,
+            "batch_tokens": self.args.scoring_batch_tokens,
+            "baseline": self.args.contrastive_baseline,
+            "packed": self.args.scoring_packed,
+        }
         self.context_builder = ContextBuilder(self._tokenizer, self.args, self.eos_token_ids)
         if self.args.teacher_model_kind == "ema":
-            self.add_callback(_ReferenceUpdate(self))
+            self.add_callback(ReferenceUpdate(self))
         if self.args.contrastive_coef == "auto":
             self.adaptive_coef = make_adaptive(self.args)
             self.add_callback(CoefficientUpdate(self.adaptive_coef))
@@ -171,7 +173,7 @@ class CreditTrainer(ResumableTrainer):
     # ------------------------------------------------------------------ rollout, verdict, contexts, scores
 
     def _generate(self, prompts: list) -> Any:
-        with self._stage("rollout"):
+        with self.clock.stage("rollout"):
             return super()._generate(prompts)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
@@ -181,7 +183,7 @@ class CreditTrainer(ResumableTrainer):
             {"truncated": ids[-1] not in ends, **row} for row, ids in zip(inputs, completion_ids_list, strict=True)
         ]
         self._verdicts.clear()
-        with self._stage("verdict"):
+        with self.clock.stage("verdict"):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.args.on_verifier_error == "skip":
             share = withhold_rewards(rewards_per_func, self._verdicts.skipped(len(prompts)), self.accelerator)
@@ -207,9 +209,9 @@ class CreditTrainer(ResumableTrainer):
         if mode == "train":
             self.alarms.check_rewards(self._metrics[mode]["frac_reward_zero_std"][-1] == 1.0)
         if self._distills:
-            with self._stage("contexts"):
+            with self.clock.stage("contexts"):
                 contexts = self._build_contexts(mode)
-            with self._stage("scores"):
+            with self.clock.stage("scores"):
                 output.update(self._score(output, contexts))
         return output
 
@@ -274,10 +276,7 @@ class CreditTrainer(ResumableTrainer):
             support=self.support,
             topk=self.args.distillation_topk,
             tail=self.args.distillation_tail,
-            temperature=self.temperature,
-            batch_tokens=self.args.scoring_batch_tokens,
-            baseline=self.args.contrastive_baseline,
-            packed=self.args.scoring_packed,
+            **self._scoring_options,
             chunk_size=self.args.distillation_chunk_size,
         )
 
@@ -323,10 +322,7 @@ class CreditTrainer(ResumableTrainer):
             inputs["completion_ids"],
             inputs["completion_mask"],
             mask,
-            temperature=self.temperature,
-            batch_tokens=self.args.scoring_batch_tokens,
-            baseline=self.args.contrastive_baseline,
-            packed=self.args.scoring_packed,
+            **self._scoring_options,
         )
 
     def _student_loss(
@@ -339,17 +335,8 @@ class CreditTrainer(ResumableTrainer):
     ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Runs inside the wrapper's forward, so that DDP and FSDP see backbone and head used there."""
         model = self.accelerator.unwrap_model(self.model)
-        options = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         with self.accelerator.autocast():
-            outputs = backbone(model)(
-                input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-                attention_mask=attention_mask,
-                use_cache=False,
-                **options,
-            )
-        width = inputs["completion_ids"].shape[1]
-        hidden = outputs.last_hidden_state[:, -width - 1 : -1]
+            hidden, aux_loss = completion_states(model, inputs, router_loss=self.aux_loss_enabled)
         old_token_logps = inputs.get("old_per_token_logps")
         terms = credit_loss(
             hidden[mask],
@@ -367,7 +354,6 @@ class CreditTrainer(ResumableTrainer):
             is_clip=self.args.distillation_is_clip,
             chunk_size=self.args.distillation_chunk_size,
         )
-        aux_loss = _router_loss(model, outputs, attention_mask) if self.aux_loss_enabled else None
         return terms.loss, {name: value for name, value in vars(terms).items() if name != "loss"}, aux_loss
 
     def _token_weights(self, inputs: dict[str, Any], mode: str) -> Tensor:
@@ -400,57 +386,14 @@ class CreditTrainer(ResumableTrainer):
 
     # ------------------------------------------------------------------ logging, time
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        """Adds the block's wall time to a stage; stages do not nest."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._stage_seconds[name] += time.perf_counter() - started
-
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        before = sum(self._stage_seconds.values())
-        started = time.perf_counter()
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        elsewhere = sum(self._stage_seconds.values()) - before
-        self._stage_seconds["update"] += time.perf_counter() - started - elsewhere
-        return loss
+        with self.clock.around("update"):
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
-            steps = max(self.state.global_step - self._stage_step, 1)
-            for name, seconds in self._stage_seconds.items():
-                self._metrics["train"][f"credit/seconds_{name}"].append(seconds / steps)
-            self._stage_seconds.clear()
-            self._stage_step = self.state.global_step
+            for name, seconds in self.clock.report(self.state.global_step).items():
+                self._metrics["train"][name].append(seconds)
             if self._distills:
                 self._metrics["train"]["credit/teacher_drift"].append(self.reference.drift())
         super().log(logs, start_time)
-
-
-class _ReferenceUpdate(TrainerCallback):
-    """Moves the EMA after an optimizer step: every `teacher_sync_steps`, or where a generation batch ended."""
-
-    def __init__(self, trainer: CreditTrainer) -> None:
-        self.trainer = trainer
-
-    def on_step_end(self, args: CreditConfig, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.teacher_sync_steps is not None:
-            due = state.global_step % args.teacher_sync_steps == 0
-        else:
-            batch = args.steps_per_generation * args.num_iterations
-            passes = self.trainer._step
-            due = passes // batch > (passes - self.trainer.current_gradient_accumulation_steps) // batch
-        if due:
-            self.trainer.reference.update(args.teacher_update_rate)
-
-
-def _router_loss(model: nn.Module, outputs: Any, attention_mask: Tensor) -> Tensor:
-    """The load-balancing loss of a mixture of experts."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    config = model.config.get_text_config()
-    return load_balancing_loss_func(
-        outputs.router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
-    )

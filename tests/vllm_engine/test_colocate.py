@@ -93,7 +93,7 @@ def test_no_phase_mixes_the_weights_of_engine_policy_and_reference(make_trainer,
     def equal(a, b):
         return all(torch.equal(a[name], b[name]) for name in a)
 
-    stage = trainer._stage
+    stage = trainer.clock.stage
 
     @contextmanager
     def watched(name):
@@ -102,7 +102,7 @@ def test_no_phase_mixes_the_weights_of_engine_policy_and_reference(make_trainer,
             yield
         phases.append((name, before, snapshot(), as_in_engine(merged(trainer.model))))
 
-    trainer._stage = watched
+    trainer.clock.stage = watched
     first = snapshot()
     trainer.train()
     assert [name for name, *_ in phases].count("scores") == 4

@@ -1,0 +1,73 @@
+"""What a causal language model is made of: its backbone, its head, and how families differ in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from credit_trl.kernels import LMHead
+
+
+def unwrap_adapters(model: nn.Module) -> nn.Module:
+    """The causal LM inside a PEFT model, or the model itself."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The causal LM's transformer, without its head; adapters stay in place."""
+    return unwrap_adapters(model).base_model
+
+
+def lm_head(model: nn.Module, temperature: float) -> LMHead:
+    """The head of a causal LM and what its family does to the logits; `gathered()` makes a sharded one whole."""
+    causal_lm = unwrap_adapters(model)
+    config = causal_lm.config.get_text_config()
+    head = causal_lm.get_output_embeddings()
+    weight, bias = head.weight, getattr(head, "bias", None)
+    return LMHead(weight, bias, _logit_scale(config), getattr(config, "final_logit_softcapping", None), temperature)
+
+
+def completion_states(
+    model: nn.Module, batch: dict[str, Any], *, router_loss: bool = False
+) -> tuple[Float[Tensor, "B T H"], Float[Tensor, ""] | None]:
+    """The hidden states that predict each token of the completions, under the student's own prompts.
+
+    Args:
+        model: the unwrapped student.
+        batch: TRL's: `prompt_ids` (B, P), left-padded, `completion_ids` (B, T), right-padded, and their masks.
+        router_loss: whether the load-balancing loss of a mixture of experts is wanted beside them.
+    """
+    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    outputs = backbone(model)(
+        input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        attention_mask=attention_mask,
+        use_cache=False,
+        **({"output_router_logits": True} if router_loss else {}),
+    )
+    width = batch["completion_ids"].shape[1]
+    hidden = outputs.last_hidden_state[:, -width - 1 : -1]
+    return hidden, _router_loss(model, outputs, attention_mask) if router_loss else None
+
+
+def _router_loss(model: nn.Module, outputs: Any, attention_mask: Tensor) -> Tensor:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = model.config.get_text_config()
+    return load_balancing_loss_func(
+        outputs.router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
+    )
+
+
+def _logit_scale(config: object) -> float:
+    """What the logits are multiplied with; families name it differently, and some divide."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None:
+        return 1.0
+    return scaling if getattr(config, "model_type", "") == "hyperclovax" else 1.0 / scaling
