@@ -1,4 +1,8 @@
-"""Run the study: pretrain one base a world and seed, then every arm of both sweeps. Resumable at any moment."""
+"""Run the study: pretrain one base a world and seed, then every arm of a sweep. Resumable at any moment.
+
+Three sweeps a world: `methods` (the paper's claims), `choice` (forms of the contrast on seeds of their own, to choose
+from) and `forms` (what was chosen, and what `docs/contrast.md` claims, on the seeds that are reported).
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,20 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
+
+if TYPE_CHECKING:
+    from credit_trl.sweeps import SweepSpec
 
 os.environ["OMP_NUM_THREADS"] = "1"  # one thread a process is the fastest way to use two cores here
 
 HERE = Path(__file__).parent
 WORLDS = ("plain", "shortcut")
+SWEEPS = ("methods", "choice", "forms")
 
 
 def main() -> None:
@@ -26,8 +36,10 @@ def main() -> None:
     ]
     failed = 0
     for world in args.worlds:
-        seeds = make_bases(args.output_dir / "bases", world, args.seeds)
-        failed += run_world(args.output_dir, world, seeds, args.steps)
+        spec = read_sweep(args.sweep, world)
+        seeds = list(spec.seeds)[: args.seeds]
+        make_bases(args.output_dir / "bases", world, seeds)
+        failed += run_world(args.output_dir, sweep_folder(args.sweep, world), world, spec, seeds, args.steps)
     failed += sum(worker.wait() for worker in workers)
     sys.exit(1 if failed else 0)
 
@@ -36,16 +48,27 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/study"))
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
-    parser.add_argument("--seeds", type=int, default=5, help="how many (default 5)")
+    parser.add_argument("--sweep", choices=SWEEPS, default="methods")
+    parser.add_argument("--seeds", type=int, help="how many of the sweep's (default: all)")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the sweep's)")
     parser.add_argument("--processes", type=int, default=2, help="launchers that share the work (default 2)")
     return parser.parse_args()
 
 
-def make_bases(folder: Path, world: str, count: int) -> list[int]:
-    """Pretrain the bases that are missing, each by one launcher; the seeds 1 to `count`."""
+def sweep_folder(sweep: str, world: str) -> str:
+    """Where a world's runs of a sweep lie, under the output directory."""
+    return world if sweep == "methods" else f"{world}-{sweep}"
+
+
+def read_sweep(sweep: str, world: str) -> SweepSpec:
+    from credit_trl.sweeps import read_spec
+
+    return read_spec(HERE / f"{world if sweep == 'methods' else sweep}.yaml")
+
+
+def make_bases(folder: Path, world: str, seeds: Sequence[int]) -> None:
+    """Pretrain the bases that are missing, each by one launcher."""
     folder.mkdir(parents=True, exist_ok=True)
-    seeds = list(range(1, count + 1))
     for timeout in (0, -1):  # first those that no other launcher is at, then wait for the rest
         for seed in seeds:
             base = folder / f"{world}-seed{seed}"
@@ -57,7 +80,6 @@ def make_bases(folder: Path, world: str, count: int) -> list[int]:
                         pretrain(base, world, seed)
             except Timeout:
                 continue
-    return seeds
 
 
 def pretrain(base: Path, world: str, seed: int) -> None:
@@ -77,18 +99,19 @@ def pretrain(base: Path, world: str, seed: int) -> None:
     raise RuntimeError(f"No base of the {world} world for seed {seed}.")
 
 
-def run_world(output_dir: Path, world: str, seeds: list[int], steps: int | None) -> int:
+def run_world(
+    output_dir: Path, folder: str, world: str, spec: SweepSpec, seeds: Sequence[int], steps: int | None
+) -> int:
     """All arms of a world's sweep; how many jobs failed."""
     import torch
 
-    from credit_trl.sweeps import read_spec, run_sweep
+    from credit_trl.sweeps import run_sweep
 
     torch.set_num_threads(1)
-    spec = read_spec(HERE / f"{world}.yaml")
     config = dict(spec.config) | ({} if steps is None else {"max_steps": steps})
     model = str(output_dir / "bases" / f"{world}-seed{{seed}}")
-    report = run_sweep(dataclasses.replace(spec, model=model, seeds=seeds, config=config), output_dir / world)
-    print(f"{world}: {report}")
+    report = run_sweep(dataclasses.replace(spec, model=model, seeds=seeds, config=config), output_dir / folder)
+    print(f"{folder}: {report}")
     return len(report.failed)
 
 

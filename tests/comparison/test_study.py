@@ -21,21 +21,23 @@ def study(monkeypatch):
     """The study's modules, imported by name as its scripts do."""
     monkeypatch.syspath_prepend(str(STUDY))
     yield lambda name: __import__(name)
-    for name in ("claims", "report", "results", "run", "tokens"):
+    for name in ("claims", "forms", "report", "results", "run", "tokens"):
         sys.modules.pop(name, None)
 
 
-def arms_of(world: str) -> list[str]:
+def arms_of(spec: str) -> list[str]:
     from credit_trl.sweeps import read_spec
 
-    return [arm.name for arm in read_spec(STUDY / f"{world}.yaml").arms()]
+    return [arm.name for arm in read_spec(STUDY / f"{spec}.yaml").arms()]
 
 
-def write_world(write, world: str, unknown: dict[str, float], planted: dict[str, float]) -> None:
+def write_world(
+    write, world: str, unknown: dict[str, float], planted: dict[str, float], spec: str | None = None
+) -> None:
     """Two seeds of every arm, with final scores on unknown cues and final rates of the planted thought."""
     rng = np.random.default_rng(0)
     noise = {prompt: float(rng.normal(0, 0.02)) for prompt in PROMPTS}
-    for arm in arms_of(world):
+    for arm in arms_of(spec or world):
         for seed in (1, 2):
             goal = {"known": 0.95, "unknown": unknown.get(arm, 0.7), "holdout": 0.25}
             final = {p: goal[g] + noise[p] + 0.001 * seed for p, g in PROMPTS.items()}
@@ -133,18 +135,63 @@ def test_every_arm_of_the_specs_can_train_and_has_the_same_budget(tmp_path):
         assert {job["model"] for job in jobs} == {f"bases/{world}-seed{seed}" for seed in spec.seeds}
 
 
+@pytest.fixture
+def forms_page(study, writer_at, tmp_path) -> str:
+    """SDPO at 70 % and 90 % planted thoughts; the guide as told."""
+    write = writer_at(tmp_path)
+    guide = "CREDIT form=guide λ=1"
+    write_world(write, "plain", {"SDPO": 0.7}, {})
+    write_world(write, "plain-forms", {guide: 0.6}, {}, spec="forms")
+    write_world(write, "shortcut", {"SDPO": 0.94}, {"SDPO": 0.98, "GRPO": 0.3})
+    write_world(write, "shortcut-forms", {guide: 0.94}, {guide: 0.0}, spec="forms")
+    forms = study("forms")
+    worlds = {w: forms.read(w, [tmp_path / w, tmp_path / f"{w}-forms"]) for w in forms.WORLDS}
+    return forms.page(worlds, {})
+
+
+def rows_of(page: str, *beginning: str) -> list[str]:
+    return [line for line in page.splitlines() if line.startswith("| " + " | ".join(beginning) + " |")]
+
+
+def test_rows_of_the_prototype_agree_or_differ_by_the_interval(forms_page):
+    (guide,) = rows_of(forms_page, "CREDIT form=guide λ=1", "shortcut")
+    assert guide.endswith("0.00–0.00 | 0.000 [0.000, 0.000] | agrees |")
+    (grpo,) = rows_of(forms_page, "GRPO", "shortcut")
+    assert "0.300" in grpo
+    assert grpo.endswith("**differs** |")
+
+
+def test_the_bar_is_paired_with_sdpo_and_says_what_is_missed(forms_page):
+    plain, shortcut = rows_of(forms_page, "unknown, against SDPO")
+    assert "-10.0 points" in plain
+    assert plain.endswith("**missed** |")
+    assert shortcut.endswith("| met |")
+    assert len(rows_of(forms_page, "shortcut", "<= 0.05")) == 1
+    (format_holdout, _) = rows_of(forms_page, "format holdout", ">= 0.9")
+    assert format_holdout.endswith("| met |")
+
+
+def test_forms_are_chosen_on_seeds_that_are_not_reported():
+    from credit_trl.sweeps import read_spec
+
+    chosen, reported = (read_spec(STUDY / f"{name}.yaml") for name in ("choice", "forms"))
+    assert not set(chosen.seeds) & set(reported.seeds)
+    assert set(reported.seeds) == set(read_spec(STUDY / "plain.yaml").seeds)
+    assert chosen.config == reported.config == read_spec(STUDY / "plain.yaml").config
+
+
 def test_bases_are_made_once_and_left_to_a_launcher_that_is_at_them(study, tmp_path, monkeypatch):
     run = study("run")
     made = []
     monkeypatch.setattr(run, "pretrain", lambda base, world, seed: (made.append(seed), base.mkdir()))
     (tmp_path / "plain-seed2").mkdir()
-    assert run.make_bases(tmp_path, "plain", 3) == [1, 2, 3]
+    run.make_bases(tmp_path, "plain", [1, 2, 3])
     assert made == [1, 3]
     other = FileLock(tmp_path / "plain-seed4.lock")
     other.acquire()
     seen = []
     monkeypatch.setattr(run, "pretrain", lambda base, world, seed: (seen.append(seed), base.mkdir(), other.release()))
-    run.make_bases(tmp_path, "plain", 5)
+    run.make_bases(tmp_path, "plain", range(1, 6))
     assert seen == [5, 4]
 
 

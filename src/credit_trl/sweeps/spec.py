@@ -38,7 +38,17 @@ LAUNCHERS = ("process", "inline", "accelerate")
 
 # Options that a method does not read, by the beginning of their names.
 _UNREAD = {"GRPO": ("contrastive_", "distillation_", "teacher_"), "SDPO": ("contrastive_",)}
-_SYMBOLS = {"contrastive_coef": "λ", "contrastive_count": "C", "teacher_context": "context"}
+_SYMBOLS = {
+    "contrastive_coef": "λ",
+    "contrastive_count": "C",
+    "contrastive_form": "form",
+    "contrastive_source": "source",
+    "contrastive_gate": "gate",
+    "contrastive_plausibility": "plausibility",
+    "contrastive_baseline": "baseline",
+    "distillation_tail": "tail",
+    "teacher_context": "context",
+}
 _SLUGS = {"λ": "lambda"}
 # Set by the sweep for every job, so a spec that sets them asks for something that it would not get.
 _OWN = ("output_dir", "seed", "resume_from_checkpoint", "overwrite_output_dir")
