@@ -68,6 +68,7 @@ def _dataset() -> Dataset:
 
 def _credit(workload: Workload, directory: str) -> Callable[[Workload], tuple[Update, torch.nn.Module]]:
     from credit_trl import CreditConfig, CreditTrainer
+    from credit_trl.contexts import Contexts, Evidence
 
     config = CreditConfig(
         **_arguments(workload, directory),
@@ -80,7 +81,8 @@ def _credit(workload: Workload, directory: str) -> Callable[[Workload], tuple[Up
 
     def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
         trainer.args.distillation_topk = workload.topk
-        batch, contexts = workload.rollouts(), workload.contexts()
+        batch = workload.rollouts()
+        contexts = [Contexts(ids, Evidence()) for ids in workload.contexts()]
 
         def update() -> None:
             inputs = batch | trainer._score(batch, contexts)

@@ -91,7 +91,7 @@ def contexts_of(make_model, make_config, tokenizer):
         trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
         trainer.model.train()
         seen = []
-        trainer._score = lambda output, contexts: seen.extend(contexts) or {}
+        trainer._score = lambda output, contexts: seen.extend(c.ids for c in contexts) or {}
         trainer._generate_and_score_completions([row for row in dataset for _ in range(4)])
         return [[tokenizer.decode(ids) for ids in context] for context in seen]
 

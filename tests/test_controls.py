@@ -34,7 +34,7 @@ def contexts_of(make_model, make_config, tokenizer, problems):
         trainer.model.train()
         batch = [problems[i] for i in rows for _ in range(4)]
         seen = []
-        trainer._score = lambda output, contexts: seen.extend(contexts) or {}
+        trainer._score = lambda output, contexts: seen.extend(c.ids for c in contexts) or {}
         trainer._generate_and_score_completions(batch)
         texts = [None if c is None else [tokenizer.decode(ids) for ids in c] for c in seen]
         return [None if t is None else [(number("<{}>", x), number("({})", x)) for x in t] for t in texts]

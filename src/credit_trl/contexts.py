@@ -9,29 +9,67 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from trl.data_utils import prepare_multimodal_messages
 
 from credit_trl.config import CreditConfig
 
 Prompt = str | list[dict[str, Any]]
-Render = Callable[[list[dict[str, Any]]], str]
+Render = Callable[..., str]  # of a conversation; `add_generation_prompt=False` leaves out what opens the model's turn
 
 _THINKING = re.compile(r"^(?:(?!</?think>).)*</think>|<think>.*?(?:</think>|\Z)", flags=re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """z, what the teacher is shown of one rollout's outcome. At least one of the two makes a teacher."""
+    """z, what the teacher is shown of one rollout's outcome. At least one of the three makes a teacher.
+
+    Args:
+        demonstration: a successful rollout of the group.
+        feedback: what the environment said of the whole rollout.
+        turns: what it said of single turns, by the turn's number; None for nothing. See `turns.place_turns`.
+    """
 
     demonstration: str | None = None
     feedback: str | None = None
+    turns: Mapping[int, str] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.turns is not None:  # JSON has no integer keys
+            object.__setattr__(self, "turns", {int(turn): text for turn, text in self.turns.items()} or None)
 
     def __bool__(self) -> bool:
-        return self.demonstration is not None or self.feedback is not None
+        return any(part is not None for part in (self.demonstration, self.feedback, self.turns))
+
+
+def chat_renderer(
+    processor: Any, is_multimodal: bool, tools: list[Any] | None, chat_template: str | None, options: dict[str, Any]
+) -> Render:
+    """Conversations → the chat template's text, as TRL renders a student's prompt up to tokenisation.
+
+    Args:
+        processor: the tokenizer, or the processor of a multimodal model.
+        is_multimodal: messages are turned into lists of parts.
+        tools: of the sample's environment, or None.
+        chat_template: None for the tokenizer's own.
+        options: `chat_template_kwargs`.
+    """
+
+    def render(messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        return processor.apply_chat_template(
+            prepare_multimodal_messages(messages) if is_multimodal else messages,
+            tools=tools or None,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **options,
+        )
+
+    return render
 
 
 def choose_demonstrations(
@@ -103,11 +141,14 @@ class Contexts:
         ids: token ids of the teacher's prompt, then of C contrast prompts; None where there is no teacher.
         evidence: what of z is in them.
         cut: whether z was shortened to fit the budget.
+        columns: for each token of each context, the column of the completion before which it stands; None where all
+            stand before the first.
     """
 
     ids: list[list[int]] | None
     evidence: Evidence
     cut: bool = False
+    columns: list[list[int]] | None = None
 
 
 class ContextBuilder:
@@ -170,16 +211,39 @@ class ContextBuilder:
 
     def encode(self, prompt: Prompt, evidence: Evidence, render: Render) -> list[int]:
         """Token ids of one context, of any length."""
-        pieces = self._pieces(prompt, evidence, render)
-        ids = self._tokenize("".join(text for text, _ in pieces), first=isinstance(prompt, str))
-        expected = self._controls(self._tokenize(_scaffold(pieces), first=isinstance(prompt, str)))
+        return self._encode_pieces(self._pieces(prompt, evidence, render), first=isinstance(prompt, str))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a part of the chat template."""
+        return self._tokenize(text, first=False)
+
+    def encode_turn(self, feedback: str, before: str, after: str, budget: int) -> tuple[list[int], bool]:
+        """Token ids of a message in the middle of a conversation, and whether it was cut to fit.
+
+        Args:
+            feedback: what the message says, worded by `feedback_template`; untrusted.
+            before, after: the chat template's text around it.
+            budget: the most tokens; over it the feedback loses its middle. No id at all where that is not enough.
+        """
+        text: str | None = _encodable(feedback)
+        while text is not None:
+            head, tail = self.config.feedback_template.format(feedback_raw="\x02").strip().split("\x02")
+            pieces = [(before + head, True), (text, False), (tail + after, True)]
+            ids = self._encode_pieces([piece for piece in pieces if piece[0]], first=False)
+            if len(ids) <= budget:
+                return ids, text != _encodable(feedback)
+            text = self._cut_middle(text, len(ids) - budget)
+        return [], True
+
+    def _encode_pieces(self, pieces: list[tuple[str, bool]], *, first: bool) -> list[int]:
+        ids = self._tokenize("".join(text for text, _ in pieces), first=first)
+        expected = self._controls(self._tokenize(_scaffold(pieces), first=first))
         if self._controls(ids) == expected:
             return ids
         # Something in z reads as a control token. Encode it as plain text, apart from what surrounds it.
         ids = []
         for position, (text, trusted) in enumerate(pieces):
-            first = position == 0 and isinstance(prompt, str)
-            ids += self._tokenize(text, first=first) if trusted else self._tokenize_plain(text)
+            ids += self._tokenize(text, first=first and position == 0) if trusted else self._tokenize_plain(text)
         if self._controls(ids) != expected:
             raise ValueError(
                 "A demonstration or feedback still encodes to control tokens with `split_special_tokens=True`; the "
@@ -195,8 +259,9 @@ class ContextBuilder:
         untrusted = {}
         for name in ("demonstration", "feedback"):
             if getattr(evidence, name) is not None:
-                text = getattr(evidence, name).encode("utf-8", "replace").decode()  # no lone surrogates
-                untrusted[f"\x02{secrets.token_hex(16)}\x03"] = text
+                untrusted[f"\x02{secrets.token_hex(16)}\x03"] = _encodable(getattr(evidence, name))
+        if not untrusted:  # turns only: the opening prompt is the student's
+            return [(prompt if isinstance(prompt, str) else render(prompt), True)]
         marks = iter(untrusted)
         solution = feedback = ""
         if evidence.demonstration is not None:
@@ -220,6 +285,8 @@ class ContextBuilder:
 
     def _shorten(self, evidence: Evidence, excess: int) -> Evidence:
         """Take `excess` tokens or more out of the feedback's middle, or drop it; then those of the demonstration."""
+        if evidence.feedback is None and evidence.demonstration is None:
+            return Evidence()  # the question alone is too long
         name = "feedback" if evidence.feedback is not None else "demonstration"
         return replace(evidence, **{name: self._cut_middle(getattr(evidence, name), excess)})
 
@@ -233,6 +300,11 @@ class ContextBuilder:
         head, tail = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
         shorter = self.tokenizer.decode(head) + mark.format(cut) + self.tokenizer.decode(tail)
         return shorter if len(self._tokenize_plain(shorter)) < len(ids) else None
+
+
+def _encodable(text: str) -> str:
+    """Without lone surrogates."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _scaffold(pieces: list[tuple[str, bool]]) -> str:

@@ -59,6 +59,16 @@ class Alarms:
                 "Feedback was given, but `include_environment_feedback=False`, so the teacher does not see it.",
             )
 
+    def check_turns(self, lost: Sequence[int]) -> None:
+        """`lost`: turns that feedback named and that their rollouts do not have."""
+        if lost:
+            self.raise_once(
+                "lost_turns",
+                f"`Verdict.turn_feedback` names turn {lost[0]} of a rollout that has fewer turns, so nobody reads it. "
+                "Turns count from 0, one for each answer of the model; an environment that has the attribute "
+                "`current_turn` finds the number there while its tools run.",
+            )
+
     def check_rewards(self, all_groups_flat: bool) -> None:
         self._flat = self._flat + 1 if all_groups_flat else 0
         if self._flat >= FLAT_REWARD_BATCHES:
@@ -113,7 +123,7 @@ def context_counts(built: Sequence[Contexts], *, wants_contrast: bool) -> Tensor
         [
             (
                 c.ids is not None and c.evidence.demonstration is not None,
-                c.ids is not None and c.evidence.feedback is not None,
+                c.ids is not None and (c.evidence.feedback is not None or c.evidence.turns is not None),
                 c.ids is None,
                 c.ids is not None and wants_contrast and len(c.ids) == 1,
                 c.cut,

@@ -7,7 +7,7 @@ ranks: the same order that one process would have.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class Rollouts:
         rewards: global, weighted sums over the reward functions; NaN where none applied.
         verdict_feedback: local.
         first: global index of the first local sample.
+        turn_feedback: local, what the verdict said of single turns, by turn.
+        turn_starts: local, the first columns of each completion's turns.
     """
 
     rows: list[dict[str, Any]]
@@ -55,6 +57,8 @@ class Rollouts:
     rewards: list[float]
     verdict_feedback: list[str | None]
     first: int
+    turn_feedback: list[dict[int, str]] = field(default_factory=list)
+    turn_starts: list[list[int]] = field(default_factory=list)
 
     @property
     def indices(self) -> range:
@@ -65,6 +69,18 @@ class Rollouts:
         """Local: the column `privileged_context`, then what the verdict said."""
         static = [row.get("privileged_context") for row in self.rows]
         return [join_feedback(parts) for parts in zip(static, self.verdict_feedback, strict=True)]
+
+    def feedback_by_turn(self) -> list[dict[int, str] | None]:
+        """Local: what was said of turns that the rollout has; None for nothing."""
+        if not self.turn_starts:
+            return [None] * len(self.prompts)
+        pairs = zip(self.turn_feedback, self.turn_starts, strict=True)
+        return [{turn: text for turn, text in said.items() if turn < len(own)} or None for said, own in pairs]
+
+    def lost_turns(self) -> list[int]:
+        """Local: turns that were spoken of and that their rollouts do not have. One without any is left out anyway."""
+        pairs = zip(self.turn_feedback, self.turn_starts, strict=True)
+        return [turn for said, own in pairs if own for turn in said if turn >= len(own)]
 
 
 def total_rewards(rewards_per_func: Float[Tensor, "n f"], weights: Float[Tensor, " f"]) -> list[float]:
@@ -128,7 +144,10 @@ def gather_evidence(
     feedback = rollouts.feedback() if config.include_environment_feedback else [None] * len(demonstrations)
     if config.environment_feedback_only_without_solution:
         feedback = [f if d is None else None for f, d in zip(feedback, demonstrations, strict=True)]
-    return [Evidence(d, f) for d, f in zip(demonstrations, feedback, strict=True)]
+    turns = rollouts.feedback_by_turn() if config.include_environment_feedback else [None] * len(demonstrations)
+    if config.environment_feedback_only_without_solution:
+        turns = [t if d is None else None for t, d in zip(turns, demonstrations, strict=True)]
+    return [Evidence(d, f, t) for d, f, t in zip(demonstrations, feedback, turns, strict=True)]
 
 
 def draw_contrasts(rollouts: Rollouts, config: CreditConfig, dataset: Any, step: int) -> list[list[Prompt]]:
@@ -202,6 +221,11 @@ def build_contexts(
         drawn = draw_hints(rollouts, evidence, 1, seed=config.seed, step=step + _FOREIGN_STREAM)
         evidence = [hints[0] if hints else Evidence() for hints in drawn]
     if config.contrastive_swap == "hint" and config.contrasts:
+        if any(z.turns for z in evidence):
+            raise ValueError(
+                "`contrastive_swap='hint'` exchanges whole hints, and feedback on single turns has its place in one "
+                "rollout only. Set `contrastive_swap='input'`, or return no `Verdict.turn_feedback`."
+            )
         hints = draw_hints(rollouts, evidence, config.contrastive_count, seed=config.seed, step=step)
         return [
             builder.build_hint_contrasts(prompt, z, others, renderer(i))
@@ -260,21 +284,50 @@ def token_weights(
     return weights * batch["importance_sampling_ratio"] if "importance_sampling_ratio" in batch else weights
 
 
-def pack_contexts(contexts: list[list[list[int]] | None], device: torch.device) -> dict[str, Int[Tensor, "B ..."]]:
-    """Contexts as tensors that TRL can shuffle and split: ids (B, 1+C, P), lengths (B, 1+C), 0 where there is none."""
-    count = max((len(c) for c in contexts if c is not None), default=1)
-    longest = max((len(ids) for c in contexts if c is not None for ids in c), default=1)
-    ids = torch.zeros(len(contexts), count, longest, dtype=torch.long)
-    lengths = torch.zeros(len(contexts), count, dtype=torch.long)
-    for i, sample in enumerate(contexts):
-        for k, context in enumerate(sample or []):
-            ids[i, k, : len(context)] = torch.tensor(context)
+def context_masks(built: Sequence[Contexts], device: torch.device) -> dict[str, Bool[Tensor, " B"]]:
+    """Which samples have a teacher, and which of them a contrast."""
+    return {
+        "teacher_mask": torch.tensor([c.ids is not None for c in built], device=device),
+        "contrast_mask": torch.tensor([len(c.ids or ()) > 1 for c in built], device=device),
+    }
+
+
+def pack_contexts(built: Sequence[Contexts], device: torch.device) -> dict[str, Int[Tensor, "B ..."]]:
+    """Contexts as tensors that TRL can shuffle and split: ids (B, 1+C, P), lengths (B, 1+C), 0 where there is none.
+
+    Where a context has tokens inside the completion, `context_columns` (B, 1+C, P) are beside them.
+    """
+    ids = _packed([c.ids for c in built])
+    lengths = torch.zeros(ids.shape[:2], dtype=torch.long)
+    for i, sample in enumerate(built):
+        for k, context in enumerate(sample.ids or []):
             lengths[i, k] = len(context)
-    return {"context_ids": ids.to(device), "context_lengths": lengths.to(device)}
+    packed = {"context_ids": ids, "context_lengths": lengths}
+    if any(c.columns is not None for c in built):
+        packed["context_columns"] = _packed(
+            [c.columns or (c.ids and [[0] * len(row) for row in c.ids]) for c in built]
+        )
+    return {name: tensor.to(device) for name, tensor in packed.items()}
 
 
-def unpack_contexts(batch: dict[str, Any]) -> list[list[list[int]] | None]:
-    """The inverse of `pack_contexts`, for one micro-batch."""
-    ids, lengths = batch["context_ids"].tolist(), batch["context_lengths"].tolist()
-    contexts = [[row[:n] for row, n in zip(r, ns, strict=True) if n] for r, ns in zip(ids, lengths, strict=True)]
-    return [context or None for context in contexts]
+def unpack_contexts(batch: dict[str, Any]) -> tuple[list[list[list[int]] | None], list[list[list[int]] | None] | None]:
+    """The inverse of `pack_contexts`, for one micro-batch: ids, and columns where there are any."""
+    lengths = batch["context_lengths"].tolist()
+
+    def rows(tensor: Tensor) -> list[list[list[int]] | None]:
+        return [
+            [row[:n] for row, n in zip(r, ns, strict=True) if n] or None
+            for r, ns in zip(tensor.tolist(), lengths, strict=True)
+        ]
+
+    return rows(batch["context_ids"]), rows(batch["context_columns"]) if "context_columns" in batch else None
+
+
+def _packed(samples: Sequence[list[list[int]] | None]) -> Int[Tensor, "B C P"]:
+    count = max((len(rows) for rows in samples if rows is not None), default=1)
+    longest = max((len(row) for rows in samples if rows is not None for row in rows), default=1)
+    packed = torch.zeros(len(samples), count, longest, dtype=torch.long)
+    for i, rows in enumerate(samples):
+        for k, row in enumerate(rows or []):
+            packed[i, k, : len(row)] = torch.tensor(row)
+    return packed

@@ -25,6 +25,7 @@ from credit_trl.objective import Baseline
 from credit_trl.teacher import Reference
 
 ContextIds = Sequence[list[list[int]] | None]
+ContextColumns = Sequence[list[list[int]] | None]
 
 # Contexts of a group are this many passes long at most: more sort better, fewer hold fewer hidden states.
 _PASSES_OF_GROUP = 4
@@ -34,15 +35,44 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One context of one sample, followed by its completion."""
+    """One context of one sample and its completion, which follows it, or has parts of it inside.
+
+    Args:
+        sample, context: their numbers.
+        prompt: the context's ids.
+        completion: its length.
+        columns: for each id of the context, the column of the completion before which it stands, in ascending order;
+            None where all stand before the first.
+    """
 
     sample: int
     context: int
     prompt: list[int]
     completion: int
+    columns: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt) + self.completion
+
+    def places(self, columns: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """Where in the sequence the completion's tokens stand: after as much of the context as precedes them."""
+        if self.columns is None:
+            return columns + len(self.prompt)
+        preceding = torch.tensor(self.columns, device=columns.device)
+        return columns + torch.searchsorted(preceding, columns.contiguous(), right=True)
+
+    def ids(self, completion_ids: Int[Tensor, "B T"]) -> Int[Tensor, " L"]:
+        """The whole sequence."""
+        prompt = torch.tensor(self.prompt, device=completion_ids.device)
+        completion = completion_ids[self.sample, : self.completion]
+        if self.columns is None:
+            return torch.cat([prompt, completion])
+        whole = completion.new_empty(len(self))
+        own = self.places(torch.arange(self.completion, device=whole.device))
+        is_context = torch.ones_like(whole, dtype=torch.bool)
+        is_context[own] = False
+        whole[own], whole[is_context] = completion, prompt
+        return whole
 
 
 @dataclass
@@ -75,6 +105,7 @@ def score_completions(
     baseline: Baseline = "mean_log",
     packed: bool = False,
     chunk_size: int | None = None,
+    columns: ContextColumns | None = None,
 ) -> dict[str, Tensor]:
     """Score a generation batch under the reference.
 
@@ -89,6 +120,8 @@ def score_completions(
         baseline: how the contrasts are averaged.
         packed: without padding, see `check_packing`.
         chunk_size: tokens projected at once; None chooses.
+        columns: for each id of each context, the column of the completion before which it stands: feedback on single
+            turns lies inside. None for a sample, or at all, where contexts precede their completion.
 
     Returns:
         The fields of `kernels.Scores`, each (B, T, …), zero where nothing was scored.
@@ -102,7 +135,7 @@ def score_completions(
         for name, dtype, depth in _layout(buckets, size, head.weight.dtype):
             scores[name] = torch.zeros(*shape, *depth, dtype=dtype, device=completion_ids.device)
         for states in reference_states(
-            reference, model, contexts, completion_ids, completion_mask, loss_mask, batch_tokens, packed
+            reference, model, contexts, completion_ids, completion_mask, loss_mask, batch_tokens, packed, columns
         ):
             part = score_tokens(
                 states.hidden[0],
@@ -131,6 +164,7 @@ def gather_states(
     batch_tokens: int,
     baseline: Baseline = "mean_log",
     packed: bool = False,
+    columns: ContextColumns | None = None,
 ) -> ReferenceStates:
     """The reference's hidden states of a micro-batch, for supports that are chosen inside the step.
 
@@ -144,7 +178,7 @@ def gather_states(
         head = lm_head(reference.unwrapped(model), temperature).detached().gathered()
         hidden = head.weight.new_zeros(count, int(loss_mask.sum()), head.weight.shape[1])
         for states in reference_states(
-            reference, model, contexts, completion_ids, completion_mask, loss_mask, batch_tokens, packed
+            reference, model, contexts, completion_ids, completion_mask, loss_mask, batch_tokens, packed, columns
         ):
             hidden = hidden.to(states.hidden.dtype)
             hidden[: len(states.hidden), order[states.rows, states.columns]] = states.hidden
@@ -168,6 +202,7 @@ def reference_states(
     loss_mask: Tensor,
     batch_tokens: int,
     packed: bool = False,
+    columns: ContextColumns | None = None,
 ) -> Iterator[States]:
     """Run the reference over every context of every sample, a group at a time.
 
@@ -177,7 +212,7 @@ def reference_states(
     lengths = ((completion_mask.cumsum(-1) * completion_mask).argmax(-1) + 1).tolist()
     samples = [i for i, c in enumerate(contexts) if c is not None and bool(loss_mask[i].any())]
     groups = [
-        (group, list(passes(_sequences(group, contexts, lengths), batch_tokens, packed)))
+        (group, list(passes(_sequences(group, contexts, lengths, columns), batch_tokens, packed)))
         for group in _groups(samples, contexts, lengths, _PASSES_OF_GROUP * batch_tokens)
     ]
     count = sum(len(of_group) for _, of_group in groups)
@@ -202,8 +237,15 @@ def _groups(samples: list[int], contexts: ContextIds, lengths: list[int], tokens
         yield group
 
 
-def _sequences(group: list[int], contexts: ContextIds, lengths: list[int]) -> list[_Sequence]:
-    return [_Sequence(i, k, prompt, lengths[i]) for i in group for k, prompt in enumerate(contexts[i])]
+def _sequences(
+    group: list[int], contexts: ContextIds, lengths: list[int], columns: ContextColumns | None
+) -> list[_Sequence]:
+    inside = {i: columns[i] for i in group if columns is not None and columns[i] is not None}
+    return [
+        _Sequence(i, k, prompt, lengths[i], inside[i][k] if i in inside else None)
+        for i in group
+        for k, prompt in enumerate(contexts[i])
+    ]
 
 
 def passes(sequences: Sequence[_Sequence], batch_tokens: int, packed: bool) -> Iterator[list[_Sequence]]:
@@ -243,7 +285,7 @@ def _states_of(
             kept = hidden.new_empty(count, len(rows), hidden.shape[-1])
         for sequence, first in zip(batch, firsts, strict=True):
             tokens = span[sequence.sample]
-            kept[sequence.context, tokens] = hidden[first + len(sequence.prompt) - 1 + columns[tokens]]
+            kept[sequence.context, tokens] = hidden[first + sequence.places(columns[tokens]) - 1]
     return States(samples[rows], columns, kept)
 
 
@@ -252,7 +294,7 @@ def _padded_inputs(batch: list[_Sequence], completion_ids: Tensor) -> tuple[dict
 
     Padding is on the right: positions start at 0 and no token attends to a pad.
     """
-    input_ids = nn.utils.rnn.pad_sequence([_ids(s, completion_ids) for s in batch], batch_first=True)
+    input_ids = nn.utils.rnn.pad_sequence([s.ids(completion_ids) for s in batch], batch_first=True)
     lengths = torch.tensor([len(s) for s in batch], device=input_ids.device)
     attention_mask = (torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]).long()
     firsts = [i * input_ids.shape[1] for i in range(len(batch))]
@@ -261,15 +303,10 @@ def _padded_inputs(batch: list[_Sequence], completion_ids: Tensor) -> tuple[dict
 
 def _packed_inputs(batch: list[_Sequence], completion_ids: Tensor) -> tuple[dict[str, Tensor], list[int]]:
     """The same as one row, in which positions that start anew tell the sequences apart."""
-    input_ids = torch.cat([_ids(s, completion_ids) for s in batch])
+    input_ids = torch.cat([s.ids(completion_ids) for s in batch])
     positions = torch.cat([torch.arange(len(s), device=input_ids.device) for s in batch])
     ends = list(itertools.accumulate(map(len, batch)))
     return {"input_ids": input_ids[None], "position_ids": positions[None]}, [0, *ends[:-1]]
-
-
-def _ids(sequence: _Sequence, completion_ids: Tensor) -> Tensor:
-    prompt = torch.tensor(sequence.prompt, device=completion_ids.device)
-    return torch.cat([prompt, completion_ids[sequence.sample, : sequence.completion]])
 
 
 def check_packing(model: nn.Module) -> None:

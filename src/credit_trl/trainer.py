@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from trl.data_utils import prepare_multimodal_messages
 from trl.models.utils import _ForwardRedirection
 from trl.trainer.utils import get_config_model_id
 
@@ -22,7 +21,7 @@ from credit_trl.checkpoints import ResumableTrainer
 from credit_trl.checks import check_datasets, check_no_images, check_reward_columns, check_vocabulary
 from credit_trl.compat import check_trl
 from credit_trl.config import CreditConfig
-from credit_trl.contexts import ContextBuilder
+from credit_trl.contexts import ContextBuilder, Contexts, Render, chat_renderer
 from credit_trl.generation import PolicyGeneration, await_engine
 from credit_trl.grading import VerifierPolicy
 from credit_trl.kernels import CreditLoss, ReferenceStates, Scores, Support, credit_loss
@@ -30,6 +29,7 @@ from credit_trl.metrics import Alarms, context_counts, context_metrics, token_me
 from credit_trl.rollouts import (
     Rollouts,
     build_contexts,
+    context_masks,
     gather_evidence,
     leave_out,
     loss_mask,
@@ -42,6 +42,7 @@ from credit_trl.rollouts import (
 from credit_trl.scoring import check_packing, gather_states, score_completions, stored_scores
 from credit_trl.teacher import ReferenceUpdate, make_reference
 from credit_trl.timing import StageClock
+from credit_trl.turns import place_turns, tell_turn, turn_starts
 from credit_trl.verdict import VerdictLog
 
 check_trl()  # again, for those who import this module directly
@@ -173,8 +174,16 @@ class CreditTrainer(ResumableTrainer):
     # ------------------------------------------------------------------ rollout, verdict, contexts, scores
 
     def _generate(self, prompts: list) -> Any:
+        self._turn = 0
         with self.clock.stage("rollout"):
             return super()._generate(prompts)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Environments that have `current_turn` are told it: their tools run next."""
+        generated = super()._generate_single_turn(*args, **kwargs)
+        tell_turn(self.environments or (), self._turn)
+        self._turn += 1
+        return generated
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
         """Verdicts: TRL gets the rewards, `self._rollouts` keeps what the contexts need."""
@@ -194,6 +203,7 @@ class CreditTrainer(ResumableTrainer):
             completion_ids=completion_ids_list,
             rewards=total_rewards(rewards_per_func, self.reward_weights),
             verdict_feedback=self._verdicts.feedback(len(prompts)),
+            turn_feedback=self._verdicts.turn_feedback(len(prompts)),
             first=self.accelerator.process_index * len(prompts),
         )
         return rewards_per_func
@@ -209,20 +219,22 @@ class CreditTrainer(ResumableTrainer):
         if mode == "train":
             self.alarms.check_rewards(self._metrics[mode]["frac_reward_zero_std"][-1] == 1.0)
         if self._distills:
+            self._rollouts.turn_starts = [turn_starts(row) for row in loss_mask(output).tolist()]
             with self.clock.stage("contexts"):
                 contexts = self._build_contexts(mode)
             with self.clock.stage("scores"):
                 output.update(self._score(output, contexts))
         return output
 
-    def _build_contexts(self, mode: str) -> list[list[list[int]] | None]:
-        """Teacher and contrast prompts of the local samples, as token ids; None where there is nothing to show."""
+    def _build_contexts(self, mode: str) -> list[Contexts]:
+        """Teacher and contrast prompts of the local samples, with feedback on turns where there is any."""
         rollouts = self._rollouts
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
         decode = partial(self.processing_class.batch_decode, skip_special_tokens=True)
         evidence = gather_evidence(rollouts, self.args, group_size, decode)
         source = self._contrast_source(mode)
         built = build_contexts(rollouts, evidence, self.args, self.context_builder, self._renderer, *source)
+        built = place_turns(built, rollouts, self.context_builder, self._renderer)
         counts = context_counts(built, wants_contrast=self.args.contrasts)
         counts = self.accelerator.reduce(counts.to(self.accelerator.device), reduction="sum")
         shares = context_metrics(counts)
@@ -230,7 +242,8 @@ class CreditTrainer(ResumableTrainer):
             self._metrics[mode][name].append(value)
         ignored = not self.args.include_environment_feedback and any(rollouts.feedback())
         self.alarms.check_contexts(shares, feedback_switched_off=ignored)
-        return [context.ids for context in built]
+        self.alarms.check_turns(rollouts.lost_turns())
+        return built
 
     def _contrast_source(self, mode: str) -> tuple[Any, int]:
         """The rows to draw other questions from, and the number of this generation batch."""
@@ -240,36 +253,21 @@ class CreditTrainer(ResumableTrainer):
         has_rows = isinstance(self.eval_dataset, Dataset)
         return self.eval_dataset if has_rows else self.train_dataset, _EVAL_STREAM + self._eval_batches
 
-    def _renderer(self, sample: int) -> Any:
+    def _renderer(self, sample: int) -> Render:
         """How the student's prompt of this sample was rendered, up to tokenisation."""
-        tools = self.tools
-        if self.environment_factories is not None:
-            tools = self._env_tools[self._batch_environments[sample]]
+        has_environments = self.environment_factories is not None
+        tools = self._env_tools[self._batch_environments[sample]] if has_environments else self.tools
+        return chat_renderer(self.processing_class, self._is_vlm, tools, self.chat_template, self.chat_template_kwargs)
 
-        def render(messages: list[dict[str, Any]]) -> str:
-            return self.processing_class.apply_chat_template(
-                prepare_multimodal_messages(messages) if self._is_vlm else messages,
-                tools=tools or None,
-                chat_template=self.chat_template,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self.chat_template_kwargs,
-            )
-
-        return render
-
-    def _score(self, output: dict[str, Any], contexts: list[list[list[int]] | None]) -> dict[str, Tensor]:
+    def _score(self, output: dict[str, Any], contexts: list[Contexts]) -> dict[str, Tensor]:
         device = output["completion_ids"].device
-        scores = {
-            "teacher_mask": torch.tensor([c is not None for c in contexts], device=device),
-            "contrast_mask": torch.tensor([c is not None and len(c) > 1 for c in contexts], device=device),
-        }
+        scores = context_masks(contexts, device)
         if self.support in _IN_STEP:
             return scores | pack_contexts(contexts, device)
         mask = loss_mask(output) & scores["teacher_mask"][:, None]
         return scores | score_completions(
             self.reference,
-            contexts,
+            [c.ids for c in contexts],
             output["completion_ids"],
             output["completion_mask"],
             mask,
@@ -278,6 +276,7 @@ class CreditTrainer(ResumableTrainer):
             tail=self.args.distillation_tail,
             **self._scoring_options,
             chunk_size=self.args.distillation_chunk_size,
+            columns=[c.columns for c in contexts],
         )
 
     # ------------------------------------------------------------------ objective
@@ -316,12 +315,14 @@ class CreditTrainer(ResumableTrainer):
     def _reference_of(self, inputs: dict[str, Any], mask: Tensor) -> Scores | ReferenceStates:
         if self.support not in _IN_STEP:
             return stored_scores(inputs, mask)
+        contexts, columns = unpack_contexts(inputs)
         return gather_states(
             self.reference,
-            unpack_contexts(inputs),
+            contexts,
             inputs["completion_ids"],
             inputs["completion_mask"],
             mask,
+            columns=columns,
             **self._scoring_options,
         )
 

@@ -25,14 +25,17 @@ class Verdict:
         feedback: what the environment says of the answer, z in the paper; `None` or an empty string for nothing.
             It is data, not instructions: special-token strings in it are encoded as plain text.
         metrics: further numbers to log, averaged over the rollouts that carry them (`{"pass_fraction": 0.5}`).
+        turn_feedback: what it says of single turns of a rollout with tools or environments, by the number of the turn
+            from 0. A turn is one answer of the model, with the calls that it makes.
 
     Raises:
-        TypeError: `reward` is not a number, or `feedback` is not text.
+        TypeError: `reward` is not a number, or `feedback` is not text, or `turn_feedback` is not text by number.
     """
 
     reward: float | None
     feedback: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_feedback: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.reward is not None and not hasattr(self.reward, "__float__"):
@@ -42,6 +45,13 @@ class Verdict:
                 f"Verdict.feedback must be text or None, got {type(self.feedback).__name__}. Turn it into the words "
                 "that the model should read, for example with `json.dumps` or `str`."
             )
+
+        for turn, text in self.turn_feedback.items():
+            if not (isinstance(turn, int) and turn >= 0 and isinstance(text, str)):
+                raise TypeError(
+                    "Verdict.turn_feedback must map the number of a turn, from 0, to text, as in `{0: 'Look.'}`; "
+                    f"got {turn!r}: {type(text).__name__}."
+                )
 
     def __float__(self) -> float:
         return math.nan if self.reward is None else float(self.reward)
@@ -60,10 +70,12 @@ class VerdictLog:
     def __init__(self, policy: VerifierPolicy | None = None) -> None:
         self.policy = policy or VerifierPolicy()
         self._feedback: dict[int, list[str | None]] = {}
+        self._turns: dict[int, list[Mapping[int, str]]] = {}
         self._has_failed = False
 
     def clear(self) -> None:
         self._feedback.clear()
+        self._turns.clear()
         self._has_failed = False
 
     def skipped(self, num_samples: int) -> list[bool]:
@@ -74,6 +86,15 @@ class VerdictLog:
         """One text per local sample, or None where nobody said anything."""
         columns = [self._feedback[i] for i in sorted(self._feedback)]
         return [join_feedback([column[row] for column in columns]) for row in range(num_samples)]
+
+    def turn_feedback(self, num_samples: int) -> list[dict[int, str]]:
+        """What was said of the turns of each local sample, by turn; several functions' words are joined."""
+        said: list[dict[int, str]] = [{} for _ in range(num_samples)]
+        for position in sorted(self._turns):
+            for turns, texts in zip(said, self._turns[position], strict=True):
+                joined = {turn: join_feedback([turns.get(turn), text]) for turn, text in texts.items()}
+                turns.update({turn: text for turn, text in joined.items() if text is not None})
+        return said
 
     def recording(self, reward_func: Callable[..., Any], position: int) -> Callable[..., Any]:
         """Wrap the reward function at `position` of the trainer's list; a coroutine function stays one."""
@@ -97,6 +118,7 @@ class VerdictLog:
         log_metric = given.get("log_metric")
         verdicts = [v if isinstance(v, Verdict) else Verdict(v) for v in output]
         self._feedback[position] = [v.feedback for v in verdicts]
+        self._turns[position] = [v.turn_feedback for v in verdicts]
         for verdict in verdicts:
             for name, value in verdict.metrics.items():
                 if log_metric is not None:

@@ -13,7 +13,7 @@ import pytest
 from tiny import SHARED_DATA, build_model, build_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = ("sciknoweval", "toolalpaca", "livecodebench", "custom_verifier", "lora_single_gpu")
+SCRIPTS = ("sciknoweval", "toolalpaca", "livecodebench", "custom_verifier", "lora_single_gpu", "multi_turn_tools")
 
 # What makes any of them small; the rest of each script's own settings stays.
 SMALL = {
@@ -179,6 +179,39 @@ def test_lora_trains_adapters_only_and_saves_the_policys(run, tmp_path, capsys):
     saved = {path.name for path in (output / "adapter").iterdir()}
     assert "adapter_model.safetensors" in saved
     assert "model.safetensors" not in saved
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory) -> str:
+    """A tiny model whose chat template knows tools."""
+    from trl.chat_template_utils import qwen3_chat_template
+
+    path = tmp_path_factory.mktemp("tool_model")
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = qwen3_chat_template
+    build_model(tokenizer, max_position_embeddings=8192).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def test_multi_turn_tools_runs_and_hears_that_nothing_was_paid(run, tool_model, capsys):
+    output = run("multi_turn_tools", model_name_or_path=tool_model, max_steps=1, gradient_accumulation_steps=1)
+    assert output.is_dir()
+    printed = capsys.readouterr().out
+    assert "'credit/frac_with_feedback': '1'" in printed
+    assert "'tools/call_frequency': '0'" in printed  # noise calls no tool; the next test calls them by hand
+
+
+def test_multi_turn_tools_feedback_is_of_the_turn_that_was_wrong():
+    shop = runpy.run_path(str(EXAMPLES / "multi_turn_tools.py"))["Shop"]()
+    shop.reset(items=["apple", "pear"], pieces=[2, 1], prompt=[])
+    turns = [lambda: shop.price("apple"), lambda: shop.price("apple"), lambda: shop.price("pear")]
+    turns += [lambda: shop.price("pear"), lambda: shop.pay(9), lambda: shop.pay(10)]
+    for shop.current_turn, turn in enumerate(turns):
+        turn()
+    verdict = shop.get_reward()
+    assert (verdict.reward, verdict.feedback) == (1.0, None)
+    assert verdict.turn_feedback == {1: "Ask for: pear.", 3: "Pay now.", 4: "Pay 10, not 9."}
 
 
 @pytest.mark.slow

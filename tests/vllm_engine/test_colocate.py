@@ -142,7 +142,7 @@ def test_a_base_reference_scores_with_the_initial_weights(make_trainer, kind):
     trainer.train()
     assert len(scored) == 4
     contexts, output = scored[-1]
-    for i, (own, *_) in enumerate(contexts):
+    for i, (own, *_) in enumerate(built.ids for built in contexts):
         completion = output["completion_ids"][i][output["completion_mask"][i].bool()].tolist()
         expected = token_logps(untrained, own, completion)
         torch.testing.assert_close(output["teacher_token_logps"][i][: len(completion)], expected, rtol=0, atol=1e-4)
