@@ -1,6 +1,7 @@
 """CREDIT for TRL: input-specific credit for on-policy self-distillation.
 
-The public face: `CreditTrainer`, `CreditConfig`, `Verdict`. The first two load TRL when they are first asked for.
+The public face: `CreditTrainer`, `CreditConfig`, `Verdict`; `credit_rewards` for other trainers. The first two load
+TRL when they are first asked for.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from credit_trl.verdict import Verdict
 
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
+    from credit_trl.rewards import credit_rewards
     from credit_trl.trainer import CreditTrainer
 
-__all__ = ["CreditConfig", "CreditTrainer", "Verdict"]
+__all__ = ["CreditConfig", "CreditTrainer", "Verdict", "credit_rewards"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,4 +31,8 @@ def __getattr__(name: str) -> Any:
         from credit_trl.config import CreditConfig
 
         return CreditConfig
+    if name == "credit_rewards":
+        from credit_trl.rewards import credit_rewards
+
+        return credit_rewards
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

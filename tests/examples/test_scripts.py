@@ -13,7 +13,15 @@ import pytest
 from tiny import SHARED_DATA, build_model, build_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = ("sciknoweval", "toolalpaca", "livecodebench", "custom_verifier", "lora_single_gpu", "multi_turn_tools")
+SCRIPTS = (
+    "sciknoweval",
+    "toolalpaca",
+    "livecodebench",
+    "custom_verifier",
+    "lora_single_gpu",
+    "multi_turn_tools",
+    "credit_dpo",
+)
 
 # What makes any of them small; the rest of each script's own settings stays.
 SMALL = {
@@ -212,6 +220,19 @@ def test_multi_turn_tools_feedback_is_of_the_turn_that_was_wrong():
     verdict = shop.get_reward()
     assert (verdict.reward, verdict.feedback) == (1.0, None)
     assert verdict.turn_feedback == {1: "Ask for: pear.", 3: "Pay now.", 4: "Pay 10, not 9."}
+
+
+def test_credit_dpo_prints_trls_own_margin_where_nothing_is_contrasted(monkeypatch, tmp_path, capsys):
+    options = {"output_dir": tmp_path, "use_cpu": True, "bf16": False, "max_steps": 2, "disable_tqdm": True}
+    line = [text for option, value in options.items() for text in (f"--{option}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["credit_dpo.py", *line])
+    runpy.run_path(str(EXAMPLES / "credit_dpo.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    (logged,) = re.findall(r"own margin on the test pairs: (-?[\d.]+)", printed)
+    margins = {float(c): float(m) for c, m in re.findall(r"λ ([\d.]+): .*mean margin (-?[\d.]+)", printed)}
+    assert margins.keys() == {0.0, 0.5, 1.0}
+    assert margins[0.0] == pytest.approx(float(logged), abs=2e-4)
+    assert len(set(margins.values())) == 3
 
 
 @pytest.mark.slow
