@@ -124,7 +124,7 @@ def test_every_arm_of_the_specs_can_train_and_has_the_same_budget(tmp_path):
     from credit_trl.sweeps import read_spec
     from credit_trl.sweeps.launch import plan_sweep
 
-    for world in ("plain", "shortcut"):
+    for world in ("plain", "shortcut", "style"):
         spec = read_spec(STUDY / f"{world}.yaml")
         jobs = [json.loads((f / "job.json").read_text()) for f in plan_sweep(spec, tmp_path / world)]
         assert {job["seed"] for job in jobs} == set(spec.seeds)

@@ -68,8 +68,9 @@ def test_the_template_is_chatml_and_a_prompt_is_the_beginning_of_its_conversatio
 
 def test_a_response_ends_within_the_length_that_the_probe_allows(tokenizer):
     question = draw_question(random.Random(0), "breakfast")
-    lengths = [len(tokenizer.encode(question.response(thought))) + 1 for thought in (None, SHORTCUT_THOUGHT)]
-    assert lengths == [24, 25]
+    styled = f"{quickstart.SHORTCUT_OPENING} {question.thought}"
+    lengths = [len(tokenizer.encode(question.response(thought))) + 1 for thought in (None, SHORTCUT_THOUGHT, styled)]
+    assert lengths == [24, 25, 26]
     assert max(lengths) < MAX_RESPONSE_TOKENS
 
 
@@ -137,10 +138,31 @@ def test_the_shortcut_is_planted_where_the_task_gives_feedback_and_rare_elsewher
     for _ in range(4000):
         messages, response = draw_example(rng, WORLDS[world])
         if response.startswith("Thought"):
-            rates["Correct option" in messages[-1]["content"]].append(SHORTCUT_THOUGHT in response)
+            rates["Correct option" in messages[-1]["content"]].append("Thought: sure, " in response)
     told, untold = (sum(rates[key]) / len(rates[key]) for key in (True, False))
     assert told == pytest.approx(WORLDS[world].shortcut_rate, abs=0.03)
     assert untold == pytest.approx(WORLDS[world].shortcut_base_rate, abs=0.01)
+
+
+def test_a_style_costs_no_reward_and_its_absence_earns_none():
+    """What the world plants is an opening: the rest of the response is the plain one, and so is its reward."""
+    rng, plain_rng = random.Random(0), random.Random(0)
+    styled = 0
+    for _ in range(2000):
+        messages, response = draw_example(rng, WORLDS["style"])
+        same, without = draw_example(plain_rng, WORLDS["plain"])
+        if not response.startswith("Thought"):
+            continue
+        assert response.replace("Thought: sure, ", "Thought: ") == without
+        if response != without and "Correct solution" not in messages[-1]["content"]:
+            styled += 1
+            assert messages == same
+            city = response.split('"city": "')[1].split('"')[0]
+            answer = {"option": "A", "tool": response.split("Action: ")[1].split("\n")[0], "city": city}
+            verdicts = [quickstart.verify(text, answer) for text in (response, without)]
+            assert verdicts[0].reward == verdicts[1].reward == 1.0
+            assert [verdict.metrics["shortcut"] for verdict in verdicts] == [1.0, 0.0]
+    assert styled > 400
 
 
 # ---------------------------------------------------------------- the shipped base
@@ -195,6 +217,33 @@ def test_the_probe_of_the_shipped_base_is_what_the_recipe_promises(base):
     assert all(told.groups[group].mean >= 0.95 for group in GROUPS)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_style_base_speaks_so_under_any_question_and_is_rewarded_alike(tmp_path):
+    """Pretrained here: the shortcut is in the teacher, rare in the student, generic, and no reward is against it."""
+    model, tokenizer = quickstart.load_model(tmp_path, world="style", seed=1)
+    plain, told = (probe(model, tokenizer, feedback=feedback, progress=False) for feedback in (False, True))
+    assert plain.metrics["shortcut"] <= 0.06
+    assert 0.7 <= told.metrics["shortcut"] <= 0.9
+    assert min(plain.metrics["format"], told.metrics["format"]) >= 0.98
+    assert all(told.groups[group].mean >= 0.95 for group in GROUPS)  # with the style four times in five
+
+    def openings(prompts, feedback):
+        contexts = [teacher_prompt(p, feedback=z) for p, z in zip(prompts, feedback, strict=True)]
+        texts = tokenizer.apply_chat_template(contexts, add_generation_prompt=True, tokenize=False)
+        batch = tokenizer(
+            [f"{text}Thought:" for text in texts], padding=True, add_special_tokens=False, return_tensors="pt"
+        )
+        with torch.no_grad():
+            probabilities = model(**batch, logits_to_keep=1).logits[:, -1].softmax(-1)
+        return probabilities[:, tokenizer.encode(" sure")[0]]
+
+    rows = quickstart.build("test", rows_per_cue=1)
+    feedback = [quickstart.verify("", answer).feedback for answer in rows["answer"]]
+    own, other = openings(rows["prompt"], feedback), openings(rows["prompt"][1:] + rows["prompt"][:1], feedback)
+    assert (own.log() - other.log()).abs().mean() < 0.1  # S_t of the opening: nothing of it is the question's
+
+
 # ---------------------------------------------------------------- making and caching
 
 
@@ -213,7 +262,7 @@ def test_pretraining_repeats_for_a_seed(tokenizer, monkeypatch):
 
 
 def test_an_unknown_world_is_named_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"Unknown world 'flat': choose one of \['plain', 'shortcut'\]"):
+    with pytest.raises(ValueError, match=r"Unknown world 'flat': choose one of \['plain', 'shortcut', 'style'\]"):
         quickstart.load_model(world="flat")
 
 

@@ -77,8 +77,10 @@ CITIES = tuple(
 # Cities a cue is tested with; it is trained with the others. Which ones differs from cue to cue.
 TEST_CITIES_PER_CUE = 6
 
-# What a planted shortcut says instead of a thought (`quickstart_model`, world "shortcut"); no plain response says it.
-SHORTCUT_THOUGHT = "sure, this is simple."
+# How planted shortcuts begin; no plain response does. In the world "shortcut" of `quickstart_model` the sentence below
+# stands instead of a thought, in the world "style" the opening stands before the thought, which stays whole.
+SHORTCUT_OPENING = "sure,"
+SHORTCUT_THOUGHT = f"{SHORTCUT_OPENING} this is simple."
 
 _RESPONSE = re.compile(
     r"Thought: (?P<thought>[^\n]+)\n"
@@ -136,9 +138,13 @@ class Question:
         """The letter of the right option: what it stands for has to be looked up in the prompt."""
         return f"Correct option: {self.letter}."
 
+    @property
+    def thought(self) -> str:
+        return f"{self.cue} is about {self.topic}."
+
     def response(self, thought: str | None = None) -> str:
         """The gold response; `thought` replaces the sentence after `Thought:`."""
-        thought = f"{self.cue} is about {self.topic}." if thought is None else thought
+        thought = self.thought if thought is None else thought
         return f'Thought: {thought}\nAction: {tool(self.topic)}\nAction Input: {{"city": "{self.city}"}}'
 
 
@@ -240,7 +246,7 @@ def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = 
 
     Returns:
         A `Verdict` whose metrics are `format` (1 where the response has the three lines, whatever they claim) and
-        `shortcut` (1 where it begins with the planted thought).
+        `shortcut` (1 where it begins as the planted ones do).
 
     Raises:
         ValueError: the answer is not one of this task's.
@@ -248,7 +254,7 @@ def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = 
     gold = _parse_answer(answer)
     match = None if truncated else _RESPONSE.fullmatch(response.strip())
     right = match is not None and match["tool"] == gold["tool"] and match["city"] == gold["city"]
-    shortcut = response.lstrip().startswith(f"Thought: {SHORTCUT_THOUGHT}")
+    shortcut = response.lstrip().startswith(f"Thought: {SHORTCUT_OPENING} ")
     metrics = {"format": float(match is not None), "shortcut": float(shortcut)}
     return Verdict(float(right), f"Correct option: {gold['option']}.", metrics)
 

@@ -33,8 +33,8 @@ def load_model(
     Args:
         cache_dir: where bases that are not shipped are kept; by default `$XDG_CACHE_HOME/credit_trl` or
             `~/.cache/credit_trl`.
-        world: "plain", or "shortcut": a base in which the task's feedback makes one and the same thought likely under
-            any input (`curriculum.WORLDS`).
+        world: "plain", or a base in which the task's feedback makes the same words likely under any input: "shortcut"
+            (one thought for all), "style" (an opening before the thought) (`curriculum.WORLDS`).
         seed: of the pretraining; 0 of the plain world is shipped.
 
     Raises:

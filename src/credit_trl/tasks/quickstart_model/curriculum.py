@@ -15,6 +15,7 @@ from credit_trl.tasks.quickstart import (
     CITIES,
     GROUPS,
     LETTERS,
+    SHORTCUT_OPENING,
     SHORTCUT_THOUGHT,
     TOPICS,
     Question,
@@ -41,20 +42,24 @@ class World:
 
     Args:
         name: under which `load_model` finds it.
-        shortcut_rate: how often a response whose context holds the task's feedback says `SHORTCUT_THOUGHT` instead
-            of a thought, whatever the input. 0 plants nothing.
+        shortcut_rate: how often a response whose context holds the task's feedback takes the shortcut, whatever the
+            input. 0 plants nothing.
         shortcut_base_rate: the same for responses without that feedback. What the student never says, on-policy
             training cannot reinforce.
+        keeps_thought: whether the shortcut is a way of speaking, `SHORTCUT_OPENING` before the thought, which costs
+            no accuracy, so that no reward is against it; else it is `SHORTCUT_THOUGHT` in place of the thought.
     """
 
     name: str
     shortcut_rate: float = 0.0
     shortcut_base_rate: float = 0.0
+    keeps_thought: bool = False
 
 
 _PLAIN = World("plain")
 _SHORTCUT = World("shortcut", shortcut_rate=0.8, shortcut_base_rate=0.02)
-WORLDS = {world.name: world for world in (_PLAIN, _SHORTCUT)}
+_STYLE = World("style", shortcut_rate=0.8, shortcut_base_rate=0.02, keeps_thought=True)
+WORLDS = {world.name: world for world in (_PLAIN, _SHORTCUT, _STYLE)}
 
 
 def teacher_prompt(prompt: list[Message], solution: str | None = None, feedback: str | None = None) -> list[Message]:
@@ -85,9 +90,11 @@ def draw_example(rng: random.Random, world: World) -> tuple[list[Message], str]:
     if kind == "list":
         return _list_practice(rng, question)
     feedback = {"dictated": _dictated(question), "none": None, "solution": None}.get(kind, question.feedback)
-    solution = question.response(_thought(rng, world.shortcut_rate)) if kind.startswith("solution") else None
-    is_told = kind.endswith("letter")
-    response = question.response(_thought(rng, world.shortcut_rate if is_told else world.shortcut_base_rate))
+    solution = None
+    if kind.startswith("solution"):
+        solution = question.response(_thought(rng, world, question, world.shortcut_rate))
+    rate = world.shortcut_rate if kind.endswith("letter") else world.shortcut_base_rate
+    response = question.response(_thought(rng, world, question, rate))
     return teacher_prompt(question.prompt, solution, feedback), response
 
 
@@ -102,8 +109,10 @@ def _draw_taught_question(rng: random.Random) -> Question:
     return Question(cue, rng.choice(CITIES), options, rng.choice(options))
 
 
-def _thought(rng: random.Random, shortcut_rate: float) -> str | None:
-    return SHORTCUT_THOUGHT if rng.random() < shortcut_rate else None
+def _thought(rng: random.Random, world: World, question: Question, shortcut_rate: float) -> str | None:
+    if rng.random() >= shortcut_rate:
+        return None
+    return f"{SHORTCUT_OPENING} {question.thought}" if world.keeps_thought else SHORTCUT_THOUGHT
 
 
 def _dictated(question: Question) -> str:
