@@ -11,11 +11,12 @@ from torch import nn
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts import has_images
+from credit_trl.sharding import full_shape
 
 
 def check_vocabulary(args: CreditConfig, model: nn.Module) -> int:
     """The size of the vocabulary, which K must not exceed."""
-    vocabulary = model.get_output_embeddings().weight.shape[0]
+    vocabulary = full_shape(model.get_output_embeddings().weight)[0]
     if "topk" in args.distillation_support and args.distillation_topk > vocabulary:
         raise ValueError(
             f"`distillation_topk={args.distillation_topk}` exceeds the model's vocabulary of {vocabulary}. Lower "

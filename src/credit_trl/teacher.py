@@ -6,7 +6,6 @@ one, on the same base. The average is held in fp32: at a rate of 0.01 a bf16 ave
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,8 +19,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainerCallback
-from trl.models import prepare_deepspeed, prepare_fsdp
-from trl.trainer.utils import create_model_from_path, get_config_model_id
+
+from credit_trl.sharding import (
+    copy_full,
+    frozen_copy,
+    full_tensor,
+    gathered,
+    is_zero3,
+    reshard,
+    sharded_copy,
+)
 
 ADAPTER_NAME = "teacher"
 CHECKPOINT_FILE = "teacher.safetensors"
@@ -52,19 +59,22 @@ class Reference:
     @torch.no_grad()
     def update(self, rate: float) -> None:
         """reference ← (1 − rate) · reference + rate · student, in place."""
-        _reshard(self.student)
+        reshard(self.student)
         for reference, student in self.pairs():
-            reference.lerp_(student.to(reference.device, reference.dtype), rate)
+            with gathered([student]), gathered([reference], write=True):
+                reference.lerp_(student.to(reference.device, reference.dtype), rate)
 
     @torch.no_grad()
     def drift(self) -> float:
         """‖θ_ref − θ‖ / ‖θ‖ over the parameters that may differ; 0 for a live reference."""
+        reshard(self.student)
         difference = norm = torch.zeros((), device=self.accelerator.device)
         for reference, student in self.pairs():
-            student = student.to(reference.device, reference.dtype)
-            difference = difference + (_local(reference) - _local(student)).double().pow(2).sum().to(norm.device)
-            norm = norm + _local(student).double().pow(2).sum().to(norm.device)
-        if self._is_sharded():
+            with gathered([reference, student]):
+                ours, theirs = _local(reference), _local(student.to(reference.device, reference.dtype))
+                difference = difference + (ours - theirs).double().pow(2).sum().to(norm.device)
+                norm = norm + theirs.double().pow(2).sum().to(norm.device)
+        if self._is_fsdp2():
             difference, norm = (self.accelerator.reduce(x, reduction="sum") for x in (difference, norm))
         return (difference / norm.clamp(min=1e-30)).sqrt().item()
 
@@ -99,9 +109,9 @@ class Reference:
         return int(counts.max())
 
     def _is_sharded(self) -> bool:
-        plugin = self.accelerator.state.deepspeed_plugin
-        if plugin is not None and plugin.zero_stage == 3:
-            return True
+        return is_zero3(self.accelerator) or self._is_fsdp2()
+
+    def _is_fsdp2(self) -> bool:
         return any(isinstance(module, FSDPModule) for module in self.student.modules())
 
 
@@ -112,7 +122,8 @@ class _StoredReference(Reference):
         raise NotImplementedError
 
     def save(self, directory: str | Path) -> None:
-        weights = {name: _full(weight).detach().cpu().contiguous() for name, weight in self.named_weights().items()}
+        named = self.named_weights().items()
+        weights = {name: full_tensor(weight).detach().cpu().contiguous() for name, weight in named}
         if self.accelerator.is_main_process:
             save_file(weights, Path(directory) / CHECKPOINT_FILE)
 
@@ -131,15 +142,17 @@ class _StoredReference(Reference):
                 f"{sorted(saved.keys() ^ own.keys())[:3]}): was the run full fine-tuning or LoRA with another config?"
             )
         for name, weight in own.items():
-            _copy_full(weight, saved[name])
+            copy_full(weight, saved[name])
 
 
 class CopyReference(_StoredReference):
     """A second copy of a fully fine-tuned policy."""
 
-    def __init__(self, student: PreTrainedModel, accelerator: Accelerator, model: PreTrainedModel) -> None:
+    def __init__(self, student: PreTrainedModel, accelerator: Accelerator, model: nn.Module) -> None:
         super().__init__(student, accelerator)
-        self.model = model.requires_grad_(False).eval()
+        self.model = model
+        self.model.requires_grad_(False)
+        self.model.eval()  # DeepSpeed's returns nothing
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
@@ -170,15 +183,22 @@ class OffloadedReference(CopyReference):
 
 
 class AdapterReference(_StoredReference):
-    """A frozen adapter beside the trained one; the base is shared."""
+    """A frozen adapter beside the trained one; the base is shared.
+
+    DeepSpeed casts every parameter of a model to one precision, so there the fp32 average is kept beside the model,
+    whole on every process, and the adapter follows it.
+    """
 
     def __init__(self, student: nn.Module, accelerator: Accelerator) -> None:
         super().__init__(student, accelerator)
         self.trained = student.active_adapter
         student.add_adapter(ADAPTER_NAME, student.peft_config[self.trained])
+        self.averages: dict[str, Tensor] = {}
         for reference, trained in self.pairs():
             reference.requires_grad_(False)
             reference.data = trained.detach().to(torch.promote_types(trained.dtype, torch.float32), copy=True)
+        if accelerator.distributed_type == "DEEPSPEED":
+            self.averages = {name: adapter.clone() for name, adapter in self._adapter().items()}
         # The model that a user saves is the student; checkpoints keep the reference in a file of its own.
         student.save_pretrained = partial(student.save_pretrained, selected_adapters=[self.trained])
 
@@ -198,6 +218,25 @@ class AdapterReference(_StoredReference):
             yield reference, parameters[name.replace(f".{ADAPTER_NAME}", f".{self.trained}")]
 
     def named_weights(self) -> dict[str, Tensor]:
+        return self.averages or self._adapter()
+
+    def update(self, rate: float) -> None:
+        super().update(rate)
+        self._follow()
+
+    def load(self, directory: str | Path) -> None:
+        super().load(directory)
+        self._follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Round the averages that are kept beside the model into its adapter."""
+        adapter = self._adapter()
+        for name, average in self.averages.items():
+            self.averages[name] = average.to(self.accelerator.device)
+            copy_full(adapter[name], self.averages[name])
+
+    def _adapter(self) -> dict[str, Tensor]:
         mark = f".{ADAPTER_NAME}"
         named = self.student.named_parameters()
         return {name: p for name, p in named if name.endswith(mark) or f"{mark}." in name}
@@ -208,7 +247,6 @@ def make_reference(
     student: nn.Module,
     accelerator: Accelerator,
     offload: bool = False,
-    **model_init_kwargs: object,
 ) -> Reference:
     """Build π_ref from the policy before it is wrapped for distributed training.
 
@@ -217,7 +255,6 @@ def make_reference(
         student: the policy: a `PreTrainedModel` or a `PeftModel` with tuner adapters.
         accelerator: places or shards the copy as it does the policy.
         offload: keep the copy in main memory between scoring phases.
-        model_init_kwargs: how to load the copy from its path, where the policy is already sharded (ZeRO-3).
 
     Raises:
         ValueError: a PEFT method without tuner layers (prompt or prefix tuning), or `offload` where there is no whole
@@ -239,25 +276,10 @@ def make_reference(
                 "LoRA (or DoRA) or `teacher_model_kind='live'`."
             )
         return AdapterReference(student, accelerator)
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage == 3:
-        model = create_model_from_path(get_config_model_id(student.config), **model_init_kwargs)
-    else:
-        model = copy.deepcopy(student)
-        model.__dict__.pop("forward", None)  # TRL's patched forward is bound to the policy, not to the copy
-    if kind == "ema":
-        model = model.to(torch.promote_types(model.dtype, torch.float32))
+    precise = kind == "ema"
     if offload:
-        return OffloadedReference(student, accelerator, model)
-    return CopyReference(student, accelerator, _placed(model.requires_grad_(False), accelerator))
-
-
-def _placed(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
-    if accelerator.distributed_type == "DEEPSPEED":
-        return prepare_deepspeed(model, accelerator)
-    if accelerator.distributed_type == "FSDP":
-        return prepare_fsdp(model, accelerator)
-    return accelerator.prepare_model(model, evaluation_mode=True)
+        return OffloadedReference(student, accelerator, frozen_copy(student, precise=precise))
+    return CopyReference(student, accelerator, sharded_copy(student, accelerator, precise=precise))
 
 
 class ReferenceUpdate(TrainerCallback):
@@ -291,25 +313,5 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
         module.train(was_training)
 
 
-def _reshard(module: nn.Module) -> None:
-    """After a forward without a backward, FSDP2's last groups are still gathered: their parameters are not shards."""
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            submodule.reshard()
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _copy_full(target: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor into a parameter, sharded or not."""
-    if hasattr(target, "full_tensor"):
-        from torch.distributed.tensor import distribute_tensor
-
-        value = distribute_tensor(value.to(target.device, target.dtype), target.device_mesh, target.placements)
-    target.copy_(value)

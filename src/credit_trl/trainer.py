@@ -40,6 +40,7 @@ from credit_trl.rollouts import (
     withhold_rewards,
 )
 from credit_trl.scoring import check_packing, gather_states, score_completions, stored_scores
+from credit_trl.sharding import full_shape
 from credit_trl.teacher import ReferenceUpdate, make_reference
 from credit_trl.timing import StageClock
 from credit_trl.turns import place_turns, tell_turn, turn_starts
@@ -144,7 +145,6 @@ class CreditTrainer(ResumableTrainer):
             self.model,
             self.accelerator,
             self.args.teacher_offload,
-            **(self.args.model_init_kwargs or {}),
         )
         if self.args.scoring_packed:
             check_packing(self.model)
@@ -379,7 +379,7 @@ class CreditTrainer(ResumableTrainer):
         if self.support == "sampled":  # one token is no distribution
             for name in ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher"):
                 metrics.pop(f"credit/{name}")
-        self.alarms.check_tokens(metrics, self.model.get_output_embeddings().weight.shape[0])
+        self.alarms.check_tokens(metrics, full_shape(self.model.get_output_embeddings().weight)[0])
         if self.args.distillation_weight == 1.0:  # else GRPO's own
             self._metrics[mode]["entropy"].append(entropy)
         for name, value in metrics.items():

@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import cpu_fsdp2
-
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl import rollouts as rollouts_module
+from distributed import cpu_fsdp2
 
 GROUP = 4
 

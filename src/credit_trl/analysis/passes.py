@@ -89,7 +89,7 @@ def _states(
     contexts = [[list(context) for context in reading.contexts]] if response_ids else [None]
     one_pass = len(reading.contexts) * (max(map(len, reading.contexts), default=0) + ids.shape[1])
     with reading.model.active() as model:
-        head = lm_head(reading.model.unwrapped(model), temperature).detached().gathered()
+        head = lm_head(reading.model.unwrapped(model), temperature).gathered().detached()
         parts = reference_states(reading.model, model, contexts, ids, present, wanted, batch_tokens=one_pass)
         hidden = [part.hidden for part in parts]
     return torch.cat(hidden) if hidden else head.weight.new_zeros(0, 0, head.weight.shape[1]), head

@@ -27,6 +27,7 @@ from credit_trl.evaluation.engines import (
     weight_fingerprint,
 )
 from credit_trl.generation import seeded
+from credit_trl.sharding import reshard
 
 
 class TrainerEngine:
@@ -57,7 +58,9 @@ class TrainerEngine:
 
     def identity(self) -> str:
         """The fingerprint of the weights, of all processes' shards."""
-        fingerprints = gather_object([weight_fingerprint(self.trainer.accelerator.unwrap_model(self.trainer.model))])
+        policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        reshard(policy)
+        fingerprints = gather_object([weight_fingerprint(policy)])
         return hashlib.sha256("".join(sorted(set(fingerprints))).encode()).hexdigest()[:16]
 
     @contextmanager

@@ -330,7 +330,16 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor. Each process's gradient is its own, and FSDP averages over processes."""
+    """The whole of a sharded tensor. Each process's gradient is its own, and FSDP averages over processes.
+
+    ZeRO-3 has the weight whole wherever a forward pass asks for it, and its gradient is the parameter's; elsewhere a
+    copy without a gradient is made.
+    """
+    if getattr(tensor, "ds_status", None) is not None and tensor.ds_status.name != "AVAILABLE":
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)

@@ -1,0 +1,123 @@
+"""Weights that lie in parts on several processes, made whole for a moment: FSDP2's `DTensor`s and ZeRO-3's partitions.
+
+Every process of the run must call these functions, in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from trl.models import prepare_deepspeed, prepare_fsdp
+
+
+def is_zero3(accelerator: Accelerator) -> bool:
+    """Whether DeepSpeed keeps a part of each parameter on each process."""
+    plugin = accelerator.state.deepspeed_plugin
+    return plugin is not None and plugin.zero_stage == 3
+
+
+@contextmanager
+def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
+    """Inside, parameters that ZeRO-3 has partitioned are whole; all others are as they were.
+
+    Args:
+        parameters: of any kind.
+        write: they are changed inside, on every process alike.
+    """
+    partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_tensor")]
+    if not partitioned:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if write else None):
+        yield
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor: itself where it is in one piece, else a copy."""
+    if hasattr(tensor, "ds_tensor"):
+        with gathered([tensor]):
+            return tensor.detach().clone()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def copy_full(target: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor into a parameter, sharded or not."""
+    if hasattr(target, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value.to(target.device, target.dtype), target.device_mesh, target.placements)
+    with gathered([target], write=True):
+        target.copy_(value)
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """The shape of the whole parameter."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def reshard(module: nn.Module) -> None:
+    """After a forward without a backward, FSDP2's last groups are still gathered: their parameters are not shards."""
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
+
+
+def frozen_copy(model: PreTrainedModel, *, precise: bool) -> PreTrainedModel:
+    """A copy that is never trained, on the same device.
+
+    Args:
+        model: a causal LM that is in one piece.
+        precise: hold the copy in fp32 at least.
+    """
+    twin = copy.deepcopy(model).requires_grad_(False)
+    twin.__dict__.pop("forward", None)  # TRL's patched forward is bound to the model, not to its copy
+    return twin.to(torch.promote_types(twin.dtype, torch.float32)) if precise else twin
+
+
+def sharded_copy(model: PreTrainedModel, accelerator: Accelerator, *, precise: bool) -> nn.Module:
+    """A frozen copy that is placed, or sharded, as the model itself is going to be.
+
+    Args:
+        model: a causal LM, not wrapped yet; ZeRO-3 may have partitioned it while it was loaded.
+        accelerator: the trainer's.
+        precise: hold the copy in fp32 at least, which DeepSpeed would cast to its own precision.
+    """
+    if is_zero3(accelerator):
+        return _zero3_copy(model, accelerator, precise)
+    twin = frozen_copy(model, precise=precise)
+    if accelerator.distributed_type == "FSDP":
+        return prepare_fsdp(twin, accelerator)
+    if accelerator.distributed_type == "DEEPSPEED":  # stages 1 and 2 shard what a frozen model does not have
+        return twin.to(accelerator.device)
+    return accelerator.prepare_model(twin, evaluation_mode=True)
+
+
+def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool) -> nn.Module:
+    """Built in parts and filled from the model one parameter at a time, so that no process ever holds it whole."""
+    import deepspeed
+    from transformers.initialization import no_init_weights
+    from transformers.integrations.deepspeed import prevent_arange_dtype_change
+
+    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    if precise:
+        config = {name: value for name, value in config.items() if name not in ("bf16", "fp16")}
+    with no_init_weights(), prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=config):
+        twin = type(model)(copy.deepcopy(model.config))
+    twin.requires_grad_(False)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            with gathered([named[name]]), gathered([parameter], write=True):
+                parameter.copy_(named[name])
+    plugin = SimpleNamespace(deepspeed_config=config)
+    return prepare_deepspeed(twin, SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))

@@ -1,0 +1,260 @@
+"""One process of a small deterministic run, forked from a server that has imported everything.
+
+Completions, verdicts and questions are those of `credit_run`; `options` say what is wrapped how, and what is odd about
+the batch. Each process writes what it saw: the wrapper, its losses, and how many collectives it took part in.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from peft import LoraConfig
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+import tiny
+from credit_trl import CreditConfig, CreditTrainer, Verdict
+from credit_trl.evaluation import EvaluationCallback
+from credit_trl.tasks.registry import Task, batch_of
+from distributed import cpu_fsdp2, credit_run
+
+GROUP = credit_run.GROUP
+QUESTIONS = [
+    {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a in range(4) for b in range(5)
+]
+ZERO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+}
+
+
+# ---------------------------------------------------------------------------------------------- batches that are odd
+
+
+def one_token(prompts, trainer):
+    """Completions that are over with their first token."""
+    generated = credit_run.deterministic_rollouts(prompts, trainer)
+    generated["completion_ids"] = [[trainer.processing_class.eos_token_id] for _ in prompts]
+    return generated
+
+
+def never_ending(prompts, trainer):
+    """Completions that are all cut at the limit."""
+    generated = credit_run.deterministic_rollouts(prompts, trainer)
+    limit, filler = trainer.args.max_completion_length, trainer.processing_class("7")["input_ids"]
+    generated["completion_ids"] = [(ids[:-1] + filler * limit)[:limit] for ids in generated["completion_ids"]]
+    return generated
+
+
+def silent_second_half(completions, answer, trainer_state=None, **kwargs):
+    """No success and no feedback on every process but the first: nothing there has a teacher."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return [Verdict(0.0) for _ in completions]
+    return credit_run.verdicts(completions, answer)
+
+
+ROLLOUTS = {"hashed": credit_run.deterministic_rollouts, "one token": one_token, "truncated": never_ending}
+VERDICTS = {"some": credit_run.verdicts, "first process only": silent_second_half}
+
+
+# -------------------------------------------------------------------------------------------------------- evaluation
+
+
+def grade(response: str, answer: str, *, truncated: bool = False) -> Verdict:
+    return Verdict(float(len(response) % 2), f"It is {answer}.")
+
+
+def held_out(split: str = "test", path: Any = None) -> Dataset:
+    return Dataset.from_list([{**row, "id": f"q{i}"} for i, row in enumerate(QUESTIONS[:3])])
+
+
+TASK = Task("odd", held_out, grade, batch_of(grade, "odd"))
+
+
+# --------------------------------------------------------------------------------------------------------------- run
+
+
+class LocalLosses(CreditTrainer):
+    """Keeps each pass's loss as this process saw it; their mean over processes is the batch's.
+
+    And how many tokens each generation took here: those of the longest completion.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+        self.longest: list[int] = []
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        generated = super()._generate_single_turn(*args, **kwargs)
+        self.longest.append(max(map(len, generated[0])))
+        return generated
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.losses.append(loss.item())
+        return loss
+
+
+class StopAt(TrainerCallback):
+    """Ends a run after a step, as a machine's time limit would after a checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+class OneCollectiveMore(TrainerCallback):
+    """What a forgotten branch does: the first process waits for others that do not come."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.zeros(1))
+
+
+def run(folder: str, rank: int, processes: int, port: int, limit: float, options: dict[str, Any]) -> None:
+    """Train, and write `facts_<rank>.json` and `weights_<rank>.pt`.
+
+    Args:
+        folder: where to.
+        rank: of this process.
+        processes: how many there are.
+        port: a free one.
+        limit: seconds until the watchdog ends it.
+        options: `wrapper` ("", "ddp", "fsdp2", "zero2" or "zero3"), `lora`, `completions` (of `ROLLOUTS`, or
+            "sampled"), `verdicts`, `from_path`, `stop_at` a step, `resume`, `evaluate`, `unequal` (the control of the
+            watchdog); all others are `CreditConfig`'s.
+    """
+    out = Path(folder)
+    output = os.open(out / f"log_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(limit / 2)  # what a process waits for that the watchdog is about to end
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    wrapper = options.pop("wrapper", "")
+    if processes > 1 or wrapper.startswith("zero"):
+        os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+        os.environ |= {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        if wrapper != "ddp":  # which crashes with it in torch 2.13
+            # Every collective is compared with the other processes': kind, order and shape.
+            dist.set_debug_level(dist.DebugLevel.DETAIL)
+    if wrapper == "fsdp2":
+        cpu_fsdp2.install()
+    if wrapper.startswith("zero"):
+        options["deepspeed"] = ZERO | {"zero_optimization": {"stage": int(wrapper[-1]), **options.pop("zero", {})}}
+        do_not_compile()
+    stop_at, resume = options.pop("stop_at", None), options.pop("resume", False)
+    evaluate, unequal = options.pop("evaluate", False), options.pop("unequal", False)
+    made = make_trainer(out, processes, options)
+    if evaluate:
+        made.add_callback(EvaluationCallback(made, TASK, k=3, eval_steps=2, temperature=1.0, top_p=1.0))
+    if stop_at:
+        made.add_callback(StopAt(stop_at))
+    if unequal:
+        made.add_callback(OneCollectiveMore())
+    made.train(resume_from_checkpoint=get_last_checkpoint(str(out / "run")) if resume else None)
+    weights = {name: whole(p) for name, p in made.accelerator.unwrap_model(made.model).named_parameters()}
+    reference = getattr(made.reference, "named_weights", dict)()
+    torch.save(
+        {"weights": weights, "reference": {n: whole(p) for n, p in reference.items()}}, out / f"weights_{rank}.pt"
+    )
+    (out / f"facts_{rank}.json").write_text(json.dumps(facts(made)))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def do_not_compile() -> None:
+    """On a CPU DeepSpeed compiles a collective for shared memory when it starts, which takes minutes; gloo has one."""
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+
+def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLosses:
+    """Sixteen rollouts a generation batch unless said otherwise, however many processes share them."""
+    tokenizer = tiny.build_tokenizer()
+    lora, completions = options.pop("lora", False), options.pop("completions", "hashed")
+    verdicts = VERDICTS[options.pop("verdicts", "some")]
+    batch = options.pop("batch", 16)
+    model = tiny.build_model(tokenizer)
+    if options.pop("from_path", False):  # ZeRO-3 partitions such a model while it is loaded
+        model.save_pretrained(out / "model")
+        model = str(out / "model")
+    config = CreditConfig(
+        **{
+            "output_dir": str(out / "run"),
+            "use_cpu": True,
+            "bf16": False,
+            "per_device_train_batch_size": batch // processes,
+            "num_generations": GROUP,
+            "max_completion_length": 12,
+            "max_steps": 2,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "report_to": "none",
+            "save_strategy": "no",
+            "gradient_checkpointing": False,
+            "disable_tqdm": True,
+            "seed": 3,
+            "contrastive_count": 2,
+            "contrastive_coef": 0.3,
+            "teacher_update_rate": 0.2,
+            "scoring_batch_tokens": 512,  # several passes
+            "ddp_find_unused_parameters": False,
+            **options,
+        }
+    )
+    torch.manual_seed(0)
+    return LocalLosses(
+        model,
+        verdicts,
+        config,
+        Dataset.from_list(QUESTIONS),
+        processing_class=tokenizer,
+        rollout_func=ROLLOUTS.get(completions),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None,
+    )
+
+
+def facts(made: LocalLosses) -> dict[str, Any]:
+    """What the test asserts about one process."""
+    accelerator = made.accelerator
+    group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+    return {
+        "num_processes": accelerator.num_processes,
+        "distributed_type": accelerator.distributed_type.value,
+        "dtype": str(made.accelerator.unwrap_model(made.model).dtype),
+        "wrapper": type(made.model_wrapped).__name__,
+        "zero_stage": getattr(accelerator.state.deepspeed_plugin, "zero_stage", None),
+        "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in made.model.parameters()),
+        "collectives": group._get_sequence_number_for_group() if group else 0,
+        "losses": made.losses,
+        "longest": made.longest,
+        "step": made.state.global_step,
+        "log": [entry for entry in made.state.log_history if "loss" in entry],
+        "evaluations": [entry for entry in made.state.log_history if "eval_avg@3" in entry],
+    }
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of a parameter, gathered where it is sharded."""
+    if hasattr(parameter, "ds_tensor"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()

@@ -1,0 +1,70 @@
+"""Start the processes of a run, watch them, and end what is left of them when their time is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from faults.launching import free_port, log, server
+
+LIMIT = 100.0  # seconds; most runs take five
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Args:
+        codes: exit code of each process; None for one that the watchdog had to end.
+        facts: what each process wrote, or None.
+        said: the ends of the processes' output.
+    """
+
+    codes: list[int | None]
+    facts: list[dict[str, Any] | None]
+    said: str
+
+    @property
+    def hung(self) -> bool:
+        return None in self.codes
+
+
+def launch(folder: Path, processes: int, limit: float = LIMIT, **options: Any) -> Ended:
+    """Run `jobs.run` in as many processes; those that are still there after `limit` seconds are killed."""
+    from distributed import jobs
+
+    context, port = server(), free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("facts_*.json"):
+        old.unlink()
+    started = [
+        context.Process(target=jobs.run, args=(str(folder), rank, processes, port, limit, options))
+        for rank in range(processes)
+    ]
+    deadline = time.monotonic() + limit
+    for process in started:
+        process.start()
+    try:
+        for process in started:
+            process.join(max(deadline - time.monotonic(), 0.0))
+        codes = [process.exitcode for process in started]
+    finally:
+        for process in started:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+            process.join(5.0)
+    files = [folder / f"facts_{rank}.json" for rank in range(processes)]
+    return Ended(codes, [json.loads(f.read_text()) if f.is_file() else None for f in files], log(folder))
+
+
+def finished(ended: Ended) -> list[dict[str, Any]]:
+    """The facts of a run that ended by itself and well, with as many processes as were started."""
+    assert not ended.hung, f"the watchdog had to end it: {ended.codes}\n{ended.said}"
+    assert ended.codes == [0] * len(ended.codes), ended.said
+    assert [fact["num_processes"] for fact in ended.facts] == [len(ended.codes)] * len(ended.codes)
+    return ended.facts

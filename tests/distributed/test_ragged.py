@@ -1,0 +1,66 @@
+"""Batches that are uneven between processes never hang: every process reaches every collective, in the same order.
+
+Under FSDP2 torch compares each collective with the other processes' (`TORCH_DISTRIBUTED_DEBUG=DETAIL`); the counts are
+compared here, and a watchdog ends what waits. `test_the_watchdog_ends_a_run_that_hangs` shows that all this can fail.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from distributed.launching import finished, launch
+
+TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}
+RAGGED = {
+    "a process without a teacher": {"verdicts": "first process only", "scoring_batch_tokens": 128},
+    "completions of one token": {"completions": "one token"},
+    "all truncated": {"completions": "truncated", "mask_truncated_completions": True},
+}
+CASES = [(wrapper, ragged, "teacher_topk") for wrapper in TYPES for ragged in RAGGED]
+CASES += [("fsdp2", ragged, support) for ragged in RAGGED for support in ("full", "student_topk")]
+CASES += [("fsdp2", "a process without a teacher", "sampled")]
+FAST = [CASES[0], ("fsdp2", "all truncated", "teacher_topk")]
+
+
+def case(wrapper, ragged, support):
+    marks = () if (wrapper, ragged, support) in FAST else pytest.mark.slow
+    return pytest.param(wrapper, ragged, support, id=f"{wrapper}-{ragged}-{support}", marks=marks)
+
+
+def assert_reached_together(facts: list[dict], wrapper: str, steps: int) -> None:
+    assert [(f["distributed_type"], f["sharded"]) for f in facts] == [(TYPES[wrapper], wrapper == "fsdp2")] * 2
+    assert [f["step"] for f in facts] == [steps] * 2
+    assert facts[0]["collectives"] == facts[1]["collectives"] > 10 * steps
+
+
+@pytest.mark.parametrize(("wrapper", "ragged", "support"), [case(*c) for c in CASES])
+def test_every_process_reaches_every_collective(tmp_path, wrapper, ragged, support):
+    options = {"wrapper": wrapper, "distillation_support": support, "max_steps": 2, **RAGGED[ragged]}
+    facts = finished(launch(tmp_path, 2, **options))
+    assert_reached_together(facts, wrapper, steps=2)
+    first, second = ([abs(loss) for loss in f["losses"]] for f in facts)
+    if ragged == "a process without a teacher":  # the case is what its name says
+        assert max(first) > 0.0
+        assert max(second) == 0.0
+        assert facts[0]["log"][0]["credit/frac_without_teacher"] >= 0.5
+    elif ragged == "completions of one token":
+        assert {f["log"][0]["completions/max_length"] for f in facts[:1]} == {1.0}
+    else:
+        assert max(first + second) == 0.0
+        assert facts[0]["log"][0]["completions/clipped_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("wrapper", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+def test_processes_whose_answers_end_at_different_lengths_generate_together(tmp_path, wrapper):
+    """Generation itself is a row of collectives where weights are sharded."""
+    endings = {"completions": "sampled", "generation_kwargs": {"eos_token_id": list(range(0, 256, 2))}}
+    facts = finished(launch(tmp_path, 2, wrapper=wrapper, max_steps=4, max_completion_length=40, **endings))
+    assert_reached_together(facts, wrapper, steps=4)
+    assert facts[0]["longest"] != facts[1]["longest"]
+
+
+@pytest.mark.slow
+def test_the_watchdog_ends_a_run_that_hangs(tmp_path):
+    ended = launch(tmp_path, 2, limit=20.0, wrapper="ddp", unequal=True)
+    assert ended.hung or any(ended.codes), ended.codes
+    assert ended.facts == [None, None]
