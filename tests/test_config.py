@@ -14,6 +14,11 @@ from credit_trl import CreditConfig
     ("options", "message"),
     [
         ({"contrastive_coef": 2.0}, r"`contrastive_coef` must be in \[0, 1\], got 2.0"),
+        ({"contrastive_coef": [0.1]}, r"`contrastive_coef` must be a number or 'auto', got \[0.1\]"),
+        ({"contrastive_coef": True}, "`contrastive_coef` must be a number"),
+        ({"contrastive_count": 1.5}, "`contrastive_count` must be a whole number, got 1.5"),
+        ({"distillation_topk": "20"}, "`distillation_topk` must be a whole number, got '20'"),
+        ({"teacher_update_rate": None}, "`teacher_update_rate` must be a number, got None"),
         ({"contrastive_coef": -0.1}, r"`contrastive_coef` must be in \[0, 1\]"),
         ({"contrastive_coef": float("nan")}, r"`contrastive_coef` must be in \[0, 1\]"),
         ({"distillation_alpha": 1.1}, r"`distillation_alpha` must be in \[0, 1\]"),
@@ -80,6 +85,23 @@ def test_bad_options_raise_at_construction_and_name_the_fix(make_config, options
 )
 def test_what_can_train_is_accepted(make_config, options):
     make_config(**options)
+
+
+def test_a_mistake_in_our_options_comes_before_what_trl_says_of_the_machine(monkeypatch):
+    monkeypatch.setattr("trl.GRPOConfig.__post_init__", lambda self: pytest.fail("TRL was asked first"))
+    with pytest.raises(ValueError, match="`contrastive_coef` must be in"):
+        CreditConfig("out", contrastive_coef=2.0)
+    with pytest.raises(ValueError, match="Set one of them only"):
+        CreditConfig("out", teacher_context="think", remove_thinking_from_demonstration=True)
+
+
+def test_a_machine_without_a_gpu_is_told_what_to_set(monkeypatch):
+    def refuse(self):
+        raise ValueError("Your setup doesn't support bf16/gpu.")
+
+    monkeypatch.setattr("trl.GRPOConfig.__post_init__", refuse)
+    with pytest.raises(ValueError, match="set `use_cpu=True` and `bf16=False`"):
+        CreditConfig("out")
 
 
 def test_defaults_are_the_papers_livecodebench_column(tmp_path):

@@ -263,10 +263,16 @@ class CreditConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        # Our own options first: TRL looks at the machine, and its error about that would hide a mistake in them.
         validation.check_values(self)
         self._settle_teacher_context()
-        validation.check_combinations(self)
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if "bf16" not in str(error):
+                raise
+            raise ValueError(f"{error} On a machine without a GPU set `use_cpu=True` and `bf16=False`.") from error
+        validation.check_combinations(self)  # reads the sizes of batches, which TRL settles
 
     @property
     def contrasts(self) -> bool:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
 import string
+from itertools import takewhile
 from typing import TYPE_CHECKING
+
+from trl import GRPOConfig
 
 from credit_trl.adaptive import CEILING, FLOOR
 
@@ -39,8 +43,9 @@ def check_values(config: CreditConfig) -> None:
     """Each option by itself.
 
     Raises:
-        ValueError: a value out of range, or a template that loses or lacks something.
+        ValueError: a value of another type or out of range, or a template that loses or lacks something.
     """
+    _check_types(config)
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"`{name}` must be one of {', '.join(choices)}; got {getattr(config, name)!r}.")
@@ -67,6 +72,27 @@ def check_values(config: CreditConfig) -> None:
         raise ValueError(f"`distillation_is_clip` must be positive or None, got {config.distillation_is_clip}.")
     for name, placeholders in TEMPLATE_PLACEHOLDERS.items():
         _check_template(name, getattr(config, name), placeholders)
+
+
+_NUMBERS = {"int": numbers.Integral, "float": numbers.Real}
+
+
+def _check_types(config: CreditConfig) -> None:
+    """A list in the YAML or a text in a script is named here, where a comparison would fail without a name."""
+    for own in takewhile(lambda one: one is not GRPOConfig, type(config).__mro__):
+        for name, declared in vars(own).get("__annotations__", {}).items():
+            kind, _, otherwise = str(declared).partition(" | ")
+            value = getattr(config, name)
+            if kind in _NUMBERS and not (value is None and otherwise == "None"):
+                _check_number(name, value, kind)
+    if config.contrastive_coef != "auto":
+        _check_number("contrastive_coef", config.contrastive_coef, "float", " or 'auto'")
+
+
+def _check_number(name: str, value: object, kind: str, otherwise: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS[kind]):
+        wanted = {"int": "a whole number", "float": "a number"}[kind]
+        raise ValueError(f"`{name}` must be {wanted}{otherwise}, got {value!r}.")
 
 
 def _check_coefficient(config: CreditConfig) -> None:
