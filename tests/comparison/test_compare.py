@@ -187,6 +187,31 @@ def test_the_method_follows_from_the_configuration(config, method):
     assert method_of(config) == method
 
 
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        ({}, "CREDIT λ=0.1 C=1"),
+        ({"contrastive_form": "guide", "contrastive_coef": 1.0}, "CREDIT λ=1 C=1 form=guide"),
+        ({"contrastive_source": "none", "contrastive_gate": 0.2}, "CREDIT λ=0.1 C=1 source=none gate=0.2"),
+        ({"contrastive_baseline": "log_mean", "contrastive_count": 4}, "CREDIT λ=0.1 C=4 baseline=log_mean"),
+        ({"contrastive_plausibility": 0.1}, "CREDIT λ=0.1 C=1 plausibility=0.1"),
+        ({"contrastive_coef": "auto", "contrastive_auto_level": 0.05}, "CREDIT λ=auto kl=0.05 C=1"),
+        (
+            {"contrastive_coef": "auto", "contrastive_auto_level": 0.2, "contrastive_auto_quantity": "s"},
+            "CREDIT λ=auto s=0.2 C=1",
+        ),
+        ({"contrastive_coef": 0.0}, "SDPO"),
+        ({"distillation_weight": 0.0}, "GRPO"),
+    ],
+)
+def test_runs_that_no_sweep_named_are_labelled_by_all_that_sets_their_contrast_apart(
+    make_config, write_run, options, label
+):
+    config = make_config(**options)
+    folder = write_run("run", {0: {"a": 1.0}}, arm="", config=config.to_dict())
+    assert read_run(folder).arm == label
+
+
 def test_holm_multiplies_the_smallest_by_all_and_never_decreases():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.6, 0.5]) == pytest.approx([1.0, 1.0])

@@ -129,3 +129,13 @@ def test_a_sharded_model_is_gathered_for_every_pass_and_a_replicated_one_never()
     assert copied["scores"] == 0.0
     assert sharded["scores"] > shape.parameters * 2 * 7 / 8
     assert sharded["update"] > copied["update"] > 0.0
+
+
+def test_an_adapted_coefficient_is_planned_for_as_a_fixed_one(capsys):
+    told = {}
+    for given in (("0.1",), ("auto", "--contrastive_auto_level", "0.05"), ("0",)):
+        code, out, _ = plan(capsys, *LINE, "--contrastive_coef", *given, "--json")
+        assert code == 0
+        told[given[0]] = json.loads(out)
+    assert told["auto"] == told["0.1"]
+    assert told["auto"]["tokens"] != told["0"]["tokens"]  # without contrast there is less to score

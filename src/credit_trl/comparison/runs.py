@@ -154,11 +154,27 @@ def method_of(config: Mapping[str, Any]) -> str:
     return "hint-contrast" if config.get("contrastive_swap", "input") == "hint" else "CREDIT"
 
 
+# Options of the contrast that a label shows where they are not at their defaults: word and default.
+_SHOWN: dict[str, tuple[str, Any]] = {
+    "contrastive_form": ("form", "subtract"),
+    "contrastive_source": ("source", "batch"),
+    "contrastive_baseline": ("baseline", "mean_log"),
+    "contrastive_gate": ("gate", 0.0),
+    "contrastive_plausibility": ("plausibility", 0.0),
+}
+
+
 def _arm(method: str, config: Mapping[str, Any]) -> str:
-    """Method with λ and C, for runs that no sweep named."""
+    """Method with λ, C and what else is not usual of the contrast, for runs that no sweep named."""
     if method not in ("CREDIT", "hint-contrast", "foreign-hint"):
         return method
-    return f"{method} λ={config['contrastive_coef']:g} C={config['contrastive_count']}"
+    coefficient = config["contrastive_coef"]
+    shown = f"λ={coefficient}" if coefficient == "auto" else f"λ={coefficient:g}"
+    if coefficient == "auto" and "contrastive_auto_level" in config:
+        shown += f" {config.get('contrastive_auto_quantity', 'kl')}={config['contrastive_auto_level']:g}"
+    words = [method, shown, f"C={config['contrastive_count']}"]
+    words += [f"{word}={config[name]}" for name, (word, usual) in _SHOWN.items() if config.get(name, usual) != usual]
+    return " ".join(words)
 
 
 def _read_evaluation(folder: Path, result: Mapping[str, Any]) -> Run:

@@ -173,7 +173,7 @@ def make_setup(
         adapter_bytes = 2 if model.load_in_4bit or model.load_in_8bit else 4
         own = adapter_bytes if model.use_peft else weight_bytes
         optimizer_bytes = 8 if strategy in ("zero2", "zero3") else 2 * own
-    contrasts = training.contrastive_count if training.contrastive_coef > 0.0 else 0
+    contrasts = training.contrastive_count if training.contrasts else 0
     deepspeed, fsdp = launcher.get("deepspeed_config") or {}, launcher.get("fsdp_config") or {}
     return Setup(
         strategy=strategy,
