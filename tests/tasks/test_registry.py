@@ -95,6 +95,18 @@ def test_an_own_task_without_the_two_functions_is_refused(own_package):
         load_task("echo_env:not_a_task")
 
 
+def test_a_task_whose_rows_lack_a_column_names_it_and_the_fix():
+    class Unasked:
+        def build(self, split, path=None):
+            return Dataset.from_list([{"question": "1 + 1?"}])
+
+        def verify(self, response, answer, *, truncated=False):
+            return Verdict(1.0)
+
+    with pytest.raises(ValueError, match=r"no column `prompt`, `answer`; its columns are question\. Rename one"):
+        as_task(Unasked, "unasked").build("train")
+
+
 def test_an_installed_package_adds_a_name_by_an_entry_point(own_package):
     assert "echo" in known_tasks()
     assert load_task("echo").verify("a", "a").reward == 1.0

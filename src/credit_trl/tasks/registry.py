@@ -129,7 +129,8 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
     verify = _with_options(found.verify, verify_options, name)
     batch = getattr(found, "reward", None)
     reward = batch_of(verify, name) if batch is None else _with_options(batch, verify_options, name)
-    return Task(name=name, build=_with_options(found.build, build_options, name), verify=verify, reward=reward)
+    build = _with_columns(_with_options(found.build, build_options, name), name)
+    return Task(name=name, build=build, verify=verify, reward=reward)
 
 
 def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[..., list[Verdict]]:
@@ -242,6 +243,23 @@ def _options(declared: TaskOption | None, name: str, option: str | None) -> tupl
         raise ValueError(f"Task {name!r}: {option!r} is no {declared.keyword}. Use one of {allowed}.")
     chosen = {declared.keyword: option}
     return chosen, chosen if declared.verify else {}
+
+
+def _with_columns(build: Callable[..., Dataset], name: str) -> Callable[..., Dataset]:
+    """`build`, whose rows have what every reader of a task's rows reads."""
+
+    @functools.wraps(build)
+    def checked(*args: Any, **kwargs: Any) -> Dataset:
+        dataset = build(*args, **kwargs)
+        columns = getattr(dataset, "column_names", None) or ["prompt", "answer"]
+        if missing := [column for column in ("prompt", "answer") if column not in columns]:
+            raise ValueError(
+                f"Task {name!r}: `build` gives no column {', '.join(f'`{m}`' for m in missing)}; its columns are "
+                f"{', '.join(columns)}. Rename one, dataset.rename_column('question', '{missing[0]}'), or add it."
+            )
+        return dataset
+
+    return checked
 
 
 def _with_options(function: Callable[..., Any], options: dict[str, str], name: str) -> Callable[..., Any]:
