@@ -29,7 +29,7 @@ from blocks import BLOCKS, PAGES, ROOT, Block, commands_of, of_language
 
 import credit_trl
 from credit_trl import cli
-from credit_trl.cli.credit import launch_arguments
+from credit_trl.cli.credit import launch_arguments, parse
 from credit_trl.cli.training import make_parser
 from credit_trl.config import CreditConfig
 from tiny import build_model, build_tokenizer
@@ -167,8 +167,8 @@ def check_credit(arguments: list[str]) -> None:
         return
     argv = [_existing(word) if word.endswith((".yaml", ".yml")) else word for word in arguments] + OFFLINE
     parser = make_parser(prog="trl credit")
-    parsed = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
-    launch_arguments(parser, argv, *parsed[-2:])
+    launcher, arguments = launch_arguments(argv, *parse(parser, argv)[-2:])
+    launcher.parse_args(arguments)
 
 
 def _existing(name: str) -> str:

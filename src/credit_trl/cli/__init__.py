@@ -56,12 +56,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_companion(name: str, argv: list[str]) -> int:
+    from credit_trl.cli.mistakes import MISTAKES, is_mistake, tell
+
     module = importlib.import_module(COMPANIONS[name].module)
     parser = ArgumentParser(prog=f"trl {name}", description=COMPANIONS[name].help, allow_abbrev=False)
     module.add_arguments(parser)
     if getattr(module, "TAKES_OTHER_WORDS", False):
-        return module.run(*parser.parse_known_args(argv))
-    return module.run(parser.parse_args(argv))
+        parsed = parser.parse_known_args(argv)
+    else:
+        parsed = (parser.parse_args(argv),)
+    try:
+        return module.run(*parsed)
+    except MISTAKES as error:
+        if not is_mistake(error):
+            raise
+        return tell(f"trl {name}", error)
 
 
 def _parser() -> ArgumentParser:

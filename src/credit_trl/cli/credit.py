@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import difflib
 import subprocess
-import sys
 from argparse import ArgumentParser
+from typing import TYPE_CHECKING, Any
 
-from credit_trl.cli.training import make_parser
+from credit_trl.cli.mistakes import MISTAKES, tell
+from credit_trl.cli.training import make_parser, refuse
+
+if TYPE_CHECKING:
+    from trl import TrlParser
 
 TRAINING_MODULE = "credit_trl.cli.training"
 PROG = "trl credit"
@@ -22,62 +26,98 @@ def run(argv: list[str]) -> int:
     """Check the arguments, launch, and return the exit code of the run."""
     parser = make_parser(prog=PROG)
     try:
-        *_, from_config, from_line = parser.parse_args_and_config(
-            argv, return_remaining_strings=True, separate_remaining_strings=True
-        )
-        launcher, arguments = launch_arguments(parser, argv, from_config, from_line)
-    except (ValueError, TypeError, OSError) as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        return 2
+        *_, from_config, from_line = parse(parser, argv)
+        launcher, arguments = launch_arguments(argv, from_config, from_line)
+        launched = launcher.parse_args(arguments)
+    except MISTAKES as error:
+        return tell(PROG, error, code=2)
     from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        launch_command(launcher.parse_args(arguments))
+        launch_command(launched)
     except subprocess.CalledProcessError as error:  # the run has said why
         return error.returncode
+    except ChildFailedError as error:  # of several processes
+        return max(failure.exitcode for failure in error.failures.values())
     return 0
 
 
+def parse(parser: TrlParser, argv: list[str]) -> tuple[Any, ...]:
+    """Make the dataclasses of a command line, after a look at its names.
+
+    Returns:
+        The parser's dataclasses, then two lists of words for accelerate: of the YAML file, and of the line.
+
+    Raises:
+        ValueError: an argument that nobody knows, or a value that its dataclass refuses.
+        OSError, yaml.YAMLError: a configuration file that cannot be read.
+    """
+    check_names(parser, argv)
+    return parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
+
+
 def launch_arguments(
-    parser: ArgumentParser, argv: list[str], from_config: list[str], from_line: list[str]
+    argv: list[str], from_config: list[str], from_line: list[str]
 ) -> tuple[ArgumentParser, list[str]]:
     """Split a command line between `accelerate launch` and the training module.
 
     Args:
-        parser: the training module's.
         argv: the whole line after `credit`.
-        from_config, from_line: what the parser did not know of the YAML file and of the line.
+        from_config, from_line: what the training module's parser did not know of the YAML file and of the line.
 
     Returns:
         accelerate's parser, and the line for it.
 
     Raises:
-        ValueError: an argument that nobody knows; the message suggests the nearest name.
+        ValueError: an accelerate configuration that is neither a file nor one of TRL's.
     """
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
     from trl.cli.commands.training import _subtract_subsequence
 
     launcher = launch_command_parser()
-    check_words(parser, [*from_config, *from_line])
+    launcher.error = refuse
     options = resolve_accelerate_config_argument(from_config + from_line)
     return launcher, [*map(str, options), "--module", TRAINING_MODULE, *_subtract_subsequence(argv, from_line)]
 
 
-def check_words(parser: ArgumentParser, words: list[str]) -> None:
-    """Words that the training module's parser does not know are accelerate's.
+def check_names(parser: ArgumentParser, argv: list[str]) -> None:
+    """Every name on the line and in its YAML file is the training module's or accelerate's.
+
+    Values come later: what TRL says about a value, or about the machine, would hide a name that is misspelt.
 
     Raises:
-        ValueError: one is not; the message suggests the nearest name.
+        ValueError: one is not; the message suggests the nearest name. Or the file holds no mapping.
+        OSError, yaml.YAMLError: the file cannot be read.
     """
     from accelerate.commands.launch import launch_command_parser
 
-    known = {option for action in launch_command_parser()._actions for option in action.option_strings}
-    ours = {option for action in parser._actions for option in action.option_strings}
-    for word in words:
-        name = word.split("=")[0]
-        if name.startswith("--") and name not in known and name != "--accelerate_config":
-            raise ValueError(_unknown(name, ours | known))
+    options = {name for one in (parser, launch_command_parser()) for name in one._option_string_actions}
+    options |= {"--config", "--accelerate_config"}
+    fields = {action.dest for action in parser._actions} | {"env"}
+    for key in _config_file(argv):
+        if key not in fields and f"--{key}" not in options:
+            raise ValueError(_unknown(f"--{key}", options))
+    for name in (word.split("=")[0] for word in argv if word.startswith("--") and " " not in word):
+        if not any(option.startswith(name) for option in options):  # argparse takes beginnings
+            raise ValueError(_unknown(name, options))
+
+
+def _config_file(argv: list[str]) -> dict[str, Any]:
+    """What the YAML file of a line holds; {} without one."""
+    import yaml
+
+    if "--config" not in argv:
+        return {}
+    path = next(iter(argv[argv.index("--config") + 1 :]), None)
+    if path is None or path.startswith("--"):
+        raise ValueError("`--config` names a YAML file: give its path.")
+    with open(path, encoding="utf-8") as file:
+        content = yaml.safe_load(file)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must contain a YAML mapping, `option: value` on each line.")
+    return content
 
 
 def _unknown(name: str, known: set[str]) -> str:

@@ -84,17 +84,14 @@ def parse_run(words: list[str]) -> tuple[Any, Any, dict[str, Any], bool]:
     The machine that plans need not have a GPU, so precision is read beside the configuration, which is built for a
     CPU.
     """
-    from credit_trl.cli.credit import check_words
+    from credit_trl.cli.credit import parse
     from credit_trl.cli.training import make_parser
     from credit_trl.planning.setup import read_launcher
 
     parser = make_parser(prog=f"trl {NAME}")
     on_cpu = [*words, "--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false"]
-    _, training, model, _, from_config, from_line = parser.parse_args_and_config(
-        on_cpu, return_remaining_strings=True, separate_remaining_strings=True
-    )
+    _, training, model, _, from_config, from_line = parse(parser, on_cpu)
     rest = [*from_config, *from_line]
-    check_words(parser, rest)
     launch = argparse.ArgumentParser(add_help=False)
     for name, kind in (
         ("accelerate_config", str),

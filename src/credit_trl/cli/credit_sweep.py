@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from credit_trl.sweeps.job import is_done
     from credit_trl.sweeps.launch import plan_sweep
 
+    sys.path.insert(0, os.getcwd())
     output_dir = Path(args.output_dir or Path("runs") / Path(args.spec).stem)
     try:
         apply_sandbox_arguments(args)

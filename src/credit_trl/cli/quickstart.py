@@ -148,8 +148,8 @@ def run_quickstart(
     from credit_trl.trainer import CreditTrainer
 
     directory = Path(output_dir)
-    model, tokenizer = quickstart.load_model(world=world)
     config = CreditConfig(str(directory), **{**DEFAULTS, "max_steps": steps, "seed": seed, **overrides})
+    model, tokenizer = quickstart.load_model(world=world)
     trainer = CreditTrainer(model, quickstart.reward, config, quickstart.build("train"), processing_class=tokenizer)
     trainer.remove_callback(PrinterCallback)
     evaluation = EvaluationCallback(

@@ -5,19 +5,20 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from argparse import ArgumentParser
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trl import ScriptArguments
 
+from credit_trl.cli.mistakes import MISTAKES, is_mistake, tell
 from credit_trl.sandbox import choose_sandbox
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from trl import DatasetMixtureConfig, ModelConfig
+    from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
     from credit_trl.config import CreditConfig
+    from credit_trl.trainer import CreditTrainer
 
 QUICKSTART_MODEL = "quickstart"
 
@@ -89,13 +90,20 @@ class CreditScriptArguments(ScriptArguments):
         choose_sandbox(self.sandbox, self.allow_unsandboxed)
 
 
-def make_parser(prog: str | None = None) -> ArgumentParser:
+def make_parser(prog: str | None = None) -> TrlParser:
     """TRL's parser over our script arguments, `CreditConfig`, and TRL's model and dataset options."""
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
     from credit_trl.config import CreditConfig
 
-    return TrlParser((CreditScriptArguments, CreditConfig, ModelConfig, DatasetMixtureConfig), prog=prog)
+    parser = TrlParser((CreditScriptArguments, CreditConfig, ModelConfig, DatasetMixtureConfig), prog=prog)
+    parser.error = refuse  # its own prints four hundred options first
+    return parser
+
+
+def refuse(message: str) -> NoReturn:
+    """What a parser does with a line that it cannot read: raise, so that its caller says so as it says the rest."""
+    raise ValueError(message)
 
 
 def main(
@@ -105,9 +113,38 @@ def main(
     dataset_args: DatasetMixtureConfig,
 ) -> None:
     """Build data, verifier and trainer, train, evaluate where asked for, save."""
+    train(make_trainer(script_args, training_args, model_args, dataset_args), script_args)
+
+
+def run(argv: list[str] | None = None) -> int:
+    """What a process of `trl credit` runs: `main`, with mistakes told without a traceback.
+
+    Until there is a trainer, whatever is raised is about what the user gave. Once it trains, what other code raises is
+    a bug, of a verifier perhaps, and keeps its traceback.
+    """
+    try:
+        script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
+        trainer = make_trainer(script_args, *others)
+    except MISTAKES as error:
+        return tell("trl credit", error, code=2)
+    try:
+        train(trainer, script_args)
+    except MISTAKES as error:
+        if not is_mistake(error):
+            raise
+        return tell("trl credit", error, code=2)
+    return 0
+
+
+def make_trainer(
+    script_args: CreditScriptArguments,
+    training_args: CreditConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> CreditTrainer:
+    """Data, verifier, model and evaluation, checked against one another."""
     from trl import get_peft_config, get_quantization_config
 
-    from credit_trl.checkpoints import checkpoint_to_resume
     from credit_trl.trainer import CreditTrainer
 
     wants_eval = training_args.eval_strategy != "no"
@@ -129,11 +166,19 @@ def main(
     )
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
+    return trainer
+
+
+def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
+    """Train, from a checkpoint where asked for, evaluate, save."""
+    from credit_trl.checkpoints import checkpoint_to_resume
+
+    training_args = trainer.args
     trainer.train(
         resume_from_checkpoint=checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
     )
     trainer.accelerator.print("Training completed.")
-    if wants_eval:
+    if training_args.eval_strategy != "no":
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics, combined=False)
@@ -196,7 +241,8 @@ def load_data(
                 "Nothing grades the answers: give `--task NAME`, or `--reward_funcs my_module.my_reward`."
             )
         data = _dataset(script_args, dataset_args)
-        train_dataset, eval_dataset = data[train_split], data[test_split] if wants_eval else None
+        train_dataset = _split(data, train_split, "dataset_train_split")
+        eval_dataset = _split(data, test_split, "dataset_test_split") if wants_eval else None
     return (
         _first(train_dataset, script_args.max_train_rows),
         _first(eval_dataset, script_args.max_eval_rows),
@@ -215,7 +261,14 @@ def import_function(name: str) -> Any:
         raise ValueError(f"`--reward_funcs {name}`: expected a dotted import path such as my_module.{name}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    found = importlib.import_module(module)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and not f"{module}.".startswith(f"{error.name}."):
+            raise  # it is there, and something that it imports is missing
+        raise ValueError(
+            f"`--reward_funcs {name}`: no module `{module}` in {os.getcwd()} or installed. Run where it lies."
+        ) from error
     if not hasattr(found, function):
         raise ValueError(f"`--reward_funcs {name}`: {module} has no `{function}`.")
     return getattr(found, function)
@@ -249,9 +302,15 @@ def _dataset(script_args: CreditScriptArguments, dataset_args: DatasetMixtureCon
     )
 
 
+def _split(data: Any, name: str, option: str) -> Any:
+    if name not in data:
+        raise ValueError(f"`--{option} {name}`: the data has {', '.join(data)}. Name one of these.")
+    return data[name]
+
+
 def _first(dataset: Any, rows: int | None) -> Any:
     return dataset if dataset is None or rows is None else dataset.take(rows)
 
 
 if __name__ == "__main__":
-    main(*make_parser().parse_args_and_config(fail_with_unknown_args=False))
+    sys.exit(run())

@@ -93,6 +93,8 @@ def evaluate(
     """
     if k < 1:
         raise ValueError(f"`k` must be at least 1, got {k}.")
+    if max_prompts is not None and max_prompts < 1:
+        raise ValueError(f"`max_prompts` must be at least 1, got {max_prompts}.")
     sampling = Sampling(temperature, top_p, top_k, max_completion_length)
     task = load_task(task) if isinstance(task, str) else task
     rows = task_rows(task, split, path, dataset, max_prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import subprocess
@@ -16,10 +17,12 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from credit_trl.evaluation.protocol import RESULT_FILE
+from credit_trl.evaluation.callback import EvaluationCallback
+from credit_trl.evaluation.protocol import RESULT_FILE, evaluate
 from credit_trl.run_directory import EVALUATIONS_FOLDER, write_atomically, write_json
 from credit_trl.sweeps.job import JOB_FILE, JobBusy, is_done, run_job
 from credit_trl.sweeps.spec import SweepSpec
+from credit_trl.tasks.registry import load_task
 
 SWEEP_FILE = "sweep.json"
 ERROR_FILE = "error.txt"
@@ -45,8 +48,10 @@ def plan_sweep(spec: SweepSpec, output_dir: str | Path) -> list[Path]:
     """Write every job's directory and return them, seed after seed, so that early results compare all arms.
 
     Raises:
-        ValueError: an arm's configuration is invalid, or a directory holds another job.
+        ValueError: an arm's configuration is invalid, there is no such task or no such option of the evaluation, or a
+            directory holds another job.
     """
+    _check_evaluation(spec)
     root = Path(output_dir)
     jobs = {root / arm.slug / f"seed-{seed}": _job(spec, arm, seed) for seed in spec.seeds for arm in spec.arms()}
     for folder, job in jobs.items():
@@ -137,6 +142,14 @@ def _check(job: Mapping[str, Any], folder: Path) -> None:
         CreditConfig(output_dir=str(folder), seed=job["seed"], **job["config"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"Arm {job['arm']!r} cannot train: {error}") from error
+
+
+def _check_evaluation(spec: SweepSpec) -> None:
+    load_task(spec.task)
+    known = {name for taker in (EvaluationCallback, evaluate) for name in inspect.signature(taker).parameters}
+    known -= {"trainer", "task", "options", "model", "tokenizer", "engine", "engine_options", "output_dir"}
+    if unknown := sorted(spec.evaluation.keys() - known):
+        raise ValueError(f"`evaluation` has no {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
 
 
 def _write_job(folder: Path, job: Mapping[str, Any]) -> None:

@@ -96,7 +96,8 @@ class SweepSpec:
         keep_checkpoints: leave the checkpoints of finished jobs on disk.
 
     Raises:
-        ValueError: an unknown method, launcher or option, no seeds, or an option that the sweep sets itself.
+        ValueError: a field that is not of its kind, an unknown method, launcher or option, no seeds, or an option that
+            the sweep sets itself.
     """
 
     model: str
@@ -111,6 +112,7 @@ class SweepSpec:
     keep_checkpoints: bool = False
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if self.launcher not in LAUNCHERS:
             raise ValueError(f"`launcher` is one of {', '.join(LAUNCHERS)}, got {self.launcher!r}.")
         if not self.seeds or not all(isinstance(seed, int) for seed in self.seeds):
@@ -124,6 +126,22 @@ class SweepSpec:
         if unknown:
             raise ValueError(f"`data` has train_split, path and max_train_rows, not {', '.join(sorted(unknown))}.")
         self.arms()
+
+    def _check_kinds(self) -> None:
+        for name in ("model", "task"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"`{name}` is a name, got {getattr(self, name)!r}.")
+        for name in ("config", "evaluation", "data"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(f"`{name}` maps options to values, got {getattr(self, name)!r}.")
+        if not isinstance(self.grid, Mapping | list | tuple):
+            raise ValueError(f"`grid` is one mapping of options to lists of values, or a list; got {self.grid!r}.")
+        if not isinstance(self.seeds, list | tuple):
+            raise ValueError(f"`seeds` is a list of whole numbers, at least one; got {self.seeds!r}.")
+        try:
+            self.model.format(seed=0)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"`model` may hold {{seed}} and no other braces, got {self.model!r}.") from error
 
     def arms(self) -> list[Arm]:
         """The arms of all grids, each once, in order.

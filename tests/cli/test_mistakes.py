@@ -1,0 +1,221 @@
+"""What a user's mistake looks like: the reason and the fix, an exit code, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from credit_trl import cli
+from credit_trl.cli import mistakes
+
+ROOT = Path(__file__).parents[2]
+ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--max_steps", "1", "--report_to", "none"]
+SMALL = ["--per_device_train_batch_size", "4", "--num_generations", "2", "--max_completion_length", "4"]
+OWN_MODULE = """
+from datasets import Dataset
+from credit_trl import Verdict
+
+def exact(completions, answer, **columns):
+    return [Verdict(float(c[-1]["content"] == a), f"It is {a}.") for c, a in zip(completions, answer)]
+
+def wrong_feedback(completions, **columns):
+    return [Verdict(0.0, {"expected": "a"}) for _ in completions]
+
+def one_for_all(completions, **columns):
+    return [1.0]
+
+def buggy(completions, **columns):
+    return [len(None)]
+
+class Unasked:
+    def build(self, split, path=None):
+        return Dataset.from_list([{"question": "1 + 1?", "answer": "2"}] * 8)
+    def verify(self, response, answer, *, truncated=False):
+        return Verdict(1.0)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """An empty working directory with data, a module and a few files that are not what they should be."""
+    (tmp_path / "data").mkdir()
+    rows = [{"prompt": [{"role": "user", "content": f"{n} + 1?"}], "solution": str(n + 1)} for n in range(8)]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own_module.py").write_text(OWN_MODULE)
+    (tmp_path / "typo.yaml").write_text("task: quickstart\nmodel_name_or_path: quickstart\ncontrastive_coeff: 0.1\n")
+    (tmp_path / "no_yaml.yaml").write_text("task: [quickstart\n")
+    (tmp_path / "grid.yaml").write_text("contrastive_coef: [0.1, 0.2]\n")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "run.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    """The real command line, in a child."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "credit_trl", *argv]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def last_line(result: subprocess.CompletedProcess[str]) -> str:
+    assert "Traceback" not in result.stderr, result.stderr[-3000:]
+    return [line for line in result.stderr.splitlines() if "error: " in line][-1]
+
+
+def test_a_typo_in_the_yaml_names_the_nearest_option(folder):
+    result = run("credit", "--config", "typo.yaml")  # and says nothing of the GPU that is missing too
+    assert result.returncode == 2
+    assert last_line(result).startswith("trl credit: error: unknown argument --contrastive_coeff")
+    assert "Did you mean --contrastive_coef?" in last_line(result)
+    assert result.stderr.count("error: ") == 1
+
+
+def test_a_missing_column_is_named_with_the_fix(folder):
+    line = ["--model_name_or_path", "quickstart", "--dataset_name", "./data", "--reward_funcs", "own_module.exact"]
+    result = run("credit", *line, *ON_CPU, *SMALL)
+    assert result.returncode == 2
+    assert "Reward function `exact` reads the column `answer`, which `train_dataset` lacks" in last_line(result)
+    assert "its columns are prompt, solution" in last_line(result)
+    assert "dataset.rename_column('solution', 'answer')" in last_line(result)
+    assert not (folder / "trainer_output").exists() or not any((folder / "trainer_output").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [("credit", ["--task", "nowhere", "--model_name_or_path", "no/such"]), ("credit-quickstart", [])],
+)
+def test_a_coefficient_of_two_is_out_of_range_before_anything_loads(folder, command, line):
+    result = run(command, *line, "--contrastive_coef", "2")
+    assert result.returncode != 0
+    assert last_line(result).startswith(f"trl {command}: error: `contrastive_coef` must be in [0, 1], got 2.0.")
+    assert not re.search(r"bf16|no/such|nowhere|Loading weights", result.stderr)
+    assert not list(folder.glob("runs*"))
+
+
+# In this process, which saves loading TRL for each.
+LINES = [
+    ("credit --config no_yaml.yaml", "no_yaml.yaml"),
+    ("credit --config nowhere.yaml", "nowhere.yaml"),
+    ("credit --config", "give its path"),
+    ("credit --config grid.yaml", "`contrastive_coef` must be a number or 'auto', got [0.1, 0.2]"),
+    ("credit --task quickstart", "set `use_cpu=True` and `bf16=False`"),
+    ("credit --learning_rate much", "invalid float value: 'much'"),
+    ("credit --contrastive_form divide", "invalid choice: 'divide'"),
+    ("credit --sandbox docker", "neither one of auto, bubblewrap"),
+    ("credit --use_cpu true --bf16 false --generation_batch_size 64 --num_processes few", "invalid int value: 'few'"),
+    ("credit-quickstart --steps 0", "`steps` must be at least 1"),
+    ("credit-quickstart --world nowhere", "choose one of"),
+    ("credit-quickstart --output_dir typo.yaml", "typo.yaml"),
+    ("credit-eval --model no/such --task quickstart", "couldn't find them"),
+    ("credit-eval --model quickstart --task quickstar", "Known tasks"),
+    ("credit-eval --model quickstart --task own_module:Unasked", "no column `prompt`; its columns are question"),
+    ("credit-eval --model quickstart --task quickstart --k 0", "k"),
+    ("credit-eval --model quickstart --task quickstart --split nowhere", "choose one of"),
+    ("credit-eval --model quickstart --task quickstart --max_prompts 0", "max_prompts"),
+    ("credit-eval --model quickstart --task quickstart --max_prompts 1 --temperature -1", "temperature"),
+    ("credit-eval --model quickstart --task quickstart --max_prompts 1 --top_p 2", "top_p"),
+    ("credit-map --model quickstart", "--task or --responses"),
+    ("credit-map --model quickstart --task quickstart --contrastive_coef 2", "must be in [0, 1]"),
+    ("credit-map --model quickstart --task own_module:Unasked", "no column `prompt`"),
+    ("credit-map --model quickstart --responses typo.yaml", "typo.yaml, line 1"),
+    ("credit-map --maps typo.yaml", "typo.yaml"),
+    ("credit-map --model quickstart --task quickstart --config no_yaml.yaml", "expected"),
+    ("credit-compat --model quickstart --task quickstart", "no multiple choice"),
+    ("credit-compat --model quickstart --task own_module:Unasked", "no column `prompt`"),
+    ("credit-compat --model quickstart --task nowhere", "Known tasks"),
+    ("credit-plan", "holds one problem"),
+    ("credit-plan --generation_batch_size 64", "--model_name_or_path"),
+    ("credit-plan --config typo.yaml", "Did you mean --contrastive_coef?"),
+    ("credit-plan --config no_yaml.yaml", "no_yaml.yaml"),
+    ("credit-plan --config", "give its path"),
+    ("credit-plan --model_name_or_path Qwen/Qwen3-8B --contrastive_coef 2", "must be in [0, 1]"),
+    ("credit-sweep nowhere.yaml", "nowhere.yaml"),
+    ("credit-sweep no_yaml.yaml", "is not YAML"),
+    ("credit-sweep typo.yaml", "unknown field contrastive_coeff"),
+    ("credit-compare nowhere", "holds no run"),
+    ("credit-compare damaged", "is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), LINES, ids=[line for line, _ in LINES])
+def test_a_mistake_is_told_with_an_exit_code_and_without_a_traceback(folder, capsys, line, message):
+    command, *arguments = line.split()
+    try:
+        code = cli.main([command, *arguments])
+    except SystemExit as ended:  # a parser's
+        code = ended.code
+    told = capsys.readouterr().err
+    assert code in (1, 2)
+    assert message in told
+    assert "Traceback" not in told
+
+
+SPEC = {"model": "quickstart", "task": "quickstart", "grid": {"method": ["CREDIT"]}, "seeds": [1]}
+RUNS = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"config": {**RUNS, "contrastive_coef": 2}}, "must be in [0, 1]"),
+        ({"config": {**RUNS, "contrastive_coeff": 0.1}}, "contrastive_coeff"),
+        ({"config": [1]}, "config"),
+        ({"seeds": 3}, "`seeds` is a list"),
+        ({"grid": {"method": ["CREDITS"]}}, "Unknown method 'CREDITS'"),
+        ({"grid": 3}, "grid"),
+        ({"task": "quickstar"}, "Known tasks"),
+        ({"model": 3}, "model"),
+        ({"evaluation": {"kk": 3}}, "kk"),
+    ],
+)
+def test_a_mistake_in_a_sweep_is_told_before_a_job_starts(folder, capsys, changed, message):
+    (folder / "sweep.yaml").write_text(json.dumps({**SPEC, "config": RUNS, **changed}))  # JSON is YAML
+    assert cli.main(["credit-sweep", "sweep.yaml", "--output_dir", "jobs", "--dry_run"]) in (1, 2)
+    told = capsys.readouterr().err
+    assert message in told
+    assert not (folder / "jobs").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--task own_module:Unasked", "no column `prompt`"),
+        ("--dataset_name ./data --reward_funcs no_module.exact", "no module `no_module`"),
+        ("--dataset_name ./data --reward_funcs own_module.nothing", "has no `nothing`"),
+        ("--dataset_name ./data --reward_funcs own_module.exact --dataset_train_split tran", "the data has train"),
+        ("--dataset_name ./nothing --reward_funcs own_module.exact", "nothing"),
+        ("--task quickstart --resume_from_checkpoint nowhere", "nowhere"),
+        ("--dataset_name ./data --reward_funcs own_module.wrong_feedback", "got dict"),
+        ("--dataset_name ./data --reward_funcs own_module.wrong_feedback", "(own_module.py, line 9)"),
+        ("--dataset_name ./data --reward_funcs own_module.one_for_all", "returned 1 rewards"),
+    ],
+)
+def test_a_mistake_that_the_training_process_finds_is_told_the_same_way(folder, capsys, line, message):
+    from credit_trl.cli import training
+
+    own = ["--model_name_or_path", "quickstart", "--output_dir", "run", "--save_strategy", "no"]
+    assert training.run([*line.split(), *own, *ON_CPU, *SMALL]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_bug_in_a_verifier_keeps_its_traceback(folder):
+    from credit_trl.cli import training
+
+    own = ["--model_name_or_path", "quickstart", "--output_dir", "run", "--save_strategy", "no"]
+    with pytest.raises(TypeError, match="NoneType"):
+        training.run(["--dataset_name", "./data", "--reward_funcs", "own_module.buggy", *own, *ON_CPU, *SMALL])
+
+
+def test_the_traceback_of_a_mistake_is_shown_on_request(folder, monkeypatch):
+    monkeypatch.setenv(mistakes.TRACEBACK, "1")
+    with pytest.raises(ValueError, match="`steps` must be at least 1"):
+        cli.main(["credit-quickstart", "--steps", "0"])
