@@ -41,8 +41,18 @@ def execute(notebook: nbformat.NotebookNode, *, timeout: int = 600) -> nbformat.
         NotebookClient(
             notebook, timeout=timeout, kernel_name="python3", resources=resources, record_timing=False
         ).execute()
+        _make_paths_relative(notebook, folder)
     notebook.metadata.language_info = {"name": "python"}
     return notebook
+
+
+def _make_paths_relative(notebook: nbformat.NotebookNode, folder: str) -> None:
+    """What a cell printed below the folder of the run, `/tmp/tmp…/run`, is shown as it is there, `run`."""
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        for texts in (output, output.get("data", {})):
+            for kind in ("text", "text/plain", "text/markdown", "text/html"):
+                if kind in texts:
+                    texts[kind] = texts[kind].replace(f"{folder}/", "").replace(folder, ".")
 
 
 def main() -> int:
