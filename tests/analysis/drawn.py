@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from credit_trl import objective
+from credit_trl.analysis.formula import PAPER, CreditFormula
 from credit_trl.analysis.responses import Response
 from credit_trl.analysis.tokenmap import TokenMap, TokenScores
 from credit_trl.analysis.tokentext import TokenText, visible
@@ -37,6 +39,8 @@ def drawn_map(
     alternatives: list[str] | None = None,
     reward: float | None = 1.0,
     dtype: torch.dtype = torch.float32,
+    coef: float = 0.1,
+    formula: CreditFormula = PAPER,
 ) -> TokenMap:
     """A map of random log-probabilities over the given token texts."""
     generator = torch.Generator().manual_seed(seed)
@@ -45,15 +49,25 @@ def drawn_map(
     def logps(*shape: int) -> torch.Tensor:
         return -8 * torch.rand(*shape, generator=generator, dtype=dtype).square()
 
+    def advantages(student: torch.Tensor, teacher: torch.Tensor, contrast: torch.Tensor) -> torch.Tensor:
+        if not contrasts:
+            return objective.self_distillation_reward(teacher, student)
+        options = {"form": formula.rule.form, "baseline": formula.baseline}
+        return objective.credit_advantages(teacher, contrast, student, coef, **options)
+
+    own = logps(count), logps(count), logps(contrasts, count)
+    other = logps(count, len(texts)), logps(count, len(texts)), logps(contrasts, count, len(texts))
+    entered = torch.full((count, 1 + len(texts)), coef if contrasts else 0.0, dtype=dtype)
     scores = TokenScores(
-        logps(count),
-        logps(count),
-        logps(contrasts, count),
-        0.1,
+        *own,
+        advantages(*own),
+        entered[:, 0],
+        coef,
+        formula,
         torch.arange(len(texts)).expand(count, -1).contiguous(),
-        logps(count, len(texts)),
-        logps(count, len(texts)),
-        logps(contrasts, count, len(texts)),
+        *other,
+        advantages(*other),
+        entered[:, 1:],
     )
     others = tuple(f"another problem {k}" for k in range(contrasts))
     response = Response(identifier, problem, tuple(range(count)), Evidence(feedback=feedback), others, reward)

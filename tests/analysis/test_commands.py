@@ -10,9 +10,11 @@ import torch
 from drawn import drawn_map
 
 from credit_trl.analysis.checkpoints import Checkpoint
-from credit_trl.analysis.responses import generate, read_responses, sample_responses
+from credit_trl.analysis.responses import analysis_config, generate, read_responses, sample_responses
 from credit_trl.analysis.tokenmap_parquet import read_parquet, write_parquet
 from credit_trl.cli import credit_compat, credit_map
+from credit_trl.contexts import user_text, without_question
+from credit_trl.contrast import text_similarity
 from credit_trl.tasks.registry import load_task
 
 
@@ -149,6 +151,86 @@ def test_a_runs_yaml_gives_templates_and_coefficients(tmp_path, capsys):
     (tmp_path / "bad.yaml").write_text("!!python/object/apply:os.system ['true']")
     assert call(credit_map, "--model", "m", "--task", "quickstart", "--config", tmp_path / "bad.yaml") == 1
     assert "could not determine a constructor" in capsys.readouterr().err
+
+
+def saved_run(saved, name: str, seed: int = 0, adapted: float | None = None, **config):
+    """A checkpoint with the run's `run.json` beside it, as training leaves them."""
+    checkpoint = saved(f"{name}/checkpoint-5", seed=seed)
+    (checkpoint.parent / "run.json").write_text(json.dumps({"config": config, "seed": 1}))
+    if adapted is not None:
+        (checkpoint / "contrastive_coef.json").write_text(json.dumps({"contrastive_coef": adapted}))
+    return checkpoint
+
+
+SHORT = ("--max_prompts", 2, "--samples", 2, "--max_completion_length", 4, "--pictures", 0, "--pmi")
+
+
+def test_each_checkpoint_is_mapped_with_the_formula_of_its_own_run(saved, tmp_path, capsys):
+    paper = saved_run(saved, "paper", 1, contrastive_coef=0.2, contrastive_source="batch")
+    guide = saved_run(saved, "guide", 2, contrastive_form="guide", contrastive_coef=2.0, contrastive_gate=0.01)
+    line = ("--model", saved("base"), "--checkpoint", paper, "--checkpoint", guide, "--task", "quickstart")
+    assert call(credit_map, *line, "--output_dir", tmp_path / "out", *SHORT) == 0
+    scores = {m.checkpoint: m.scores for m in read_parquet(tmp_path / "out" / "maps.parquet")}
+    assert [(s.contrastive_coef, s.formula.rule.form, s.formula.rule.gate) for s in scores.values()] == [
+        (0.2, "subtract", 0.0),
+        (0.2, "subtract", 0.0),
+        (2.0, "guide", 0.01),
+    ]
+    assert "R_t = ΔV_t + λ S_t, where f and Ĝ differ by a total variation above 0.01" in capsys.readouterr().out
+    assert "R_t = ΔV_t − λ Ĝ, λ = 0.2" in (tmp_path / "out" / "pmi.md").read_text("utf-8")
+
+
+def test_an_adapted_coefficient_comes_from_the_checkpoint_or_is_asked_for(saved, tmp_path, capsys):
+    auto = {"contrastive_coef": "auto", "contrastive_auto_level": 0.1, "contrastive_auto_start": 0.05}
+    adapted = saved_run(saved, "auto", adapted=0.321, **auto)
+    lost = saved_run(saved, "lost", **auto)
+    line = ("--model", saved("base"), "--task", "quickstart", "--output_dir", tmp_path / "out", *SHORT)
+    assert call(credit_map, *line, "--checkpoint", adapted) == 0
+    scores = [m.scores for m in read_parquet(tmp_path / "out" / "maps.parquet")]
+    assert {s.contrastive_coef for s in scores} == {0.05, 0.321}  # of the run's first step, and of the checkpoint
+    assert call(credit_map, *line, "--checkpoint", lost) == 1
+    assert "--contrastive_coef 0.3" in capsys.readouterr().err
+    assert call(credit_map, *line, "--config", adapted.parent / "run.json") == 1
+    assert call(credit_map, *line, "--checkpoint", lost, "--contrastive_coef", 0.3) == 0
+    assert {m.scores.contrastive_coef for m in read_parquet(tmp_path / "out" / "maps.parquet")} == {0.3}
+
+
+@pytest.mark.parametrize("source", ["none", "hard", "batch", "same_task", "dataset"])
+def test_contrasts_come_from_the_runs_source(make_model, tokenizer, source):
+    checkpoint, task = Checkpoint.of(make_model(), tokenizer), load_task("quickstart")
+    data = task.build("test")
+    rows, everything = list(data.take(5)), list(data["prompt"])
+    count = 1 if source == "none" else 3
+    config = analysis_config(contrastive_source=source, contrastive_count=count, max_completion_length=4)
+    responses = sample_responses(checkpoint, task, rows, config, samples=2, population=everything)
+    prompts = [row["prompt"] for row in rows]
+    texts = [user_text(prompt) for prompt in prompts]
+    for response in responses:
+        assert len(response.contrasts) == count
+        if source == "none":
+            assert response.contrasts == (without_question(response.prompt),)
+            continue
+        assert response.prompt not in response.contrasts
+        if source != "dataset":
+            assert all(other in prompts for other in response.contrasts)
+        if source == "hard":
+            own = text_similarity(texts)[prompts.index(response.prompt)]
+            nearest = sorted((own[i] for i, p in enumerate(prompts) if p != response.prompt), reverse=True)[:3]
+            assert [own[prompts.index(other)] for other in response.contrasts] == pytest.approx(nearest)
+
+
+def test_a_source_that_cannot_be_drawn_from_says_what_to_do(saved, tmp_path, capsys):
+    (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "Say a.", "response": "a", "feedback": "Good."}))
+    line = ("--model", saved("m"), "--output_dir", tmp_path / "out", "--pictures", 0)
+    own = ("--responses", tmp_path / "own.jsonl", "--contrastive_source", "same_task")
+    assert call(credit_map, *line, *own) == 1
+    assert "a field `task` of each record" in capsys.readouterr().err
+    alone = ("--task", "quickstart", "--max_prompts", 1, "--contrastive_source", "batch")
+    assert call(credit_map, *line, *alone, "--max_completion_length", 4) == 1
+    assert "raise --max_prompts" in capsys.readouterr().err
+    (tmp_path / "run.yaml").write_text("contrastive_swap: hint\ncontrastive_source: batch\n")
+    assert call(credit_map, *line, "--task", "quickstart", "--config", tmp_path / "run.yaml") == 1
+    assert "CreditMapCallback" in capsys.readouterr().err
 
 
 def test_sampling_is_repeatable_ends_at_the_end_and_leaves_the_random_state(make_model, tokenizer, config):

@@ -13,8 +13,10 @@ from joints import Joint, JointLM
 
 from credit_trl.analysis import interventional as iv
 from credit_trl.analysis.checkpoints import Checkpoint
+from credit_trl.analysis.formula import CreditFormula
 from credit_trl.analysis.responses import ResponseContexts
 from credit_trl.analysis.tokenmap import score_response
+from credit_trl.objective import ContrastRule
 from credit_trl.tasks.registry import load_task
 
 VOCABULARY, LENGTH, Z = 4, 2, 1  # the observed feedback is z = 1
@@ -207,6 +209,20 @@ def test_candidates_come_from_the_least_certain_prefixes_and_are_the_policys_lik
         teacher, contrast = joint.next_logps(0, y[:t], 1)[chosen], joint.next_logps(1, y[:t], 1)[chosen]
         torch.testing.assert_close(branching.rewards, teacher - logps[t][chosen])
         torch.testing.assert_close(branching.advantages, teacher - 0.5 * contrast - logps[t][chosen])
+    guide = iv.candidates_of(
+        Checkpoint.of(model, None),
+        contexts,
+        list(y),
+        contrastive_coef=0.5,
+        formula=CreditFormula(ContrastRule("guide")),
+        positions=2,
+        candidates=3,
+    )
+    for one, other in zip(found, guide, strict=True):
+        teacher = torch.stack([joint.next_logps(0, one.prefix, 1)[v] for v in one.candidates])
+        # r + λ S against r − λ Ĝ: they differ by λ f.
+        torch.testing.assert_close(other.advantages - one.advantages, 0.5 * teacher)
+        torch.testing.assert_close(other.rewards, one.rewards)
 
 
 def test_unlikely_tokens_are_no_candidates():

@@ -13,9 +13,11 @@ import torch
 from drawn import HOSTILE, drawn_map
 from matplotlib.image import imread
 
+from credit_trl.analysis.formula import CreditFormula
 from credit_trl.analysis.tokenmap import QUANTITIES, TokenMap, colour_strength, group_scales
 from credit_trl.analysis.tokenmap_html import embed_json, render_html, write_html
 from credit_trl.analysis.tokentext import visible
+from credit_trl.objective import ContrastRule
 
 # Two frames after now: what was changed has been laid out and painted.
 PAINTED = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - t0))))"
@@ -119,7 +121,28 @@ def test_switching_the_quantity_repaints_by_sign(show):
             assert alpha == pytest.approx(0.72 * abs(strength), abs=0.004)
             if abs(strength) > 0.01:
                 assert (red > blue) == (strength > 0)
-        assert QUANTITIES[quantity][1] in shown.page.locator("#meaning").inner_text()
+        assert f"{QUANTITIES[quantity]}: {token_map.meaning(quantity)}" in shown.page.locator("#meaning").inner_text()
+
+
+def test_labels_and_tooltips_say_the_formula_of_each_pane(show):
+    gated = CreditFormula(ContrastRule("guide", gate=0.05), "log_mean")
+    maps = [
+        drawn_map(["a ", "b "], checkpoint="paper"),
+        drawn_map(["a ", "b "], checkpoint="guide", coef=2.0, formula=gated),
+    ]
+    shown = show(maps)
+    headings = shown.page.locator(".pane h2").all_inner_texts()
+    assert headings[0] == "paper · R_t = ΔV_t − λ Ĝ · λ = 0.1"
+    assert headings[1].startswith("guide · R_t = ΔV_t + λ S_t, where f and Ĝ differ by a total variation above 0.05")
+    assert headings[1].endswith("λ = 2")
+    label = shown.page.locator("#quantities label", has_text="R_t").get_attribute("title")
+    assert label == f"{maps[0].meaning('advantage')} | {maps[1].meaning('advantage')}"
+    shown.page.locator("input[value=generic]").check(force=True)
+    assert "log of the mean probability" in shown.page.locator("#meaning").inner_text()
+    shown.tokens().first.hover()
+    row = shown.page.locator("tr[data-quantity=advantage] td").first
+    assert "ΔV_t + λ S_t" in row.get_attribute("title")
+    assert shown.numbers()["entered_coef"] == ["0.1000", "2.0000"]
 
 
 def test_the_second_palette_changes_the_colours(show):

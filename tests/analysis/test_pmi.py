@@ -13,9 +13,11 @@ from joints import Joint, JointLM, random_joint
 from credit_trl import objective
 from credit_trl.analysis import pmi
 from credit_trl.analysis.checkpoints import Checkpoint
+from credit_trl.analysis.formula import PAPER, CreditFormula
 from credit_trl.analysis.passes import Reading
 from credit_trl.analysis.responses import ResponseContexts
 from credit_trl.analysis.tokenmap import score_response
+from credit_trl.objective import ContrastRule
 
 EXACT = {"atol": 1e-10, "rtol": 0}
 joints = st.builds(
@@ -29,7 +31,17 @@ joints = st.builds(
 few = settings(max_examples=12, deadline=None)
 
 
-def read(joint: Joint, x: int, z: int, y: tuple[int, ...], *, noise: float = 0.0, lagged: Joint | None = None):
+def read(
+    joint: Joint,
+    x: int,
+    z: int,
+    y: tuple[int, ...],
+    coef: float = 0.0,
+    *,
+    noise: float = 0.0,
+    lagged: Joint | None = None,
+    formula: CreditFormula = PAPER,
+):
     """What `pmi.read_response` gives for one response of the joint's own model, or with a lagged reference."""
     student = JointLM(joint, noise)
     reference = student if lagged is None else JointLM(lagged, noise)
@@ -38,7 +50,11 @@ def read(joint: Joint, x: int, z: int, y: tuple[int, ...], *, noise: float = 0.0
     contexts = [reference.context(x, z), *(reference.context(k, z) for k in others)]
     contexts += [reference.context(x), *(reference.context(k) for k in others)]
     return pmi.read_response(
-        Reading(checkpoint.student, [student.context(x)]), Reading(checkpoint.reference, contexts), list(y)
+        Reading(checkpoint.student, [student.context(x)]),
+        Reading(checkpoint.reference, contexts),
+        list(y),
+        contrastive_coef=coef,
+        formula=formula,
     )
 
 
@@ -91,7 +107,7 @@ def test_theorem_1_fails_where_the_teacher_is_no_conditional_of_the_joint():
 @given(joint=joints, seed=st.integers(0, 10**6))
 def test_corollary_2_the_rewards_of_a_response_sum_to_its_pmi(joint, seed):
     x, z, y = response_of(joint, seed)
-    report = pmi.report("y", read(joint, x, z, y), 0.0)
+    report = pmi.report("y", read(joint, x, z, y))
     assert report.pmi == pytest.approx(joint.pmi(x, y, z).item(), abs=1e-10)
     assert report.reward == pytest.approx(report.pmi, abs=1e-10)
 
@@ -99,8 +115,8 @@ def test_corollary_2_the_rewards_of_a_response_sum_to_its_pmi(joint, seed):
 def test_corollary_2_fails_for_an_incompatible_teacher_and_for_a_lagged_reference():
     joint, other = random_joint(5), random_joint(6)
     x, z, y = response_of(joint, 5)
-    assert abs(pmi.report("y", read(joint, x, z, y, noise=0.5), 0.0).pmi - joint.pmi(x, y, z)) > 0.05
-    lagged = pmi.report("y", read(joint, x, z, y, lagged=other), 0.0)
+    assert abs(pmi.report("y", read(joint, x, z, y, noise=0.5)).pmi - joint.pmi(x, y, z)) > 0.05
+    lagged = pmi.report("y", read(joint, x, z, y, lagged=other))
     assert abs(lagged.reward - other.pmi(x, y, z)) > 0.05
     assert lagged.pmi == pytest.approx(other.pmi(x, y, z).item(), abs=1e-10)
     assert lagged.reward == pytest.approx(lagged.pmi + lagged.gap, abs=1e-10)
@@ -110,7 +126,7 @@ def test_corollary_2_fails_for_an_incompatible_teacher_and_for_a_lagged_referenc
 @given(joint=joints, seed=st.integers(0, 10**6), coef=st.floats(0.0, 1.0))
 def test_equation_9_the_credit_of_a_response_is_contrastive_pmi_and_anti_genericity(joint, seed, coef):
     x, z, y = response_of(joint, seed)
-    report = pmi.report("y", read(joint, x, z, y), coef)
+    report = pmi.report("y", read(joint, x, z, y, coef))
     others = [k for k in range(joint.sizes[0]) if k != x]
     contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
     surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
@@ -120,10 +136,44 @@ def test_equation_9_the_credit_of_a_response_is_contrastive_pmi_and_anti_generic
     assert report.anti_genericity >= 0.0
 
 
+@few
+@given(
+    joint=joints,
+    seed=st.integers(0, 10**6),
+    coef=st.floats(0.0, 1.0),
+    form=st.sampled_from(["subtract", "guide"]),
+    gate=st.sampled_from([0.0, 0.1]),
+    baseline=st.sampled_from(["mean_log", "log_mean"]),
+    support=st.sampled_from([("full", "bucket"), ("teacher_topk", "bucket"), ("teacher_topk", "renormalize")]),
+)
+def test_the_parts_sum_to_the_credit_of_every_formula(joint, seed, coef, form, gate, baseline, support):
+    x, z, y = response_of(joint, seed)
+    formula = CreditFormula(ContrastRule(form, gate), baseline, support=support[0], topk=2, tail=support[1])
+    logps = read(joint, x, z, y, coef, formula=formula)
+    report = pmi.report("y", logps)
+    parts = report.contrastive_pmi + report.anti_genericity + report.gap + report.conditioning
+    assert parts == pytest.approx(report.credit, abs=1e-9)
+    assert report.credit == pytest.approx(logps.advantage.sum().item(), abs=1e-12)
+    if support[1] == "bucket":
+        assert report.conditioning == 0.0
+        whole = logps.advantage - (logps.teacher - logps.student)
+        generic = logps.contrast.mean(0) if baseline == "mean_log" else logps.contrast.exp().mean(0).log()
+        shift = logps.teacher - generic if form == "guide" else -generic
+        torch.testing.assert_close(whole, logps.entered_coef * shift, **EXACT)
+    if form == "guide" and baseline == "mean_log" and not gate and support[0] == "full":
+        others = [k for k in range(joint.sizes[0]) if k != x]
+        contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
+        surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
+        pmi_of_it = joint.pmi(x, y, z)
+        likelier = coef * (joint.log_likelihood(x, y) + surprisal)
+        assert report.contrastive_pmi == pytest.approx((pmi_of_it + coef * (pmi_of_it - contrast)).item(), abs=1e-9)
+        assert report.anti_genericity == pytest.approx(likelier.item(), abs=1e-9)
+
+
 def test_equation_9_fails_for_an_incompatible_teacher():
     joint = random_joint(8)
     x, z, y = response_of(joint, 8)
-    report = pmi.report("y", read(joint, x, z, y, noise=0.5), 0.5)
+    report = pmi.report("y", read(joint, x, z, y, 0.5, noise=0.5))
     others = [k for k in range(joint.sizes[0]) if k != x]
     contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
     surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
@@ -199,14 +249,14 @@ def test_appendix_c_the_bound_fails_when_taken_over_a_part_of_the_vocabulary():
 def test_appendix_c_through_the_models_with_a_lagged_reference():
     joint, other = random_joint(11), random_joint(12)
     x, z, y = response_of(joint, 1)
-    logps = read(joint, x, z, y, lagged=other)
-    report = pmi.report("y", logps, 0.3)
+    logps = read(joint, x, z, y, 0.3, lagged=other)
+    report = pmi.report("y", logps)
     gaps = [other.next_logps(x, y[:t]) - joint.next_logps(x, y[:t]) for t in range(len(y))]
     assert report.gap == pytest.approx(sum(g[v].item() for g, v in zip(gaps, y, strict=True)), abs=1e-10)
     assert report.gap_bound == pytest.approx(sum(g.abs().max().item() for g in gaps), abs=1e-10)
     assert abs(report.gap) <= report.gap_bound
     # Without lag neither remains.
-    still = pmi.report("y", read(joint, x, z, y), 0.3)
+    still = pmi.report("y", read(joint, x, z, y, 0.3))
     assert still.gap == pytest.approx(0.0, abs=1e-10)
     assert still.gap_bound == pytest.approx(0.0, abs=1e-10)
 
@@ -221,7 +271,7 @@ def test_masked_tokens_do_not_count():
 
 
 def test_reports_print_as_a_table():
-    report = pmi.report("a", read(random_joint(1), 0, 1, (0, 1)), 0.1)
+    report = pmi.report("a", read(random_joint(1), 0, 1, (0, 1), 0.1))
     table = pmi.format_reports([report, report])
     assert len(table.splitlines()) == 4
     assert f"{report.pmi:+.2f}" in table

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from credit_trl import objective
 from credit_trl.analysis.checkpoints import Checkpoint
+from credit_trl.analysis.formula import PAPER, CreditFormula
 from credit_trl.analysis.responses import build_contexts
 from credit_trl.analysis.token_classes import default_classes
 from credit_trl.analysis.tokenmap import QUANTITIES, SATURATION, colour_strength, group_scales, map_response
@@ -22,6 +23,7 @@ from credit_trl.analysis.tokenmap_parquet import read_parquet, write_parquet
 from credit_trl.analysis.tokenmap_summary import format_summary, summarize
 from credit_trl.analysis.tokentext import token_texts
 from credit_trl.contexts import Evidence
+from credit_trl.objective import ContrastRule
 
 quick = settings(max_examples=20, deadline=None)
 
@@ -70,12 +72,8 @@ def test_stored_log_probabilities_give_the_quantities_bit_by_bit(model_map):
     assert torch.equal(s.specific, objective.input_specific(s.teacher_logps, s.contrast_logps))
     advantages = objective.credit_advantages(s.teacher_logps, s.contrast_logps, s.student_logps, s.contrastive_coef)
     assert torch.equal(s.advantage, advantages)
-    assert torch.equal(
-        s.alternative_advantages,
-        objective.credit_advantages(
-            s.alternative_teacher_logps, s.alternative_contrast_logps, s.alternative_student_logps, s.contrastive_coef
-        ),
-    )
+    alternatives = s.alternative_teacher_logps, s.alternative_contrast_logps, s.alternative_student_logps
+    assert torch.equal(s.alternative_advantages, objective.credit_advantages(*alternatives, s.contrastive_coef))
 
 
 def test_alternatives_are_the_likeliest_under_student_or_teacher(checkpoint, respond, config):
@@ -156,11 +154,12 @@ def test_values_that_do_not_exist_have_no_colour():
     seed=st.integers(0, 1000),
     contrasts=st.integers(0, 3),
     dtype=st.sampled_from([torch.float32, torch.float64]),
+    formula=st.sampled_from([PAPER, CreditFormula(ContrastRule("guide", 0.05, 0.01), "log_mean", "no question")]),
 )
-def test_a_map_survives_parquet_bit_by_bit(tmp_path_factory, tokens, seed, contrasts, dtype):
+def test_a_map_survives_parquet_bit_by_bit(tmp_path_factory, tokens, seed, contrasts, dtype, formula):
     path = tmp_path_factory.mktemp("maps") / "maps.parquet"
     maps = [
-        drawn_map(tokens, seed=seed, contrasts=contrasts, dtype=dtype),
+        drawn_map(tokens, seed=seed, contrasts=contrasts, dtype=dtype, formula=formula),
         drawn_map(tokens, seed=seed + 1, contrasts=contrasts, dtype=dtype, checkpoint="step-2", reward=None),
     ]
     maps[1] = replace(maps[1], response=maps[0].response)
@@ -170,6 +169,10 @@ def test_a_map_survives_parquet_bit_by_bit(tmp_path_factory, tokens, seed, contr
     for one, other in zip(back, maps, strict=True):
         assert (one.checkpoint, one.tokens, one.classes) == (other.checkpoint, other.tokens, other.classes)
         assert one.alternatives == other.alternatives
+        assert (one.scores.formula, one.scores.contrastive_coef) == (other.scores.formula, 0.1)
+        assert torch.equal(one.scores.entered_coef, other.scores.entered_coef)
+        assert torch.equal(one.scores.alternative_advantages, other.scores.alternative_advantages)
+        assert torch.equal(one.scores.alternative_entered_coef, other.scores.alternative_entered_coef)
         for quantity in QUANTITIES:
             assert torch.equal(one.values(quantity).nan_to_num(99.0), other.values(quantity).nan_to_num(99.0))
         assert torch.equal(one.scores.alternative_ids, other.scores.alternative_ids)

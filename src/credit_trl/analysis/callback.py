@@ -47,6 +47,7 @@ class CreditMapCallback(TrainerCallback):
     Raises:
         ValueError: `every` or `rollouts` below 1.
         RuntimeError: training begins and no trainer was attached.
+        ValueError: training begins with `contrastive_coef="auto"` and a loss that adapts nothing.
     """
 
     def __init__(
@@ -80,6 +81,10 @@ class CreditMapCallback(TrainerCallback):
             raise RuntimeError(
                 "CreditMapCallback does not know its trainer: `trainer.add_callback(CreditMapCallback(every=50, "
                 "trainer=trainer))`, or `callback.attach(trainer)`."
+            )
+        if args.contrastive_coef == "auto" and self.trainer.adaptive_coef is None:
+            raise ValueError(
+                "`distillation_weight=0` adapts no λ, and a token map needs one: set `contrastive_coef` to a number."
             )
         self.directory = Path(args.output_dir) / DIRECTORY
         if state.global_step > 0 and self._pin_file.exists():
@@ -124,6 +129,7 @@ class CreditMapCallback(TrainerCallback):
             self._tokenizer,
             student,
             getattr(trainer, "reference", student),
+            contrastive_coef=None if trainer.adaptive_coef is None else trainer.adaptive_coef.value,
         )
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
         chosen = _choose(self._responses(step), share, trainer.num_generations)

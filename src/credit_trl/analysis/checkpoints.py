@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from credit_trl import adaptive
 from credit_trl.contexts import Prompt
 from credit_trl.teacher import ADAPTER_NAME, CHECKPOINT_FILE, CopyReference, Reference
 
@@ -32,6 +34,7 @@ class Checkpoint:
         student: π_θ.
         reference: π_ref; the student itself is exact self-distillation.
         chat_template_kwargs: passed to the chat template (`{"enable_thinking": False}`).
+        contrastive_coef: λ, where the run adapts it and left it here.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Checkpoint:
     student: Reference
     reference: Reference
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    contrastive_coef: float | None = None
 
     @classmethod
     def of(
@@ -49,13 +53,14 @@ class Checkpoint:
         reference: nn.Module | None = None,
         name: str = "model",
         chat_template_kwargs: dict[str, Any] | None = None,
+        contrastive_coef: float | None = None,
     ) -> Checkpoint:
         """A checkpoint of models that are in memory; without a reference the model is its own."""
         device = next(model.parameters()).device
         student = Reference(model, OneProcess(device))
         # The reference computes in the student's precision, as in training.
         lagged = student if reference is None else CopyReference(model, OneProcess(device), reference)
-        return cls(name, tokenizer, student, lagged, chat_template_kwargs or {})
+        return cls(name, tokenizer, student, lagged, chat_template_kwargs or {}, contrastive_coef)
 
     @classmethod
     def load(
@@ -73,7 +78,7 @@ class Checkpoint:
         Args:
             model: a path, a name on the hub, or `"quickstart"` for the model that the package brings.
             checkpoint: a `checkpoint-…` directory: full weights or adapters of `model`. The reference that
-                `CreditTrainer` saved there is read too; where there is none, the policy is its own.
+                `CreditTrainer` saved there is read too, and an adapted λ; without a reference the policy is its own.
             device: by default the GPU, if there is one.
             dtype: of the weights; an averaged reference stays in fp32.
             name: by default that of the checkpoint's directory, or of the model.
@@ -91,7 +96,12 @@ class Checkpoint:
             reference = _load_reference(policy, Path(checkpoint) / CHECKPOINT_FILE)
         default = Path(checkpoint).name if checkpoint is not None else model.rstrip("/").split("/")[-1]
         return cls.of(
-            policy, tokenizer, reference=reference, name=name or default, chat_template_kwargs=chat_template_kwargs
+            policy,
+            tokenizer,
+            reference=reference,
+            name=name or default,
+            chat_template_kwargs=chat_template_kwargs,
+            contrastive_coef=None if checkpoint is None else _adapted_coefficient(Path(checkpoint)),
         )
 
     def render(self, messages: list[dict[str, Any]]) -> str:
@@ -158,6 +168,11 @@ def _load_policy(path: str, checkpoint: str | Path | None, dtype: str | torch.dt
             f"{checkpoint} holds neither config.json nor adapter_config.json: name a run's `checkpoint-…`."
         )
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+
+
+def _adapted_coefficient(checkpoint: Path) -> float | None:
+    path = checkpoint / adaptive.CHECKPOINT_FILE
+    return float(json.loads(path.read_text("utf-8"))["contrastive_coef"]) if path.is_file() else None
 
 
 def _load_reference(policy: nn.Module, path: Path) -> nn.Module:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from credit_trl import objective
 from credit_trl.analysis.checkpoints import Checkpoint
+from credit_trl.analysis.formula import PAPER, CreditFormula
 from credit_trl.analysis.passes import Reading, conditionals
 from credit_trl.analysis.responses import ResponseContexts, generate, grade
 from credit_trl.tasks.registry import Task
@@ -141,6 +142,7 @@ def candidates_of(
     token_ids: Sequence[int],
     *,
     contrastive_coef: float,
+    formula: CreditFormula = PAPER,
     positions: int,
     candidates: int,
     temperature: float = 1.0,
@@ -154,6 +156,7 @@ def candidates_of(
         contexts: x, (x, z), (x'_k, z).
         token_ids: y.
         contrastive_coef: λ, for R_t.
+        formula: all else that R_t depends on.
         positions: how many prefixes, by the student's entropy.
         candidates: how many tokens a prefix, at most.
         temperature: of the rollout.
@@ -170,17 +173,17 @@ def candidates_of(
     found: list[tuple[float, Branching]] = []
     for rows, ((student,), (teacher, *contrast)) in conditionals(readings, token_ids, temperature=temperature):
         entropy = torch.special.entr(student.exp()).sum(dim=-1)
-        rewards = objective.self_distillation_reward(teacher, student)
-        advantages = rewards
-        if contrast:
-            advantages = objective.credit_advantages(teacher, torch.stack(contrast), student, contrastive_coef)
+        top = student.topk(min(candidates, student.shape[-1]), dim=-1)
+        contrasts = torch.stack(contrast) if contrast else student.new_zeros(0, *student.shape)
+        advantages, _ = formula.advantages(student, teacher, contrasts, top.indices, contrastive_coef)
+        rewards = objective.self_distillation_reward(teacher.gather(-1, top.indices), top.values)
         for n in range(len(student)):
-            top = student[n].topk(min(candidates, student.shape[-1]))
-            chosen = top.indices[top.values.exp() >= min_probability]
-            if len(chosen) > 1:
+            likely = top.values[n].exp() >= min_probability
+            if likely.sum() > 1:
                 prefix = tuple(token_ids[: rows.start + n])
-                picked = (values[n, chosen].cpu() for values in (rewards, advantages, student))
-                found.append((entropy[n].item(), Branching(prefix, tuple(chosen.tolist()), *picked, question)))
+                chosen = tuple(top.indices[n, likely].tolist())
+                picked = (values[n, likely].cpu() for values in (rewards, advantages, top.values))
+                found.append((entropy[n].item(), Branching(prefix, chosen, *picked, question)))
     kept = sorted(found, key=lambda item: -item[0])[:positions]
     return [branching for _, branching in sorted(kept, key=lambda item: len(item[1].prefix))]
 

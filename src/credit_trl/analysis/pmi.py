@@ -19,9 +19,11 @@ from torch import Tensor
 
 from credit_trl import objective
 from credit_trl.analysis.checkpoints import Checkpoint
+from credit_trl.analysis.formula import PAPER, CreditFormula, coefficient
 from credit_trl.analysis.passes import Reading, conditionals
 from credit_trl.analysis.responses import Response, build_contexts
 from credit_trl.config import CreditConfig
+from credit_trl.objective import Baseline, Form
 
 
 def trajectory_pmi(
@@ -44,29 +46,23 @@ def trajectory_pmi(
 
 @dataclass(frozen=True)
 class ContrastivePMI:
-    """The parts of Eq. 9 for one response, or for a batch.
+    """The parts of Eq. 9 for one response, or for a batch, and of the same sum under the form `"guide"`.
 
     Args:
         pmi: pmi(y; z | x).
         contrast_pmi: mean over the other questions of pmi(y; z | x').
         surprisal: mean over them of −log π(y | x').
-        contrastive_coef: λ.
+        contrastive_pmi: pmi(y; z | x) − λ E[pmi(y; z | x')], what the full-ratio reward of Appendix D sums to; for
+            guide `pmi + λ (pmi − E[pmi(y; z | x')])`.
+        anti_genericity: λ E[−log π(y | x')], never negative: what a response earns for being unlikely under other
+            questions; for guide `λ E[log π(y | x) − log π(y | x')]`, for being likelier under its own, of any sign.
     """
 
     pmi: Float[Tensor, "*b"]
     contrast_pmi: Float[Tensor, "*b"]
     surprisal: Float[Tensor, "*b"]
-    contrastive_coef: float
-
-    @property
-    def contrastive_pmi(self) -> Float[Tensor, "*b"]:
-        """pmi(y; z | x) − λ E[pmi(y; z | x')]: what the full-ratio reward of Appendix D sums to."""
-        return self.pmi - self.contrastive_coef * self.contrast_pmi
-
-    @property
-    def anti_genericity(self) -> Float[Tensor, "*b"]:
-        """λ E[−log π(y | x')], never negative: what a response earns for being unlikely under other questions."""
-        return self.contrastive_coef * self.surprisal
+    contrastive_pmi: Float[Tensor, "*b"]
+    anti_genericity: Float[Tensor, "*b"]
 
     @property
     def total(self) -> Float[Tensor, "*b"]:
@@ -79,26 +75,43 @@ def contrastive_pmi(
     prior_token_logps: Float[Tensor, "*b T"],
     contrast_token_logps: Float[Tensor, "C *b T"],
     contrast_prior_token_logps: Float[Tensor, "C *b T"],
-    contrastive_coef: float,
+    contrastive_coef: float | Float[Tensor, "*b T"],
     mask: Float[Tensor, "*b T"] | None = None,
+    *,
+    form: Form = "subtract",
+    baseline: Baseline = "mean_log",
 ) -> ContrastivePMI:
     """Split the sum of CREDIT's rewards as in Eq. 9.
+
+    With the baseline `"log_mean"` the means over questions are of probabilities: Σ_t of log E[π(y_t | x', y_<t, z)]
+    and of log E[π(y_t | x', y_<t)] take the place of E[log π(y | x', z)] and E[log π(y | x')]. The parts still sum to
+    Σ_t R_t.
 
     Args:
         teacher_token_logps: log π(y_t | x, y_<t, z).
         prior_token_logps: log π(y_t | x, y_<t).
         contrast_token_logps: log π(y_t | x'_k, y_<t, z).
         contrast_prior_token_logps: log π(y_t | x'_k, y_<t).
-        contrastive_coef: λ.
+        contrastive_coef: λ, or the λ that entered each token's R_t.
         mask: tokens that count; None for all.
+        form: of the contrast.
+        baseline: how several contrasts are averaged.
     """
-    others = trajectory_pmi(contrast_token_logps, contrast_prior_token_logps, mask)
-    counted = contrast_prior_token_logps if mask is None else contrast_prior_token_logps * mask
+    rewards = objective.self_distillation_reward(teacher_token_logps, prior_token_logps)
+    generic_prior = objective.input_generic(contrast_prior_token_logps, baseline)
+    others = objective.input_generic(contrast_token_logps, baseline) - generic_prior
+
+    def total(values: Tensor) -> Tensor:
+        return (values if mask is None else values * mask).sum(dim=-1)
+
+    bonus = -generic_prior if form == "subtract" else prior_token_logps - generic_prior
+    shift = -others if form == "subtract" else rewards - others
     return ContrastivePMI(
-        trajectory_pmi(teacher_token_logps, prior_token_logps, mask),
-        others.mean(dim=0),
-        -counted.sum(dim=-1).mean(dim=0),
-        contrastive_coef,
+        total(rewards),
+        total(others),
+        -total(generic_prior),
+        total(rewards + contrastive_coef * shift),
+        total(contrastive_coef * bonus),
     )
 
 
@@ -212,23 +225,24 @@ def renyi_infinity(p_logps: Float[Tensor, "*t v"], q_logps: Float[Tensor, "*t v"
 class PMIReport:
     """All of this for one response, summed over its tokens.
 
-    `reward = pmi + gap` and `credit = pmi + gap − λ contrast_pmi + anti_genericity`, where the pMIs are those of the
-    reference: with a lagged reference it is the reference of which the Bayesian reading speaks (Appendix C).
+    `reward = pmi + gap` and `credit = contrastive_pmi + anti_genericity + gap + conditioning`, where the pMIs are
+    those of the reference: with a lagged reference it is the one of which the Bayesian reading speaks (Appendix C).
 
     Args:
         identifier: of the response.
         tokens: T.
         reward: Σ_t r_t(y_t).
-        credit: Σ_t R_t(y_t).
+        credit: Σ_t R_t(y_t), as the run's loss has it.
         pmi: pmi(y; z | x) under the reference.
         gap: Σ_t of the teacher–student gap, 0 without lag.
         gap_bound: Σ_t of its bound.
         contrast_pmi: mean over the other questions.
-        contrastive_pmi: pmi − λ contrast_pmi.
-        anti_genericity: the bonus of Eq. 9.
-        specific: Σ_t Ŝ_t(y_t).
+        contrastive_pmi, anti_genericity: see `ContrastivePMI`, with the λ that entered each token's R_t.
+        specific: Σ_t Ŝ_t(y_t), with the run's average of several contrasts.
         pcmi: Σ_t pCMI over the same questions.
-        jensen_gap: specific − pcmi ≥ 0.
+        jensen_gap: Σ_t of the log of the contrasts' mean less the mean of their logs, ≥ 0; `specific − pcmi` where
+            the run takes the mean of logs.
+        conditioning: what R_t gains from being taken within the support (`distillation_tail="renormalize"`), else 0.
     """
 
     identifier: str
@@ -244,6 +258,7 @@ class PMIReport:
     specific: float
     pcmi: float
     jensen_gap: float
+    conditioning: float
 
 
 @dataclass(frozen=True)
@@ -257,6 +272,9 @@ class ResponseLogps:
         contrast: log π_ref(y_t | x'_k, z), (C, T).
         contrast_prior: log π_ref(y_t | x'_k), (C, T).
         bound: of the teacher–student gap at each position.
+        advantage: R_t(y_t), (T,).
+        entered_coef: the λ that entered it, (T,).
+        formula: all else that it depends on.
     """
 
     student: Float[Tensor, " T"]
@@ -265,10 +283,19 @@ class ResponseLogps:
     contrast: Float[Tensor, "C T"]
     contrast_prior: Float[Tensor, "C T"]
     bound: Float[Tensor, " T"]
+    advantage: Float[Tensor, " T"]
+    entered_coef: Float[Tensor, " T"]
+    formula: CreditFormula
 
 
 def read_response(
-    student: Reading, reference: Reading, token_ids: Sequence[int], *, temperature: float = 1.0
+    student: Reading,
+    reference: Reading,
+    token_ids: Sequence[int],
+    *,
+    contrastive_coef: float,
+    formula: CreditFormula = PAPER,
+    temperature: float = 1.0,
 ) -> ResponseLogps:
     """Read a response under all contexts of Eq. 9 and Appendix C.
 
@@ -276,6 +303,8 @@ def read_response(
         student: π_θ with the context x.
         reference: π_ref with the contexts (x, z), (x'_1, z), …, (x'_C, z), x, x'_1, …, x'_C.
         token_ids: y.
+        contrastive_coef: λ.
+        formula: all else that R_t depends on.
         temperature: of the rollout.
     """
     parts: list[list[Tensor]] = []
@@ -284,16 +313,21 @@ def read_response(
         y = torch.tensor(token_ids[rows], device=policy.device)
         picked = logps.gather(-1, y.expand(len(logps), -1)[..., None]).squeeze(-1)
         bound = split_reward(logps[0], logps[count], policy).bound
-        parts.append([policy.gather(-1, y[:, None]).T, picked, bound[None]])
-    (own,), read, (bound,) = (torch.cat(tensors, dim=-1).cpu() for tensors in zip(*parts, strict=True))
-    return ResponseLogps(own, read[0], read[count], read[1:count], read[count + 1 :], bound)
+        credit = formula.advantages(policy, logps[0], logps[1:count], y[:, None], contrastive_coef)
+        parts.append([policy.gather(-1, y[:, None]).T, picked, bound[None], *(values.T for values in credit)])
+    (own,), read, (bound,), (advantage,), (entered,) = (
+        torch.cat(tensors, dim=-1).cpu() for tensors in zip(*parts, strict=True)
+    )
+    return ResponseLogps(
+        own, read[0], read[count], read[1:count], read[count + 1 :], bound, advantage, entered, formula
+    )
 
 
 def measure(checkpoint: Checkpoint, response: Response, config: CreditConfig) -> PMIReport:
     """The report of one response under one checkpoint.
 
     Raises:
-        ValueError: the response has no teacher or no contrast.
+        ValueError: the response has no teacher or no contrast, or λ is adapted and the checkpoint does not hold it.
     """
     contexts = build_contexts(response, config, checkpoint)
     if not contexts.contrasts:
@@ -303,36 +337,60 @@ def measure(checkpoint: Checkpoint, response: Response, config: CreditConfig) ->
         Reading(checkpoint.student, [contexts.student]),
         Reading(checkpoint.reference, [contexts.teacher, *contexts.contrasts, contexts.student, *plain]),
         response.token_ids,
+        contrastive_coef=coefficient(config, checkpoint.contrastive_coef),
+        formula=CreditFormula.of(config),
         temperature=config.temperature,
     )
-    return report(response.identifier, logps, config.contrastive_coef)
+    return report(response.identifier, logps)
 
 
-def report(identifier: str, logps: ResponseLogps, contrastive_coef: float) -> PMIReport:
+def report(identifier: str, logps: ResponseLogps) -> PMIReport:
     """Sum what was read."""
-    parts = contrastive_pmi(logps.teacher, logps.prior, logps.contrast, logps.contrast_prior, contrastive_coef)
-    advantages = objective.credit_advantages(logps.teacher, logps.contrast, logps.student, contrastive_coef)
+    formula = logps.formula
+    parts = contrastive_pmi(
+        logps.teacher,
+        logps.prior,
+        logps.contrast,
+        logps.contrast_prior,
+        logps.entered_coef,
+        form=formula.rule.form,
+        baseline=formula.baseline,
+    )
+    credit, gap = logps.advantage.sum().item(), (logps.prior - logps.student).sum().item()
     return PMIReport(
         identifier,
         len(logps.student),
         trajectory_pmi(logps.teacher, logps.student).item(),
-        advantages.sum().item(),
+        credit,
         parts.pmi.item(),
-        (logps.prior - logps.student).sum().item(),
+        gap,
         logps.bound.sum().item(),
         parts.contrast_pmi.item(),
         parts.contrastive_pmi.item(),
         parts.anti_genericity.item(),
-        objective.input_specific(logps.teacher, logps.contrast).sum().item(),
+        objective.input_specific(logps.teacher, logps.contrast, formula.baseline).sum().item(),
         prior_contrastive_mi(logps.teacher, logps.contrast).sum().item(),
         jensen_gap(logps.contrast).sum().item(),
+        credit - parts.total.item() - gap if formula.conditions_on_support else 0.0,
     )
 
 
 def format_reports(reports: Sequence[PMIReport]) -> str:
     """Markdown, one row a response."""
-    names = ("reward", "credit", "pmi", "gap", "contrastive_pmi", "anti_genericity", "specific", "pcmi", "jensen_gap")
-    titles = ("Σ r_t", "Σ R_t", "pmi", "gap", "contrastive pmi", "anti-genericity", "Σ Ŝ_t", "Σ pCMI", "Jensen gap")
+    columns = {
+        "reward": "Σ r_t",
+        "credit": "Σ R_t",
+        "pmi": "pmi",
+        "gap": "gap",
+        "contrastive_pmi": "contrastive pmi",
+        "anti_genericity": "anti-genericity",
+        "specific": "Σ Ŝ_t",
+        "pcmi": "Σ pCMI",
+        "jensen_gap": "Jensen gap",
+    }
+    if any(one.conditioning for one in reports):
+        columns["conditioning"] = "conditioning"
+    names, titles = tuple(columns), tuple(columns.values())
     lines = ["| response | T | " + " | ".join(titles) + " |", "| --- |" + " ---: |" * (len(titles) + 1)]
     for one in reports:
         numbers = " | ".join(f"{getattr(one, name):+.2f}" for name in names)

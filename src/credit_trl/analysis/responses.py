@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from credit_trl import contrast
 from credit_trl.analysis.checkpoints import Checkpoint
 from credit_trl.config import CreditConfig
 from credit_trl.contexts import ContextBuilder, Evidence, Prompt, user_text
-from credit_trl.rollouts import Rollouts, gather_evidence
+from credit_trl.rollouts import Rollouts, draw_contrasts, gather_evidence
 from credit_trl.tasks.registry import Task
 from credit_trl.verdict import Verdict
 
@@ -86,6 +87,7 @@ def analysis_config(**overrides: Any) -> CreditConfig:
     """A `CreditConfig` for measuring: the contrasts come from the data set, nothing is trained or reported."""
     quiet = {
         "bf16": False,
+        "gradient_accumulation_steps": 2,  # two problems a batch, as sources that draw from one want it
         "gradient_checkpointing": None,
         "report_to": "none",
         "contrastive_source": "dataset",
@@ -196,9 +198,10 @@ def sample_responses(
         checkpoint: samples the responses.
         task: grades them.
         rows: of the task's data set.
-        config: temperature, lengths, seed, which parts of z are used, C.
+        config: temperature, lengths, seed, which parts of z are used, C, the source of contrasts.
         samples: rollouts of a row.
-        population: prompts that contrasts are drawn from; by default those of `rows`.
+        population: prompts that the source `"dataset"` draws from; by default those of `rows`. For the other sources
+            the sampled rollouts are the batch.
 
     Returns:
         `len(rows) * samples` responses, groups contiguous. Those without evidence have no teacher.
@@ -219,7 +222,7 @@ def sample_responses(
     decode = lambda ids: checkpoint.tokenizer.batch_decode(ids, skip_special_tokens=True)  # noqa: E731
     evidence = gather_evidence(rollouts, config, samples, decode)
     population = [row["prompt"] for row in rows] if population is None else population
-    contrasts = draw(rollouts.prompts, population, config)
+    contrasts = draw(rollouts.prompts, population, config, [row.get("task") for row in repeated])
     return [
         Response(
             f"{row.get('id', i // samples)}/{i % samples}", row["prompt"], tuple(y), z, tuple(others), verdict.reward
@@ -230,13 +233,44 @@ def sample_responses(
     ]
 
 
-def draw(prompts: Sequence[Prompt], population: Sequence[Prompt], config: CreditConfig) -> list[list[Prompt]]:
-    """C other questions for each prompt, drawn from a population of prompts."""
-    keys = [contrast.prompt_key(prompt) for prompt in prompts]
-    draws = contrast.draw_from_dataset(
-        population, keys, range(len(prompts)), config.contrastive_count, seed=config.seed, step=0
-    )
-    return [[population[i] for i in drawn] for drawn in draws]
+def draw(
+    prompts: Sequence[Prompt],
+    population: Sequence[Prompt],
+    config: CreditConfig,
+    tasks: Sequence[str | None] | None = None,
+) -> list[list[Prompt]]:
+    """The contrasts of each prompt, as the trainer draws them for one generation batch; with λ = 0 too.
+
+    Args:
+        prompts: the batch.
+        population: what the source `"dataset"` draws from.
+        config: source, C and seed.
+        tasks: of each prompt, for the source `"same_task"`.
+
+    Raises:
+        ValueError: the source is `"same_task"` and a prompt's task is not known, or the run exchanges hints.
+    """
+    if config.contrastive_swap == "hint" or config.teacher_hint == "foreign":
+        raise ValueError(
+            "`contrastive_swap='hint'` and `teacher_hint='foreign'` take hints of the run's own rollouts: map such a "
+            "run with `CreditMapCallback` while it trains."
+        )
+    if config.contrastive_source == "dataset":
+        keys = [contrast.prompt_key(prompt) for prompt in prompts]
+        draws = contrast.draw_from_dataset(
+            population, keys, range(len(prompts)), config.contrastive_count, seed=config.seed, step=0
+        )
+        return [[population[i] for i in drawn] for drawn in draws]
+    if config.contrastive_source == "same_task" and (tasks is None or None in tasks):
+        raise ValueError(
+            "`contrastive_source='same_task'` needs the task of every prompt: a column `task`, or a field `task` of "
+            "each record. Or set `contrastive_source='batch'`."
+        )
+    config = copy.copy(config)
+    config.contrastive_coef = config.contrastive_coef or 1.0
+    rows = [{"task": task} for task in tasks or prompts]
+    batch = Rollouts(rows, list(prompts), [[] for _ in prompts], [], [None for _ in prompts], first=0)
+    return draw_contrasts(batch, config, None, step=0)
 
 
 def read_responses(
@@ -245,8 +279,8 @@ def read_responses(
     """Responses of any origin, from JSON lines.
 
     A record has `prompt` (text or messages) and `response` (text), `feedback` or `demonstration` or both, and
-    optionally `reward`, `id` and `contrasts` (a list of prompts; by default drawn from `population` and the other
-    records). The response is tokenised here, with an end of turn after it.
+    optionally `reward`, `id`, `task` and `contrasts` (a list of prompts; by default drawn from `population` and the
+    other records, or as the source of `config` says). The response is tokenised here, with an end of turn after it.
 
     Raises:
         ValueError: a record that is none, told by its line.
@@ -254,7 +288,12 @@ def read_responses(
     lines = Path(path).read_text(encoding="utf-8").split("\n")
     records = [_record(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     prompts = [record["prompt"] for record in records]
-    drawn = draw(prompts, [*population, *prompts], config)
+    given = all("contrasts" in record for record in records)
+    drawn = (
+        [[] for _ in prompts]
+        if given
+        else draw(prompts, [*population, *prompts], config, [record.get("task") for record in records])
+    )
     end = checkpoint.tokenizer.eos_token_id
     return [
         Response(

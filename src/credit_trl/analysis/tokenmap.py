@@ -1,8 +1,8 @@
 """Token maps: for each token of a response what CREDIT makes of it, in the paper's symbols.
 
-`map_response` runs the models; everything that is shown is a property of `TokenScores`, and each property is one
-function of `objective.py`. Drawing is elsewhere: `tokenmap_html`, `tokenmap_png`, `tokenmap_terminal`,
-`tokenmap_parquet`.
+`map_response` runs the models; R_t is that of the run's loss (`formula`), everything else that is shown is a property
+of `TokenScores`, and each property is one function of `objective.py`. Drawing is elsewhere: `tokenmap_html`,
+`tokenmap_png`, `tokenmap_terminal`, `tokenmap_parquet`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch import Tensor
 
 from credit_trl import objective
 from credit_trl.analysis.checkpoints import Checkpoint
+from credit_trl.analysis.formula import PAPER, CreditFormula, coefficient
 from credit_trl.analysis.passes import Reading, conditionals
 from credit_trl.analysis.responses import Response, ResponseContexts, build_contexts
 from credit_trl.analysis.token_classes import Classify, default_classes
 from credit_trl.analysis.tokentext import TokenText, token_texts
 from credit_trl.config import CreditConfig
 
-# What can be shown, with the symbol and what it says. The first is shown first.
+# What can be shown, with its symbol; `TokenMap.meaning` says what it is. The first is shown first.
 QUANTITIES = {
-    "specific": ("S_t", "input-specific part of the teacher's log-probability: f − Ĝ"),
-    "delta_v": ("ΔV_t", "self-distillation reward of the token: f − log π_θ"),
-    "advantage": ("R_t", "CREDIT's advantage: ΔV_t − λ Ĝ"),
-    "generic": ("Ĝ_t", "mean log-probability under other questions with the same feedback"),
-    "student_logps": ("log π_θ", "the student's log-probability"),
+    "specific": "S_t",
+    "delta_v": "ΔV_t",
+    "advantage": "R_t",
+    "generic": "Ĝ_t",
+    "student_logps": "log π_θ",
 }
 # Colours saturate at this many times the group's root mean square.
 SATURATION = 2.0
@@ -36,26 +37,34 @@ SATURATION = 2.0
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probabilities of a response's T tokens and of A alternatives at each position, natural logs.
+    """Numbers of a response's T tokens and of A alternatives at each position; log-probabilities are natural logs.
 
     Args:
         student_logps: (T,), log π_θ(y_t | x, y_<t).
         teacher_logps: (T,), f = log π_ref(y_t | x, y_<t, z).
         contrast_logps: (C, T), g_k = log π_ref(y_t | x'_k, y_<t, z); C may be 0.
+        advantage: (T,), R_t(y_t) as the run's loss has it (Eq. 8); without contrast λ is 0, as in training.
+        entered_coef: (T,), the λ that entered R_t(y_t): 0 where there is no contrast, or it does not apply.
         contrastive_coef: λ.
+        formula: all else that R_t depends on.
         alternative_ids: (T, A), the likeliest tokens under student or teacher, the likeliest first.
-        alternative_student_logps, alternative_teacher_logps: (T, A).
+        alternative_student_logps, alternative_teacher_logps, alternative_advantages, alternative_entered_coef: (T, A).
         alternative_contrast_logps: (C, T, A).
     """
 
     student_logps: Float[Tensor, " T"]
     teacher_logps: Float[Tensor, " T"]
     contrast_logps: Float[Tensor, "C T"]
+    advantage: Float[Tensor, " T"]
+    entered_coef: Float[Tensor, " T"]
     contrastive_coef: float
+    formula: CreditFormula
     alternative_ids: Int[Tensor, "T A"]
     alternative_student_logps: Float[Tensor, "T A"]
     alternative_teacher_logps: Float[Tensor, "T A"]
     alternative_contrast_logps: Float[Tensor, "C T A"]
+    alternative_advantages: Float[Tensor, "T A"]
+    alternative_entered_coef: Float[Tensor, "T A"]
 
     @property
     def delta_v(self) -> Float[Tensor, " T"]:
@@ -65,33 +74,18 @@ class TokenScores:
     @property
     def generic(self) -> Float[Tensor, " T"]:
         """Ĝ_t(y_t), Eq. 6; NaN without contrast."""
-        return objective.input_generic(self.contrast_logps)
+        return objective.input_generic(self.contrast_logps, self.formula.baseline)
 
     @property
     def specific(self) -> Float[Tensor, " T"]:
         """Ŝ_t(y_t), Eq. 6; NaN without contrast."""
-        return objective.input_specific(self.teacher_logps, self.contrast_logps)
-
-    @property
-    def advantage(self) -> Float[Tensor, " T"]:
-        """R_t(y_t), Eq. 8; without contrast λ is 0, as in training."""
-        return self._advantages(self.teacher_logps, self.contrast_logps, self.student_logps)
+        return objective.input_specific(self.teacher_logps, self.contrast_logps, self.formula.baseline)
 
     @property
     def alternative_specific(self) -> Float[Tensor, "T A"]:
-        return objective.input_specific(self.alternative_teacher_logps, self.alternative_contrast_logps)
-
-    @property
-    def alternative_advantages(self) -> Float[Tensor, "T A"]:
-        """R_t of the alternatives."""
-        return self._advantages(
-            self.alternative_teacher_logps, self.alternative_contrast_logps, self.alternative_student_logps
+        return objective.input_specific(
+            self.alternative_teacher_logps, self.alternative_contrast_logps, self.formula.baseline
         )
-
-    def _advantages(self, teacher: Tensor, contrast: Tensor, student: Tensor) -> Tensor:
-        if not len(contrast):
-            return objective.self_distillation_reward(teacher, student)
-        return objective.credit_advantages(teacher, contrast, student, self.contrastive_coef)
 
 
 @dataclass(frozen=True)
@@ -118,6 +112,10 @@ class TokenMap:
         """One of `QUANTITIES`."""
         return getattr(self.scores, quantity)
 
+    def meaning(self, quantity: str) -> str:
+        """What it says under the formula of this map's run."""
+        return self.scores.formula.meanings()[quantity]
+
 
 def score_response(
     checkpoint: Checkpoint,
@@ -125,6 +123,7 @@ def score_response(
     token_ids: Sequence[int],
     *,
     contrastive_coef: float,
+    formula: CreditFormula = PAPER,
     temperature: float = 1.0,
     alternatives: int = 5,
 ) -> TokenScores:
@@ -135,6 +134,7 @@ def score_response(
         contexts: ids of x, of (x, z) and of the (x'_k, z).
         token_ids: y.
         contrastive_coef: λ.
+        formula: all else that R_t depends on.
         temperature: of the rollout.
         alternatives: A, how many alternatives to keep at each position.
 
@@ -151,7 +151,10 @@ def score_response(
         top = torch.maximum(student, teacher).topk(min(alternatives, student.shape[-1]), dim=-1).indices
         ids = torch.cat([y, top], dim=-1)
         contrasts = torch.stack(contrast) if contrast else student.new_zeros(0, *student.shape)
+        advantages, entered = formula.advantages(student, teacher, contrasts, ids, contrastive_coef)
         picked = {
+            "advantages": advantages,
+            "entered": entered,
             "student": student.gather(-1, ids),
             "teacher": teacher.gather(-1, ids),
             "contrast": contrasts.gather(-1, ids.expand(len(contrasts), -1, -1)).movedim(0, 1),
@@ -164,11 +167,16 @@ def score_response(
         joined["student"][:, 0],
         joined["teacher"][:, 0],
         contrast_logps[..., 0].contiguous(),
+        joined["advantages"][:, 0],
+        joined["entered"][:, 0],
         contrastive_coef,
+        formula,
         joined["ids"][:, 1:],
         joined["student"][:, 1:],
         joined["teacher"][:, 1:],
         contrast_logps[..., 1:].contiguous(),
+        joined["advantages"][:, 1:],
+        joined["entered"][:, 1:],
     )
 
 
@@ -185,12 +193,13 @@ def map_response(
     Args:
         checkpoint: π_θ and π_ref.
         response: what to read; it needs evidence, and contrasts for S_t.
-        config: λ, temperature, templates.
+        config: of the run: λ and all else that R_t depends on, temperature, templates. An adapted λ is the
+            checkpoint's.
         alternatives: how many alternatives to keep at each position.
         classify: token classes; by default `token_classes.default_classes`.
 
     Raises:
-        ValueError: the response is empty or has no teacher.
+        ValueError: the response is empty or has no teacher, or λ is adapted and the checkpoint does not hold it.
     """
     if not response.token_ids:
         raise ValueError(f"Response {response.identifier!r} is empty.")
@@ -199,7 +208,8 @@ def map_response(
         checkpoint,
         contexts,
         response.token_ids,
-        contrastive_coef=config.contrastive_coef,
+        contrastive_coef=coefficient(config, checkpoint.contrastive_coef),
+        formula=CreditFormula.of(config),
         temperature=config.temperature,
         alternatives=alternatives,
     )

@@ -129,7 +129,7 @@ def _document(maps: Sequence[TokenMap], summaries: Mapping[str, Summary]) -> dic
         for own in by_response.values()
     ]
     return {
-        "quantities": [{"key": k, "symbol": s, "meaning": meaning} for k, (s, meaning) in QUANTITIES.items()],
+        "quantities": [{"key": key, "symbol": symbol} for key, symbol in QUANTITIES.items()],
         "saturation": SATURATION,
         "checkpoints": [visible(name) for name in checkpoints],
         "scales": [scales[group] for group in groups],
@@ -185,10 +185,12 @@ def _tokens(token_map: TokenMap, strings: _Strings, classes: _Strings) -> dict[s
 
 def _numbers(token_map: TokenMap, strings: _Strings) -> dict[str, Any]:
     scores = token_map.scores
-    numbers = {name: getattr(scores, name) for name in (*QUANTITIES, "teacher_logps")}
+    numbers = {name: getattr(scores, name) for name in (*QUANTITIES, "teacher_logps", "entered_coef")}
     means = {name: _shown(values.double().mean().item()) for name, values in numbers.items()}
     return {
         "coef": scores.contrastive_coef,
+        "formula": scores.formula.text + scores.formula.conditions,
+        "meanings": scores.formula.meanings(),
         "means": means,
         **{name: shown_numbers(values) for name, values in numbers.items()},
         "alternatives": {

@@ -12,12 +12,13 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from credit_trl.analysis.formula import CreditFormula
 from credit_trl.analysis.responses import Response
 from credit_trl.analysis.tokenmap import QUANTITIES, TokenMap, TokenScores
 from credit_trl.analysis.tokentext import TokenText
 
 _RESPONSES = b"credit_trl.responses"
-_STORED = ("student_logps", "teacher_logps")
+_STORED = ("student_logps", "teacher_logps", "advantage", "entered_coef")
 
 
 def write_parquet(maps: Sequence[TokenMap], path: str | Path) -> None:
@@ -25,8 +26,9 @@ def write_parquet(maps: Sequence[TokenMap], path: str | Path) -> None:
 
     A row is a token: `checkpoint`, `response`, `position`, `token_id`, `token`, `character`, `special`, `token_class`,
     the quantities `specific`, `delta_v`, `advantage`, `generic`, `student_logps` (nats), `teacher_logps`,
-    `contrast_logps` (a list, one per contrast), `contrastive_coef`, and `alternatives`, a list of records with the
-    same numbers. Prompts, feedback and rewards are JSON in the table's metadata.
+    `contrast_logps` (a list, one per contrast), `contrastive_coef` (λ), `entered_coef` (the λ that entered this
+    token's R_t), `formula` (all else that R_t depends on, JSON), and `alternatives`, a list of records with the same
+    numbers. Prompts, feedback and rewards are JSON in the table's metadata.
 
     Raises:
         ValueError: nothing to write, or two maps of one response under one checkpoint.
@@ -81,7 +83,7 @@ def _schema(dtype: torch.dtype) -> pa.Schema:
     number = pa.float64() if dtype == torch.float64 else pa.float32()
     alternative = pa.struct(
         [("token_id", pa.int64()), ("token", pa.string())]
-        + [(name, number) for name in (*_STORED, "specific", "advantage")]
+        + [(name, number) for name in (*_STORED, "specific")]
         + [("contrast_logps", pa.list_(number))]
     )
     return pa.schema(
@@ -89,7 +91,7 @@ def _schema(dtype: torch.dtype) -> pa.Schema:
         + [("position", pa.int64()), ("token_id", pa.int64())]
         + [("token", pa.string()), ("character", pa.string()), ("special", pa.bool_()), ("token_class", pa.string())]
         + [(name, number) for name in dict.fromkeys((*QUANTITIES, *_STORED))]
-        + [("contrast_logps", pa.list_(number)), ("contrastive_coef", pa.float64())]
+        + [("contrast_logps", pa.list_(number)), ("contrastive_coef", pa.float64()), ("formula", pa.string())]
         + [("alternatives", pa.list_(alternative))]
     )
 
@@ -108,6 +110,7 @@ def _columns(token_map: TokenMap) -> dict[str, list[Any]]:
         **{name: getattr(scores, name).tolist() for name in dict.fromkeys((*QUANTITIES, *_STORED))},
         "contrast_logps": scores.contrast_logps.T.tolist(),
         "contrastive_coef": [scores.contrastive_coef] * count,
+        "formula": [json.dumps(scores.formula.to_json())] * count,
         "alternatives": _alternatives(token_map),
     }
 
@@ -120,6 +123,7 @@ def _alternatives(token_map: TokenMap) -> list[list[dict[str, Any]]]:
         "teacher_logps": scores.alternative_teacher_logps,
         "specific": scores.alternative_specific,
         "advantage": scores.alternative_advantages,
+        "entered_coef": scores.alternative_entered_coef,
         "contrast_logps": scores.alternative_contrast_logps.permute(1, 2, 0),
     }
     lists = {name: values.tolist() for name, values in numbers.items()} | {"token": token_map.alternatives}
@@ -139,15 +143,23 @@ def _map_of(rows: list[dict[str, Any]], response: Response, dtype: torch.dtype) 
     def of_alternatives(name: str, *shape: int) -> Tensor:
         return tensor([[a[name] for a in own] for own in alternatives], len(rows), width, *shape)
 
+    def of_tokens(name: str) -> Tensor:
+        return tensor([row[name] for row in rows], len(rows))
+
     scores = TokenScores(
-        tensor([row["student_logps"] for row in rows], len(rows)),
-        tensor([row["teacher_logps"] for row in rows], len(rows)),
+        of_tokens("student_logps"),
+        of_tokens("teacher_logps"),
         tensor([row["contrast_logps"] for row in rows], len(rows), contrasts).T.contiguous(),
+        of_tokens("advantage"),
+        of_tokens("entered_coef"),
         rows[0]["contrastive_coef"],
+        CreditFormula.from_json(json.loads(rows[0]["formula"])),
         torch.tensor([[a["token_id"] for a in own] for own in alternatives]).reshape(len(rows), width),
         of_alternatives("student_logps"),
         of_alternatives("teacher_logps"),
         of_alternatives("contrast_logps", contrasts).permute(2, 0, 1).contiguous(),
+        of_alternatives("advantage"),
+        of_alternatives("entered_coef"),
     )
     return TokenMap(
         response,

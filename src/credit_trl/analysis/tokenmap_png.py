@@ -60,10 +60,10 @@ def draw_png(
     problem = _lay_out([(visible(token_map.response.problem), 0.0)], max_lines)
     panels = [("problem", problem)]
     for quantity in quantities:
-        symbol, meaning = QUANTITIES[quantity]
         strengths = colour_strength(token_map.values(quantity), scales[quantity]).tolist()
         texts = [token.text for token in token_map.tokens]
-        panels.append((f"{symbol}   {meaning}", _lay_out(list(zip(texts, strengths, strict=True)), max_lines)))
+        title = f"{QUANTITIES[quantity]}   {token_map.meaning(quantity)}"
+        panels.append((title, _lay_out(list(zip(texts, strengths, strict=True)), max_lines)))
     heights = [(_lines(pieces) + 2.2) * _LINE for _, pieces in panels]
     figure = Figure(figsize=(_COLUMNS * _CELL + 2 * _MARGIN, sum(heights) + 2 * _MARGIN), dpi=dpi, facecolor="white")
     FigureCanvasAgg(figure)

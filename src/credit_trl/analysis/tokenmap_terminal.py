@@ -43,7 +43,7 @@ def render_map(
     token_map: TokenMap, quantity: str, scale: float, *, palette: str = "red-blue", top: int = 8
 ) -> RenderableType:
     """The same as a renderable of rich."""
-    symbol, meaning = QUANTITIES[quantity]
+    symbol, meaning = QUANTITIES[quantity], token_map.meaning(quantity)
     response = token_map.response
     reward = "–" if response.reward is None else f"{response.reward:g}"
     head = Text(f"{visible(response.identifier)} · {visible(token_map.checkpoint)} · reward {reward}", style="bold")
@@ -51,7 +51,8 @@ def render_map(
     body = Text()
     for token, strength in zip(token_map.tokens, colour_strength(values, scale).tolist(), strict=True):
         body.append(token.text, style=_ground(strength, palette))
-    legend = Text(f"{symbol}: {meaning}; coloured up to ±{SATURATION * scale:.2f} nats", style="dim")
+    coefficient = f" (λ = {token_map.scores.contrastive_coef:g})" if quantity == "advantage" else ""
+    legend = Text(f"{symbol}: {meaning}{coefficient}; coloured up to ±{SATURATION * scale:.2f} nats", style="dim")
     return Group(head, Padding(body, (0, 2)), legend, _strongest(token_map, quantity, top))
 
 
@@ -70,7 +71,7 @@ def _strongest(token_map: TokenMap, quantity: str, top: int) -> Table:
     order = [i for i in values.argsort(descending=True).tolist() if values[i].isfinite()]
     chosen = order if len(order) <= 2 * top else order[:top] + order[-top:]
     table = Table(box=None, pad_edge=False)
-    for name in ("t", "token", *(symbol for symbol, _ in QUANTITIES.values())):
+    for name in ("t", "token", *QUANTITIES.values()):
         table.add_column(name, justify="left" if name == "token" else "right")
     columns = {name: token_map.values(name).tolist() for name in QUANTITIES}
     for t in chosen:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yaml import YAMLError
 
 from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
+from credit_trl.run_directory import RUN_FILE
 
 if TYPE_CHECKING:
     from credit_trl.analysis.checkpoints import Checkpoint
@@ -42,8 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--responses", help="JSON lines with prompt, response, feedback, instead of sampling")
     source.add_argument("--maps", nargs="+", default=[], help="Parquet files of earlier maps, to draw together")
     credit = parser.add_argument_group("how it is measured")
-    credit.add_argument("--config", help="YAML of a training run; its templates, λ, C and temperature are used")
+    credit.add_argument(
+        "--config",
+        help="YAML or run.json of a training run; all that R_t depends on is taken from it (default: the run.json "
+        "beside each --checkpoint, where there is one)",
+    )
     credit.add_argument("--contrastive_coef", type=float, help="λ (default 0.1)")
+    credit.add_argument("--contrastive_form", choices=("subtract", "guide"), help="default subtract")
+    credit.add_argument(
+        "--contrastive_source",
+        choices=("batch", "dataset", "hard", "same_task", "none"),
+        help="other questions: of the task's data (dataset, the default), of the sampled prompts, or no question",
+    )
     credit.add_argument("--contrastive_count", type=int, help="C, other questions a response (default 4)")
     credit.add_argument("--temperature", type=float, help="of the rollout (default 1)")
     credit.add_argument("--max_completion_length", type=int, help="tokens of a response (default 512)")
@@ -73,30 +85,58 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measuring_config(args: argparse.Namespace) -> CreditConfig:
-    """The configuration to measure with: a run's YAML, then the line."""
-    import yaml
+def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> CreditConfig:
+    """The configuration to measure with: a run's options, then the line's.
 
+    Args:
+        args: of the line.
+        run_file: of the run; `--config` wins.
+
+    Raises:
+        ValueError: the file is no mapping of options, or an option has a value that no run could have.
+    """
     from credit_trl.analysis.responses import analysis_config
     from credit_trl.config import CreditConfig
 
-    given: dict[str, Any] = {"contrastive_count": 4}
-    if args.config:
-        with open(args.config, encoding="utf-8") as file:
-            read = yaml.safe_load(file)
-        if not isinstance(read, dict):
-            raise ValueError(f"{args.config} is no mapping of options.")
-        names = [n for n in CreditConfig.__dataclass_fields__ if n.endswith("_template") or n in _MEASURED]
+    given: dict[str, Any] = {}
+    if path := args.config or run_file:
+        read = _read_options(Path(path))
+        names = [
+            n
+            for n in CreditConfig.__dataclass_fields__
+            if n.endswith("_template") or n.startswith("contrastive_") or n in _MEASURED
+        ]
         given |= {name: read[name] for name in names if name in read}
-    line = ("contrastive_coef", "contrastive_count", "temperature", "max_completion_length", "seed")
-    given |= {name: getattr(args, name) for name in line if getattr(args, name) is not None}
+    given |= {name: getattr(args, name) for name in _OF_THE_LINE if getattr(args, name) is not None}
+    given.setdefault("contrastive_count", 1 if given.get("contrastive_source") == "none" else 4)
     return analysis_config(**given)
 
 
-_MEASURED = (
-    "chat_template_kwargs",
+def _read_options(path: Path) -> dict[str, Any]:
+    import yaml
+
+    read = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    if isinstance(read, dict) and path.name == RUN_FILE:
+        read = read.get("config")
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} is no mapping of options.")
+    return read
+
+
+_OF_THE_LINE = (
     "contrastive_coef",
     "contrastive_count",
+    "contrastive_form",
+    "contrastive_source",
+    "temperature",
+    "max_completion_length",
+    "seed",
+)
+_MEASURED = (
+    "chat_template_kwargs",
+    "distillation_support",
+    "distillation_tail",
+    "distillation_topk",
     "dont_reprompt_on_self_success",
     "environment_feedback_only_without_solution",
     "include_environment_feedback",
@@ -105,6 +145,7 @@ _MEASURED = (
     "seed",
     "success_reward_threshold",
     "teacher_context",
+    "teacher_hint",
     "temperature",
     "use_successful_as_teacher",
 )
@@ -118,6 +159,7 @@ def _read_maps(paths: list[str]) -> list[TokenMap]:
 
 def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
     from credit_trl.analysis.checkpoints import Checkpoint
+    from credit_trl.analysis.formula import CreditFormula, coefficient
     from credit_trl.analysis.token_classes import default_classes, task_classes
     from credit_trl.analysis.tokenmap import map_response
     from credit_trl.tasks.registry import load_task
@@ -126,19 +168,30 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
         raise ValueError("name a --model and either a --task or --responses (or draw earlier --maps).")
     sys.path.insert(0, os.getcwd())
     task = None if args.task is None else load_task(args.task)
-    config = measuring_config(args)
-    options = {"chat_template_kwargs": config.chat_template_kwargs}
-    checkpoints = [Checkpoint.load(args.model, **options)]
-    checkpoints += [Checkpoint.load(args.model, path, name=_run_and_step(path), **options) for path in args.checkpoint]
-    for checkpoint in checkpoints:
-        print(checkpoint.describe())
-    responses = _responses(args, task, checkpoints[-1], config)
+    run_files = [Path(path).resolve().parent / RUN_FILE for path in args.checkpoint]
+    configs = [measuring_config(args, file if file.is_file() else None) for file in run_files]
+    configs = [configs[0] if configs else measuring_config(args), *configs]
+    checkpoints = [
+        Checkpoint.load(
+            args.model,
+            path,
+            name=None if path is None else _run_and_step(path),
+            chat_template_kwargs=config.chat_template_kwargs,
+        )
+        for path, config in zip([None, *args.checkpoint], configs, strict=True)
+    ]
+    if args.checkpoint:  # a run that adapts λ began at the model with this one
+        checkpoints[0] = replace(checkpoints[0], contrastive_coef=configs[0].contrastive_auto_start)
+    for checkpoint, config in zip(checkpoints, configs, strict=True):
+        formula, coef = CreditFormula.of(config), coefficient(config, checkpoint.contrastive_coef)
+        print(f"{checkpoint.describe()}; R_t = {formula.text}{formula.conditions}, λ = {coef:.4g}")
+    responses = _responses(args, task, checkpoints[-1], configs[-1])
     classify = default_classes if task is None else task_classes(task, checkpoints[-1].tokenizer)
     if args.pmi:
-        _write_pmi(args, checkpoints, responses, config)
+        _write_pmi(args, checkpoints, responses, configs)
     return [
         map_response(checkpoint, response, config, alternatives=args.alternatives, classify=classify)
-        for checkpoint in checkpoints
+        for checkpoint, config in zip(checkpoints, configs, strict=True)
         for response in responses
     ]
 
@@ -160,19 +213,29 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
         checkpoint, task, rows, config, samples=args.samples, population=list(dataset["prompt"])
     )
     responses = [r for r in sampled if r.evidence and r.token_ids]
+    if config.contrasts and responses and not any(r.contrasts for r in responses):
+        raise ValueError(
+            f"the {len(rows)} prompts hold no other question for `contrastive_source={config.contrastive_source!r}`: "
+            "raise --max_prompts, or draw from the task's data with --contrastive_source dataset."
+        )
     print(f"{len(sampled)} responses to {len(rows)} prompts, {len(responses)} with a teacher")
     return responses
 
 
 def _write_pmi(
-    args: argparse.Namespace, checkpoints: list[Checkpoint], responses: list[Response], config: CreditConfig
+    args: argparse.Namespace, checkpoints: list[Checkpoint], responses: list[Response], configs: list[CreditConfig]
 ) -> None:
     from credit_trl.analysis import pmi
+    from credit_trl.analysis.formula import CreditFormula, coefficient
 
     texts = []
-    for checkpoint in checkpoints:
+    for checkpoint, config in zip(checkpoints, configs, strict=True):
         reports = [pmi.measure(checkpoint, r, config) for r in responses if r.contrasts]
-        texts.append(f"## {checkpoint.name}\n\n{pmi.format_reports(reports)}")
+        formula, coef = CreditFormula.of(config), coefficient(config, checkpoint.contrastive_coef)
+        texts.append(
+            f"## {checkpoint.name}\n\nR_t = {formula.text}{formula.conditions}, λ = {coef:.4g}\n\n"
+            f"{pmi.format_reports(reports)}"
+        )
     path = _directory(args) / "pmi.md"
     path.write_text("\n".join(texts), encoding="utf-8")
     print(f"{path}: pMI, its contrast and the anti-genericity bonus of {len(responses)} responses")

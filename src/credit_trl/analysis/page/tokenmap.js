@@ -56,9 +56,15 @@ function paint() {
   const chosen = data.quantities.find((q) => q.key === state.quantity);
   byId("low").textContent = number(-data.saturation * scale, 2);
   byId("high").textContent = "+" + number(data.saturation * scale, 2) + " nats";
-  byId("meaning").textContent = chosen.symbol + ": " + chosen.meaning;
+  byId("meaning").textContent = chosen.symbol + ": " + meanings(state.quantity);
+  for (const label of byId("quantities").querySelectorAll("label")) label.title = meanings(label.firstChild.value);
   markHits();
   if (state.at >= 0) inspect(state.at);
+}
+
+// What a quantity is under the formula of the map's run; one text for each pane where they differ.
+function meanings(quantity) {
+  return [...new Set(panes.map((pane) => pane.map.meanings[quantity]))].join(" | ");
 }
 
 function paintStrip(pane, values, scale) {
@@ -120,7 +126,7 @@ function buildPane(checkpoint) {
   body.tabIndex = 0;
   body.setAttribute("role", "group");
   body.setAttribute("aria-label", "Response under " + data.checkpoints[checkpoint]);
-  root.append(element("h2", "", data.checkpoints[checkpoint] + " · λ = " + map.coef), strip, body);
+  root.append(element("h2", "", data.checkpoints[checkpoint] + " · R_t = " + map.formula + " · λ = " + Number(map.coef.toPrecision(4))), strip, body);
   const cells = [], base = [];
   let row = element("div", "row");
   for (let i = 0; i < response.tokens.length; i++) {
@@ -185,11 +191,13 @@ function numbersTable(index) {
   const head = element("tr");
   head.append(element("th", "", "nats"), ...panes.map((pane) => element("th", "", data.checkpoints[pane.checkpoint])));
   table.append(head);
-  const rows = [...data.quantities, { key: "teacher_logps", symbol: "f" }];
+  const rows = [...data.quantities, { key: "teacher_logps", symbol: "f" }, { key: "entered_coef", symbol: "λ here" }];
   for (const { key, symbol } of rows) {
     const row = element("tr");
     row.dataset.quantity = key;
-    row.append(element("td", "", symbol), ...panes.map((pane) => element("td", "", number(pane.map[key][index]))));
+    const name = element("td", "", symbol);
+    name.title = key === "entered_coef" ? "λ in this token's R_t: 0 where the contrast does not apply" : meanings(key);
+    row.append(name, ...panes.map((pane) => element("td", "", number(pane.map[key][index]))));
     table.append(row);
   }
   return table;
@@ -338,7 +346,7 @@ function option(select, value, text) {
 }
 
 function buildControls() {
-  for (const { key, symbol, meaning } of data.quantities) {
+  for (const { key, symbol } of data.quantities) {
     const label = element("label");
     const input = element("input");
     input.type = "radio";
@@ -346,7 +354,6 @@ function buildControls() {
     input.value = key;
     input.checked = key === state.quantity;
     input.addEventListener("change", () => { state.quantity = key; paint(); });
-    label.title = meaning;
     label.append(input, symbol);
     byId("quantities").append(label);
   }
