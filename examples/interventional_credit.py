@@ -2,16 +2,24 @@
 
 On the embedded task, a tool call with a binary verifier. At the least certain positions of sampled responses, each
 likely token is forced and the policy goes on by itself, many times: the success rates give r^cf. The same tokens'
-r^z and R_t come from two forward passes. Two students and three kinds of feedback:
+r^z and R_t come from two forward passes. Three students and three kinds of feedback:
 
-- the shipped base, and a base fine-tuned on its own graded responses, with and without the verdict in the prompt, so
-  that both of its forward passes are fitted to one joint P(y, z | x) (Assumption 1 by construction);
-- the verdict "right" and the verdict "wrong", flipped with probability `--noise`: a noisy function of the outcome, as
-  Assumption 2 and Proposition 4 want it, for success and against it;
-- the task's own feedback, the letter of the right option: a function of the question alone, of which Proposition 4
-  says nothing.
+- `base`, as shipped, for which the verdicts are words like any other;
+- `exact`, the base fine-tuned on its own graded responses, with and without the verdict in the prompt, so that both
+  of its forward passes are fitted to one joint P(y, z | x) (Assumption 1 by construction), the verdict being the
+  outcome itself (Corollary 5);
+- `noisy`, the same, gone on with verdicts flipped with probability `--noise`, anew each time that one is shown: a
+  noisy function of the outcome, as Assumption 2 and Proposition 4 want it;
+- the verdict "right", for success; the verdict "wrong", against it; and the task's own feedback, the letter of the
+  right option: a function of the question alone, of which Proposition 4 says nothing.
 
-    python examples/interventional_credit.py --seeds 0 1 2 --out interventional.json
+A fine-tuned student counts only if it reads the verdict: log P(right | y) / P(wrong | y), read off its two passes on
+responses to other questions, must be higher for successes than for failures by `--gate` nats on average. One that
+does not is not measured, and the result says so.
+
+    python examples/interventional_credit.py --output_dir runs/interventional --seeds 0 1 2 3
+
+What is done is kept in the directory, and a second call goes on from there; `--pieces 1` does one piece a call.
 """
 
 from __future__ import annotations
@@ -20,185 +28,370 @@ import argparse
 import copy
 import json
 import random
-from dataclasses import asdict, replace
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import t as student_t
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
 from credit_trl.analysis import interventional as iv
 from credit_trl.analysis.checkpoints import Checkpoint
+from credit_trl.analysis.formula import PAPER, CreditFormula
 from credit_trl.analysis.responses import Response, analysis_config, build_contexts, draw, generate, grade
 from credit_trl.contexts import ContextBuilder, Evidence
+from credit_trl.objective import ContrastRule
+from credit_trl.run_directory import write_json
 from credit_trl.tasks.registry import Task, load_task
 
-VERDICTS = ("The answer was wrong.", "The answer was right.")
-QUANTITIES = {"rewards": "r^z", "advantages": "R_t", "student_logps": "log π"}
+# One token each in the embedded vocabulary, and without a meaning there: what they say is learnt here.
+VERDICTS = ("Expected.", "Correct.")
+STUDENTS = ("base", "exact", "noisy")
+FEEDBACKS = ("right", "wrong", "letter")
+# Name → which number of a branching, and λ and form where it is R_t.
+QUANTITIES: dict[str, tuple[str, float, CreditFormula]] = {
+    "r^z": ("rewards", 0.0, PAPER),
+    "R_t, subtract, λ = 0.1": ("advantages", 0.1, PAPER),
+    "R_t, guide, λ = 1": ("advantages", 1.0, CreditFormula(ContrastRule("guide"))),
+    "log π": ("student_logps", 0.0, PAPER),
+}
+GAPS = ("gap", "standard_error", "gap_to_theory")
 MAX_NEW_TOKENS = 32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="quickstart", help="path of a base of the embedded task")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.2], help="of the verdict that is told")
-    parser.add_argument("--prompts", type=int, default=120, help="test questions a seed (known and unknown cues)")
-    parser.add_argument("--samples", type=int, default=64, help="rollouts of each candidate")
-    parser.add_argument("--steps", type=int, default=400, help="of fine-tuning on graded responses")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    task = load_task("quickstart")
-    measured: dict[tuple[str, str], list[iv.InterventionalCredit]] = {}
-    for seed in args.seeds:
-        base = Checkpoint.load(args.model, name="base")
-        students = {"base": base}
-        for noise in args.noise:
-            name = f"fine-tuned, noise {noise:g}"
-            students[name] = Checkpoint.of(fine_tune(base, task, noise, args.steps, seed), base.tokenizer, name=name)
-        for name, student in students.items():
-            for feedback, credits in measure(student, task, seed, args).items():
-                measured.setdefault((name, feedback), []).extend(credits)
-    results = [summarise(*key, credits) for key, credits in measured.items()]
-    print(format_results(results))
-    if args.out is not None:
-        args.out.write_text(json.dumps({"arguments": vars(args) | {"out": None}, "results": results}, indent=1))
-
-
-# ------------------------------------------------------------------------------------ a student that fits the verdicts
-
-
-def fine_tune(base: Checkpoint, task: Task, noise: float, steps: int, seed: int) -> torch.nn.Module:
-    """The base after learning its own graded responses, half of them with the verdict in the prompt."""
-    rows = list(task.build("train", seed=seed)) * 2
-    contexts = [base.encode(row["prompt"]) for row in rows]
-    responses = generate(base, contexts, max_new_tokens=MAX_NEW_TOKENS, seed=seed, batch_size=256)
-    outcomes = np.array([verdict.reward == 1.0 for verdict in grade(base, task, rows, responses)])
-    rng = np.random.default_rng(seed)
-    told = outcomes ^ (rng.random(len(rows)) < noise)
-    builder = ContextBuilder(base.tokenizer, analysis_config(), sorted(base.end_ids()))
-    verdicts = [Evidence(feedback=VERDICTS[int(z)]) for z in told]
-    with_verdict = [builder.encode(row["prompt"], z, base.render) for row, z in zip(rows, verdicts, strict=True)]
-    examples = [*zip(contexts, responses, strict=True), *zip(with_verdict, responses, strict=True)]
-
-    model = copy.deepcopy(base.student.student).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
-    draws = random.Random(seed)
-    for _ in range(steps):
-        loss = response_loss(model, draws.sample(examples, 32))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    print(
-        f"seed {seed}, noise {noise:g}: base succeeds {outcomes.mean():.3f}, last loss {loss.item():.3f}", flush=True
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/interventional"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--pieces", type=int, help="stop after so many: a student fine-tuned, or measured")
+    parser.add_argument("--noise", type=float, default=0.2, help="of the verdict that the noisy student is told")
+    parser.add_argument("--gate", type=float, default=1.0, help="nats; perfect reading of noise 0.2 is 2 log 4 = 2.77")
+    parser.add_argument("--questions", type=int, help="of the training split (default: all)")
+    parser.add_argument("--epochs", type=int, default=2, help="responses to each of them")
+    parser.add_argument("--steps", type=int, default=600, help="of fine-tuning the exact student")
+    parser.add_argument("--noisy_steps", type=int, default=200, help="of going on with noisy verdicts")
+    parser.add_argument("--prompts", type=int, default=40, help="test questions a seed (known and unknown cues)")
+    parser.add_argument("--positions", type=int, default=2, help="prefixes of a response")
+    parser.add_argument("--candidates", type=int, default=4, help="tokens tried after a prefix, at most")
+    parser.add_argument(
+        "--samples", type=int, default=32, help="rollouts of each candidate; twice as many of a prefix"
     )
-    return model.eval()
+    args = parser.parse_args()
+    for number, (done, piece) in enumerate(missing_pieces(args), 1):
+        write_json(done, piece())
+        if number == args.pieces:
+            return
+    result = combine(args)
+    write_json(args.output_dir / "result.json", result)
+    print(format_result(result))
 
 
-def response_loss(model: torch.nn.Module, batch: list[tuple[list[int], list[int]]]) -> torch.Tensor:
-    """Mean −log p of the responses' tokens."""
+def missing_pieces(args: argparse.Namespace) -> Iterator[tuple[Path, partial[Any]]]:
+    """What is still to do: the file that says that it is done, and what makes its content."""
+    for seed in args.seeds:
+        folder = args.output_dir / f"seed-{seed}"
+        for name in STUDENTS:
+            if name != "base" and not (folder / f"student-{name}.json").exists():
+                yield folder / f"student-{name}.json", partial(make_student, args, seed, name)
+            if not reads_verdicts(folder, name):
+                print(f"seed {seed}: the {name} student reads verdicts by less than {args.gate:g} nats: not measured.")
+                break  # the noisy student goes on from the exact one
+            if not (folder / f"measured-{name}.json").exists():
+                yield folder / f"measured-{name}.json", partial(measure, args, seed, name)
+
+
+def reads_verdicts(folder: Path, name: str) -> bool:
+    return name == "base" or json.loads((folder / f"student-{name}.json").read_text("utf-8"))["passed"]
+
+
+# ------------------------------------------------------------------------------------- students that read the verdict
+
+
+def make_student(args: argparse.Namespace, seed: int, name: str) -> dict[str, float]:
+    """Fine-tune and save a student; how well it reads the verdict, and whether that passes the gate."""
+    task, base = load_task("quickstart"), Checkpoint.load(args.model, name="base")
+    rows = list(task.build("train", seed=seed))[: args.questions] * args.epochs
+    noise, steps, start = (args.noise, args.noisy_steps, "exact") if name == "noisy" else (0.0, args.steps, "base")
+    model = copy.deepcopy(load_student(args, seed, start).student.student).train()
+    contexts, responses, outcomes = graded_responses(base, task, rows, seed)
+    told = [[with_verdict(base, row, z) for row in rows] for z in (0, 1)]
+    loss = fine_tune(model, contexts, told, responses, outcomes, noise, steps, seed)
+    student = Checkpoint.of(model.eval(), base.tokenizer, name=name)
+    others = list(task.build("test", groups=("known", "unknown"), seed=seed))[args.prompts :]
+    facts = {"base_success": float(outcomes.mean()), "loss": loss, **separation(student, base, task, others, seed)}
+    print(f"seed {seed}, {name}: " + ", ".join(f"{key} {value:.3f}" for key, value in facts.items()), flush=True)
+    model.save_pretrained(args.output_dir / f"seed-{seed}" / name)
+    return facts | {"passed": facts["separation"] >= args.gate}
+
+
+def load_student(args: argparse.Namespace, seed: int, name: str) -> Checkpoint:
+    base = Checkpoint.load(args.model, name="base")
+    if name == "base":
+        return base
+    model = AutoModelForCausalLM.from_pretrained(args.output_dir / f"seed-{seed}" / name).eval()
+    return Checkpoint.of(model, base.tokenizer, name=name)
+
+
+def graded_responses(
+    checkpoint: Checkpoint, task: Task, rows: list[dict[str, Any]], seed: int
+) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
+    """Contexts, sampled responses and whether each succeeds."""
+    contexts = [checkpoint.encode(row["prompt"]) for row in rows]
+    responses = generate(checkpoint, contexts, max_new_tokens=MAX_NEW_TOKENS, seed=seed, batch_size=256)
+    verdicts = grade(checkpoint, task, rows, responses)
+    return contexts, responses, np.array([verdict.reward == 1.0 for verdict in verdicts])
+
+
+def with_verdict(checkpoint: Checkpoint, row: dict[str, Any], z: int) -> list[int]:
+    """Token ids of (x, z)."""
+    builder = ContextBuilder(checkpoint.tokenizer, analysis_config(), sorted(checkpoint.end_ids()))
+    return builder.encode(row["prompt"], Evidence(feedback=VERDICTS[z]), checkpoint.render)
+
+
+def fine_tune(
+    model: nn.Module,
+    contexts: list[list[int]],
+    told: list[list[list[int]]],
+    responses: list[list[int]],
+    outcomes: np.ndarray,
+    noise: float,
+    steps: int,
+    seed: int,
+    batch_size: int = 16,
+) -> float:
+    """Maximum likelihood of the responses, three times in four with the verdict in the prompt; the last loss.
+
+    Muon on the matrices and AdamW on the rest, as the base was pretrained: with AdamW alone the verdict is ignored.
+    """
+    named = list(model.named_parameters())
+    matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
+    rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0),
+        torch.optim.AdamW(rest, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, partial(_schedule, steps=steps)) for o in optimizers]
+    draws, total = random.Random(seed), 0.0
+    for _ in range(steps):
+        batch = []
+        for index in draws.sample(range(len(responses)), batch_size):
+            z = int(outcomes[index]) ^ (draws.random() < noise)
+            batch.append((told[z][index] if draws.random() < 0.75 else contexts[index], responses[index]))
+        loss = -torch.cat(token_logps(model, batch)).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        total = loss.item()
+    return total
+
+
+def _schedule(step: int, steps: int, warm_up: int = 30) -> float:
+    """Warm-up, constant for six tenths of the steps, then down to 0."""
+    return min(1.0, (step + 1) / warm_up, (steps - step) / (0.4 * steps))
+
+
+def token_logps(model: nn.Module, batch: list[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
+    """log π of each response's tokens after its context."""
     ids = pad_sequence([torch.tensor(context + y) for context, y in batch], batch_first=True)
-    labels = [torch.tensor([-100] * len(context) + y) for context, y in batch]
-    targets = pad_sequence(labels, batch_first=True, padding_value=-100)[:, 1:]
-    hidden = model.base_model(input_ids=ids).last_hidden_state[:, :-1]
-    kept = targets != -100
-    return F.cross_entropy(model.lm_head(hidden[kept]), targets[kept])
+    hidden = model.base_model(input_ids=ids).last_hidden_state
+    kept = torch.cat([hidden[i, len(context) - 1 : len(context) + len(y) - 1] for i, (context, y) in enumerate(batch)])
+    targets = torch.tensor([token for _, y in batch for token in y])
+    return list((-F.cross_entropy(model.lm_head(kept), targets, reduction="none")).split([len(y) for _, y in batch]))
 
 
-# --------------------------------------------------------------------------------------------------------- measurement
+@torch.no_grad()
+def separation(
+    student: Checkpoint, base: Checkpoint, task: Task, rows: list[dict[str, Any]], seed: int
+) -> dict[str, float]:
+    """What the student's passes say of the verdict, on responses of the base to questions that it was not trained on.
+
+    Returns:
+        Mean pmi(y; z | x) of successes and of failures for both verdicts, and `separation`, how much higher
+        log P(right | y) / P(wrong | y) is for successes, less its prior: all in nats.
+    """
+    contexts, responses, outcomes = graded_responses(base, task, rows, seed)
+    read = [contexts, *([with_verdict(base, row, z) for row in rows] for z in (0, 1))]
+    sums = []
+    for prompts in read:
+        pairs = list(zip(prompts, responses, strict=True))
+        parts = [token_logps(student.student.student, pairs[i : i + 64]) for i in range(0, len(pairs), 64)]
+        sums.append(np.array([logps.sum().item() for part in parts for logps in part]))
+    plain, wrong, right = sums
+    odds = right - wrong
+    return {
+        "pmi_right_success": float((right - plain)[outcomes].mean()),
+        "pmi_right_failure": float((right - plain)[~outcomes].mean()),
+        "pmi_wrong_success": float((wrong - plain)[outcomes].mean()),
+        "pmi_wrong_failure": float((wrong - plain)[~outcomes].mean()),
+        "separation": float(odds[outcomes].mean() - odds[~outcomes].mean()),
+    }
 
 
-def measure(
-    student: Checkpoint, task: Task, seed: int, args: argparse.Namespace
-) -> dict[str, list[iv.InterventionalCredit]]:
-    """r^cf once, and r^z and R_t under each feedback, at the same prefixes and candidates."""
+# -------------------------------------------------------------------------------------------------------- measurement
+
+
+def measure(args: argparse.Namespace, seed: int, name: str) -> dict[str, Any]:
+    """r^cf once, and every quantity under each feedback, at the same prefixes and candidates."""
+    task, student = load_task("quickstart"), load_student(args, seed, name)
     dataset = task.build("test", groups=("known", "unknown"), seed=seed)
     rows = list(dataset.take(args.prompts))
     prompts = [row["prompt"] for row in rows]
-    config = analysis_config(temperature=args.temperature, contrastive_count=4, seed=seed)
-    contexts = [student.encode(prompt) for prompt in prompts]
-    options = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": args.temperature, "batch_size": 256}
-    responses = generate(student, contexts, seed=seed, **options)
+    config = analysis_config(contrastive_count=4, seed=seed)
+    contexts, responses, outcomes = graded_responses(student, task, rows, seed)
     others = draw(prompts, list(dataset["prompt"]), config)
     letters = [verdict.feedback for verdict in grade(student, task, rows, responses)]
-    feedbacks = {
-        "verdict: right": [VERDICTS[1]] * len(rows),
-        "verdict: wrong": [VERDICTS[0]] * len(rows),
-        "letter": letters,
+    texts = {"right": [VERDICTS[1]] * len(rows), "wrong": [VERDICTS[0]] * len(rows), "letter": letters}
+    read = {
+        feedback: [
+            build_contexts(
+                Response(row["id"], row["prompt"], tuple(y), Evidence(feedback=z), tuple(drawn)), config, student
+            )
+            for row, y, z, drawn in zip(rows, responses, texts[feedback], others, strict=True)
+        ]
+        for feedback in FEEDBACKS
     }
-    branchings = {
-        kind: [
+
+    def branchings(feedback: str, coef: float, formula: CreditFormula) -> list[iv.Branching]:
+        return [
             branching
-            for n, (row, y, z, drawn) in enumerate(zip(rows, responses, texts, others, strict=True))
+            for question, (context, y) in enumerate(zip(read[feedback], responses, strict=True))
             for branching in iv.candidates_of(
                 student,
-                build_contexts(
-                    Response(row["id"], row["prompt"], tuple(y), Evidence(feedback=z), tuple(drawn)), config, student
-                ),
+                context,
                 y,
-                contrastive_coef=config.contrastive_coef,
-                positions=3,
-                candidates=6,
-                temperature=args.temperature,
-                question=n,
+                contrastive_coef=coef,
+                formula=formula,
+                positions=args.positions,
+                candidates=args.candidates,
+                question=question,
             )
         ]
-        for kind, texts in feedbacks.items()
-    }
-    first = next(iter(branchings.values()))
-    plan = iv.BranchPlan(first, args.samples, 2 * args.samples, MAX_NEW_TOKENS)
-    print(f"seed {seed}, {student.name}: {plan.cost()}", flush=True)
-    rollouts = iv.policy_rollouts(student, contexts, seed=seed + 1000, **options)
+
+    plan = iv.BranchPlan(branchings("right", 0.0, PAPER), args.samples, 2 * args.samples, MAX_NEW_TOKENS)
+    print(f"seed {seed}, {name}: {plan.cost()}", flush=True)
+    rollouts = iv.policy_rollouts(student, contexts, max_new_tokens=MAX_NEW_TOKENS, seed=seed + 1000)
     credits = iv.run_plan(plan, rollouts, iv.graded_by(student, task, rows))
-    return {
-        kind: [replace(credit, branching=own) for credit, own in zip(credits, of_kind, strict=True)]
-        for kind, of_kind in branchings.items()
-    }
+    found: dict[str, Any] = {"success": float(outcomes.mean()), "prefixes": len(credits)}
+    found["resolved"] = sum(credit.is_resolved for credit in credits)
+    for feedback in FEEDBACKS:
+        found[feedback] = {"agreement": {}}
+        for quantity, (field, coef, formula) in QUANTITIES.items():
+            own = branchings(feedback, coef, formula)
+            read_off = [replace(credit, branching=b) for credit, b in zip(credits, own, strict=True)]
+            agreement = iv.rank_agreement(read_off, field, resolved=True)
+            values = {key: getattr(agreement, key) for key in ("kendall", "spearman", "concordance", "top")}
+            found[feedback]["agreement"][quantity] = values
+            if quantity == "r^z":
+                found[feedback] |= gaps(read_off, args.noise if name == "noisy" else 0.0, feedback)
+    return found
 
 
-def summarise(student: str, feedback: str, credits: list[iv.InterventionalCredit]) -> dict:
+def gaps(credits: list[iv.InterventionalCredit], noise: float, feedback: str) -> dict[str, float]:
+    """How far r^z lies from r^cf, and from what Eq. 34's affine map makes of the measured rates; medians, in nats."""
     resolved = [credit for credit in credits if credit.is_resolved]
-    gaps = [c.branching.rewards.numpy() - c.credit for c in resolved]
-    errors = [c.standard_error for c in resolved]
+    nothing = dict.fromkeys(GAPS, float("nan"))
+    if not resolved:
+        return nothing
+    rewards = np.concatenate([c.branching.rewards.double().numpy() for c in resolved])
+    credit, error = (np.concatenate([getattr(c, key) for c in resolved]) for key in ("credit", "standard_error"))
+    found = {"gap": float(np.median(abs(rewards - credit))), "standard_error": float(np.median(error))}
+    if feedback == "letter":
+        return nothing | found
+    q0, q1 = (noise, 1.0 - noise) if feedback == "right" else (1.0 - noise, noise)
+    told = [
+        np.log(q0 + (q1 - q0) * iv.smoothed_rate(c.successes, c.samples))
+        - np.log(q0 + (q1 - q0) * iv.smoothed_rate(np.array(c.baseline_successes), c.baseline_samples))
+        for c in resolved
+    ]
+    return found | {"gap_to_theory": float(np.median(abs(rewards - np.concatenate(told))))}
+
+
+# ------------------------------------------------------------------------------------------------------ over the seeds
+
+
+def combine(args: argparse.Namespace) -> dict[str, Any]:
+    """Every seed's numbers, and their means with standard errors and 95 % intervals over seeds."""
+    seeds = {
+        str(seed): {
+            path.stem: json.loads(path.read_text("utf-8"))
+            for path in sorted((args.output_dir / f"seed-{seed}").glob("*.json"))
+        }
+        for seed in args.seeds
+    }
+    measured = {name: [s[f"measured-{name}"] for s in seeds.values() if f"measured-{name}" in s] for name in STUDENTS}
+    rows = [
+        {"student": student, "feedback": feedback, "quantity": quantity, "seeds": len(measured[student])}
+        | {
+            measure: over_seeds([one[feedback]["agreement"][quantity][measure] for one in measured[student]])
+            for measure in ("concordance", "kendall", "spearman", "top")
+        }
+        for student in STUDENTS
+        for feedback in FEEDBACKS
+        for quantity in QUANTITIES
+    ]
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    settings = {key: value for key, value in vars(args).items() if key not in ("output_dir", "pieces", "model")}
+    gaps_over_seeds = [
+        {"student": student, "feedback": feedback}
+        | {key: over_seeds([one[feedback][key] for one in measured[student]]) for key in GAPS}
+        for student in STUDENTS
+        for feedback in FEEDBACKS
+    ]
     return {
-        "student": student,
-        "feedback": feedback,
-        "prefixes": len(credits),
-        "resolved": len(resolved),
-        "median_gap": float(np.median(np.abs(np.concatenate(gaps)))) if gaps else None,
-        "median_standard_error": float(np.median(np.concatenate(errors))) if errors else None,
-        "agreement": {q: asdict(iv.rank_agreement(credits, q, resolved=True)) for q in QUANTITIES},
+        "commit": commit.stdout.strip() or None,
+        "versions": {name: version(name) for name in ("torch", "transformers", "trl", "credit-trl")},
+        "settings": settings | {"verdicts": VERDICTS},
+        "seeds": seeds,
+        "over_seeds": rows,
+        "gaps_over_seeds": gaps_over_seeds,
     }
 
 
-def format_results(results: list[dict]) -> str:
-    """Markdown: one row for each student, feedback and quantity."""
+def over_seeds(values: list[float]) -> dict[str, Any]:
+    """Mean, standard error and Student's 95 % interval; None for a seed in which nothing could be ranked."""
+    known = np.array([value for value in values if value is not None and np.isfinite(value)])
+    if len(known) < 2:
+        return {"mean": float(known.mean()) if len(known) else None, "standard_error": None, "interval": None}
+    error = float(known.std(ddof=1) / np.sqrt(len(known)))
+    half = float(student_t.ppf(0.975, len(known) - 1)) * error
+    mean = float(known.mean())
+    return {"mean": mean, "standard_error": error, "interval": [mean - half, mean + half]}
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """Markdown: one row for each student, feedback and quantity, mean ± standard error over seeds."""
     lines = [
-        "| student | feedback | quantity | prefixes | pairs ordered alike | Kendall τ-b | Spearman ρ | best first |",
+        "| student | feedback | quantity | pairs ordered alike | 95 % interval | Kendall τ-b | Spearman ρ | top |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for result in results:
-        for quantity, symbol in QUANTITIES.items():
-            a = result["agreement"][quantity]
-            (low, high), (tau_low, tau_high) = a["concordance_interval"], a["kendall_interval"]
-            lines.append(
-                f"| {result['student']} | {result['feedback']} | {symbol} | {a['prefixes']} "
-                f"| {a['concordance']:.3f} [{low:.3f}, {high:.3f}] | {a['kendall']:+.2f} [{tau_low:+.2f}, "
-                f"{tau_high:+.2f}] | {a['spearman']:+.2f} | {a['top']:.2f} |"
-            )
-    lines += ["", "| student | feedback | median of the gap r^z − r^cf | median standard error of r^cf |"]
-    lines += ["| --- | --- | ---: | ---: |"]
-    lines += [
-        f"| {r['student']} | {r['feedback']} | {r['median_gap']:.3f} | {r['median_standard_error']:.3f} |"
-        for r in results
-        if r["median_gap"] is not None
-    ]
+    for row in result["over_seeds"]:
+        low, high = row["concordance"]["interval"] or (float("nan"), float("nan"))
+        cells = [_with_error(row[key]) for key in ("concordance", "kendall", "spearman", "top")]
+        head = f"| {row['student']} | {row['feedback']} | {row['quantity']} | {cells[0]} | [{low:.2f}, {high:.2f}] "
+        lines.append(f"{head}| {' | '.join(cells[1:])} |")
     return "\n".join(lines)
+
+
+def _with_error(value: dict[str, Any]) -> str:
+    if value["mean"] is None:
+        return "–"
+    error = value["standard_error"]
+    return f"{value['mean']:.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 
 if __name__ == "__main__":
