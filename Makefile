@@ -27,8 +27,9 @@ notebooks: $(INSTALLED)  ## Every notebook in a fresh kernel, its outputs checke
 docs: $(INSTALLED)  ## The documentation's site, strict and offline, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-wheel: $(INSTALLED)  ## Wheel and sdist, into dist/
+wheel: $(INSTALLED)  ## Wheel and sdist, into dist/; then what is in them, and the wheel in an environment of its own
 	$(BIN)/python -m build --no-isolation
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/packaging -m "slow or not slow"
 
 test-faults: $(INSTALLED)  ## kill -9 at every phase of a step, and a restart that continues bitwise
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "slow or not slow"

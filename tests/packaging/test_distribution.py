@@ -1,0 +1,182 @@
+"""Wheel and sdist: what is in them, and that the wheel works in an environment that has not seen the checkout.
+
+The environment is new and holds the wheel alone. What the wheel depends on is found through a path to this
+environment's packages, appended behind its own, so that torch is not installed again; that `credit_trl` comes from
+the wheel is asserted everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "credit_trl"
+
+pytest.importorskip("build", reason="needs build and hatchling: pip install 'credit-trl[dev]'")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with the sdist of the checkout and the wheel that is built from it, as `make wheel` makes them."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert made.returncode == 0, made.stdout + made.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    (path,) = built.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def in_wheel(wheel) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def in_sdist(built) -> dict[str, bytes]:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        files = [member for member in archive.getmembers() if member.isfile()]
+        return {member.name.partition("/")[2]: archive.extractfile(member).read() for member in files}
+
+
+def tracked(*folders: str) -> set[str]:
+    """Files of the repository below these folders; of an unpacked sdist, which has no repository, all files."""
+    if (ROOT / ".git").exists():
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        return {name for name in listed if (ROOT / name).is_file()}
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+
+
+def test_the_wheel_holds_the_whole_package_and_nothing_else(in_wheel):
+    own = {name.removeprefix("src/") for name in tracked("src/credit_trl")}
+    assert {name for name in in_wheel if ".dist-info/" not in name} == own
+    for name in (
+        "credit_trl/py.typed",
+        "credit_trl/tasks/examples/problems.jsonl",
+        "credit_trl/tasks/examples/solutions.jsonl",
+        "credit_trl/tasks/quickstart_model/plain/model.safetensors",
+        "credit_trl/tasks/quickstart_model/plain/tokenizer.json",
+        "credit_trl/planning/models/qwen3-8b.json",
+        "credit_trl/analysis/page/tokenmap.js",
+        "credit_trl/comparison/report.html.jinja",
+    ):
+        assert in_wheel[name] == (ROOT / "src" / name).read_bytes()
+
+
+def test_the_wheel_names_its_commands_its_licence_and_what_it_needs(in_wheel):
+    (entry_points,) = (text.decode() for name, text in in_wheel.items() if name.endswith("entry_points.txt"))
+    assert "trl = credit_trl.cli:main" in entry_points
+    assert "credit-trl = credit_trl.cli:main" in entry_points
+    (metadata,) = (text.decode() for name, text in in_wheel.items() if name.endswith("/METADATA"))
+    needed = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra ==)", metadata, re.MULTILINE)
+    assert {"torch", "trl", "transformers", "accelerate", "datasets", "peft"} <= set(needed)
+    assert any(name.endswith("licenses/LICENSE") for name in in_wheel)
+
+
+def test_the_sdist_holds_what_building_testing_and_reading_need(in_sdist):
+    folders = ("src", "tests", "examples", "notebooks", "docs", "benchmarks", ".ci")
+    assert tracked(*folders) <= in_sdist.keys()
+    assert {"pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt", "CITATION.cff"} <= in_sdist.keys()
+    strays = [name for name in in_sdist if name.startswith(("runs/", "site/", ".venv", "dist/", ".hypothesis/"))]
+    assert strays == []
+
+
+@pytest.fixture(scope="module")
+def clean(wheel, tmp_path_factory) -> Path:
+    """`bin/` of a new environment with the wheel in it."""
+    folder = tmp_path_factory.mktemp("clean") / "venv"
+    venv.create(folder, with_pip=False, symlinks=True)
+    install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q"]
+    install += ["--no-deps", "--no-index", "--no-compile", str(wheel)]
+    subprocess.run(install, check=True, timeout=120, capture_output=True)
+    (own,) = (folder / "lib").glob("python3.*/site-packages")
+    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+def run(program: Path, *argv: str, cwd: Path, code: int = 0) -> str:
+    """What a program of the clean environment prints, run outside the checkout."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    ran = subprocess.run(
+        [str(program), *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert ran.returncode == code, ran.stdout[-2000:] + ran.stderr[-3000:]
+    return ran.stdout + ran.stderr
+
+
+def test_the_package_imports_from_the_wheel_with_all_its_modules(clean, tmp_path):
+    listing = (
+        "import credit_trl, pkgutil, importlib.metadata as m; print(credit_trl.__file__);"
+        "print(*(i.name for i in pkgutil.walk_packages(credit_trl.__path__, 'credit_trl.')));"
+        "print(m.version('credit-trl'), m.distribution('credit-trl').locate_file(''))"
+    )
+    where, modules, version = run(clean / "python", "-c", listing, cwd=tmp_path).splitlines()
+    assert Path(where).is_relative_to(clean.parent)
+    assert Path(version.split()[1]).resolve().is_relative_to(clean.parent.resolve())
+    parts = [path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")]
+    expected = {".".join(p[:-1] if p[-1] == "__init__" else p) for p in parts} - {"credit_trl"}
+    assert set(modules.split()) == expected
+
+
+@pytest.mark.slow
+def test_every_module_of_the_wheel_can_be_imported(clean, tmp_path):
+    code = (
+        "import importlib, pkgutil, credit_trl\n"
+        "PROGRAMS = ('.__main__', '.sandbox.driver')\n"  # run when they are imported
+        "for one in pkgutil.walk_packages(credit_trl.__path__, 'credit_trl.'):\n"
+        "    if not one.name.endswith(PROGRAMS): assert importlib.import_module(one.name).__file__\n"
+        "import sys; print({m.__file__.rpartition('credit_trl/')[0] for n, m in sys.modules.items()"
+        " if n.split('.')[0] == 'credit_trl'})"
+    )
+    printed = run(clean / "python", "-c", code, cwd=tmp_path).splitlines()[-1]
+    assert str(clean.parent) in printed
+    assert str(ROOT / "src") not in printed
+    assert printed.count("site-packages") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["trl", "credit-trl"])
+def test_the_installed_command_has_credit_and_trls_own(clean, tmp_path, program):
+    assert "usage: trl credit" in (told := run(clean / program, "credit", "--help", cwd=tmp_path))
+    assert "--contrastive_coef" in told
+    listed = run(clean / program, "--help", cwd=tmp_path)
+    assert all(f"    {name} " in listed for name in ("credit", "credit-quickstart", "credit-map", "grpo", "sft"))
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_from_the_wheel(clean, tmp_path):
+    told = run(clean / "credit-trl", "credit-quickstart", "--steps", "3", cwd=tmp_path)
+    assert re.search(r"unknown cues +\d+\.\d -> +\d+\.\d", told)
+    assert (tmp_path / "runs" / "quickstart" / "learning_curve.png").is_file()
+    code = "import sys; print([m.__file__ for n, m in sys.modules.items() if n == 'credit_trl'])"
+    assert str(clean.parent) in run(clean / "python", "-c", f"import credit_trl; {code}", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_is_launched_from_the_wheel(clean, tmp_path):
+    line = (
+        "--task quickstart --model_name_or_path quickstart --use_cpu true --bf16 false --max_steps 1 --output_dir run"
+    )
+    small = "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 --report_to none"
+    told = run(clean / "trl", "credit", *line.split(), *small.split(), cwd=tmp_path)
+    assert re.search(r"Model saved to .*run\.", told)
+    assert (tmp_path / "run" / "model.safetensors").is_file()
