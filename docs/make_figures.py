@@ -1,7 +1,7 @@
 """The pictures of the README and of the documentation, from one run of the quickstart.
 
     python docs/make_figures.py            # 100 steps, a few minutes on one core
-    python docs/make_figures.py --steps 40 --run runs/figures
+    python docs/make_figures.py --run runs/quickstart    # of a quickstart that is there already
 
 `images/learning_curve.png`: held-out accuracy over the steps, as `credit-quickstart` draws it.
 `images/token_map.png`: ΔV_t and S_t of one answer to a question that the base gets wrong, before and after.
@@ -18,7 +18,8 @@ import matplotlib.pyplot as plt
 from credit_trl.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_responses
 from credit_trl.analysis.tokenmap import group_scales
 from credit_trl.analysis.tokenmap_png import draw_png
-from credit_trl.cli.quickstart import DEFAULTS, run_quickstart
+from credit_trl.cli.quickstart import DEFAULTS, draw_curve, run_quickstart
+from credit_trl.run_directory import EVALUATIONS_FILE, SUMMARY_FILE, read_lines
 from credit_trl.tasks import load_task
 
 IMAGES = Path(__file__).parent / "images"
@@ -28,12 +29,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=DEFAULTS["max_steps"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run", type=Path, default=Path("runs/figures"))
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/figures"), help="a finished run there is drawn as it is"
+    )
     args = parser.parse_args()
-    outcome = run_quickstart(args.run, args.steps, args.seed)
+    if not (args.run / SUMMARY_FILE).is_file():
+        run_quickstart(args.run, args.steps, args.seed)
     IMAGES.mkdir(exist_ok=True)
-    shutil.copyfile(outcome.figure, IMAGES / "learning_curve.png")
-    before, after = token_maps(args.run / "model", f"{args.steps} steps")
+    shutil.copyfile(draw_curve(args.run), IMAGES / "learning_curve.png")
+    steps = read_lines(args.run / EVALUATIONS_FILE)[-1]["step"]
+    before, after = token_maps(args.run / "model", f"{steps} steps")
     draw_pair(before, after, IMAGES / "token_map.png", args.run)
     print(f"{IMAGES}: learning_curve.png, token_map.png")
 

@@ -238,7 +238,7 @@ def draw_curve(directory: Path) -> Path:
     axes.plot(steps, formats, color="black", linestyle=":", label="format")
     axes.axhline(0.25, color="0.6", linewidth=0.8, linestyle="--")
     axes.set(xlabel="step", ylabel="held-out avg@k, temperature 1", ylim=(0, 1.03), title="The embedded task")
-    axes.legend(fontsize="small", loc="lower right")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(directory / FIGURE, dpi=150)
     return directory / FIGURE
 
