@@ -9,10 +9,17 @@ import pytest
 import torch
 from drawn import drawn_map
 
+import test_turns
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.analysis.callback import CreditMapCallback, _choose
-from credit_trl.analysis.tokenmap import TokenMap
+from credit_trl.analysis.checkpoints import Checkpoint
+from credit_trl.analysis.responses import Response
+from credit_trl.analysis.tokenmap import TokenMap, map_response
+from credit_trl.analysis.tokenmap_html import write_html
 from credit_trl.analysis.tokenmap_parquet import read_parquet
+from credit_trl.rollouts import loss_mask
+
+talk = test_turns.talk  # the fixture
 
 
 def verdicts(completions, answer, **kwargs) -> list[Verdict]:
@@ -22,6 +29,7 @@ def verdicts(completions, answer, **kwargs) -> list[Verdict]:
 @pytest.fixture
 def train(make_model, make_config, dataset, tokenizer):
     """A function that trains a tiny model in fp64, and returns the trainer and what it logged."""
+    dataset = dataset.add_column("task", ["sums"] * len(dataset))
 
     def run(callback: CreditMapCallback | None, resume: str | None = None, **overrides) -> CreditTrainer:
         args = make_config(
@@ -79,6 +87,75 @@ def test_the_maps_are_the_credit_that_the_loss_used_and_do_not_disturb_training(
     alone = train(None)
     for own, other in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"contrastive_form": "guide", "contrastive_coef": 1.5, "distillation_topk": 6},
+        {"contrastive_gate": 0.004, "contrastive_coef": 0.5, "distillation_topk": 6},
+        {"contrastive_plausibility": 0.6, "contrastive_coef": 0.5, "distillation_support": "student_topk"},
+        {"contrastive_baseline": "log_mean", "contrastive_count": 3, "contrastive_gate": 0.008},
+        {"distillation_tail": "renormalize", "distillation_topk": 6, "contrastive_form": "guide"},
+        {"distillation_support": "full", "contrastive_plausibility": 0.6, "contrastive_coef": 0.5},
+        {"contrastive_source": "none"},
+        {"contrastive_source": "hard", "contrastive_count": 2},
+        {"contrastive_source": "same_task"},
+        {"contrastive_coef": "auto", "contrastive_auto_level": 0.01, "contrastive_auto_rate": 1.0},
+    ],
+    ids=lambda options: " ".join(f"{key[key.index('_') + 1 :]}={value}" for key, value in options.items()),
+)
+def test_maps_show_what_each_kind_of_run_uses(train, options):
+    trainer = train(CreditMapCallback(every=2, rollouts=8), **{"distillation_support": "teacher_topk"} | options)
+    logged = {entry["step"]: entry for entry in trainer.state.log_history if "credit/advantage_mean" in entry}
+    decided = []
+    for name, maps in pages(trainer).items():
+        entry, current = logged[int(name[-6:])], of_this_step(maps)
+        shown = torch.cat([m.scores.advantage for m in current])
+        assert shown.mean().item() == pytest.approx(entry["credit/advantage_mean"], abs=2e-6)
+        [coef] = {m.scores.contrastive_coef for m in current}
+        assert coef == pytest.approx(entry.get("credit/contrastive_coef", trainer.args.contrastive_coef))
+        if "contrastive_gate" in options:
+            shut = torch.cat([m.scores.entered_coef for m in current]) == 0
+            assert shut.float().mean().item() == pytest.approx(entry["credit/frac_gated"])
+            decided.append(shut)
+        if options.get("contrastive_source") == "none":
+            assert {len(m.response.contrasts) for m in current} == {1}
+            assert not any(m.response.problem in m.response.contrasts[0] for m in current)
+    if decided:
+        shut = torch.cat(decided)
+        assert 0 < shut.sum() < len(shut), "the gate decides nothing here"
+    if options.get("contrastive_coef") == "auto":
+        coefs = [pages(trainer)[name][0].scores.contrastive_coef for name in ("step-000001", "step-000002")]
+        assert coefs[0] == trainer.args.contrastive_auto_start != coefs[1]
+
+
+def test_feedback_on_single_turns_is_read_where_the_loss_read_it(talk, monkeypatch, tmp_path):
+    trainer = talk(contrastive_form="guide", contrastive_coef=0.7, teacher_model_kind="live", loss_type="bnpo")
+    inputs, built = test_turns.batch(trainer)
+    trainer._step = 1  # one micro-batch of this generation batch has been seen
+    responses = CreditMapCallback(trainer=trainer)._responses(1)
+    assert any(contexts.columns for contexts in built)
+    for response, contexts in zip(responses, built, strict=True):
+        assert [response.contexts.teacher, *response.contexts.contrasts] == contexts.ids
+        assert response.contexts.columns == contexts.columns
+        assert Response.from_json(json.loads(json.dumps(response.to_json()))) == response
+    logged = []
+    monkeypatch.setattr(trainer, "_log_tokens", lambda terms, contrasted, mode: logged.append(terms.advantages))
+    trainer.compute_loss(trainer.model, inputs)
+    checkpoint = Checkpoint.of(trainer.model, trainer.processing_class)
+    maps = [map_response(checkpoint, response, trainer.args) for response in responses]
+    in_loss = [mask[: len(m.tokens)] for mask, m in zip(loss_mask(inputs), maps, strict=True)]
+    shown = torch.cat([m.scores.advantage[mask] for m, mask in zip(maps, in_loss, strict=True)])
+    torch.testing.assert_close(shown, logged[0], atol=1e-4, rtol=1e-3)
+    write_html(maps, tmp_path / "turns.html")
+    assert "turn 1: Turn 1 added 3." in (tmp_path / "turns.html").read_text("utf-8")
+
+
+def test_a_run_that_adapts_nothing_is_told_to_state_a_coefficient(train):
+    options = {"contrastive_coef": "auto", "contrastive_auto_level": 0.01, "distillation_weight": 0.0}
+    with pytest.raises(ValueError, match="set `contrastive_coef` to a number"):
+        train(CreditMapCallback(every=2), **options)
 
 
 def test_the_first_rollouts_come_back_under_later_weights(train):

@@ -139,13 +139,14 @@ def test_branching_estimates_the_credit_within_its_standard_error():
 def test_what_is_rolled_out_is_what_the_cost_says():
     joint, _ = outcome_joint(4, (0.1, 0.8))
     plan = plan_of(joint, samples=3, baseline=5)
-    seen = []
+    seen, announced = [], []
 
     def continue_(questions, beginnings):
+        assert announced == [plan.cost()], "the cost is said first"
         seen.extend(beginnings)
         return [[*beginning, 0, 0] for beginning in beginnings]
 
-    iv.run_plan(plan, continue_, lambda questions, ys: [True] * len(ys))
+    iv.run_plan(plan, continue_, lambda questions, ys: [True] * len(ys), announce=announced.append)
     assert len(seen) == plan.rollouts == VOCABULARY * 3 + 5
     assert f"{plan.rollouts} rollouts of at most {LENGTH} new tokens" in plan.cost()
     assert seen.count(()) == 5

@@ -25,6 +25,7 @@ from credit_trl.analysis.tokenmap_summary import format_summary, summarize
 from credit_trl.contexts import ContextBuilder, Contexts
 from credit_trl.rollouts import build_contexts, gather_evidence
 from credit_trl.teacher import Reference
+from credit_trl.turns import place_turns
 
 DIRECTORY = "credit_maps"
 
@@ -177,6 +178,7 @@ class CreditMapCallback(TrainerCallback):
         evidence = gather_evidence(rollouts, config, trainer.num_generations, decode)
         builder = ContextBuilder(tokenizer, config, trainer.eos_token_ids)
         built = build_contexts(rollouts, evidence, config, builder, trainer._renderer, trainer.train_dataset, batch)
+        built = place_turns(built, rollouts, builder, trainer._renderer)
         return [self._response(step, i, contexts) for i, contexts in enumerate(built) if contexts.ids is not None]
 
     def _response(self, step: int, sample: int, built: Contexts) -> Response:
@@ -194,7 +196,7 @@ class CreditMapCallback(TrainerCallback):
             built.evidence,
             tuple(tokenizer.batch_decode(contrasts)),
             rollouts.rewards[number],
-            ResponseContexts(student, teacher, contrasts),
+            ResponseContexts(student, teacher, contrasts, built.columns),
         )
 
     # ------------------------------------------------------------------------------------------------------- pinned

@@ -168,7 +168,7 @@ def candidates_of(
     """
     readings = [
         Reading(checkpoint.student, [contexts.student]),
-        Reading(checkpoint.reference, [contexts.teacher, *contexts.contrasts]),
+        Reading(checkpoint.reference, [contexts.teacher, *contexts.contrasts], contexts.columns),
     ]
     found: list[tuple[float, Branching]] = []
     for rows, ((student,), (teacher, *contrast)) in conditionals(readings, token_ids, temperature=temperature):
@@ -188,14 +188,18 @@ def candidates_of(
     return [branching for _, branching in sorted(kept, key=lambda item: len(item[1].prefix))]
 
 
-def run_plan(plan: BranchPlan, continue_: Continue, succeeds: Succeeds) -> list[InterventionalCredit]:
-    """Roll out and count.
+def run_plan(
+    plan: BranchPlan, continue_: Continue, succeeds: Succeeds, *, announce: Callable[[str], Any] = print
+) -> list[InterventionalCredit]:
+    """Say what it costs, roll out, and count.
 
     Args:
         plan: what to roll out.
         continue_: samples one whole response for each given beginning; see `policy_rollouts`.
         succeeds: O of whole responses; see `graded_by`.
+        announce: is told the cost before the first rollout.
     """
+    announce(plan.cost())
     beginnings: list[tuple[int, ...]] = []
     owner: list[tuple[int, int]] = []  # (branching, candidate), −1 without intervention
     for number, branching in enumerate(plan.branchings):

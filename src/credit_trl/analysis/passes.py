@@ -28,10 +28,13 @@ class Reading:
     Args:
         model: π; a plain `Reference` is the model as it is.
         contexts: token ids of each context, generation prompt included.
+        columns: for each id of each context, the position of the response before which it stands; None where contexts
+            precede the response.
     """
 
     model: Reference
     contexts: Sequence[Sequence[int]]
+    columns: Sequence[Sequence[int]] | None = None
 
 
 @torch.no_grad()
@@ -87,10 +90,13 @@ def _states(
         wanted = torch.zeros_like(wanted)
         wanted[:, -1] = True
     contexts = [[list(context) for context in reading.contexts]] if response_ids else [None]
+    columns = None if reading.columns is None else [[list(own) for own in reading.columns]]
     one_pass = len(reading.contexts) * (max(map(len, reading.contexts), default=0) + ids.shape[1])
     with reading.model.active() as model:
         head = lm_head(reading.model.unwrapped(model), temperature).gathered().detached()
-        parts = reference_states(reading.model, model, contexts, ids, present, wanted, batch_tokens=one_pass)
+        parts = reference_states(
+            reading.model, model, contexts, ids, present, wanted, batch_tokens=one_pass, columns=columns
+        )
         hidden = [part.hidden for part in parts]
     return torch.cat(hidden) if hidden else head.weight.new_zeros(0, 0, head.weight.shape[1]), head
 

@@ -333,9 +333,11 @@ def measure(checkpoint: Checkpoint, response: Response, config: CreditConfig) ->
     if not contexts.contrasts:
         raise ValueError(f"Response {response.identifier!r} has no other question to compare with.")
     plain = [checkpoint.encode(prompt) for prompt in response.contrasts]
+    read = [contexts.teacher, *contexts.contrasts, contexts.student, *plain]
+    columns = [*(contexts.columns or ()), *([0] * len(ids) for ids in (contexts.student, *plain))]
     logps = read_response(
         Reading(checkpoint.student, [contexts.student]),
-        Reading(checkpoint.reference, [contexts.teacher, *contexts.contrasts, contexts.student, *plain]),
+        Reading(checkpoint.reference, read, None if contexts.columns is None else columns),
         response.token_ids,
         contrastive_coef=coefficient(config, checkpoint.contrastive_coef),
         formula=CreditFormula.of(config),

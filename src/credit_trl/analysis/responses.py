@@ -28,11 +28,14 @@ class ResponseContexts:
         student: x.
         teacher: (x, z).
         contrasts: (x'_k, z), C of them; C may be 0.
+        columns: of teacher and contrasts: for each id the position of the response before which it stands; None where
+            contexts precede the response. See `credit_trl.turns`.
     """
 
     student: list[int]
     teacher: list[int]
     contrasts: list[list[int]]
+    columns: list[list[int]] | None = None
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def score_response(
     """
     readings = [
         Reading(checkpoint.student, [contexts.student]),
-        Reading(checkpoint.reference, [contexts.teacher, *contexts.contrasts]),
+        Reading(checkpoint.reference, [contexts.teacher, *contexts.contrasts], contexts.columns),
     ]
     parts: list[dict[str, Tensor]] = []
     for rows, ((student,), (teacher, *contrast)) in conditionals(readings, token_ids, temperature=temperature):

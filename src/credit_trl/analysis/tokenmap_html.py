@@ -145,10 +145,12 @@ def _document(maps: Sequence[TokenMap], summaries: Mapping[str, Summary]) -> dic
 
 def _described(response: Response) -> dict[str, Any]:
     z, reward = response.evidence, response.reward
+    said = [] if z.feedback is None else [z.feedback]
+    said += [f"turn {turn}: {text}" for turn, text in sorted((z.turns or {}).items())]
     return {
         "id": visible(response.identifier),
         "prompt": _turns(response.prompt),
-        "feedback": None if z.feedback is None else visible(z.feedback),
+        "feedback": "\n".join(map(visible, said)) if said else None,
         "demonstration": None if z.demonstration is None else visible(z.demonstration),
         "contrasts": [visible(user_text(prompt)) for prompt in response.contrasts],
         "reward": None if reward is None or not math.isfinite(reward) else float(reward),
