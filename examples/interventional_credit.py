@@ -281,9 +281,9 @@ def measure(args: argparse.Namespace, seed: int, name: str) -> dict[str, Any]:
         ]
 
     plan = iv.BranchPlan(branchings("right", 0.0, PAPER), args.samples, 2 * args.samples, MAX_NEW_TOKENS)
-    print(f"seed {seed}, {name}: {plan.cost()}", flush=True)
     rollouts = iv.policy_rollouts(student, contexts, max_new_tokens=MAX_NEW_TOKENS, seed=seed + 1000)
-    credits = iv.run_plan(plan, rollouts, iv.graded_by(student, task, rows))
+    announce = partial(print, f"seed {seed}, {name}:", flush=True)
+    credits = iv.run_plan(plan, rollouts, iv.graded_by(student, task, rows), announce=announce)
     found: dict[str, Any] = {"success": float(outcomes.mean()), "prefixes": len(credits)}
     found["resolved"] = sum(credit.is_resolved for credit in credits)
     for feedback in FEEDBACKS:

@@ -36,6 +36,7 @@ def test_a_student_that_ignores_the_verdict_is_not_measured_and_the_rest_is_done
     first = call("--pieces", "1")
     assert "measured-base" in first
     assert "student-exact" not in first
+    assert "seed 0, base: 3 prefixes" in capsys.readouterr().out
     done = call()  # two steps teach nothing
     assert done["measured-base"] == first["measured-base"]
     assert done["student-exact"]["passed"] is False
