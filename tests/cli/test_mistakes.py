@@ -91,7 +91,10 @@ def test_a_missing_column_is_named_with_the_fix(folder):
 
 @pytest.mark.parametrize(
     ("command", "line"),
-    [("credit", ["--task", "nowhere", "--model_name_or_path", "no/such"]), ("credit-quickstart", [])],
+    [
+        ("credit", ["--task", "nowhere", "--model_name_or_path", "no/such"]),
+        pytest.param("credit-quickstart", [], marks=pytest.mark.slow),  # the fast ones have it in this process
+    ],
 )
 def test_a_coefficient_of_two_is_out_of_range_before_anything_loads(folder, command, line):
     result = run(command, *line, "--contrastive_coef", "2")
@@ -112,6 +115,7 @@ LINES = [
     ("credit --contrastive_form divide", "invalid choice: 'divide'"),
     ("credit --sandbox docker", "neither one of auto, bubblewrap"),
     ("credit --use_cpu true --bf16 false --generation_batch_size 64 --num_processes few", "invalid int value: 'few'"),
+    ("credit-quickstart --contrastive_coef 2", "error: `contrastive_coef` must be in [0, 1], got 2.0"),
     ("credit-quickstart --steps 0", "`steps` must be at least 1"),
     ("credit-quickstart --world nowhere", "choose one of"),
     ("credit-quickstart --output_dir typo.yaml", "typo.yaml"),
