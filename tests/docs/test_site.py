@@ -130,6 +130,7 @@ INTERNAL = (
     "credit_trl.kernels",  # score_tokens and credit_loss are there
     "credit_trl.planning",
     "credit_trl.sandbox",
+    "credit_trl.sharding",
     "credit_trl.sweeps.job",
     "credit_trl.tasks.lcb_",
     "credit_trl.tasks.math_worker",
