@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from claims import claims
@@ -107,11 +109,24 @@ def introduction(worlds: Mapping[str, World]) -> str:
             f"{rows['known']} on cues that the base knows, {rows['unknown']} on cues that only training can teach, "
             f"{rows['holdout']} on cues that nothing teaches (accuracy there should stay near chance, 25 %, and the "
             "format whole). Scores below are those of the last step unless best-during-training is named.",
+            cost(worlds),
             "**Uncertainty.** Intervals are 95 % bootstrap intervals over prompts and seeds. Differences are paired "
             "by prompt and by seed; their intervals are widened by the t quantile at the seeds' degrees of freedom. "
             "p-values are unadjusted unless Holm's adjustment (over the arms of a column) is named. Prompts on the "
             "same cue are not independent; the seeds' level covers a part of that only.",
         ]
+    )
+
+
+def cost(worlds: Mapping[str, World]) -> str:
+    """What the runs took, from their logs, and with which versions this page was made."""
+    minutes = sum(row.get("train_runtime", 0.0) for w in worlds.values() for run in w.runs for row in run.log) / 60
+    count = sum(len(world.runs) for world in worlds.values())
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl"))
+    return (
+        f"**Cost.** {minutes:.0f} core-minutes for the {count} runs with their evaluations, one thread each, on two "
+        "shared CPU cores that did other work at the same time; pretraining a base takes about 3 more. "
+        f"{platform.machine()}, Python {platform.python_version()}, {versions}."
     )
 
 
@@ -132,8 +147,13 @@ def world_section(world: World) -> str:
     if world.name == "shortcut":
         rates = [c for c in world.shortcut.contrasts if c.when == FINAL and c.domain == f"{TASK}: unknown"]
         parts += ["Differences from SDPO (rate of the planted thought, final):", contrasts_table(rates)]
-    parts += [f"![{name}](study/{world.name}-{name}-light.png)" for name in ("scores", "curves", "lambda")]
+    parts += [figure(f"{world.name}-{name}") for name in ("scores", "curves", "lambda")]
     return "\n\n".join(parts)
+
+
+def figure(name: str) -> str:
+    """The page's reader sees the one of the colours that he reads in."""
+    return "\n".join(f"![{name}](study/{name}-{theme.name}.png#only-{theme.name})" for theme in THEMES)
 
 
 def scores_table(comparison: Comparison, when: str) -> str:
