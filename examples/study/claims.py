@@ -56,7 +56,8 @@ def claim_lambda(plain: World, shortcut: World) -> str:
         change = {value: s_change(world, f"CREDIT λ={value:g}") for value in LAMBDAS}
         listed = ", ".join(f"{100 * one:+.0f} % at {value:g}" for value, one in change.items())
         texts.append(
-            f"{world.name.capitalize()} world: score of λ = 0.5 against SDPO {told(score)} — **{verdict(score, wanted='less')}**; "
+            f"{world.name.capitalize()} world: score of λ = 0.5 against SDPO {told(score)} — "
+            f"**{verdict(score, wanted='less')}**; "
             f"S_t at the end, λ = 0.5 against 0.05: {shrink} nats; change of S_t over training: {listed}"
         )
     return bullet("λ too large shrinks S_t and the score", ". ".join(texts) + ".")
