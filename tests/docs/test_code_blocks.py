@@ -19,6 +19,7 @@ import functools
 import json
 import re
 from argparse import ArgumentParser
+from contextlib import chdir
 from importlib import import_module
 from pathlib import Path
 
@@ -184,6 +185,10 @@ def check_companion(name: str, arguments: list[str]) -> None:
     parser = ArgumentParser(prog=name, allow_abbrev=False)
     module.add_arguments(parser)
     if "--help" in arguments:
+        return
+    if getattr(module, "TAKES_OTHER_WORDS", False):
+        with chdir(ROOT):  # a recipe names its accelerate file from there
+            module.plan_of(*parser.parse_known_args(arguments))
         return
     parsed = parser.parse_args(arguments)
     if task := getattr(parsed, "task", None):

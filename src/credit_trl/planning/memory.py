@@ -117,6 +117,8 @@ def reference(shape: Shape, setup: Setup) -> int:
         return 0
     size = 4 if setup.reference == "ema" else setup.weight_bytes
     count = trainable(shape, setup) if setup.lora_rank else shape.parameters
+    if setup.lora_rank and setup.strategy in ("zero2", "zero3"):  # the average is whole, beside the model's adapter
+        return 4 * count + _shard(count * setup.compute_bytes, setup.shards_weights, setup)
     return _shard(count * (4 if setup.lora_rank else size), setup.shards_weights, setup)
 
 

@@ -118,8 +118,16 @@ def traffic(shape: Shape, setup: Setup, lengths: Lengths) -> dict[str, float]:
         "texts and verdicts": texts * others,
         "scores": passes * whole + (shape.head * 4 * others if setup.shards_weights else 0.0),
         "update": micro_batches * gathers * whole + reductions * reduce + regathered,
+        "reference": _reference_bytes(setup, trained) * others,
         "weights to the engine": shape.parameters * setup.weight_bytes * others if setup.vllm else 0.0,
     }
+
+
+def _reference_bytes(setup: Setup, trained: int) -> float:
+    """ZeRO-3 gathers policy and average and sends the average back; elsewhere each process moves what it holds."""
+    if setup.strategy != "zero3" or setup.reference != "ema" or not setup.distills:
+        return 0.0
+    return trained * (setup.compute_bytes if setup.lora_rank else setup.compute_bytes + 2 * 4)
 
 
 def _rollout_seconds(shape: Shape, setup: Setup, lengths: Lengths) -> float:
