@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, help="of the training split (default: all)")
     parser.add_argument("--epochs", type=int, default=2, help="responses to each of them")
     parser.add_argument("--steps", type=int, default=600, help="of fine-tuning the exact student")
-    parser.add_argument("--noisy_steps", type=int, default=200, help="of going on with noisy verdicts")
+    parser.add_argument("--noisy_steps", type=int, default=400, help="of going on with noisy verdicts")
     parser.add_argument("--prompts", type=int, default=40, help="test questions a seed (known and unknown cues)")
     parser.add_argument("--positions", type=int, default=2, help="prefixes of a response")
     parser.add_argument("--candidates", type=int, default=4, help="tokens tried after a prefix, at most")
