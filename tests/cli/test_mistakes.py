@@ -129,6 +129,8 @@ LINES = [
     ("credit-eval --model quickstart --task quickstart --max_prompts 1 --top_p 2", "top_p"),
     ("credit-map --model quickstart", "--task or --responses"),
     ("credit-map --model quickstart --task quickstart --contrastive_coef 2", "must be in [0, 1]"),
+    ("credit-map --model quickstart --task quickstart --max_prompts 0", "--max_prompts 0"),
+    ("credit-map --model quickstart --task quickstart --samples 0", "--samples 0"),
     ("credit-map --model quickstart --task own_module:Unasked", "no column `prompt`"),
     ("credit-map --model quickstart --responses typo.yaml", "typo.yaml, line 1"),
     ("credit-map --maps typo.yaml", "typo.yaml"),

@@ -207,6 +207,8 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
 
     if task is None:
         return [r for r in read_responses(args.responses, checkpoint, config) if r.evidence]
+    if min(args.max_prompts, args.samples) < 1:
+        raise ValueError(f"--max_prompts {args.max_prompts} and --samples {args.samples} must be at least 1.")
     dataset = task.build(args.split, args.path)
     rows = list(dataset.take(args.max_prompts))
     sampled = sample_responses(
