@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 
 from yaml import YAMLError
@@ -21,7 +22,7 @@ TRACEBACK = "CREDIT_TRL_TRACEBACK"
 MISTAKES = (ValueError, TypeError, OSError, ImportError, SandboxError, YAMLError)
 
 _PACKAGE = Path(__file__).parents[1]
-_REFUSING = [_PACKAGE, *(Path(sysconfig.get_path("purelib")) / name for name in ("trl", "transformers"))]
+_REFUSING = [_PACKAGE, *(Path(find_spec(name).origin).parent for name in ("trl", "transformers"))]
 _INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 
 
