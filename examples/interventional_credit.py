@@ -380,6 +380,8 @@ def format_result(result: dict[str, Any]) -> str:
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in result["over_seeds"]:
+        if not row["seeds"]:  # a student that was not measured
+            continue
         low, high = row["concordance"]["interval"] or (float("nan"), float("nan"))
         cells = [_with_error(row[key]) for key in ("concordance", "kendall", "spearman", "top")]
         head = f"| {row['student']} | {row['feedback']} | {row['quantity']} | {cells[0]} | [{low:.2f}, {high:.2f}] "

@@ -68,3 +68,12 @@ def test_the_gap_to_the_theory_is_nothing_for_rewards_that_follow_it():
     assert module["gaps"]([credit], 0.0, "right")["gap_to_theory"] > 0.1
     exact = Branching((), (0, 1, 2), torch.from_numpy(credit.credit), rewards, rewards)
     assert module["gaps"]([estimate(exact, successes, 32, 30, 64)], 0.0, "right")["gap"] == pytest.approx(0.0)
+
+
+def test_the_table_of_the_page_is_that_of_the_committed_result():
+    root = SCRIPT.parents[1]
+    result = json.loads((root / "benchmarks" / "results" / "interventional.json").read_text())
+    table = runpy.run_path(str(SCRIPT))["format_result"](result)
+    assert len(result["settings"]["seeds"]) >= 3
+    assert table.count("\n") > 20
+    assert table in (root / "docs" / "analysis.md").read_text()
