@@ -229,6 +229,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axes[1, column].plot(values, [p["peak_mb"] / 1000 for p in points], marker="o", label=name)
         for row, label in enumerate(("seconds", "peak GB over the models")):
             axes[row, column].set_xlabel(symbol)
+            axes[row, column].locator_params(axis="x", nbins=4)
             axes[row, column].set_ylim(bottom=0)
             if column == 0:
                 axes[row, column].set_ylabel(label)
