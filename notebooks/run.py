@@ -47,12 +47,13 @@ def execute(notebook: nbformat.NotebookNode, *, timeout: int = 600) -> nbformat.
 
 
 def _make_paths_relative(notebook: nbformat.NotebookNode, folder: str) -> None:
-    """What a cell printed below the folder of the run, `/tmp/tmp…/run`, is shown as it is there, `run`."""
+    """What a cell printed below the folder of the run, `/tmp/tmp…/run`, or of the checkout, is shown as it is there."""
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
         for texts in (output, output.get("data", {})):
             for kind in ("text", "text/plain", "text/markdown", "text/html"):
                 if kind in texts:
-                    texts[kind] = texts[kind].replace(f"{folder}/", "").replace(folder, ".")
+                    for place in (folder, str(FOLDER.parent.resolve())):
+                        texts[kind] = texts[kind].replace(f"{place}/", "").replace(place, ".")
 
 
 def main() -> int:
