@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 import time
@@ -47,13 +48,14 @@ def execute(notebook: nbformat.NotebookNode, *, timeout: int = 600) -> nbformat.
 
 
 def _make_paths_relative(notebook: nbformat.NotebookNode, folder: str) -> None:
-    """What a cell printed below the folder of the run, `/tmp/tmp…/run`, or of the checkout, is shown as it is there."""
+    """Paths below the folder of the run, a folder for temporary files or the checkout are shown as they are there."""
+    temporary = re.escape(tempfile.gettempdir()) + r"/\w+"
+    places = re.compile(f"({re.escape(folder)}|{temporary}|{re.escape(str(FOLDER.parent.resolve()))})(/|\\b)")
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
         for texts in (output, output.get("data", {})):
             for kind in ("text", "text/plain", "text/markdown", "text/html"):
                 if kind in texts:
-                    for place in (folder, str(FOLDER.parent.resolve())):
-                        texts[kind] = texts[kind].replace(f"{place}/", "").replace(place, ".")
+                    texts[kind] = places.sub(lambda found: "" if found[2] else ".", texts[kind])
 
 
 def main() -> int:
