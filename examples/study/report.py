@@ -98,7 +98,8 @@ def introduction(worlds: Mapping[str, World]) -> str:
     return "\n\n".join(
         [
             "`examples/study/` trains GRPO, SDPO, CREDIT and two controls on the embedded tool-call task. This page "
-            "is written by `examples/study/report.py` from the run directories; no number in it was typed by hand.",
+            "is written by `examples/study/report.py` from the run directories. By hand are the time that a base "
+            "takes and the text under “Why some claims do not reproduce here”, with the numbers in it.",
             f"**Runs.** {len(plain.runs)} in the plain world ({plain.runs[0].config['max_steps']:g} steps), "
             f"{len(shortcut.runs)} in the shortcut world ({shortcut.runs[0].config['max_steps']:g} steps); seeds "
             f"{', '.join(map(str, seeds))}. Each seed has a base model of its own, pretrained with that seed, which "

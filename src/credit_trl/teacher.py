@@ -119,6 +119,7 @@ class _StoredReference(Reference):
     """A reference with weights of its own, by name."""
 
     def named_weights(self) -> dict[str, Tensor]:
+        """What is saved and loaded; each kind of stored reference says which weights."""
         raise NotImplementedError
 
     def save(self, directory: str | Path) -> None:
