@@ -20,7 +20,7 @@ def claims(plain: World, shortcut: World, tokens: Mapping[str, Mapping]) -> list
         claim_lambda(plain, shortcut),
         claim_tokens(tokens),
         claim_shortcut(shortcut, tokens),
-        claim_controls(plain),
+        *([claim_controls(plain)] if plain.of("foreign-hint λ=0.1") else []),
     ]
 
 

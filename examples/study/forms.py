@@ -1,6 +1,7 @@
 """Forms of the contrast: what was chosen on seeds of its own, and what came of it on the seeds that are reported.
 
-Writes docs/forms_study.md from the run directories of the sweeps `methods`, `choice` and `forms`.
+Writes docs/forms_study.md from the run directories: the sweeps `methods`, `choice` and `forms` of the first two worlds
+and `methods` of the two that were made for this question.
 """
 
 from __future__ import annotations
@@ -26,6 +27,23 @@ MEASURES = ("shortcut", "known", "unknown", "format unknown", "format holdout")
 # Ranges over seeds that a prototype of another code saw after its choice was made, rounded to two digits.
 PROTOTYPE = HERE / "prototype.csv"
 ROUNDING = 0.005
+SHORTCUT_LIMIT, CLOSE = 0.05, 0.01
+
+
+# The worlds that no prototype has seen: their tasks, and what "shortcut" counts there.
+NEW_WORLDS = {
+    "style": (
+        "quickstart",
+        "The tool calls again. After feedback the base opens its thought with `sure,`, under any input. The thought "
+        "stays whole and the call too, so **no reward is against it**; “shortcut” is the rate of the opening.",
+    ),
+    "programs": (
+        "programs.task:TASK",
+        "Small programs with a unit test as feedback (`examples/study/programs`). Shown the test, the base answers "
+        "`max` half of the time, whatever the test says: a habit about the answer itself, which costs reward. "
+        "“shortcut” is the rate of programs that say `max` where that is wrong.",
+    ),
+}
 
 
 def main() -> None:
@@ -33,23 +51,24 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/study"))
     parser.add_argument("--docs", type=Path, default=HERE.parents[1] / "docs")
     args = parser.parse_args()
-    reported = {name: read(name, [args.output_dir / name, args.output_dir / f"{name}-forms"]) for name in WORLDS}
-    folders = {name: args.output_dir / f"{name}-choice" for name in WORLDS}
-    chosen = {name: read(name, [folder]) for name, folder in folders.items() if folder.is_dir()}
-    write_atomically(args.docs / "forms_study.md", page(reported, chosen))
+    root = args.output_dir
+    reported = {name: read(name, [root / name, root / f"{name}-forms"]) for name in WORLDS}
+    choice = {name: read(name, [root / f"{name}-choice"]) for name in WORLDS if (root / f"{name}-choice").is_dir()}
+    new = {name: read(name, [root / name], task) for name, (task, _) in NEW_WORLDS.items() if (root / name).is_dir()}
+    write_atomically(args.docs / "forms_study.md", page(reported, choice, new))
     print(args.docs / "forms_study.md")
 
 
-def read(name: str, folders: Sequence[Path]) -> World:
-    return World(
-        name, *(compare(folders, measure=measure, baseline="SDPO") for measure in ("score", "format", "shortcut"))
-    )
+def read(name: str, folders: Sequence[Path], task: str = TASK) -> World:
+    measures = (compare(folders, measure=one, baseline="SDPO") for one in ("score", "format", "shortcut"))
+    return World(name, *measures, task=task)
 
 
-def page(reported: Mapping[str, World], chosen: Mapping[str, World]) -> str:
-    parts = [
-        "# Forms of the contrast, measured",
-        introduction(reported, chosen),
+def page(reported: Mapping[str, World], choice: Mapping[str, World], new: Mapping[str, World]) -> str:
+    parts = ["# Forms of the contrast, measured", introduction(reported, choice)]
+    if choice:
+        parts += ["## The choice", choice_told(choice), *(arms_table(world) for world in choice.values())]
+    parts += [
         "## The prototype's confirmed rows, again",
         "A row's number **agrees** when its 95 % interval here meets the range over seeds that the prototype saw, and "
         "**differs** otherwise. The runs here have 60 steps in both worlds, the prototype's plain world had 100, so "
@@ -59,16 +78,16 @@ def page(reported: Mapping[str, World], chosen: Mapping[str, World]) -> str:
         *(bar(reported[name]) for name in WORLDS),
         "## All arms on the reported seeds",
         *(arms_table(reported[name]) for name in WORLDS),
+        *(against_sdpo(world) for world in reported.values()),
     ]
-    if chosen:
-        parts += ["## What was looked at to choose", *(arms_table(world) for world in chosen.values())]
-    for world in reported.values():
-        rows = [c for c in world.score.contrasts if c.when == FINAL and c.arm == GUIDE]
-        parts += [f"Guide against SDPO, {world.name} world (reward, final):", contrasts_table(rows)]
+    if new:
+        parts.append("## Two worlds that were not chosen on")
+    for name, world in new.items():
+        parts += [NEW_WORLDS[name][1], arms_table(world), against_sdpo(world)]
     return "\n\n".join(parts) + "\n"
 
 
-def introduction(reported: Mapping[str, World], chosen: Mapping[str, World]) -> str:
+def introduction(reported: Mapping[str, World], choice: Mapping[str, World]) -> str:
     def seeds(worlds: Mapping[str, World]) -> str:
         return ", ".join(map(str, sorted({run.seed for world in worlds.values() for run in world.runs})))
 
@@ -77,16 +96,39 @@ def introduction(reported: Mapping[str, World], chosen: Mapping[str, World]) -> 
         "Tasks, budget and evaluation are those of [the study](study.md): avg@4 at temperature 0.6, 64 rollouts a "
         f"step for every arm. Reported seeds: {seeds(reported)}, each with a base of its own."
     )
-    if chosen:
-        text += f" Seeds of the choice: {seeds(chosen)}; they are in no reported number."
+    if choice:
+        text += f" Seeds of the choice: {seeds(choice)}; they are in no reported number."
     return text
+
+
+def choice_told(choice: Mapping[str, World]) -> str:
+    """The rule of the choice, and what it picks among the arms that were looked at."""
+    scores = {arm: mean_unknown(choice, arm) for arm in eligible(choice)}
+    listed = ", ".join(f"`{arm}` {100 * scores[arm]:.1f}" for arm in sorted(scores, key=scores.__getitem__)[::-1])
+    return (
+        f"Rule: of the arms whose rate of the planted thought is at most {SHORTCUT_LIMIT:g} on unknown cues, those "
+        f"within {100 * CLOSE:g} point of the best accuracy on unknown cues (mean of both worlds), and of these the "
+        f"one with the fewest options away from `{GUIDE}`. Eligible, in per cent: {listed or 'none'}."
+    )
+
+
+def eligible(choice: Mapping[str, World]) -> list[str]:
+    """Arms of the choice without the shortcut."""
+    world = choice["shortcut"]
+    arms = sorted({run.arm for run in world.runs})
+    return [arm for arm in arms if interval(world, arm, "shortcut")[0] <= SHORTCUT_LIMIT]
+
+
+def mean_unknown(choice: Mapping[str, World], arm: str) -> float:
+    return sum(interval(world, arm, "unknown")[0] for world in choice.values()) / len(choice)
 
 
 def interval(world: World, arm: str, measure: str) -> tuple[float, float, float]:
     """Mean and 95 % interval of one of MEASURES at the end of training."""
     kind, _, group = measure.rpartition(" ")
     comparison = world.shortcut if measure == "shortcut" else getattr(world, kind or "score")
-    found = comparison.cells[arm, f"{TASK}: {'unknown' if measure == 'shortcut' else group}", FINAL].interval
+    domain = f"{world.task}: {'unknown' if measure == 'shortcut' else group}"
+    found = comparison.cells[arm, domain, FINAL].interval
     return found.mean, found.low, found.high
 
 
@@ -127,12 +169,22 @@ def told_met(met: bool) -> str:
 
 
 def arms_table(world: World) -> str:
-    names = [*MEASURES[1:3], "holdout", *MEASURES[3:]] + (["shortcut"] if world.name == "shortcut" else [])
+    names = [*MEASURES[1:3], "holdout", *MEASURES[3:]] + ([] if world.name == "plain" else ["shortcut"])
     lines = []
     for arm in sorted({run.arm for run in world.runs}):
         cells = [interval(world, arm, name) for name in names]
         lines.append([arm, *(f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]" for mean, low, high in cells)])
     return f"{world.name.capitalize()} world, %, final:\n\n{table(('arm', *names), lines)}"
+
+
+def against_sdpo(world: World) -> str:
+    """Paired differences of every arm from SDPO: reward by group, and the shortcut on the unknown ones."""
+    rows = [c for c in world.score.contrasts if c.when == FINAL and not c.domain.endswith(": known")]
+    parts = [f"{world.name.capitalize()} world, reward against SDPO:", contrasts_table(rows)]
+    if world.name != "plain":
+        rates = [c for c in world.shortcut.contrasts if c.when == FINAL and c.domain.endswith(": unknown")]
+        parts += [f"{world.name.capitalize()} world, shortcut against SDPO:", contrasts_table(rates)]
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def scores_table(comparison: Comparison, when: str) -> str:
 def contrasts_table(contrasts: Sequence[Contrast]) -> str:
     return table(
         ("arm", "prompts", "difference (points)", "95 % interval", "p", "p (Holm)"),
-        [[row[0], row[1].removeprefix(f"{TASK}: "), *row[2:]] for row in map(contrast_row, contrasts)],
+        [[row[0], row[1].rpartition(": ")[2], *row[2:]] for row in map(contrast_row, contrasts)],
     )
 
 

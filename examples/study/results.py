@@ -27,6 +27,7 @@ class World:
     score: Comparison
     format: Comparison
     shortcut: Comparison
+    task: str = TASK
 
     @property
     def runs(self) -> Sequence[Run]:
@@ -36,18 +37,20 @@ class World:
         return sorted((run for run in self.runs if run.arm == arm), key=lambda run: run.seed or 0)
 
     def mean(self, arm: str, group: str, measure: str = "score") -> float:
-        return getattr(self, measure).cells[arm, f"{TASK}: {group}", FINAL].interval.mean
+        return getattr(self, measure).cells[arm, f"{self.task}: {group}", FINAL].interval.mean
 
     def contrast(self, arm: str, group: str, baseline: str = "SDPO", measure: str = "score") -> Contrast:
         comparison = getattr(self, measure)
         if comparison.baseline != baseline:
             comparison = compare(list(self.runs), baseline=baseline, measure=comparison.measure)
-        wanted = (arm, f"{TASK}: {group}", FINAL)
+        wanted = (arm, f"{self.task}: {group}", FINAL)
         return next(c for c in comparison.contrasts if (c.arm, c.domain, c.when) == wanted)
 
 
 def read_world(folder: Path, name: str) -> World:
-    return World(name, *(compare([folder], measure=measure) for measure in ("score", "format", "shortcut")))
+    """A world's runs of the sweep `methods`, in `folder`, and of `controls` beside it where they were made."""
+    folders = [folder, *filter(Path.is_dir, [folder.with_name(f"{folder.name}-controls")])]
+    return World(name, *(compare(folders, measure=measure) for measure in ("score", "format", "shortcut")))
 
 
 def early(run: Run, name: str, steps: int = 5) -> float:

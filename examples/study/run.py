@@ -1,7 +1,8 @@
 """Run the study: pretrain one base a world and seed, then every arm of a sweep. Resumable at any moment.
 
-Three sweeps a world: `methods` (the paper's claims), `choice` (forms of the contrast on seeds of their own, to choose
-from) and `forms` (what was chosen, and what `docs/contrast.md` claims, on the seeds that are reported).
+Four sweeps a world: `methods` (the paper's claims), `controls` (another hint swapped or shown), `choice` (forms of
+the contrast on seeds of their own, to choose from) and `forms` (what was chosen, and what `docs/contrast.md` claims,
+on the seeds that are reported).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,24 +27,29 @@ if TYPE_CHECKING:
 os.environ["OMP_NUM_THREADS"] = "1"  # one thread a process is the fastest way to use two cores here
 
 HERE = Path(__file__).parent
-WORLDS = ("plain", "shortcut", "style")
+WORLDS = ("plain", "shortcut", "style", "programs")
 REPORTED = WORLDS[:2]  # what report.py and forms.py read
-SWEEPS = ("methods", "choice", "forms")
+TIME_FILE = "time.json"  # in the output directory
+SWEEPS = ("methods", "controls", "choice", "forms")
 
 
 def main() -> None:
     args = arguments()
+    is_fresh, begun = not args.output_dir.exists(), time.monotonic()
     workers = [
         subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--processes", "1"])
         for _ in range(args.processes - 1)
     ]
+    specs = {world: read_sweep(args.sweep, world) for world in args.worlds}
+    seeds = {world: list(spec.seeds)[: args.seeds] for world, spec in specs.items()}
+    make_bases(args.output_dir / "bases", [(world, seed) for world in specs for seed in seeds[world]])
     failed = 0
-    for world in args.worlds:
-        spec = read_sweep(args.sweep, world)
-        seeds = list(spec.seeds)[: args.seeds]
-        make_bases(args.output_dir / "bases", world, seeds)
-        failed += run_world(args.output_dir, sweep_folder(args.sweep, world), world, spec, seeds, args.steps)
+    for world, spec in specs.items():
+        folder = sweep_folder(args.sweep, world)
+        failed += run_world(args.output_dir, folder, world, spec, seeds[world], args.steps)
     failed += sum(worker.wait() for worker in workers)
+    if is_fresh and workers and not failed:
+        write_time(args.output_dir / TIME_FILE, time.monotonic() - begun, args, seeds)
     sys.exit(1 if failed else 0)
 
 
@@ -67,11 +75,11 @@ def read_sweep(sweep: str, world: str) -> SweepSpec:
     return read_spec(HERE / f"{world if sweep == 'methods' else sweep}.yaml")
 
 
-def make_bases(folder: Path, world: str, seeds: Sequence[int]) -> None:
-    """Pretrain the bases that are missing, each by one launcher."""
+def make_bases(folder: Path, wanted: Sequence[tuple[str, int]]) -> None:
+    """Pretrain the bases (world and seed) that are missing, each by one launcher."""
     folder.mkdir(parents=True, exist_ok=True)
     for timeout in (0, -1):  # first those that no other launcher is at, then wait for the rest
-        for seed in seeds:
+        for world, seed in wanted:
             base = folder / f"{world}-seed{seed}"
             if base.exists():
                 continue
@@ -85,12 +93,11 @@ def make_bases(folder: Path, world: str, seeds: Sequence[int]) -> None:
 
 def pretrain(base: Path, world: str, seed: int) -> None:
     """One base, in place when it is complete. A pretraining that misses its gate is repeated with another seed."""
-    from credit_trl.tasks.quickstart_model import make_base
-
+    make = base_maker(world)
     for attempt in range(5):
         with tempfile.TemporaryDirectory(dir=base.parent, prefix=f".{base.name}.") as scratch:
             try:
-                make_base(world, seed + 100 * attempt, Path(scratch) / "base", progress=False)
+                make(seed + 100 * attempt, Path(scratch) / "base", progress=False)
             except RuntimeError as error:
                 print(f"{base.name}, attempt {attempt + 1}: {error}", file=sys.stderr)
                 continue
@@ -98,6 +105,25 @@ def pretrain(base: Path, world: str, seed: int) -> None:
             print(f"{base} pretrained (seed {seed + 100 * attempt})")
             return
     raise RuntimeError(f"No base of the {world} world for seed {seed}.")
+
+
+def base_maker(world: str) -> Callable[..., object]:
+    """The function of seed and directory that pretrains a world's base."""
+    if world == "programs":
+        from programs.base import make_programs_base
+
+        return make_programs_base
+    from credit_trl.tasks.quickstart_model import make_base
+
+    return partial(make_base, world)
+
+
+def write_time(path: Path, seconds: float, args: argparse.Namespace, seeds: dict[str, list[int]]) -> None:
+    """What an undisturbed run took from nothing, pretraining included; report.py tells it."""
+    from credit_trl.run_directory import write_json
+
+    told = {"sweep": args.sweep, "seeds": seeds, "processes": args.processes, "cores": os.cpu_count()}
+    write_json(path, told | {"steps": args.steps, "seconds": seconds})
 
 
 def run_world(

@@ -146,7 +146,7 @@ def forms_page(study, writer_at, tmp_path) -> str:
     write_world(write, "shortcut-forms", {guide: 0.94}, {guide: 0.0}, spec="forms")
     forms = study("forms")
     worlds = {w: forms.read(w, [tmp_path / w, tmp_path / f"{w}-forms"]) for w in forms.WORLDS}
-    return forms.page(worlds, {})
+    return forms.page(worlds, {}, {})
 
 
 def rows_of(page: str, *beginning: str) -> list[str]:
@@ -191,7 +191,7 @@ def test_bases_are_made_once_and_left_to_a_launcher_that_is_at_them(study, tmp_p
     other.acquire()
     seen = []
     monkeypatch.setattr(run, "pretrain", lambda base, world, seed: (seen.append(seed), base.mkdir(), other.release()))
-    run.make_bases(tmp_path, "plain", range(1, 6))
+    run.make_bases(tmp_path, [("plain", seed) for seed in range(1, 6)])
     assert seen == [5, 4]
 
 

@@ -190,7 +190,7 @@ def test_the_script_makes_the_tokenizer_that_is_shipped(tokenizer):
 
 def test_the_shipped_base_looks_letters_up(base):
     assert lookup_accuracy(*base, questions=120) >= 0.95
-    assert check_gate(*base, "as shipped") >= 0.95
+    assert check_gate(WORLDS["plain"], *base, "as shipped") >= 0.95
 
 
 def test_without_feedback_the_base_is_good_at_known_cues_and_at_chance_elsewhere(base, few_rows):

@@ -13,10 +13,14 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from filelock import FileLock
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from credit_trl.tasks.quickstart_model.pretrain import World
 
 SHIPPED_WORLD, SHIPPED_SEED = "plain", 0
 SHIPPED = Path(__file__).parent / "plain"
@@ -77,12 +81,19 @@ def make_base(
     """
     from credit_trl.tasks.quickstart_model.architecture import build_tokenizer
     from credit_trl.tasks.quickstart_model.curriculum import WORLDS, template_texts
+
+    return make_base_of(WORLDS[world], build_tokenizer(template_texts()), seed, directory, progress)
+
+
+def make_base_of(
+    world: World, tokenizer: PreTrainedTokenizerFast, seed: int, directory: Path, progress: bool = True
+) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    """`make_base` for any world: what has `draw` and `lookup_accuracy`, and its tokenizer (`train_tokenizer`)."""
     from credit_trl.tasks.quickstart_model.pretrain import check_gate, pretrain
 
-    tokenizer = build_tokenizer(template_texts())
-    _write_base(pretrain(tokenizer, WORLDS[world], seed, progress=progress), tokenizer, directory)
+    _write_base(pretrain(tokenizer, world, seed, progress=progress), tokenizer, directory)
     model, tokenizer = read_base(directory)
-    check_gate(model, tokenizer, "after rounding the weights to fp16")
+    check_gate(world, model, tokenizer, "after rounding the weights to fp16")
     return model, tokenizer
 
 

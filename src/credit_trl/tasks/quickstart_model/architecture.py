@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -25,13 +25,27 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(template_texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with ChatML turns in which each cue, topic and city is one token.
+    """The embedded task's: each cue, topic and city is one token.
 
     Args:
         template_texts: further wording that contexts will hold (the teacher's templates, the feedback).
 
     Raises:
         RuntimeError: a word of the world takes more than one token; the vocabulary is then too small for it.
+    """
+    words = [f" {word}" for word in (*TOPIC_OF, *TOPICS, *CITIES, *LETTERS)] + list(CITIES)
+    return train_tokenizer(_corpus(template_texts), words)
+
+
+def train_tokenizer(corpus: Iterable[str], words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with ChatML turns, for a small world.
+
+    Args:
+        corpus: texts whose word counts decide the merges.
+        words: what has to be one token each, with its leading space where it has one.
+
+    Raises:
+        RuntimeError: one of the words takes more than one token.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,7 +56,7 @@ def build_tokenizer(template_texts: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_corpus(template_texts), trainer)
+    bpe.train_from_iterator(corpus, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=TURN_END,
@@ -53,7 +67,6 @@ def build_tokenizer(template_texts: list[str]) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    words = [f" {word}" for word in (*TOPIC_OF, *TOPICS, *CITIES, *LETTERS)] + list(CITIES)
     if split := [word for word in words if len(tokenizer.encode(word)) != 1]:
         raise RuntimeError(f"The vocabulary of {_VOCABULARY_SIZE} splits {split}: raise _VOCABULARY_SIZE.")
     return tokenizer

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from credit_trl.config import CreditConfig
 from credit_trl.tasks.quickstart import (
@@ -24,6 +25,9 @@ from credit_trl.tasks.quickstart import (
     tool,
 )
 from credit_trl.validation import TEMPLATE_PLACEHOLDERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 Message = dict[str, str]
 
@@ -54,6 +58,16 @@ class World:
     shortcut_rate: float = 0.0
     shortcut_base_rate: float = 0.0
     keeps_thought: bool = False
+
+    def draw(self, rng: random.Random) -> tuple[list[Message], str]:
+        """One pretraining example: the conversation and the response to it."""
+        return draw_example(rng, self)
+
+    def lookup_accuracy(self, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> float:
+        """How often a base follows the letter; see `probe.lookup_accuracy`."""
+        from credit_trl.tasks.quickstart_model.probe import lookup_accuracy
+
+        return lookup_accuracy(model, tokenizer, seed=seed)
 
 
 _PLAIN = World("plain")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
@@ -16,10 +17,21 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from credit_trl.tasks.quickstart_model.architecture import build_model
-from credit_trl.tasks.quickstart_model.curriculum import World, draw_example
-from credit_trl.tasks.quickstart_model.probe import lookup_accuracy
 
 LOOKUP_GATE = 0.95
+
+
+class World(Protocol):
+    """What a base learns: the embedded task's worlds (`curriculum.WORLDS`), or one of your own."""
+
+    @property
+    def name(self) -> str: ...
+
+    def draw(self, rng: random.Random) -> tuple[list[dict[str, str]], str]:
+        """One pretraining example: the conversation and the response to it."""
+
+    def lookup_accuracy(self, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> float:
+        """How often a model makes of the feedback, read with its prompt, what it means there; in [0, 1]."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ def pretrain(
     while remaining != 0:
         decay = 1.0 if remaining is None else remaining / recipe.decay_steps
         _set_rates(optimizers, peak_rates, min(1.0, (step + 1) / recipe.warmup_steps) * decay)
-        loss = _train_step(model, tokenizer, [draw_example(rng, world) for _ in range(recipe.batch_size)])
+        loss = _train_step(model, tokenizer, [world.draw(rng) for _ in range(recipe.batch_size)])
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
@@ -72,26 +84,26 @@ def pretrain(
         if remaining is not None:
             remaining -= 1
         elif step >= recipe.min_constant_steps and step % recipe.gate_every == 0:
-            accuracy = lookup_accuracy(model, tokenizer)
+            accuracy = world.lookup_accuracy(model, tokenizer)
             bar.set_postfix(loss=f"{loss:.3f}", lookup=f"{accuracy:.2f}")
             if accuracy >= LOOKUP_GATE:
                 remaining, bar.total = recipe.decay_steps, step + recipe.decay_steps
             elif step >= recipe.max_constant_steps:
                 break
     bar.close()
-    check_gate(model, tokenizer, f"after {step} steps of the {world.name} world with seed {seed}")
+    check_gate(world, model, tokenizer, f"after {step} steps of the {world.name} world with seed {seed}")
     return model.eval()
 
 
-def check_gate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, when: str) -> float:
+def check_gate(world: World, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, when: str) -> float:
     """The look-up accuracy of a base that is good enough to be a teacher.
 
     Raises:
         RuntimeError: it is below `LOOKUP_GATE`.
     """
-    accuracy = lookup_accuracy(model, tokenizer, seed=1)
+    accuracy = world.lookup_accuracy(model, tokenizer, seed=1)
     if accuracy < LOOKUP_GATE:
-        raise RuntimeError(f"Letter look-up is {accuracy:.2f} {when}, below {LOOKUP_GATE}: use another seed.")
+        raise RuntimeError(f"Look-up is {accuracy:.2f} {when}, below {LOOKUP_GATE}: use another seed.")
     return accuracy
 
 
