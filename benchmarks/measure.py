@@ -84,15 +84,18 @@ def in_turns(running: dict[str, Trial], rounds: int, *request: Any, patience: fl
     """Ask every trial once a round.
 
     While `patience`, in seconds, lasts, a round starts when other processes leave the machine alone, and is measured
-    anew if they did not keep to it. Disturbed rounds are dropped if enough quiet ones were found, and kept otherwise.
+    anew if they did not keep to it and another round still fits. Disturbed rounds are dropped if enough quiet ones
+    were found, and kept otherwise.
 
     Returns:
         For each trial as many samples as rounds were kept.
     """
-    deadline, found = time.monotonic() + patience, []
-    while len(found) < rounds or (sum(map(_is_quiet, found)) < rounds and time.monotonic() < deadline):
+    deadline, found, length = time.monotonic() + patience, [], 0.0
+    while len(found) < rounds or (sum(map(_is_quiet, found)) < rounds and time.monotonic() + length < deadline):
         _wait_until_quiet(deadline)
+        started = time.monotonic()
         found.append({name: trial.ask(*request) for name, trial in running.items()})
+        length = time.monotonic() - started
     quiet = [samples for samples in found if _is_quiet(samples)]
     kept = quiet if len(quiet) >= min(rounds, 3) else found
     return {name: [samples[name] for samples in kept] for name in running}

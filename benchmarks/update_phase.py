@@ -249,7 +249,7 @@ def _kinds(workload: Workload) -> dict[str, tuple[str, Workload]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=["bar", "sweep"], default="bar")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-rounds", type=int, default=2, help="whole steps a C in the bar; 0 leaves them out")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine, each time")
     parser.add_argument(
