@@ -47,8 +47,11 @@ def test_a_dataset_without_prompt_names_its_columns(build, dataset):
 
 @pytest.mark.usefixtures("no_rollout")
 def test_a_column_that_a_reward_function_reads_is_missing(build, dataset):
-    with pytest.raises(ValueError, match=r"`length_verdicts` reads the column `answer`.*are prompt.*rename_column"):
+    lacks = "`length_verdicts` reads the column `answer`.*its columns are "
+    with pytest.raises(ValueError, match=rf"{lacks}prompt\. Add it \(dataset.add_column\('answer'"):
         build(rows=dataset.remove_columns("answer"))
+    with pytest.raises(ValueError, match=rf"{lacks}prompt, solution\..*rename_column\('solution', 'answer'\)"):
+        build(rows=dataset.rename_column("answer", "solution"))
 
 
 def test_reward_functions_that_need_no_column_or_say_nothing_of_themselves_pass(build, dataset):

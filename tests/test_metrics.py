@@ -129,6 +129,7 @@ def test_every_metric_is_logged_at_every_step_in_training_and_evaluation(run, we
     assert len(train) == len(evaluation) == 2
     for entry in train:
         assert all(math.isfinite(entry[name]) for name in [*EVERY_STEP, "credit/teacher_drift"])
+        assert entry["credit/frac_lost_gradient"] == 0.0
         assert all(entry[f"credit/seconds_{s}"] > 0 for s in "rollout verdict contexts scores update".split())
     for entry in evaluation:
         assert all(math.isfinite(entry[f"eval_{name}"]) for name in EVERY_STEP)
@@ -164,6 +165,37 @@ def test_a_gate_that_no_position_passes_is_warned_about_and_leaves_self_distilla
         assert entry["credit/frac_gated"] == 1.0
         assert entry["credit/advantage_mean"] == pytest.approx(entry["credit/delta_v_mean"])
         assert entry["credit/s_mean"] is not None
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0], ids=["clipped", "not clipped"])
+def test_a_gradient_that_is_lost_on_its_way_is_warned_about_once_and_counted(run, make_model, max_grad_norm):
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.register_hook(torch.zeros_like)
+    trainer, warned = run(model=model, max_steps=3, max_grad_norm=max_grad_norm)
+    assert len([w for w in warned if "its gradient is exactly 0" in w]) == 1
+    entries = [e for e in trainer.state.log_history if "loss" in e]
+    assert [e["credit/frac_lost_gradient"] for e in entries] == [1.0] * 3
+    assert all(e["loss"] != 0.0 for e in entries)
+
+
+@pytest.mark.parametrize(
+    ("grad_norm", "loss", "mean", "std", "lost"),
+    [
+        (0.0, 0.3, 0.0, 0.2, 1.0),
+        (0.0, 0.3, -0.1, 0.0, 1.0),  # one token
+        (1e-30, 0.3, 0.1, 0.2, 0.0),
+        (0.0, 0.3, 0.0, 0.0, 0.0),  # the student is its target
+        (0.0, 0.0, 0.1, 0.2, math.nan),
+        (0.0, 0.3, math.nan, math.nan, math.nan),  # no teacher
+        (None, 0.3, 0.1, 0.2, math.nan),
+    ],
+)
+def test_a_gradient_is_lost_where_it_is_zero_and_the_advantages_are_not(grad_norm, loss, mean, std, lost):
+    metrics = {"credit/advantage_mean": [1.0, mean], "credit/advantage_std": [1.0, std]}
+    found = Alarms(enabled=False).check_gradient({"grad_norm": grad_norm, "loss": loss}, metrics)
+    assert found == pytest.approx(lost, nan_ok=True)
+    assert math.isnan(Alarms(enabled=False).check_gradient({"train_runtime": 1.0}, {}))
 
 
 def test_a_flat_reward_is_warned_about_once_and_a_varying_one_never(run):

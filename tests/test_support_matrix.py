@@ -15,6 +15,7 @@ from peft import LoraConfig
 
 import test_model_families
 from credit_trl import CreditTrainer
+from credit_trl.metrics import CreditWarning
 from test_model_families import FAMILIES, SMALL, make_family  # noqa: F401  (a fixture)
 from tiny import CHAT_TEMPLATE, length_verdicts
 
@@ -102,43 +103,54 @@ def test_recomputed_activations_give_the_same_weights(
         torch.testing.assert_close(ends[1][name], value, rtol=1e-5, atol=1e-7, msg=name)
 
 
+@pytest.fixture
+def four_bits(make_family, make_config, tokenizer, dataset, tmp_path, monkeypatch):  # noqa: F811
+    """family → a trainer of an adapter on a base of four bits."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: `make test-slow` installs it")
+
+    def make(family):
+        # It quantises blocks of 64 weights.
+        monkeypatch.setattr(test_model_families, "SMALL", {**SMALL, "hidden_size": 64, "intermediate_size": 64})
+        if "head_dim" in FAMILIES[family]:
+            monkeypatch.setitem(FAMILIES[family], "head_dim", 32)
+        path = str(tmp_path / "model")
+        make_family(family).save_pretrained(path)
+        quantised = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        return CreditTrainer(
+            path,
+            length_verdicts,
+            make_config(max_steps=1, learning_rate=1e-2, model_init_kwargs={"quantization_config": quantised}),
+            dataset,
+            processing_class=tokenizer,
+            peft_config=copy.deepcopy(ADAPTERS["LoRA"]),
+        )
+
+    return make
+
+
 @pytest.mark.parametrize("family", cells(("Qwen3", "Llama", "Olmo3", "Gemma2")))
-def test_an_adapter_trains_on_a_base_of_four_bits(
-    make_family,  # noqa: F811
-    make_config,
-    tokenizer,
-    dataset,
-    family,
-    tmp_path,
-    monkeypatch,
-):
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, for a base of four bits")
-    # It quantises blocks of 64 weights.
-    monkeypatch.setattr(test_model_families, "SMALL", {**SMALL, "hidden_size": 64, "intermediate_size": 64})
-    if "head_dim" in FAMILIES[family]:
-        monkeypatch.setitem(FAMILIES[family], "head_dim", 32)
-    path = str(tmp_path / "model")
-    make_family(family).save_pretrained(path)
-    quantised = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    trainer = CreditTrainer(
-        path,
-        length_verdicts,
-        make_config(max_steps=1, learning_rate=1e-2, model_init_kwargs={"quantization_config": quantised}),
-        dataset,
-        processing_class=tokenizer,
-        peft_config=copy.deepcopy(ADAPTERS["LoRA"]),
-    )
+def test_an_adapter_trains_on_a_base_of_four_bits(four_bits, family):
+    trainer = four_bits(family)
     assert {p.dtype for p in trainer.model.parameters()} >= {torch.uint8}
-    # On CPUs with AVX512-BF16 it lays weights out for inference at the first evaluation, and there is no way back: no
-    # gradient passes them any more.
-    for module in trainer.model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
     adapter, answers = adapter_of(trainer), answers_of_base(trainer)
     trainer.train()
     assert_distilled(trainer)
-    assert any(not torch.equal(value, adapter[name]) for name, value in adapter_of(trainer).items())
+    assert trainer.state.log_history[0]["credit/frac_lost_gradient"] == 0.0
+    assert not any(torch.equal(value, adapter[name]) for name, value in adapter_of(trainer).items())
     torch.testing.assert_close(answers_of_base(trainer), answers, rtol=1e-5, atol=1e-5)
+
+
+def test_a_base_of_four_bits_that_stops_gradients_is_warned_about(four_bits, monkeypatch):
+    """What bitsandbytes does on such CPUs where it is let: nothing else says that the adapter's gradients are zero."""
+    monkeypatch.setattr("credit_trl.trainer.keep_differentiable", lambda model: None)
+    trainer = four_bits("Qwen3")
+    if not any(getattr(module, "support_avx512bf16_for_cpu", False) for module in trainer.model.modules()):
+        pytest.skip("bitsandbytes has no layout of its own for this CPU: it has no AVX512-BF16")
+    adapter = adapter_of(trainer)
+    with pytest.warns(CreditWarning, match="its gradient is exactly 0"):
+        trainer.train()
+    assert trainer.state.log_history[0]["credit/frac_lost_gradient"] == 1.0
+    assert all(torch.equal(value, adapter[name]) for name, value in adapter_of(trainer).items())
 
 
 def adapter_of(trainer: CreditTrainer) -> dict[str, torch.Tensor]:

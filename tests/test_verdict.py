@@ -27,6 +27,19 @@ def test_a_verdict_reads_as_its_reward():
     assert math.isnan(float(Verdict(None)))
 
 
+@pytest.mark.parametrize(
+    ("verdict", "shown"),
+    [
+        (Verdict(0.0), "Verdict(reward=0.0)"),
+        (Verdict(None, ""), "Verdict(reward=None)"),
+        (Verdict(1.0, "x", {"n": 0.0}), "Verdict(reward=1.0, feedback='x', metrics={'n': 0.0})"),
+        (Verdict(0.5, turn_feedback={2: "y"}), "Verdict(reward=0.5, turn_feedback={2: 'y'})"),
+    ],
+)
+def test_a_verdict_shows_what_it_says_and_nothing_else(verdict, shown):
+    assert repr(verdict) == shown
+
+
 def test_recording_gives_trl_floats_and_keeps_the_feedback_in_order():
     log, logged = VerdictLog(), []
     graded = log.recording(lambda **_: [Verdict(1, "first", {"m": 0.5}), Verdict(None), 0.25], 0)

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from claims import claims
 from results import GROUPS, LAMBDAS, TASK, WORLDS, World, early, late, read_world, step_seconds
@@ -21,6 +22,8 @@ from credit_trl.comparison.tables import contrast_row, score_markdown
 from credit_trl.run_directory import write_atomically
 
 HERE = Path(__file__).parent
+TIME_FILE = "time.json"  # run.py's
+SEEDS = 5
 
 
 def main() -> None:
@@ -31,7 +34,9 @@ def main() -> None:
     worlds = {name: read_world(args.output_dir / name, name) for name in WORLDS}
     tokens = json.loads((args.output_dir / "tokens.json").read_text(encoding="utf-8"))
     draw(worlds, args.docs / "study")
-    write_atomically(args.docs / "study.md", page(worlds, tokens))
+    timed = args.output_dir / TIME_FILE
+    told = json.loads(timed.read_text(encoding="utf-8")) if timed.is_file() else None
+    write_atomically(args.docs / "study.md", page(worlds, tokens, told))
     print(args.docs / "study.md")
 
 
@@ -67,11 +72,11 @@ def lambda_points(world: World) -> dict[str, list[tuple[float, float, float, flo
     return points
 
 
-def page(worlds: Mapping[str, World], tokens: Mapping[str, Mapping]) -> str:
+def page(worlds: Mapping[str, World], tokens: Mapping[str, Mapping], timed: Mapping[str, Any] | None = None) -> str:
     plain, shortcut = worlds["plain"], worlds["shortcut"]
     parts = [
         "# The embedded study",
-        introduction(worlds),
+        introduction(worlds, timed),
         "## The paper's claims, at this scale",
         *claims(plain, shortcut, tokens),
         findings(),
@@ -91,15 +96,15 @@ def page(worlds: Mapping[str, World], tokens: Mapping[str, Mapping]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def introduction(worlds: Mapping[str, World]) -> str:
+def introduction(worlds: Mapping[str, World], timed: Mapping[str, Any] | None) -> str:
     plain, shortcut = worlds["plain"], worlds["shortcut"]
     seeds = sorted({run.seed for run in plain.runs})
     rows = {g: plain.score.prompts[f"{TASK}: {g}"] for g in GROUPS}
     return "\n\n".join(
         [
             "`examples/study/` trains GRPO, SDPO, CREDIT and two controls on the embedded tool-call task. This page "
-            "is written by `examples/study/report.py` from the run directories. By hand are the time that a base "
-            "takes and the text under “Why some claims do not reproduce here”, with the numbers in it.",
+            "is written by `examples/study/report.py` from the run directories. By hand is the text under “Why some "
+            "claims do not reproduce here”, with the numbers in it.",
             f"**Runs.** {len(plain.runs)} in the plain world ({plain.runs[0].config['max_steps']:g} steps), "
             f"{len(shortcut.runs)} in the shortcut world ({shortcut.runs[0].config['max_steps']:g} steps); seeds "
             f"{', '.join(map(str, seeds))}. Each seed has a base model of its own, pretrained with that seed, which "
@@ -110,7 +115,7 @@ def introduction(worlds: Mapping[str, World]) -> str:
             f"{rows['known']} on cues that the base knows, {rows['unknown']} on cues that only training can teach, "
             f"{rows['holdout']} on cues that nothing teaches (accuracy there should stay near chance, 25 %, and the "
             "format whole). Scores below are those of the last step unless best-during-training is named.",
-            cost(worlds),
+            " ".join([cost(worlds), *([time_told(timed)] if timed else [])]),
             "**Uncertainty.** Intervals are 95 % bootstrap intervals over prompts and seeds. Differences are paired "
             "by prompt and by seed; their intervals are widened by the t quantile at the seeds' degrees of freedom. "
             "p-values are unadjusted unless Holm's adjustment (over the arms of a column) is named. Prompts on the "
@@ -126,9 +131,22 @@ def cost(worlds: Mapping[str, World]) -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl"))
     return (
         f"**Cost.** {minutes:.0f} core-minutes for the {count} runs with their evaluations, one thread each, on two "
-        "shared CPU cores that did other work at the same time; pretraining a base takes about 3 more. "
-        f"{platform.machine()}, Python {platform.python_version()}, {versions}."
+        f"shared CPU cores that did other work at the same time. {platform.machine()}, "
+        f"Python {platform.python_version()}, {versions}."
     )
+
+
+def time_told(timed: Mapping[str, Any]) -> str:
+    """What `run.py` took from nothing to its end (`time.json`), and what that makes for all seeds."""
+    seeds = {world: len(of) for world, of in timed["seeds"].items()}
+    whole = SEEDS / max(seeds.values())
+    minutes = timed["seconds"] / 60
+    text = (
+        f"From nothing, pretraining included, with {timed['processes']} processes on {timed['cores']} cores that did "
+        f"nothing else, the comparison of methods with {max(seeds.values())} of {SEEDS} seeds in "
+        f"{len(seeds)} worlds took {minutes:.1f} minutes"
+    )
+    return text + (f", which makes {whole * minutes:.0f} for all." if whole > 1 else ".")
 
 
 def world_section(world: World) -> str:

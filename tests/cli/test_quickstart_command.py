@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 
 import pytest
 
@@ -46,6 +48,17 @@ def test_the_credit_sits_on_words_of_the_input_and_not_on_the_template(outcome):
     assert credit["city"].mean_specific > 3.0
 
 
+def test_the_page_shows_the_same_answers_before_and_after_wrong_ones_first(outcome):
+    told = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', outcome.page.read_text("utf-8"), re.S)
+    document = json.loads(told[1])
+    assert document["checkpoints"] == ["before", "after"]
+    rewards = [response["reward"] for response in document["responses"]]
+    assert rewards == sorted(rewards)
+    assert len(rewards) == quickstart.SHOWN
+    assert all(None not in response["maps"] for response in document["responses"])
+    assert any(before != after for before, after in (response["maps"] for response in document["responses"]))
+
+
 def test_stage_seconds_are_those_of_the_log(outcome):
     logs = [row for row in read_lines(outcome.run_directory / LOG_FILE) if "reward" in row]
     assert set(outcome.stage_seconds) == set(quickstart.STAGES)
@@ -57,7 +70,7 @@ def test_stage_seconds_are_those_of_the_log(outcome):
 def test_the_report_names_every_group_kind_of_token_stage_and_path(outcome):
     report = quickstart.format_outcome(outcome)
     names = ["known cues", "unknown cues", "holdout cues", "format", "generic (template)", *quickstart.WORDS]
-    for name in [*names, *quickstart.STAGES, str(outcome.figure), str(outcome.run_directory)]:
+    for name in [*names, *quickstart.STAGES, *map(str, (outcome.figure, outcome.page, outcome.run_directory))]:
         assert name in report
     assert report.index("known cues") < report.index("unknown cues") < report.index("holdout cues")
 

@@ -80,14 +80,16 @@ def token_numbers() -> dict:
 @pytest.fixture
 def page(study, writer_at, tmp_path) -> str:
     write = writer_at(tmp_path / "runs")
-    write_world(write, "plain", {"GRPO": 0.4, "SDPO": 0.7, "CREDIT λ=0.5": 0.3, "foreign-hint λ=0.1": 0.25}, {})
+    write_world(write, "plain", {"GRPO": 0.4, "SDPO": 0.7, "CREDIT λ=0.5": 0.3}, {})
+    write_world(write, "plain-controls", {"foreign-hint λ=0.1": 0.25}, {}, spec="controls")
     write_world(write, "shortcut", {"CREDIT λ=0.5": 0.4}, {"CREDIT λ=0.5": 0.05})
     (tmp_path / "runs" / "tokens.json").write_text(json.dumps(token_numbers()))
     report = study("report")
     worlds = {name: report.read_world(tmp_path / "runs" / name, name) for name in report.WORLDS}
     report.draw(worlds, tmp_path / "docs" / "study")
     assert len(list((tmp_path / "docs" / "study").glob("*.png"))) == 12
-    return report.page(worlds, token_numbers())
+    timed = {"seconds": 660.0, "processes": 2, "cores": 2, "seeds": {"plain": [1], "shortcut": [1]}}
+    return report.page(worlds, token_numbers(), timed)
 
 
 def line_of(page: str, claim: str) -> str:
@@ -112,6 +114,10 @@ def test_verdicts_follow_from_the_intervals(page):
     assert "-45.0 points" in line_of(page, "Controls")
 
 
+def test_page_states_what_the_study_took_from_nothing(page):
+    assert "with 1 of 5 seeds in 2 worlds took 11.0 minutes, which makes 55 for all." in page
+
+
 def test_page_states_seeds_budget_and_what_was_not_run(page):
     for text in ("seeds 1, 2", "64 rollouts a step", "tail bucket", "## What has not been run", "2 seeds"):
         assert text in page
@@ -120,11 +126,11 @@ def test_page_states_seeds_budget_and_what_was_not_run(page):
     assert (float(of_count), float(of_strength)) == pytest.approx((70, 30), abs=1.5)
 
 
-def test_every_arm_of_the_specs_can_train_and_has_the_same_budget(tmp_path):
+def test_every_arm_of_the_specs_can_train_and_has_the_same_budget(study, tmp_path):
     from credit_trl.sweeps import read_spec
     from credit_trl.sweeps.launch import plan_sweep
 
-    for world in ("plain", "shortcut", "style"):
+    for world in ("plain", "shortcut", "style", "programs"):
         spec = read_spec(STUDY / f"{world}.yaml")
         jobs = [json.loads((f / "job.json").read_text()) for f in plan_sweep(spec, tmp_path / world)]
         assert {job["seed"] for job in jobs} == set(spec.seeds)
@@ -146,7 +152,12 @@ def forms_page(study, writer_at, tmp_path) -> str:
     write_world(write, "shortcut-forms", {guide: 0.94}, {guide: 0.0}, spec="forms")
     forms = study("forms")
     worlds = {w: forms.read(w, [tmp_path / w, tmp_path / f"{w}-forms"]) for w in forms.WORLDS}
-    return forms.page(worlds, {}, {})
+    for world in forms.WORLDS:
+        planted = {"CREDIT λ=0.5 gate=0.05": 0.04, guide: 0.0, f"{guide} plausibility=0.01": 0.05}
+        write_world(write, f"{world}-choice", {guide: 0.9, f"{guide} source=none": 0.95}, planted, spec="choice")
+    choice = {w: forms.read(w, [tmp_path / f"{w}-choice"]) for w in forms.WORLDS}
+    write_world(write, "style", {guide: 0.8}, {guide: 0.1, "SDPO": 0.6})
+    return forms.page(worlds, choice, {"style": forms.read("style", [tmp_path / "style"])})
 
 
 def rows_of(page: str, *beginning: str) -> list[str]:
@@ -171,6 +182,25 @@ def test_the_bar_is_paired_with_sdpo_and_says_what_is_missed(forms_page):
     assert format_holdout.endswith("| met |")
 
 
+def test_only_arms_without_the_shortcut_are_eligible_and_the_best_is_named_first(forms_page):
+    (told,) = [line for line in forms_page.splitlines() if line.startswith("Rule: ")]
+    eligible = re.findall(r"`(CREDIT[^`]+)` (\d+\.\d)", told.partition("Eligible")[2])
+    assert eligible[0][0] == "CREDIT form=guide λ=1"
+    assert "CREDIT form=guide λ=1 source=none" not in dict(eligible)  # the highest score, and the shortcut
+    assert float(eligible[0][1]) == pytest.approx(90, abs=1.5)
+    assert len(eligible) == 3
+
+
+def test_worlds_that_were_not_chosen_on_show_reward_and_shortcut_against_sdpo(forms_page):
+    new = forms_page.partition("## Two worlds that were not chosen on")[2]
+    assert "no reward is against it" in new
+    reward, shortcut = new.partition("Style world, shortcut against SDPO:")[::2]
+    (row,) = rows_of(shortcut, "CREDIT form=guide λ=1", "unknown")
+    assert "-50.0" in row
+    (row,) = rows_of(reward, "CREDIT form=guide λ=1", "unknown")
+    assert "+10.0" in row
+
+
 def test_forms_are_chosen_on_seeds_that_are_not_reported():
     from credit_trl.sweeps import read_spec
 
@@ -185,7 +215,7 @@ def test_bases_are_made_once_and_left_to_a_launcher_that_is_at_them(study, tmp_p
     made = []
     monkeypatch.setattr(run, "pretrain", lambda base, world, seed: (made.append(seed), base.mkdir()))
     (tmp_path / "plain-seed2").mkdir()
-    run.make_bases(tmp_path, "plain", [1, 2, 3])
+    run.make_bases(tmp_path, [("plain", 1), ("plain", 2), ("shortcut", 3)])
     assert made == [1, 3]
     other = FileLock(tmp_path / "plain-seed4.lock")
     other.acquire()

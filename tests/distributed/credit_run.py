@@ -1,15 +1,16 @@
-"""One process of a small deterministic run; torchrun starts it, a test compares what the runs wrote.
+"""One process of a small deterministic run, forked from a server that has imported everything.
 
-torchrun --nproc_per_node N credit_run.py OUT --per_device B [--lora] [--support S] [--kind K] [--steps N]
+A test compares what the runs of different numbers of processes wrote.
 """
 
 from __future__ import annotations
 
-import argparse
+import faulthandler
 import hashlib
 import json
-import sys
+import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl import rollouts as rollouts_module
@@ -57,6 +57,18 @@ def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
+def share_held(parameters) -> float:
+    """The share of the parameters' elements that lies on this process; 0 where there are none."""
+    held = total = 0
+    for parameter in parameters:
+        if hasattr(parameter, "ds_tensor"):
+            held, total = held + parameter.ds_tensor.numel(), total + parameter.ds_numel
+        else:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            held, total = held + local.numel(), total + parameter.numel()
+    return held / max(total, 1)
+
+
 class FirstGradients(TrainerCallback):
     """Keeps the first optimizer step's gradients, after they were averaged over processes."""
 
@@ -68,17 +80,37 @@ class FirstGradients(TrainerCallback):
             self.gradients = {n.removeprefix("module."): whole(p.grad) for n, p in named if p.grad is not None}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--per_device", type=int, required=True)
-    parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--support", default="teacher_topk")
-    parser.add_argument("--kind", default="ema")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--fsdp2", action="store_true")
-    options = parser.parse_args()
-    if options.fsdp2:
+def begin(out: Path, rank: int, limit: float) -> None:
+    """Write what this process says into `log_<rank>.txt`, and what it waits for when the watchdog is about to come."""
+    output = os.open(out / f"log_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(limit / 2)
+
+
+def join(rank: int, processes: int, port: int) -> None:
+    """What a launcher tells a process of a run."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+    os.environ |= {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+
+
+def run(folder: str, rank: int, processes: int, port: int, limit: float, options: dict[str, Any]) -> None:
+    """Train three steps, and write facts, weights and reference.
+
+    Args:
+        folder: where to.
+        rank: of this process.
+        processes: how many there are.
+        port: a free one.
+        limit: seconds until the watchdog ends it.
+        options: `per_device`, the batch of a process; `lora` and `fsdp2`; `support` and `kind` of the reference.
+    """
+    out = Path(folder)
+    begin(out, rank, limit)
+    join(rank, processes, port)
+    if options["fsdp2"]:
         cpu_fsdp2.install()
 
     tokenizer = tiny.build_tokenizer()
@@ -89,13 +121,13 @@ def main() -> None:
     ]
     rows[3] = rows[9]  # a duplicate question is not another question
     config = CreditConfig(
-        output_dir=str(options.out / "run"),
+        output_dir=str(out / "run"),
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=options.per_device,
+        per_device_train_batch_size=options["per_device"],
         num_generations=GROUP,
         max_completion_length=16,
-        max_steps=options.steps,
+        max_steps=3,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -107,8 +139,8 @@ def main() -> None:
         contrastive_count=2,
         contrastive_coef=0.3,
         teacher_update_rate=0.2,
-        teacher_model_kind=options.kind,
-        distillation_support=options.support,
+        teacher_model_kind=options["kind"],
+        distillation_support=options["support"],
         ddp_find_unused_parameters=False,
     )
     gradients, draws = FirstGradients(), []
@@ -130,28 +162,24 @@ def main() -> None:
         rollout_func=deterministic_rollouts,
         callbacks=[gradients],
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        if options.lora
+        if options["lora"]
         else None,
     )
     trainer.train()
     accelerator = trainer.accelerator
-    rank = accelerator.process_index
     weights = {n: whole(p) for n, p in accelerator.unwrap_model(trainer.model).named_parameters()}
-    torch.save({"weights": weights, "gradients": gradients.gradients}, options.out / f"state_{rank}.pt")
-    reference = {} if options.kind == "live" else trainer.reference.named_weights()
-    torch.save({n: whole(p) for n, p in reference.items()}, options.out / f"reference_{rank}.pt")
+    torch.save({"weights": weights, "gradients": gradients.gradients}, out / f"state_{rank}.pt")
+    reference = {} if options["kind"] == "live" else trainer.reference.named_weights()
+    torch.save({n: whole(p) for n, p in reference.items()}, out / f"reference_{rank}.pt")
     facts = {
         "num_processes": accelerator.num_processes,
         "distributed_type": str(accelerator.distributed_type),
         "sharded": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
+        "reference_held": share_held(reference.values()),
         "draws": draws,
         "log": [entry for entry in trainer.state.log_history if "loss" in entry],
     }
-    (options.out / f"facts_{rank}.json").write_text(json.dumps(facts))
+    (out / f"facts_{rank}.json").write_text(json.dumps(facts))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,9 +6,7 @@ the batch. Each process writes what it saw: the wrapper, its losses, and how man
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,10 @@ from transformers.trainer_utils import get_last_checkpoint
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl.evaluation import EvaluationCallback
+from credit_trl.sharding import full_shape
 from credit_trl.tasks.registry import Task, batch_of
-from distributed import cpu_fsdp2, credit_run
+from credit_trl.teacher import Reference
+from distributed import cpu_fsdp2, credit_run, standin_engine
 
 GROUP = credit_run.GROUP
 QUESTIONS = [
@@ -135,20 +135,15 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         port: a free one.
         limit: seconds until the watchdog ends it.
         options: `wrapper` ("", "ddp", "fsdp2", "zero2" or "zero3"), `lora`, `completions` (of `ROLLOUTS`, or
-            "sampled"), `verdicts`, `from_path`, `stop_at` a step, `resume`, `evaluate`, `unequal` (the control of the
-            watchdog); all others are `CreditConfig`'s.
+            "sampled"), `verdicts`, `from_path`, `stop_at` a step, `resume`, `evaluate`, `engine` (a stand-in for
+            vLLM's, which is sent the weights), `unequal` (the control of the watchdog); all others are
+            `CreditConfig`'s.
     """
     out = Path(folder)
-    output = os.open(out / f"log_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(limit / 2)  # what a process waits for that the watchdog is about to end
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    credit_run.begin(out, rank, limit)
     wrapper = options.pop("wrapper", "")
     if processes > 1 or wrapper.startswith("zero"):
-        os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
-        os.environ |= {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        credit_run.join(rank, processes, port)
         if wrapper != "ddp":  # which crashes with it in torch 2.13
             # Every collective is compared with the other processes': kind, order and shape.
             dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -157,6 +152,9 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     if wrapper.startswith("zero"):
         options["deepspeed"] = ZERO | {"zero_optimization": {"stage": int(wrapper[-1]), **options.pop("zero", {})}}
         do_not_compile()
+    if options.pop("engine", False):
+        standin_engine.install()
+        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False}
     stop_at, resume = options.pop("stop_at", None), options.pop("resume", False)
     evaluate, unequal = options.pop("evaluate", False), options.pop("unequal", False)
     made = make_trainer(out, processes, options)
@@ -166,13 +164,16 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         made.add_callback(StopAt(stop_at))
     if unequal:
         made.add_callback(OneCollectiveMore())
+    gathered = largest_gather(made.reference) if wrapper == "zero3" else []
     made.train(resume_from_checkpoint=get_last_checkpoint(str(out / "run")) if resume else None)
     weights = {name: whole(p) for name, p in made.accelerator.unwrap_model(made.model).named_parameters()}
     reference = getattr(made.reference, "named_weights", dict)()
-    torch.save(
-        {"weights": weights, "reference": {n: whole(p) for n, p in reference.items()}}, out / f"weights_{rank}.pt"
-    )
-    (out / f"facts_{rank}.json").write_text(json.dumps(facts(made)))
+    saved = {"weights": weights, "reference": {n: whole(p) for n, p in reference.items()}, "engine": {}}
+    if made.use_vllm:
+        saved["engine"] = made.vllm_generation.llm.weights
+    torch.save(saved, out / f"weights_{rank}.pt")
+    held = {"reference_held": credit_run.share_held(reference.values()), "gathered": max(gathered, default=0)}
+    (out / f"facts_{rank}.json").write_text(json.dumps(facts(made) | held))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -241,13 +242,40 @@ def facts(made: LocalLosses) -> dict[str, Any]:
         "wrapper": type(made.model_wrapped).__name__,
         "zero_stage": getattr(accelerator.state.deepspeed_plugin, "zero_stage", None),
         "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in made.model.parameters()),
+        "parameters": sum(full_shape(p).numel() for p in made.model.parameters()),
         "collectives": group._get_sequence_number_for_group() if group else 0,
         "losses": made.losses,
         "longest": made.longest,
+        "synchronised": made.vllm_generation.llm.times if made.use_vllm else 0,
         "step": made.state.global_step,
         "log": [entry for entry in made.state.log_history if "loss" in entry],
         "evaluations": [entry for entry in made.state.log_history if "eval_avg@3" in entry],
     }
+
+
+def largest_gather(reference: Reference) -> list[int]:
+    """Where it is noted, from now on, how many elements ZeRO-3 has made whole whenever the average is updated."""
+    zero, update, noted, open_now = import_module("deepspeed.runtime.zero"), reference.update, [], []
+
+    class Noted(zero.GatheredParameters):
+        def __enter__(self) -> Any:
+            open_now.append(sum(p.ds_numel for p in self.params))
+            noted.append(sum(open_now))
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> Any:
+            open_now.pop()
+            return super().__exit__(*error)
+
+    def watched(rate: float) -> None:
+        original, zero.GatheredParameters = zero.GatheredParameters, Noted
+        try:
+            update(rate)
+        finally:
+            zero.GatheredParameters = original
+
+    reference.update = watched
+    return noted
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,14 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from faults.launching import free_port, log, server
 
 LIMIT = 100.0  # seconds; most runs take five
+DEEPSPEED = "needs DeepSpeed: `make test-slow` installs it, or pip install 'credit-trl[deepspeed]'"  # why tests skip
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,15 @@ class Ended:
         return None in self.codes
 
 
-def launch(folder: Path, processes: int, limit: float = LIMIT, **options: Any) -> Ended:
-    """Run `jobs.run` in as many processes; those that are still there after `limit` seconds are killed."""
-    from distributed import jobs
-
+def launch(folder: Path, processes: int, limit: float = LIMIT, job: str = "jobs", **options: Any) -> Ended:
+    """Run `jobs.run`, or `credit_run.run`, in as many processes; who is there after `limit` seconds is killed."""
+    run = import_module(f"distributed.{job}").run
     context, port = server(), free_port()
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("facts_*.json"):
         old.unlink()
     started = [
-        context.Process(target=jobs.run, args=(str(folder), rank, processes, port, limit, options))
+        context.Process(target=run, args=(str(folder), rank, processes, port, limit, options))
         for rank in range(processes)
     ]
     deadline = time.monotonic() + limit

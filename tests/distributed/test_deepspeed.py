@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distributed.launching import finished, launch
+from distributed.launching import DEEPSPEED, finished, launch
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'credit-trl[deepspeed]'")
+pytest.importorskip("deepspeed", reason=DEEPSPEED)
 
 # SGD, so that a weight's change is its gradient: another scale of it would be another change.
 COMMON = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
@@ -20,9 +20,12 @@ CASES = [
     ("zero3", 2, {"teacher_model_kind": "live"}),
     ("zero3", 2, {"distillation_weight": 0.5}),
     ("zero3", 2, {"from_path": True}),
+    ("zero3", 2, {"from_path": True, "lora": True}),
     ("zero2", 4, {}),
     ("zero3", 4, {"lora": True}),
 ]
+
+LARGEST = 259 * 32  # elements of the tiny model's largest parameter, its embedding
 
 
 def name(case):
@@ -59,12 +62,26 @@ def assert_wrapped(facts, wrapper):
         assert fact["collectives"] == facts[0]["collectives"] > 0
 
 
+def assert_average_in_parts(facts, wrapper, options):
+    """Under ZeRO-3 a process holds its part of the average, which is made whole one parameter after the other.
+
+    That of an adapter is small, and whole on every process; that of a live reference is none.
+    """
+    is_none, is_whole = options.get("teacher_model_kind") == "live", wrapper == "zero2" or "lora" in options
+    share = 0.0 if is_none else 1.0 if is_whole else 1 / len(facts)
+    assert [f["reference_held"] for f in facts] == pytest.approx([share] * len(facts), abs=0.01)
+    if wrapper == "zero3" and not is_none:
+        copies = 1 if is_whole else 2  # the student's parameter, and the average's
+        assert 0 < max(f["gathered"] for f in facts) <= copies * LARGEST < copies * facts[0]["parameters"] / 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrapper", "processes", "options"), CASES, ids=map(name, CASES))
 def test_zero_processes_equal_one(tmp_path, one_process, wrapper, processes, options):
     folder, alone = one_process(options)
     facts = finished(launch(tmp_path, processes, wrapper=wrapper, **COMMON, **options))
     assert_wrapped(facts, wrapper)
+    assert_average_in_parts(facts, wrapper, options)
     expected, losses = state(folder), torch.tensor([f["losses"] for f in facts], dtype=torch.float64).mean(0)
     torch.testing.assert_close(losses, torch.tensor(alone["losses"], dtype=torch.float64), rtol=1e-4, atol=1e-5)
     for rank in range(processes):

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).with_name("credit_run.py")
-SRC = Path(__file__).parents[2] / "src"
+from distributed.launching import finished, launch
+
+DEFAULTS = {"lora": False, "fsdp2": False, "support": "teacher_topk", "kind": "ema"}
 
 
-def launch(out: Path, processes: int, per_device: int, *options: str) -> list[dict]:
-    """Run `credit_run.py` under torchrun and return the facts of each process."""
-    out.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SRC), "TRL_EXPERIMENTAL_SILENCE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [str(SCRIPT), str(out), "--per_device", str(per_device), *options]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-    facts = [json.loads((out / f"facts_{rank}.json").read_text()) for rank in range(processes)]
-    assert [f["num_processes"] for f in facts] == [processes] * processes
-    sharded = "--fsdp2" in options
+def run(out: Path, processes: int, per_device: int, **options: Any) -> list[dict]:
+    """The facts of each process of a run."""
+    facts = finished(launch(out, processes, job="credit_run", per_device=per_device, **{**DEFAULTS, **options}))
+    sharded = options.get("fsdp2", False)
     assert all(f["distributed_type"].endswith("FSDP" if sharded else "MULTI_CPU") for f in facts)
     assert all(f["sharded"] == sharded for f in facts)
+    # The average is sharded with the student: each process holds its part of it and no more.
+    expected = 0.0 if "live" in options else 1 / processes if sharded else 1.0
+    assert [f["reference_held"] for f in facts] == pytest.approx([expected] * processes, abs=0.1 * expected)
     return facts
 
 
@@ -46,25 +40,23 @@ def load(path: Path) -> dict:
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
-        pytest.param(2, (), id="full-teacher_topk"),
-        pytest.param(2, ("--lora", "--support", "full"), id="lora-full"),
-        pytest.param(
-            2, ("--support", "student_topk", "--kind", "live"), id="student_topk-live", marks=pytest.mark.slow
-        ),
-        pytest.param(2, ("--fsdp2",), id="fsdp2-teacher_topk"),
-        pytest.param(2, ("--fsdp2", "--support", "full"), id="fsdp2-full", marks=pytest.mark.slow),
-        pytest.param(2, ("--fsdp2", "--lora"), id="fsdp2-lora", marks=pytest.mark.slow),
-        pytest.param(2, ("--fsdp2", "--kind", "live"), id="fsdp2-live", marks=pytest.mark.slow),
-        pytest.param(4, ("--fsdp2",), id="fsdp2-four", marks=pytest.mark.slow),
-        pytest.param(4, ("--support", "full"), id="four-full", marks=pytest.mark.slow),
+        pytest.param(2, {}, id="full-teacher_topk"),
+        pytest.param(2, {"lora": True, "support": "full"}, id="lora-full"),
+        pytest.param(2, {"support": "student_topk", "kind": "live"}, id="student_topk-live", marks=pytest.mark.slow),
+        pytest.param(2, {"fsdp2": True}, id="fsdp2-teacher_topk"),
+        pytest.param(2, {"fsdp2": True, "support": "full"}, id="fsdp2-full", marks=pytest.mark.slow),
+        pytest.param(2, {"fsdp2": True, "lora": True}, id="fsdp2-lora", marks=pytest.mark.slow),
+        pytest.param(2, {"fsdp2": True, "kind": "live"}, id="fsdp2-live", marks=pytest.mark.slow),
+        pytest.param(4, {"fsdp2": True}, id="fsdp2-four", marks=pytest.mark.slow),
+        pytest.param(4, {"support": "full"}, id="four-full", marks=pytest.mark.slow),
         # Four processes of two rollouts: every group of four lies on two processes.
-        pytest.param(4, ("--lora",), id="four-lora", marks=pytest.mark.slow),
+        pytest.param(4, {"lora": True}, id="four-lora", marks=pytest.mark.slow),
     ],
 )
 def test_processes_equal_one(tmp_path, processes, options):
     total = 8 if processes == 4 else 16
-    (single,) = launch(tmp_path / "one", 1, total, *[o for o in options if o != "--fsdp2"])
-    many = launch(tmp_path / "many", processes, total // processes, *options)
+    (single,) = run(tmp_path / "one", 1, total, **{**options, "fsdp2": False})
+    many = run(tmp_path / "many", processes, total // processes, **options)
 
     draws = sorted((tuple(d[1]), d[0]) for facts in many for d in facts["draws"])
     assert draws == sorted((tuple(d[1]), d[0]) for d in single["draws"])
@@ -74,7 +66,7 @@ def test_processes_equal_one(tmp_path, processes, options):
         state = load(tmp_path / "many" / f"state_{rank}.pt")
         assert_same_tensors(one["gradients"], state["gradients"], rtol=2e-4)
         assert_same_tensors(one["weights"], state["weights"], rtol=1e-4)
-        if "live" not in options:
+        if options.get("kind") != "live":
             reference = load(tmp_path / "many" / f"reference_{rank}.pt")
             assert_same_tensors(load(tmp_path / "one" / "reference_0.pt"), reference, rtol=1e-4)
 

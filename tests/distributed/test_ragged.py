@@ -1,16 +1,18 @@
 """Batches that are uneven between processes never hang: every process reaches every collective, in the same order.
 
-Under FSDP2 torch compares each collective with the other processes' (`TORCH_DISTRIBUTED_DEBUG=DETAIL`); the counts are
-compared here, and a watchdog ends what waits. `test_the_watchdog_ends_a_run_that_hangs` shows that all this can fail.
+Under FSDP2 and ZeRO torch compares each collective with the other processes' (`TORCH_DISTRIBUTED_DEBUG=DETAIL`); the
+counts are compared here, and a watchdog ends what waits. `test_the_watchdog_ends_a_run_that_hangs` shows that all this
+can fail.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from distributed.launching import finished, launch
+from distributed.launching import DEEPSPEED, finished, launch
 
-TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}
+TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+SHARDED = ("fsdp2", "zero3")
 RAGGED = {
     "a process without a teacher": {"verdicts": "first process only", "scoring_batch_tokens": 128},
     "completions of one token": {"completions": "one token"},
@@ -18,7 +20,7 @@ RAGGED = {
 }
 CASES = [(wrapper, ragged, "teacher_topk") for wrapper in TYPES for ragged in RAGGED]
 CASES += [("fsdp2", ragged, support) for ragged in RAGGED for support in ("full", "student_topk")]
-CASES += [("fsdp2", "a process without a teacher", "sampled")]
+CASES += [("fsdp2", "a process without a teacher", "sampled"), ("zero3", "a process without a teacher", "full")]
 FAST = [CASES[0], ("fsdp2", "all truncated", "teacher_topk")]
 
 
@@ -27,14 +29,20 @@ def case(wrapper, ragged, support):
     return pytest.param(wrapper, ragged, support, id=f"{wrapper}-{ragged}-{support}", marks=marks)
 
 
+def needs(wrapper: str) -> None:
+    if wrapper.startswith("zero"):
+        pytest.importorskip("deepspeed", reason=DEEPSPEED)
+
+
 def assert_reached_together(facts: list[dict], wrapper: str, steps: int) -> None:
-    assert [(f["distributed_type"], f["sharded"]) for f in facts] == [(TYPES[wrapper], wrapper == "fsdp2")] * 2
+    assert [(f["distributed_type"], f["sharded"]) for f in facts] == [(TYPES[wrapper], wrapper in SHARDED)] * 2
     assert [f["step"] for f in facts] == [steps] * 2
     assert facts[0]["collectives"] == facts[1]["collectives"] > 10 * steps
 
 
 @pytest.mark.parametrize(("wrapper", "ragged", "support"), [case(*c) for c in CASES])
 def test_every_process_reaches_every_collective(tmp_path, wrapper, ragged, support):
+    needs(wrapper)
     options = {"wrapper": wrapper, "distillation_support": support, "max_steps": 2, **RAGGED[ragged]}
     facts = finished(launch(tmp_path, 2, **options))
     assert_reached_together(facts, wrapper, steps=2)
@@ -50,9 +58,12 @@ def test_every_process_reaches_every_collective(tmp_path, wrapper, ragged, suppo
         assert facts[0]["log"][0]["completions/clipped_ratio"] == 1.0
 
 
-@pytest.mark.parametrize("wrapper", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize(
+    "wrapper", ["fsdp2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("ddp", "zero2", "zero3"))]
+)
 def test_processes_whose_answers_end_at_different_lengths_generate_together(tmp_path, wrapper):
     """Generation itself is a row of collectives where weights are sharded."""
+    needs(wrapper)
     endings = {"completions": "sampled", "generation_kwargs": {"eos_token_id": list(range(0, 256, 2))}}
     facts = finished(launch(tmp_path, 2, wrapper=wrapper, max_steps=4, max_completion_length=40, **endings))
     assert_reached_together(facts, wrapper, steps=4)

@@ -6,7 +6,9 @@
 - `bash`: each line is parsed by what it calls. `trl credit` goes through its real parser, configuration and launcher
   arguments (with `--use_cpu true --bf16 false`, and nothing is launched); companion commands through their parsers;
   TRL's own through TRL's list of commands; `make` targets have to exist, files and `--options` of scripts too, and
-  extras of `pip install`. An unknown program fails the test.
+  extras of `pip install`. An unknown program fails the test. The slow tier then executes what is this project's own:
+  `trl credit` trains a step, as its launcher would have it do, `credit-map`, `credit-eval`, `credit-compat`,
+  `credit-compare` and `credit-sweep --dry_run` run to their end, on a tiny model and rows that are made here.
 - `yaml`: a training run's goes through the same parser as on the command line, a sweep's through the sweeps', an
   accelerate file's through accelerate's fields.
 - `toml`: entry points have to have a name and `module:attribute`. `json`: a record for `credit-map --responses`.
@@ -18,9 +20,11 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 from argparse import ArgumentParser
 from contextlib import chdir
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -67,10 +71,41 @@ def science(domain: str) -> list[dict]:
     ]
 
 
+TOOLS = [
+    {
+        "prompt": f"Tools: getWeather(city). Question: how is the weather in city {n}?",
+        "answer": json.dumps([{"Action": "getWeather", "Action_Input": json.dumps({"city": str(n)})}]),
+        "idx": n,
+    }
+    for n in range(8)
+]
+CAPITALS = [
+    {"prompt": [{"role": "user", "content": f"What is the capital of {country}?"}], "answer": capital}
+    for country, capital in {"France": "Paris", "Italy": "Rome"}.items()
+]
+RESPONSE = {"prompt": QUESTIONS[0]["prompt"], "response": "2", "feedback": "It is 1.", "contrasts": ["What is 5 + 1?"]}
 FILES = {
     "questions.jsonl": QUESTIONS,
+    "mine.jsonl": [RESPONSE],
+    "my/capitals/train.jsonl": CAPITALS,
     "data/physics.jsonl": science("Physics"),
     "data/chemistry.jsonl": science("Chemistry"),
+    "data/material.jsonl": science("Material"),
+    "data/sciknoweval/physics.jsonl": science("Physics"),
+    "data/toolalpaca/train.jsonl": TOOLS,
+}
+MODULES = {
+    "my_task.py": """
+from datasets import Dataset
+from credit_trl import Verdict
+
+class MyTask:
+    def build(self, split, path=None):
+        return Dataset.from_json("questions.jsonl")
+    def verify(self, response, answer, *, truncated=False):
+        return Verdict(float(response == answer), f"It is {answer}.")
+""",
+    "my_verifier.py": next(b.text for b in of_language("python") if "def capital_verifier" in b.text),
 }
 NEEDS_TRAINER = {"docs/evaluation.md", "docs/token_maps.md"}
 
@@ -87,8 +122,10 @@ def tiny_model(tmp_path_factory) -> str:
 @pytest.fixture
 def page_folder(tmp_path, monkeypatch) -> Path:
     for name, rows in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     for block in of_language("yaml"):  # `# name.yaml` on the first line gives the block a file
         if named := re.match(r"# (\w+\.yaml)", block.text):
             (tmp_path / named[1]).write_text(block.text, encoding="utf-8")
@@ -166,10 +203,15 @@ def check_credit(arguments: list[str]) -> None:
     """Make and check the dataclasses and resolve accelerate's arguments, as `trl credit` does before it launches."""
     if "--help" in arguments:
         return
+    credit_words(arguments)
+
+
+def credit_words(arguments: list[str]) -> list[str]:
+    """What the training process of `trl credit` would get."""
     argv = [_existing(word) if word.endswith((".yaml", ".yml")) else word for word in arguments] + OFFLINE
     parser = make_parser(prog="trl credit")
     launcher, arguments = launch_arguments(argv, *parse(parser, argv)[-2:])
-    launcher.parse_args(arguments)
+    return launcher.parse_args(arguments).training_script_args
 
 
 def _existing(name: str) -> str:
@@ -281,6 +323,70 @@ def test_yaml_blocks_go_through_the_parser_that_will_read_them(block: Block, pag
         assert content.keys() <= ClusterConfig.__dataclass_fields__.keys()
     else:
         check_credit(["--config", str(path)])
+
+
+OWN = [
+    pytest.param(words[1:], id=f"{block}-{number}")
+    for block in BASH
+    for number, words in enumerate(commands_of(block))
+    if words[0] in ("trl", "credit-trl") and "--help" not in words
+]
+STEP = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+STEP += ["--max_train_rows", "8", "--eval_strategy", "no"]
+EACH = {  # what makes a command beside `trl credit` small
+    "credit-eval": ["--max_prompts", "2", "--k", "2", "--max_completion_length", "4"],
+    "credit-map": ["--max_completion_length", "4", "--pictures", "1"],
+    "credit-compat": ["--per_letter", "1", "--letters", "ABCD"],
+    "credit-sweep": ["--dry_run"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", OWN)
+def test_commands_of_this_project_run_to_their_end(words, tiny_model, page_folder, monkeypatch):
+    monkeypatch.syspath_prepend(page_folder)
+    name, *arguments = [re.sub(r"^(Qwen|allenai)/.*", tiny_model, word) for word in words]
+    if name == "credit":
+        train_a_step(arguments, tiny_model, Path("run"))
+    elif name != "credit-quickstart":  # which tests/cli and `make quickstart` run
+        prepare(name, arguments, tiny_model)
+        if any(word.startswith("sciknoweval:") for word in arguments):
+            arguments += ["--path", "data"]
+        with chdir(ROOT if name == "credit-plan" else page_folder):  # recipes lie there
+            assert cli.main([name, *arguments, *EACH.get(name, [])]) == 0
+
+
+def train_a_step(arguments: list[str], model: str, output: Path) -> None:
+    """What a process of `trl credit` does, on rows that are here where the line names the hub's."""
+    from credit_trl.cli import training
+
+    line = [*credit_words(arguments), *STEP, "--model_name_or_path", model, "--output_dir", str(output)]
+    if "--dataset_path" not in line and "--reward_funcs" not in line:
+        line += ["--dataset_path", "data"]
+    assert training.run(line) == 0
+    assert (output / "model.safetensors").is_file()
+
+
+def prepare(name: str, arguments: list[str], model: str) -> None:
+    """The checkpoint, the maps, the runs or the models that a line speaks of."""
+    for option, path in pairwise(arguments):
+        if option == "--checkpoint":
+            shutil.copytree(model, path)
+    for path in (Path(word) for word in arguments if word.endswith(".parquet")):
+        own = shutil.copytree(model, path.parts[1])  # maps of one response are told apart by their models
+        drawn = ["credit-map", "--model", str(own), "--responses", "mine.jsonl", "--output_dir", "drawn"]
+        assert cli.main([*drawn, *EACH[name]]) == 0
+        path.parent.mkdir(parents=True)
+        shutil.move("drawn/maps.parquet", path)
+    if name == "credit-compare":
+        methods = {"grpo": ["--distillation_weight", "0"], "sdpo": ["--contrastive_coef", "0"], "credit": []}
+        for run in (Path(word) for word in arguments if word.startswith("runs/")):
+            line = ["--task", "sciknoweval:physics", "--avg_at_k", "1", "--max_eval_rows", "2", *methods[run.name]]
+            train_a_step(line, model, run)
+    if name == "credit-sweep":
+        spec = yaml.safe_load(Path(arguments[0]).read_text("utf-8"))
+        spec["config"] |= {"use_cpu": True, "bf16": False}
+        Path(arguments[0]).write_text(yaml.safe_dump({**spec, "model": model}), encoding="utf-8")
 
 
 @pytest.mark.parametrize("block", of_language("toml"), ids=str)

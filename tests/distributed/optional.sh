@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# The tests that need DeepSpeed or bitsandbytes, in a small environment of their own on top of .venv: `make test-slow`.
+# Not in .venv itself: with DeepSpeed there, every process of the other tests would import it.
+# What cannot be had is named, and its tests skip; only a test that ran can fail.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+base=$1
+venv=$2
+here=tests/distributed
+python=$venv/bin/python
+
+made_from_these_files() {
+  [ "$venv/.installed" -nt $here/constraints.txt ] && [ "$venv/.installed" -nt "$base/.installed" ]
+}
+
+packages_of() {
+  "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+}
+
+install() {
+  "$python" -m pip install -q -c constraints.txt -c $here/constraints.txt "$@"
+}
+
+if ! made_from_these_files; then
+  rm -rf "$venv"
+  "$base/bin/python" -m venv --without-pip "$venv"
+  # Behind its own packages lie those of the other environment, pip among them.
+  echo "import site; site.addsitedir('$(packages_of "$base")')" >"$(packages_of "$venv")/base.pth"
+  # DeepSpeed's build reads torch, which is here, and compiles nothing.
+  { install setuptools wheel && DS_BUILD_OPS=0 install --no-build-isolation 'credit-trl[deepspeed]'; } ||
+    echo "DeepSpeed could not be installed (see above): its tests skip" >&2
+  install 'credit-trl[quantization]' || echo "bitsandbytes could not be installed (see above): its tests skip" >&2
+  if "$python" -c 'import deepspeed, bitsandbytes' >/dev/null 2>&1; then
+    touch "$venv/.installed" # else it is tried again the next time
+  fi
+fi
+
+OMP_NUM_THREADS=1 "$python" -m pytest -m "slow or not slow" $here tests/test_support_matrix.py \
+  -k "zero or deepspeed or four_bits"

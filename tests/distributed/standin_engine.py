@@ -1,0 +1,35 @@
+"""Takes the place of `vllm.LLM` in each process of a run, and keeps the weights that it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from trl.generation import vllm_generation
+
+
+class StandIn:
+    """What TRL calls of a colocated engine while weights are sent; it generates nothing."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(options["seed"])  # vLLM's worker does
+        runner = SimpleNamespace(model=self)
+        executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        self.llm_engine = SimpleNamespace(model_executor=executor)
+        self.weights: dict[str, torch.Tensor] = {}
+        self.times = 0
+
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.weights.update((name, weight.detach().clone()) for name, weight in named)
+
+    def reset_prefix_cache(self) -> None:
+        """The last call of a synchronisation."""
+        self.times += 1
+
+
+def install() -> None:
+    """Call before the trainer is made."""
+    vllm_generation.is_vllm_available = lambda: True
+    vllm_generation.LLM = StandIn
