@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from credit_trl.grading import VerifierPolicy
@@ -52,6 +52,11 @@ class Verdict:
                     "Verdict.turn_feedback must map the number of a turn, from 0, to text, as in `{0: 'Look.'}`; "
                     f"got {turn!r}: {type(text).__name__}."
                 )
+
+    def __repr__(self) -> str:
+        """What it says; nothing of what it leaves empty."""
+        said = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) or one.name == "reward"}
+        return f"Verdict({', '.join(f'{name}={value!r}' for name, value in said.items())})"
 
     def __float__(self) -> float:
         return math.nan if self.reward is None else float(self.reward)
