@@ -81,9 +81,19 @@ def check_reward_columns(reward_funcs: Any, train_dataset: Any) -> None:
             name = getattr(func, "__name__", type(func).__name__)
             raise ValueError(
                 f"Reward function `{name}` reads the column {', '.join(f'`{m}`' for m in missing)}, which "
-                f"`train_dataset` lacks; its columns are {', '.join(columns)}. Rename or add the column "
-                f"(dataset.rename_column('solution', '{missing[0]}')), or give the parameter a default."
+                f"`train_dataset` lacks; its columns are {', '.join(columns)}. {_remedy(columns, missing[0])}"
             )
+
+
+def _remedy(columns: Sequence[str], wanted: str) -> str:
+    """What gives the data a column of this name, or the function another name for it."""
+    spare = [name for name in columns if name not in ("prompt", "id", "task", "privileged_context")]
+    if not spare:
+        return f"Add it (dataset.add_column({wanted!r}, [...])), or give the parameter a default."
+    return (
+        f"Rename the column that holds it (dataset.rename_column({spare[0]!r}, {wanted!r})), name the parameter after "
+        "that column, or give it a default."
+    )
 
 
 def _required(func: Callable[..., Any]) -> list[str]:
