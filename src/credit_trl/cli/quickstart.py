@@ -19,6 +19,8 @@ from transformers import PrinterCallback, TrainerCallback
 from credit_trl.run_directory import EVALUATIONS_FILE, EVALUATIONS_FOLDER, LOG_FILE, read_lines
 
 if TYPE_CHECKING:
+    from credit_trl.analysis.responses import Response
+    from credit_trl.analysis.tokenmap import TokenMap
     from credit_trl.analysis.tokenmap_summary import ClassShare
     from credit_trl.evaluation import Evaluation
     from credit_trl.trainer import CreditTrainer
@@ -26,11 +28,11 @@ if TYPE_CHECKING:
 STAGES = ("rollout", "verdict", "contexts", "scores", "update")
 GROUPS = ("known", "unknown", "holdout")
 WORDS = ("cue", "topic", "tool", "city")  # token classes that name something of the input; the rest is template
-FIGURE = "learning_curve.png"
+FIGURE, PAGE = "learning_curve.png", "token_maps.html"
 # Evaluations during training, the ones before and after it included, for the curve.
 EVALUATIONS = 5
-# Responses whose tokens are scored for the table of S_t.
-SCORED_PROMPTS, SCORED_SAMPLES = 32, 2
+# Responses whose tokens are scored for the table of S_t, and how many of them the page shows.
+SCORED_PROMPTS, SCORED_SAMPLES, SHOWN = 32, 2, 16
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Outcome:
     """What a quickstart run measured.
 
     Args:
-        run_directory: log, evaluations, model and figure.
+        run_directory: log, evaluations, model, figure and page.
         figure: the learning curve.
+        page: token maps of some first answers, as the model and its reference read them before and after.
         before, after: avg@4 on held-out prompts at temperature 1, by group of cues.
         credit_before, credit_after: credit by token class under the first and the last reference.
         stage_seconds: seconds a step by stage, a mean over the steps; evaluations are not in it.
@@ -48,6 +51,7 @@ class Outcome:
 
     run_directory: Path
     figure: Path
+    page: Path
     before: Evaluation
     after: Evaluation
     credit_before: Sequence[ClassShare]
@@ -59,7 +63,8 @@ class Outcome:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train the model that the package brings on the task that it brings, on two CPU cores in a minute or two, and "
-        "print held-out accuracy before and after, S_t by kind of token, and seconds a stage."
+        "print held-out accuracy before and after, S_t by kind of token, and seconds a stage. A learning curve and a "
+        "page of token maps are left in --output_dir."
     )
     parser.add_argument("--output_dir", default="runs/quickstart", help="default runs/quickstart")
     parser.add_argument("--steps", type=int, default=DEFAULTS["max_steps"], help="of 64 rollouts each")
@@ -143,6 +148,7 @@ def run_quickstart(
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("The quickstart draws a learning curve: pip install 'credit-trl[viz]'.")
+    from credit_trl.analysis.tokenmap_summary import summarize
     from credit_trl.config import CreditConfig
     from credit_trl.evaluation import EvaluationCallback
     from credit_trl.evaluation.callback import RunLog
@@ -170,47 +176,57 @@ def run_quickstart(
     for callback in (RunLog(task=quickstart.TASK, world=world), evaluation, _Progress(progress)):
         trainer.add_callback(callback)
 
-    credit_before = credit_by_class(trainer)
+    maps_before = token_maps(trainer, "before")
     trainer.train()
-    credit_after = credit_by_class(trainer)
+    maps_after = token_maps(trainer, "after")
+    page = draw_maps(trainer, maps_before, directory)
     trainer.save_model(str(directory / "model"))
     trainer.end()
     evaluations = [_evaluation(directory, row["step"]) for row in evaluation.history]
     return Outcome(
         directory,
         draw_curve(directory),
+        page,
         evaluations[0],
         evaluations[-1],
-        credit_before,
-        credit_after,
+        summarize(maps_before).classes,
+        summarize(maps_after).classes,
         stage_seconds(directory),
         steps,
     )
 
 
-def credit_by_class(trainer: CreditTrainer) -> list[ClassShare]:
-    """S_t and ΔV_t of fresh rollouts on training prompts under the reference as it is now, by kind of token.
+def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Response] | None = None) -> list[TokenMap]:
+    """S_t and ΔV_t of responses under the model and its reference as they are now; of fresh rollouts by default.
 
-    The kinds are the task's: what names something of the input (cue, topic, tool, city), and the template.
+    Tokens are of the task's kinds: what names something of the input (cue, topic, tool, city), and the template.
     """
     from credit_trl.analysis.checkpoints import Checkpoint
     from credit_trl.analysis.responses import sample_responses
     from credit_trl.analysis.token_classes import task_classes
     from credit_trl.analysis.tokenmap import map_response
-    from credit_trl.analysis.tokenmap_summary import summarize
     from credit_trl.tasks.registry import load_task
     from credit_trl.teacher import Reference
 
     tokenizer, task = trainer.processing_class, load_task("quickstart")
     student = Reference(trainer.model, trainer.accelerator)
     # GRPO has no reference: the student is read as its own, as it would be at the first step.
-    checkpoint = Checkpoint("now", tokenizer, student, trainer.reference or student)
-    rows = trainer.train_dataset.to_list()[:SCORED_PROMPTS]
-    responses = sample_responses(checkpoint, task, rows, trainer.args, samples=SCORED_SAMPLES)
+    checkpoint = Checkpoint(name, tokenizer, student, trainer.reference or student)
+    if responses is None:
+        rows = trainer.train_dataset.to_list()[:SCORED_PROMPTS]
+        responses = sample_responses(checkpoint, task, rows, trainer.args, samples=SCORED_SAMPLES)
     classify = task_classes(task, tokenizer)
-    return summarize(
-        [map_response(checkpoint, response, trainer.args, classify=classify) for response in responses]
-    ).classes
+    return [map_response(checkpoint, response, trainer.args, classify=classify) for response in responses]
+
+
+def draw_maps(trainer: CreditTrainer, before: Sequence[TokenMap], directory: Path) -> Path:
+    """Put some answers of the start, wrong ones first, beside what the model makes of them now; the page's path."""
+    from credit_trl.analysis.tokenmap_html import write_html
+
+    shown = sorted((one for one in before if one.response.evidence), key=lambda one: one.response.reward)[:SHOWN]
+    after = token_maps(trainer, "after", [one.response for one in shown])
+    write_html([*shown, *after], directory / PAGE, title="Quickstart: the same answers before and after training")
+    return directory / PAGE
 
 
 def stage_seconds(directory: Path) -> dict[str, float]:
@@ -246,13 +262,15 @@ def draw_curve(directory: Path) -> Path:
 
 
 def format_outcome(outcome: Outcome) -> str:
-    """The report of a run as text: three tables and two paths."""
+    """The report of a run as text: three tables and three paths."""
     return "\n\n".join(
         [
             _format_accuracy(outcome.before, outcome.after),
             _format_credit(outcome.credit_before, outcome.credit_after),
             _format_seconds(outcome.stage_seconds, outcome.steps),
-            f"learning curve  {outcome.figure}\nrun directory   {outcome.run_directory}",
+            f"learning curve  {outcome.figure}\n"
+            f"token maps      {outcome.page}   (open it in a browser)\n"
+            f"run directory   {outcome.run_directory}",
         ]
     )
 
