@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
+PATH_OPTIONS = "`--dataset_path` of `trl credit`, `--path` of the commands beside it"
 
 
 class RowError(ValueError):
@@ -204,8 +205,8 @@ def hub_rows(repository: str, split: str, name: str | None = None, **options: An
         rows = load_dataset(repository, split=split, **options)
     except Exception as error:
         raise ValueError(
-            f"Could not load {name!r} from the hub ({type(error).__name__}: {error}). Without network, pass `path=`: "
-            "a file or folder with the same rows as JSON, JSONL or parquet."
+            f"Could not load {name!r} from the hub ({type(error).__name__}: {error}). Without network, pass `path=` "
+            f"({PATH_OPTIONS}): a file or folder with the same rows as JSON, JSONL or parquet."
         ) from error
     return _objects(enumerate(rows, 1), f"{name}[{split}]")
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, read_rows
+from credit_trl.tasks.records import PATH_OPTIONS, Row, Tally, accept, data_files, dataset_of, read_rows
 from credit_trl.tasks.registry import TaskOption, batch_of
 from credit_trl.tasks.toolalpaca_protocols import GRADE_BY, golden_calls
 from credit_trl.verdict import Verdict
@@ -124,7 +124,7 @@ def _check_protocol(protocol: str) -> None:
 def _rows(path: str | Path | None, split: str) -> Iterable[Row]:
     if path is None:
         raise ValueError(
-            "ToolAlpaca is not loaded from the hub: pass `path=`, a copy of data/train_data.json or "
+            f"ToolAlpaca is not loaded from the hub: pass `path=` ({PATH_OPTIONS}), a copy of data/train_data.json or "
             "data/eval_simulated.json from github.com/tangqiaoyu/ToolAlpaca, or of SDPO's datasets/tooluse folder."
         )
     path = Path(path)
