@@ -128,7 +128,7 @@ def four_bits(make_family, make_config, tokenizer, dataset, tmp_path, monkeypatc
     return make
 
 
-@pytest.mark.parametrize("family", cells(("Qwen3", "Llama", "Olmo3", "Gemma2")))
+@pytest.mark.parametrize("family", cells())
 def test_an_adapter_trains_on_a_base_of_four_bits(four_bits, family):
     trainer = four_bits(family)
     assert {p.dtype for p in trainer.model.parameters()} >= {torch.uint8}

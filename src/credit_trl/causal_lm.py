@@ -22,6 +22,17 @@ def backbone(model: nn.Module) -> nn.Module:
     return unwrap_adapters(model).base_model
 
 
+def keep_differentiable(model: nn.Module) -> None:
+    """Keep the layers of a four-bit base such that gradients pass them, on every CPU.
+
+    With AVX512-BF16, bitsandbytes lays them out for inference at the first pass without gradient, such as a rollout's.
+    There is no way back, and no gradient passes them any more, without a word.
+    """
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
+
+
 def lm_head(model: nn.Module, temperature: float) -> LMHead:
     """The head of a causal LM and what its family does to the logits; `gathered()` makes a sharded one whole."""
     causal_lm = unwrap_adapters(model)

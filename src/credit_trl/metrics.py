@@ -111,6 +111,29 @@ class Alarms:
                 "`credit/frac_gated` logs the share of positions below it.",
             )
 
+    def check_gradient(self, logs: Mapping[str, float], metrics: Mapping[str, Sequence[float]]) -> float:
+        """Whether the step that is logged had a loss on tokens with an advantage, and no gradient at all.
+
+        Args:
+            logs: `loss` and `grad_norm`, the norm of the last step.
+            metrics: this trainer's, by name; the last entry is that of the last step's last micro-batch.
+
+        Returns:
+            1.0 where the gradient was lost, else 0.0; NaN where no step is logged, or its tokens had no loss.
+        """
+        moments = [(metrics.get(f"credit/advantage_{m}") or [math.nan])[-1] for m in ("mean", "std")]
+        if logs.get("grad_norm") is None or math.isnan(moments[0]) or not logs.get("loss"):
+            return math.nan
+        is_lost = logs["grad_norm"] == 0.0 and any(moments)
+        if is_lost:
+            self.raise_once(
+                "lost_gradient",
+                "The loss is not 0 and its gradient is exactly 0, so nothing is learnt: something between the trained "
+                "weights and the loss stops gradients. Check that the forward pass uses the weights that train "
+                "(`target_modules`), and that a quantised base passes gradients on this device.",
+            )
+        return float(is_lost)
+
 
 def context_counts(built: Sequence[Contexts], *, wants_contrast: bool) -> Tensor:
     """(6,) counts of local samples, to be summed over processes for `context_metrics`.

@@ -16,7 +16,7 @@ from trl.models.utils import _ForwardRedirection
 from trl.trainer.utils import get_config_model_id
 
 from credit_trl.adaptive import CoefficientUpdate, make_adaptive
-from credit_trl.causal_lm import completion_states, lm_head
+from credit_trl.causal_lm import completion_states, keep_differentiable, lm_head
 from credit_trl.checkpoints import ResumableTrainer
 from credit_trl.checks import check_datasets, check_no_images, check_reward_columns, check_vocabulary
 from credit_trl.compat import check_trl
@@ -117,6 +117,7 @@ class CreditTrainer(ResumableTrainer):
         check_reward_columns(reward_funcs, train_dataset)
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
+        keep_differentiable(self.model)
         if self.use_vllm:
             self.vllm_generation = PolicyGeneration.adopt(self.vllm_generation, args.seed)
         self.reward_funcs = [
@@ -141,10 +142,7 @@ class CreditTrainer(ResumableTrainer):
         is_complete = "topk" in self.args.distillation_support and self.args.distillation_topk == vocabulary
         self.support: Support = "full" if is_complete else self.args.distillation_support
         self.reference = make_reference(
-            self.args.teacher_model_kind,
-            self.model,
-            self.accelerator,
-            self.args.teacher_offload,
+            self.args.teacher_model_kind, self.model, self.accelerator, self.args.teacher_offload
         )
         if self.args.scoring_packed:
             check_packing(self.model)
@@ -396,5 +394,7 @@ class CreditTrainer(ResumableTrainer):
             for name, seconds in self.clock.report(self.state.global_step).items():
                 self._metrics["train"][name].append(seconds)
             if self._distills:
+                lost = self.alarms.check_gradient(logs, self._metrics["train"])
+                self._metrics["train"]["credit/frac_lost_gradient"].append(lost)
                 self._metrics["train"]["credit/teacher_drift"].append(self.reference.drift())
         super().log(logs, start_time)
