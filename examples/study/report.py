@@ -138,15 +138,15 @@ def cost(worlds: Mapping[str, World]) -> str:
 
 def time_told(timed: Mapping[str, Any]) -> str:
     """What `run.py` took from nothing to its end (`time.json`), and what that makes for all seeds."""
-    seeds = {world: len(of) for world, of in timed["seeds"].items()}
-    whole = SEEDS / max(seeds.values())
-    minutes = timed["seconds"] / 60
+    seeds = max(len(of) for of in timed["seeds"].values())
+    bases, runs = timed["seconds_bases"] / 60, (timed["seconds"] - timed["seconds_bases"]) / 60
     text = (
-        f"From nothing, pretraining included, with {timed['processes']} processes on {timed['cores']} cores that did "
-        f"nothing else, the comparison of methods with {max(seeds.values())} of {SEEDS} seeds in "
-        f"{len(seeds)} worlds took {minutes:.1f} minutes"
+        f"From nothing, with {timed['processes']} processes on {timed['cores']} cores that did nothing else, the "
+        f"comparison of methods with {seeds} of {SEEDS} seeds in {len(timed['seeds'])} worlds took {runs:.1f} minutes "
+        f"after {bases:.1f} for its bases, which are kept"
     )
-    return text + (f", which makes {whole * minutes:.0f} for all." if whole > 1 else ".")
+    whole = SEEDS / seeds
+    return text + (f"; for all seeds that makes {whole * runs:.0f} and {whole * bases:.0f}." if whole > 1 else ".")
 
 
 def world_section(world: World) -> str:

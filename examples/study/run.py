@@ -43,13 +43,15 @@ def main() -> None:
     specs = {world: read_sweep(args.sweep, world) for world in args.worlds}
     seeds = {world: list(spec.seeds)[: args.seeds] for world, spec in specs.items()}
     make_bases(args.output_dir / "bases", [(world, seed) for world in specs for seed in seeds[world]])
+    pretrained = time.monotonic()
     failed = 0
     for world, spec in specs.items():
         folder = sweep_folder(args.sweep, world)
         failed += run_world(args.output_dir, folder, world, spec, seeds[world], args.steps)
     failed += sum(worker.wait() for worker in workers)
     if is_fresh and workers and not failed:
-        write_time(args.output_dir / TIME_FILE, time.monotonic() - begun, args, seeds)
+        seconds = {"seconds_bases": pretrained - begun, "seconds": time.monotonic() - begun}
+        write_time(args.output_dir / TIME_FILE, seconds, args, seeds)
     sys.exit(1 if failed else 0)
 
 
@@ -118,12 +120,12 @@ def base_maker(world: str) -> Callable[..., object]:
     return partial(make_base, world)
 
 
-def write_time(path: Path, seconds: float, args: argparse.Namespace, seeds: dict[str, list[int]]) -> None:
-    """What an undisturbed run took from nothing, pretraining included; report.py tells it."""
+def write_time(path: Path, seconds: dict[str, float], args: argparse.Namespace, seeds: dict[str, list[int]]) -> None:
+    """What a run took from nothing: to its last base, and to its end; report.py tells it."""
     from credit_trl.run_directory import write_json
 
     told = {"sweep": args.sweep, "seeds": seeds, "processes": args.processes, "cores": os.cpu_count()}
-    write_json(path, told | {"steps": args.steps, "seconds": seconds})
+    write_json(path, told | {"steps": args.steps} | seconds)
 
 
 def run_world(

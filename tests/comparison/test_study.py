@@ -16,11 +16,12 @@ GROUP_SIZES = {"known": 12, "unknown": 12, "holdout": 6}
 PROMPTS = {f"{group}{i}": group for group, size in GROUP_SIZES.items() for i in range(size)}
 
 
-@pytest.fixture
-def study(monkeypatch):
+@pytest.fixture(scope="module")
+def study():
     """The study's modules, imported by name as its scripts do."""
-    monkeypatch.syspath_prepend(str(STUDY))
+    sys.path.insert(0, str(STUDY))
     yield lambda name: __import__(name)
+    sys.path.remove(str(STUDY))
     for name in ("claims", "forms", "report", "results", "run", "tokens"):
         sys.modules.pop(name, None)
 
@@ -77,8 +78,9 @@ def token_numbers() -> dict:
     }
 
 
-@pytest.fixture
-def page(study, writer_at, tmp_path) -> str:
+@pytest.fixture(scope="module")
+def page(study, writer_at, tmp_path_factory) -> str:
+    tmp_path = tmp_path_factory.mktemp("page")
     write = writer_at(tmp_path / "runs")
     write_world(write, "plain", {"GRPO": 0.4, "SDPO": 0.7, "CREDIT λ=0.5": 0.3}, {})
     write_world(write, "plain-controls", {"foreign-hint λ=0.1": 0.25}, {}, spec="controls")
@@ -88,7 +90,13 @@ def page(study, writer_at, tmp_path) -> str:
     worlds = {name: report.read_world(tmp_path / "runs" / name, name) for name in report.WORLDS}
     report.draw(worlds, tmp_path / "docs" / "study")
     assert len(list((tmp_path / "docs" / "study").glob("*.png"))) == 12
-    timed = {"seconds": 660.0, "processes": 2, "cores": 2, "seeds": {"plain": [1], "shortcut": [1]}}
+    timed = {
+        "seconds_bases": 180.0,
+        "seconds": 840.0,
+        "processes": 2,
+        "cores": 2,
+        "seeds": {"plain": [1], "shortcut": [1]},
+    }
     return report.page(worlds, token_numbers(), timed)
 
 
@@ -115,7 +123,8 @@ def test_verdicts_follow_from_the_intervals(page):
 
 
 def test_page_states_what_the_study_took_from_nothing(page):
-    assert "with 1 of 5 seeds in 2 worlds took 11.0 minutes, which makes 55 for all." in page
+    assert "with 1 of 5 seeds in 2 worlds took 11.0 minutes after 3.0 for its bases, which are kept" in page
+    assert "for all seeds that makes 55 and 15." in page
 
 
 def test_page_states_seeds_budget_and_what_was_not_run(page):
@@ -141,9 +150,10 @@ def test_every_arm_of_the_specs_can_train_and_has_the_same_budget(study, tmp_pat
         assert {job["model"] for job in jobs} == {f"bases/{world}-seed{seed}" for seed in spec.seeds}
 
 
-@pytest.fixture
-def forms_page(study, writer_at, tmp_path) -> str:
+@pytest.fixture(scope="module")
+def forms_page(study, writer_at, tmp_path_factory) -> str:
     """SDPO at 70 % and 90 % planted thoughts; the guide as told."""
+    tmp_path = tmp_path_factory.mktemp("forms")
     write = writer_at(tmp_path)
     guide = "CREDIT form=guide λ=1"
     write_world(write, "plain", {"SDPO": 0.7}, {})
@@ -153,7 +163,7 @@ def forms_page(study, writer_at, tmp_path) -> str:
     forms = study("forms")
     worlds = {w: forms.read(w, [tmp_path / w, tmp_path / f"{w}-forms"]) for w in forms.WORLDS}
     for world in forms.WORLDS:
-        planted = {"CREDIT λ=0.5 gate=0.05": 0.04, guide: 0.0, f"{guide} plausibility=0.01": 0.05}
+        planted = {"CREDIT λ=0.5 gate=0.05": 0.04, guide: 0.0, f"{guide} plausibility=0.01": 0.02}
         write_world(write, f"{world}-choice", {guide: 0.9, f"{guide} source=none": 0.95}, planted, spec="choice")
     choice = {w: forms.read(w, [tmp_path / f"{w}-choice"]) for w in forms.WORLDS}
     write_world(write, "style", {guide: 0.8}, {guide: 0.1, "SDPO": 0.6})
@@ -213,10 +223,10 @@ def test_forms_are_chosen_on_seeds_that_are_not_reported():
 def test_bases_are_made_once_and_left_to_a_launcher_that_is_at_them(study, tmp_path, monkeypatch):
     run = study("run")
     made = []
-    monkeypatch.setattr(run, "pretrain", lambda base, world, seed: (made.append(seed), base.mkdir()))
+    monkeypatch.setattr(run, "pretrain", lambda base, world, seed: (made.append((world, seed)), base.mkdir()))
     (tmp_path / "plain-seed2").mkdir()
-    run.make_bases(tmp_path, [("plain", 1), ("plain", 2), ("shortcut", 3)])
-    assert made == [1, 3]
+    run.make_bases(tmp_path, [("plain", 1), ("plain", 2), ("plain", 3), ("shortcut", 1)])
+    assert made == [("plain", 1), ("plain", 3), ("shortcut", 1)]
     other = FileLock(tmp_path / "plain-seed4.lock")
     other.acquire()
     seen = []
