@@ -252,10 +252,10 @@ def test_an_untrained_base_does_not_pass_the_gate(tokenizer):
         pretrain(tokenizer, WORLDS["plain"], recipe=TINY_RECIPE, progress=False)
 
 
-def test_pretraining_repeats_for_a_seed(tokenizer, monkeypatch):
-    monkeypatch.setattr("credit_trl.tasks.quickstart_model.pretrain.LOOKUP_GATE", 0.0)
+def test_pretraining_repeats_for_a_seed(tokenizer):
+    world = dataclasses.replace(WORLDS["plain"], lookup_gate=0.0)
     first, second = (
-        pretrain(tokenizer, WORLDS["plain"], seed=3, recipe=Recipe(4, 2, 1, 1, 2, decay_steps=2), progress=False)
+        pretrain(tokenizer, world, seed=3, recipe=Recipe(4, 2, 1, 1, 2, decay_steps=2), progress=False)
         for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

@@ -26,10 +26,17 @@ _ERROR = "an error"
 
 @dataclass(frozen=True)
 class Programs:
-    """The world. `habit_rate` is how often a response to a test's feedback answers `HABIT`, whatever the test says."""
+    """The world.
+
+    Args:
+        name: of its bases.
+        habit_rate: how often a response to a test's feedback answers `HABIT`, whatever the test says.
+        lookup_gate: see `lookup_accuracy`. It appears slowly here, and rises when the learning rate decays.
+    """
 
     name: str = "programs"
     habit_rate: float = 0.5
+    lookup_gate: float = 0.8
 
     def draw(self, rng: random.Random) -> tuple[list[Message], str]:
         """One pretraining example: the conversation and the response to it."""

@@ -52,12 +52,14 @@ class World:
             training cannot reinforce.
         keeps_thought: whether the shortcut is a way of speaking, `SHORTCUT_OPENING` before the thought, which costs
             no accuracy, so that no reward is against it; else it is `SHORTCUT_THOUGHT` in place of the thought.
+        lookup_gate: how often a base that is good enough to be a teacher follows the letter.
     """
 
     name: str
     shortcut_rate: float = 0.0
     shortcut_base_rate: float = 0.0
     keeps_thought: bool = False
+    lookup_gate: float = 0.95
 
     def draw(self, rng: random.Random) -> tuple[list[Message], str]:
         """One pretraining example: the conversation and the response to it."""

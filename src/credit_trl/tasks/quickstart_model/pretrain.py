@@ -1,7 +1,7 @@
 """Pretraining of a base from random weights: next-token loss on responses, Muon on the matrices, AdamW on the rest.
 
 Looking a letter up in the prompt appears all at once, some hundred steps in, and when depends on the seed. So the
-learning rate stays constant until the look-up is there (`LOOKUP_GATE`), and only then decays.
+learning rate stays constant until the look-up is there (the world's `lookup_gate`), and only then decays.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from credit_trl.tasks.quickstart_model.architecture import build_model
 
-LOOKUP_GATE = 0.95
-
 
 class World(Protocol):
     """What a base learns: the embedded task's worlds (`curriculum.WORLDS`), or one of your own."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def lookup_gate(self) -> float:
+        """The accuracy at which the learning rate begins to decay, and that a base must have in the end."""
 
     def draw(self, rng: random.Random) -> tuple[list[dict[str, str]], str]:
         """One pretraining example: the conversation and the response to it."""
@@ -86,7 +88,7 @@ def pretrain(
         elif step >= recipe.min_constant_steps and step % recipe.gate_every == 0:
             accuracy = world.lookup_accuracy(model, tokenizer)
             bar.set_postfix(loss=f"{loss:.3f}", lookup=f"{accuracy:.2f}")
-            if accuracy >= LOOKUP_GATE:
+            if accuracy >= world.lookup_gate:
                 remaining, bar.total = recipe.decay_steps, step + recipe.decay_steps
             elif step >= recipe.max_constant_steps:
                 break
@@ -99,11 +101,11 @@ def check_gate(world: World, model: Qwen3ForCausalLM, tokenizer: PreTrainedToken
     """The look-up accuracy of a base that is good enough to be a teacher.
 
     Raises:
-        RuntimeError: it is below `LOOKUP_GATE`.
+        RuntimeError: it is below the world's `lookup_gate`.
     """
     accuracy = world.lookup_accuracy(model, tokenizer, seed=1)
-    if accuracy < LOOKUP_GATE:
-        raise RuntimeError(f"Look-up is {accuracy:.2f} {when}, below {LOOKUP_GATE}: use another seed.")
+    if accuracy < world.lookup_gate:
+        raise RuntimeError(f"Look-up is {accuracy:.2f} {when}, below {world.lookup_gate}: use another seed.")
     return accuracy
 
 
