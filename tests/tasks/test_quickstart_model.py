@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -248,7 +249,7 @@ def test_a_style_base_speaks_so_under_any_question_and_is_rewarded_alike(tmp_pat
 
 
 def test_an_untrained_base_does_not_pass_the_gate(tokenizer):
-    with pytest.raises(RuntimeError, match=r"look-up is 0\.\d\d"):
+    with pytest.raises(RuntimeError, match=r"Look-up is 0\.\d\d"):
         pretrain(tokenizer, WORLDS["plain"], recipe=TINY_RECIPE, progress=False)
 
 
