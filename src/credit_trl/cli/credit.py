@@ -12,7 +12,7 @@ import subprocess
 from argparse import ArgumentParser
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.cli.mistakes import MISTAKES, tell
+from credit_trl.cli.mistakes import MISTAKES, tell, tell_process
 from credit_trl.cli.training import make_parser, refuse
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
     except subprocess.CalledProcessError as error:  # the run has said why
         return error.returncode
     except ChildFailedError as error:  # of several processes
-        return max(failure.exitcode for failure in error.failures.values())
+        return tell_process(PROG, error)
     return 0
 
 

@@ -1,6 +1,7 @@
 """A user's mistake ends in a message that says what to do; a bug in a traceback.
 
-`CREDIT_TRL_TRACEBACK=1` shows the traceback of a mistake too.
+`CREDIT_TRL_TRACEBACK=1` shows the traceback of a mistake too. Where several processes train, each leaves its reason to
+the launcher, which tells one of them last: below it would stand what the others say when their partner is gone.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ import sysconfig
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
+from signal import SIGTERM
+from typing import TYPE_CHECKING
 
 from yaml import YAMLError
 
 from credit_trl.sandbox import SandboxError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 TRACEBACK = "CREDIT_TRL_TRACEBACK"
 
@@ -42,6 +48,30 @@ def tell(command: str, error: BaseException, code: int = 1) -> int:
     place = _place(error)
     print(f"{command}: error: {error}{f' ({place})' if place else ''}", file=sys.stderr)
     return code
+
+
+def tell_process(command: str, error: ChildFailedError) -> int:
+    """Print why a run of several processes failed: the mistake of one of them, else what failed first.
+
+    Args:
+        command: what was run.
+        error: the launcher's.
+
+    Returns:
+        That process's exit code, or 128 + n where signal n ended it, as a shell has it.
+    """
+
+    def place(rank: int) -> tuple[int, float]:
+        failure = error.failures[rank]
+        kinds = {2: 0, 1: 2, -SIGTERM: 3}  # a mistake, a kill, an exception, what the launcher itself has ended
+        file = Path(failure.error_file)
+        return kinds.get(failure.exitcode, 1), file.stat().st_mtime if file.is_file() else failure.timestamp
+
+    rank = min(error.failures, key=place)
+    failure = error.failures[rank]
+    reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+    print(f"{command}: error: process {rank} failed: {reason}", file=sys.stderr)
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -126,14 +126,22 @@ def run(argv: list[str] | None = None) -> int:
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
         trainer = make_trainer(script_args, *others)
     except MISTAKES as error:
-        return tell("trl credit", error, code=2)
+        return _tell(error)
     try:
         train(trainer, script_args)
     except MISTAKES as error:
         if not is_mistake(error):
             raise
-        return tell("trl credit", error, code=2)
+        return _tell(error)
     return 0
+
+
+def _tell(error: BaseException) -> int:
+    """Tell a mistake here, and to the launcher of several processes in the file that it reads."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
+    return tell("trl credit", error, code=2)
 
 
 def make_trainer(
@@ -313,4 +321,6 @@ def _first(dataset: Any, rows: int | None) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    sys.exit(record(run)())  # a bug is left to the launcher too

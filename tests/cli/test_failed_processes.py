@@ -1,0 +1,124 @@
+"""A run of several processes that fails ends with an exit code that says so, and with the reason in its last line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TASKS = """
+import os
+import signal
+
+from datasets import Dataset
+from credit_trl import Verdict
+
+def in_process(number):
+    return os.environ["RANK"] == number
+
+class Unasked:
+    def build(self, split, path=None):
+        return Dataset.from_list([{"question": "1 + 1?", "answer": "2"}] * 8)
+    def verify(self, response, answer, *, truncated=False):
+        return Verdict(0.0, "no")
+
+class Asked(Unasked):
+    def build(self, split, path=None):
+        return super().build(split).rename_column("question", "prompt").map(
+            lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}
+        )
+
+class Wrong(Asked):
+    def verify(self, response, answer, *, truncated=False):
+        return Verdict(0.0, {"expected": "a"} if in_process("1") else "no")
+
+class Buggy(Asked):
+    def verify(self, response, answer, *, truncated=False):
+        return Verdict(float(len(None if in_process("1") else "")), "no")
+
+class Killed(Asked):
+    def verify(self, response, answer, *, truncated=False):
+        if in_process("1"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Verdict(0.0, "no")
+"""
+TRL = ["-m", "credit_trl", "credit"]
+TWO = [
+    "--multi_gpu",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "no",
+]
+RUN = (
+    "--model_name_or_path quickstart --use_cpu true --bf16 false --max_steps 1 --report_to none --save_strategy no "
+    "--per_device_train_batch_size 4 --num_generations 2 --max_completion_length 4 --output_dir run"
+).split()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """(arguments of Python) → the finished process, in a folder with the tasks."""
+    (tmp_path / "tasks.py").write_text(TASKS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+
+    return start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "code", "reason"),
+    [
+        ("Unasked", 2, "no column `prompt`; its columns are question, answer"),  # every process finds it
+        ("Wrong", 2, "process 1 failed: TypeError: Verdict.feedback must be text or None, got dict"),
+        ("Buggy", 1, "process 1 failed: TypeError: object of type 'NoneType' has no len()"),
+        ("Killed", 137, "process 1 failed: Signal 9 (SIGKILL) received"),
+    ],
+)
+def test_the_last_line_is_the_reason_of_the_process_that_failed(run, task, code, reason):
+    failed = run(*TRL, *TWO, "--task", f"tasks:{task}", *RUN)
+    assert failed.returncode == code, failed.stderr[-3000:]
+    last = failed.stderr.splitlines()[-1]
+    assert last.startswith("trl credit: error: process ")
+    assert reason in last
+    assert ("Traceback" in failed.stderr) == (task != "Unasked")  # the others of a broken run keep theirs
+
+
+@pytest.mark.slow
+def test_a_mistake_under_accelerate_launch_is_told_and_the_launcher_fails(run):
+    module = ["--module", "credit_trl.cli.training"]
+    launcher = ["-m", "accelerate.commands.launch", *TWO, *module]
+    failed = run(*launcher, "--task", "tasks:Unasked", *RUN)
+    assert failed.returncode != 0
+    said = [line for line in failed.stderr.splitlines() if line.startswith("trl credit: error: ")]
+    assert said
+    assert all("no column `prompt`; its columns are question, answer" in line for line in said)
+
+
+@pytest.mark.slow
+def test_a_misspelt_option_is_told_once_before_processes_are_started(run):
+    failed = run(*TRL, *TWO, "--task", "tasks:Asked", *RUN, "--contrastive_coeff", "0.1")
+    assert failed.returncode == 2
+    (said,) = [line for line in failed.stderr.splitlines() if "error: " in line]
+    assert "Did you mean --contrastive_coef?" in said
+
+
+@pytest.mark.slow
+def test_the_same_run_without_a_mistake_succeeds(run):
+    finished = run(*TRL, *TWO, "--task", "tasks:Asked", *RUN)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "error: " not in finished.stderr
