@@ -43,12 +43,22 @@ def test_help_lists_trls_commands_and_ours(capsys):
     assert "credit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [["sft", "--help"], ["grpo", "--help"], ["env"], ["nonsense"]])
+@pytest.mark.parametrize("argv", [["sft", "--help"], ["grpo", "--help"], ["env"]])
 def test_trls_own_commands_get_the_line_as_it_is(monkeypatch, argv):
     given = []
     monkeypatch.setattr("trl.cli.main", lambda line: given.append(line) or 0)
     assert cli.main(argv) == 0
     assert given == [argv]
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"), [("credits", "credit"), ("credit-mapp", "credit-map"), ("grop", "grpo")]
+)
+def test_a_misspelt_command_is_named_with_the_nearest_one_be_it_ours_or_trls(capsys, command, meant):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--config", "run.yaml"])
+    assert ended.value.code == 2
+    assert f"there is no command {command!r}. Did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_sft_help_is_trls_own():
@@ -113,6 +123,7 @@ def test_a_named_accelerate_config_is_resolved_as_trl_does(launched):
         ("contrastive_coeff: 0.1\n", [], "--contrastive_coeff.*Did you mean --contrastive_coef?"),
         ("", ["--contrastive_coef", "2"], "`contrastive_coef` must be in [0, 1], got 2.0"),
         ("", ["--learning_rte", "1"], "Did you mean --learning_rate?"),
+        ("task: quickstrat\n", [], "Unknown task 'quickstrat'. Did you mean 'quickstart'? Known tasks"),
         ("- a\n- b\n", [], "must contain a YAML mapping"),
         ("", ["--accelerate_config", "nowhere"], "neither a file nor a valid config"),
     ],

@@ -116,6 +116,7 @@ LINES = [
     ("credit --sandbox docker", "neither one of auto, bubblewrap"),
     ("credit --use_cpu true --bf16 false --generation_batch_size 64 --num_processes few", "invalid int value: 'few'"),
     ("credit-quickstart --contrastive_coef 2", "error: `contrastive_coef` must be in [0, 1], got 2.0"),
+    ("credit-quickstart --step 5", "unknown argument --step. Did you mean --steps?"),
     ("credit-quickstart --steps 0", "`steps` must be at least 1"),
     ("credit-quickstart --world nowhere", "choose one of"),
     ("credit-quickstart --output_dir typo.yaml", "typo.yaml"),

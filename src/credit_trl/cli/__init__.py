@@ -50,21 +50,33 @@ def main(argv: list[str] | None = None) -> int:
         _parser().parse_args(argv)  # `--help` ends here
         _parser().print_help()
         return 0
-    from trl.cli import main as trl_main
+    return _run_trls(command, argv)
 
+
+def _run_trls(command: str, argv: list[str]) -> int:
+    from trl.cli import main as trl_main
+    from trl.cli.commands import get_commands
+
+    from credit_trl.cli.mistakes import nearest
+
+    known = {one.name for one in get_commands()} | {TRAINING[0], *COMPANIONS}
+    if command not in known:  # its own message would not name ours
+        _parser().error(f"there is no command {command!r}.{nearest(command, known)} All of them: trl --help")
     return trl_main(argv)
 
 
 def _run_companion(name: str, argv: list[str]) -> int:
-    from credit_trl.cli.mistakes import MISTAKES, is_mistake, tell
+    from credit_trl.cli.mistakes import MISTAKES, is_mistake, nearest, tell
 
     module = importlib.import_module(COMPANIONS[name].module)
     parser = ArgumentParser(prog=f"trl {name}", description=COMPANIONS[name].help, allow_abbrev=False)
     module.add_arguments(parser)
-    if getattr(module, "TAKES_OTHER_WORDS", False):
-        parsed = parser.parse_known_args(argv)
-    else:
-        parsed = (parser.parse_args(argv),)
+    parsed = parser.parse_known_args(argv)
+    if not getattr(module, "TAKES_OTHER_WORDS", False):
+        options, others = parsed
+        if others:
+            parser.error(f"unknown argument {others[0]}.{nearest(others[0], parser._option_string_actions)}")
+        parsed = (options,)
     try:
         return module.run(*parsed)
     except MISTAKES as error:

@@ -7,13 +7,13 @@ launched.
 
 from __future__ import annotations
 
-import difflib
 import subprocess
 from argparse import ArgumentParser
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.cli.mistakes import MISTAKES, tell, tell_process
+from credit_trl.cli.mistakes import MISTAKES, ignore_renamings, nearest, tell, tell_process
 from credit_trl.cli.training import make_parser, refuse
+from credit_trl.tasks.registry import check_name
 
 if TYPE_CHECKING:
     from trl import TrlParser
@@ -24,9 +24,12 @@ PROG = "trl credit"
 
 def run(argv: list[str]) -> int:
     """Check the arguments, launch, and return the exit code of the run."""
+    ignore_renamings()
     parser = make_parser(prog=PROG)
     try:
-        *_, from_config, from_line = parse(parser, argv)
+        script, *_, from_config, from_line = parse(parser, argv)
+        if script.task is not None:
+            check_name(script.task)
         launcher, arguments = launch_arguments(argv, from_config, from_line)
         launched = launcher.parse_args(arguments)
     except MISTAKES as error:
@@ -121,6 +124,5 @@ def _config_file(argv: list[str]) -> dict[str, Any]:
 
 
 def _unknown(name: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    return f"unknown argument {name} (on the command line or, without the dashes, in the YAML file).{hint}"
+    place = "(on the command line or, without the dashes, in the YAML file)"
+    return f"unknown argument {name} {place}.{nearest(name, known)}"

@@ -6,10 +6,13 @@ the launcher, which tells one of them last: below it would stand what the others
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import sysconfig
 import traceback
+import warnings
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGTERM
@@ -72,6 +75,17 @@ def tell_process(command: str, error: ChildFailedError) -> int:
     reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
     print(f"{command}: error: process {rank} failed: {reason}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean --steps?`, or nothing where no name is like this one."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def ignore_renamings() -> None:
+    """Leave out what transformers warns of names that TRL uses: nobody who runs a command could act on it."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
+from credit_trl.cli.mistakes import ignore_renamings
 from credit_trl.run_directory import EVALUATIONS_FILE, EVALUATIONS_FOLDER, LOG_FILE, read_lines
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # a second gains little here, and on a busy machine threads wait for one another
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, about their own names
-    disable_progress_bar()  # theirs, for a file each
+    ignore_renamings()
+    disable_progress_bar()  # the libraries', for a file each
     outcome = run_quickstart(
         args.output_dir,
         args.steps,

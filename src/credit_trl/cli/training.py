@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trl import ScriptArguments
 
-from credit_trl.cli.mistakes import MISTAKES, is_mistake, tell
+from credit_trl.cli.mistakes import MISTAKES, ignore_renamings, is_mistake, tell
 from credit_trl.sandbox import choose_sandbox
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def run(argv: list[str] | None = None) -> int:
     Until there is a trainer, whatever is raised is about what the user gave. Once it trains, what other code raises is
     a bug, of a verifier perhaps, and keeps its traceback.
     """
+    ignore_renamings()
     try:
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
         trainer = make_trainer(script_args, *others)

@@ -14,6 +14,7 @@ Nothing is imported before its name is asked for.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -79,6 +80,20 @@ def known_tasks() -> list[str]:
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
+def check_name(name: str) -> None:
+    """Refuse what is neither a known task nor the path of one; nothing is imported.
+
+    Raises:
+        ValueError: such a name, alone or among several; the message lists what exists.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"A task is named by text, got {name!r}. Known tasks: {', '.join(known_tasks())}.")
+    for one in map(str.strip, name.split(",")):
+        head, _, tail = one.partition(":")
+        if one and head not in known_tasks() and (head.startswith(".") or ("." not in head and not tail)):
+            raise _unknown(one)
+
+
 def load_task(name: str) -> Task:
     """Resolve `"sciknoweval:chemistry"`, `"toolalpaca"`, `"my_package.my_task:MyTask"`, or several, to a `Task`.
 
@@ -90,8 +105,7 @@ def load_task(name: str) -> Task:
         ValueError: no such name, or an option that the task does not know; the message lists what exists.
         TypeError: the object found offers no `build` and `verify`.
     """
-    if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"A task is named by text, got {name!r}. Known tasks: {', '.join(known_tasks())}.")
+    check_name(name)
     if "," in name:
         return _mixture(name)
     head, colon, tail = name.partition(":")
@@ -100,8 +114,6 @@ def load_task(name: str) -> Task:
     points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == head]
     if points:
         return as_task(_load_entry_point(points, name), name, tail if colon else None)
-    if head.startswith(".") or ("." not in head and not tail):
-        raise _unknown(name)
     found = _import(head, name)
     for attribute in filter(None, tail.split(".")):
         if not hasattr(found, attribute):
@@ -295,7 +307,9 @@ def _load_entry_point(points: Sequence[EntryPoint], name: str) -> Any:
 
 
 def _unknown(name: str) -> ValueError:
+    close = difflib.get_close_matches(name.partition(":")[0], known_tasks(), n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
     return ValueError(
-        f"Unknown task {name!r}. Known tasks: {', '.join(known_tasks())}; or name your own as "
+        f"Unknown task {name!r}.{hint} Known tasks: {', '.join(known_tasks())}; or name your own as "
         f"`package.module:attribute`, or add an entry point in the group `{ENTRY_POINT_GROUP}`."
     )
