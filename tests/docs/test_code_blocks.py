@@ -6,7 +6,7 @@
 - `bash`: each line is parsed by what it calls. `trl credit` goes through its real parser, configuration and launcher
   arguments (with `--use_cpu true --bf16 false`, and nothing is launched); companion commands through their parsers;
   TRL's own through TRL's list of commands; `make` targets have to exist, files and `--options` of scripts too, and
-  extras of `pip install`. An unknown program fails the test. The slow tier then executes what is this project's own:
+  extras of `pip install`. An unknown program fails the test. What is this project's own is then executed:
   `trl credit` trains a step, as its launcher would have it do, `credit-map`, `credit-eval`, `credit-compat`,
   `credit-compare` and `credit-sweep --dry_run` run to their end, on a tiny model and rows that are made here.
 - `yaml`: a training run's goes through the same parser as on the command line, a sweep's through the sweeps', an
@@ -57,18 +57,22 @@ QUESTIONS = [{"prompt": [{"role": "user", "content": f"What is {n} + 1?"}], "ans
 
 
 def science(domain: str) -> list[dict]:
-    """Rows in the hub's form, invented here."""
-    return [
-        {
-            "question": f"Which is larger than {n}?",
-            "choices": {"text": [str(n), str(n + 1), str(n - 1), "none"], "label": ["A", "B", "C", "D"]},
-            "answerKey": "B",
-            "type": "mcq-4-choices",
-            "domain": domain,
-            "details": {"level": "L3"},
-        }
-        for n in range(20)
-    ]
+    """Rows in the hub's form, invented here; every letter is right now and then."""
+    rows = []
+    for n in range(20):
+        texts = [str(n), str(n - 1), str(n - 2)]
+        texts.insert(n % 4, str(n + 1))
+        rows.append(
+            {
+                "question": f"Which is larger than {n}?",
+                "choices": {"text": texts, "label": ["A", "B", "C", "D"]},
+                "answerKey": "ABCD"[n % 4],
+                "type": "mcq-4-choices",
+                "domain": domain,
+                "details": {"level": "L3"},
+            }
+        )
+    return rows
 
 
 TOOLS = [
@@ -341,7 +345,6 @@ EACH = {  # what makes a command beside `trl credit` small
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", OWN)
 def test_commands_of_this_project_run_to_their_end(words, tiny_model, page_folder, monkeypatch):
     monkeypatch.syspath_prepend(page_folder)
@@ -381,8 +384,8 @@ def prepare(name: str, arguments: list[str], model: str) -> None:
     if name == "credit-compare":
         methods = {"grpo": ["--distillation_weight", "0"], "sdpo": ["--contrastive_coef", "0"], "credit": []}
         for run in (Path(word) for word in arguments if word.startswith("runs/")):
-            line = ["--task", "sciknoweval:physics", "--avg_at_k", "1", "--max_eval_rows", "2", *methods[run.name]]
-            train_a_step(line, model, run)
+            line = ["--task", "sciknoweval:physics", "--gradient_accumulation_steps", "8", *methods[run.name]]
+            train_a_step([*line, "--avg_at_k", "1", "--max_eval_rows", "2"], model, run)
     if name == "credit-sweep":
         spec = yaml.safe_load(Path(arguments[0]).read_text("utf-8"))
         spec["config"] |= {"use_cpu": True, "bf16": False}
