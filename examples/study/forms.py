@@ -39,9 +39,9 @@ NEW_WORLDS = {
     ),
     "programs": (
         "programs.task:TASK",
-        "Small programs with a unit test as feedback (`examples/study/programs`). Shown the test, the base answers "
-        "`max` half of the time, whatever the test says: a habit about the answer itself, which costs reward. "
-        "“shortcut” is the rate of programs that say `max` where that is wrong.",
+        "Small programs with a unit test as feedback (`examples/study/programs`). Shown the test, the base returns the "
+        "first argument half of the time, whatever the test says: a bias of the answer itself, which costs reward. "
+        "“shortcut” is the rate of programs that return the first argument where that is wrong.",
     ),
 }
 
