@@ -61,6 +61,7 @@ def test_a_misspelt_command_is_named_with_the_nearest_one_be_it_ours_or_trls(cap
     assert f"there is no command {command!r}. Did you mean {meant}?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sft_help_is_trls_own():
     ours = run("sft", "--help")
     environment = {**os.environ, "COLUMNS": "200"}

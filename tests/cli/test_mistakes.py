@@ -89,12 +89,10 @@ def test_a_missing_column_is_named_with_the_fix(folder):
     assert not (folder / "trainer_output").exists() or not any((folder / "trainer_output").iterdir())
 
 
+@pytest.mark.slow  # the fast ones have both in this process
 @pytest.mark.parametrize(
     ("command", "line"),
-    [
-        ("credit", ["--task", "nowhere", "--model_name_or_path", "no/such"]),
-        pytest.param("credit-quickstart", [], marks=pytest.mark.slow),  # the fast ones have it in this process
-    ],
+    [("credit", ["--task", "nowhere", "--model_name_or_path", "no/such"]), ("credit-quickstart", [])],
 )
 def test_a_coefficient_of_two_is_out_of_range_before_anything_loads(folder, command, line):
     result = run(command, *line, "--contrastive_coef", "2")
@@ -110,6 +108,7 @@ LINES = [
     ("credit --config nowhere.yaml", "nowhere.yaml"),
     ("credit --config", "give its path"),
     ("credit --config grid.yaml", "`contrastive_coef` must be a number or 'auto', got [0.1, 0.2]"),
+    ("credit --task nowhere --model_name_or_path no/such --contrastive_coef 2", "must be in [0, 1], got 2.0"),
     ("credit --task quickstart", "set `use_cpu=True` and `bf16=False`"),
     ("credit --learning_rate much", "invalid float value: 'much'"),
     ("credit --contrastive_form divide", "invalid choice: 'divide'"),

@@ -17,6 +17,14 @@ from credit_trl.tasks.quickstart_model.probe import probe
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_scored_answers():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quickstart, "SCORED_PROMPTS", 12)
+        patch.setattr(quickstart, "SHOWN", 8)
+        yield
+
+
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     directory = tmp_path_factory.mktemp("quickstart") / "run"
