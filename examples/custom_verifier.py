@@ -69,6 +69,7 @@ def main(script: ScriptArguments, config: CreditConfig, model: ModelConfig) -> N
     )
     trainer.train()
     trainer.save_model(f"{config.output_dir}/final")
+    trainer.accelerator.print(f"The model is in {config.output_dir}/final. What each number means: docs/options.md")
 
 
 if __name__ == "__main__":

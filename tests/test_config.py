@@ -32,7 +32,7 @@ from credit_trl import CreditConfig
         ({"distillation_support": "topk"}, "must be one of teacher_topk, student_topk, full, sampled"),
         ({"distillation_tail": "drop"}, "must be one of bucket, renormalize"),
         ({"contrastive_source": "web"}, "must be one of batch, dataset, hard, same_task, none"),
-        ({"contrastive_coef": 2.0}, "`contrastive_form='guide'` takes more than 1"),
+        ({"contrastive_coef": 2.0}, "best; only `contrastive_form='guide'` takes more than 1"),
         ({"contrastive_form": "guide", "contrastive_coef": -1.0}, "must be finite and at least 0"),
         ({"contrastive_form": "guide", "contrastive_coef": float("inf")}, "must be finite and at least 0"),
         ({"contrastive_form": "divide"}, "must be one of subtract, guide"),
