@@ -10,9 +10,9 @@ VLLM_VENV := .venv-vllm
 quickstart: $(INSTALLED)  ## Train the embedded task with CREDIT on this CPU and show what it learnt
 	$(BIN)/credit-trl credit-quickstart
 
-# The sandbox has both cores to itself: its tests measure time and send signals.
+# The sandbox has both cores to itself: its tests measure time and send signals. `make wheel` tests the packaging.
 test: $(INSTALLED)  ## The fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/sandbox
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/sandbox --ignore=tests/packaging
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sandbox
 
 test-slow: $(INSTALLED)  ## The tests that take longer
