@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
+OPTIONAL_VENV := .venv-optional
 
 .PHONY: quickstart test test-slow test-faults test-vllm notebooks docs wheel lint format clean
 
@@ -15,8 +16,9 @@ test: $(INSTALLED)  ## The fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/sandbox --ignore=tests/packaging
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sandbox
 
-test-slow: $(INSTALLED)  ## The tests that take longer
+test-slow: $(INSTALLED)  ## The tests that take longer; those of DeepSpeed and bitsandbytes where these can be had
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	tests/distributed/optional.sh $(VENV) $(OPTIONAL_VENV)
 
 test-vllm:  ## Generation with a real vLLM engine on this CPU, in an environment of its own
 	PYTHON=$(PYTHON) tests/vllm_engine/run.sh $(VLLM_VENV)
@@ -43,7 +45,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) runs site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(OPTIONAL_VENV) runs site dist .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and pinned: a plain `pip install` of a newer one may bring gigabytes of CUDA libraries.
 $(INSTALLED): pyproject.toml constraints.txt

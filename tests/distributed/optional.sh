@@ -17,8 +17,19 @@ packages_of() {
   "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
+# The requirements of one of pyproject.toml's extras.
+extra() {
+  "$python" -c 'import sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    print(*tomllib.load(file)["project"]["optional-dependencies"][sys.argv[1]])' "$1"
+}
+
 install() {
   "$python" -m pip install -q -c constraints.txt -c $here/constraints.txt "$@"
+}
+
+loads() {
+  "$python" -c "import $1" >/dev/null
 }
 
 if ! made_from_these_files; then
@@ -26,13 +37,16 @@ if ! made_from_these_files; then
   "$base/bin/python" -m venv --without-pip "$venv"
   # Behind its own packages lie those of the other environment, pip among them.
   echo "import site; site.addsitedir('$(packages_of "$base")')" >"$(packages_of "$venv")/base.pth"
+  missing=
   # DeepSpeed's build reads torch, which is here, and compiles nothing.
-  { install setuptools wheel && DS_BUILD_OPS=0 install --no-build-isolation 'credit-trl[deepspeed]'; } ||
-    echo "DeepSpeed could not be installed (see above): its tests skip" >&2
-  install 'credit-trl[quantization]' || echo "bitsandbytes could not be installed (see above): its tests skip" >&2
-  if "$python" -c 'import deepspeed, bitsandbytes' >/dev/null 2>&1; then
-    touch "$venv/.installed" # else it is tried again the next time
-  fi
+  { install setuptools wheel && DS_BUILD_OPS=0 install --no-build-isolation $(extra deepspeed) && loads deepspeed; } ||
+    missing="DeepSpeed"
+  { install $(extra quantization) && loads bitsandbytes; } || missing="$missing bitsandbytes"
+  # What is missing is tried again the next time.
+  [ -z "$missing" ] && touch "$venv/.installed"
+  for name in $missing; do
+    echo "SKIPPED: $name could not be installed, or does not load (see above): its tests skip" >&2
+  done
 fi
 
 OMP_NUM_THREADS=1 "$python" -m pytest -m "slow or not slow" $here tests/test_support_matrix.py \
