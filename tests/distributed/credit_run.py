@@ -57,6 +57,19 @@ def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
+def kept_draws() -> list[tuple[int, list[str]]]:
+    """A list that gets (sample, questions drawn for it) of every draw from now on."""
+    draws, draw = [], rollouts_module.contrast.draw_from_batch
+
+    def keeping(keys, samples, *args, **kwargs):
+        drawn = draw(keys, samples, *args, **kwargs)
+        draws.extend((sample, [keys[i] for i in d]) for sample, d in zip(samples, drawn, strict=True))
+        return drawn
+
+    rollouts_module.contrast.draw_from_batch = keeping
+    return draws
+
+
 def share_held(parameters) -> float:
     """The share of the parameters' elements that lies on this process; 0 where there are none."""
     held = total = 0
@@ -143,15 +156,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         distillation_support=options["support"],
         ddp_find_unused_parameters=False,
     )
-    gradients, draws = FirstGradients(), []
-    draw = rollouts_module.contrast.draw_from_batch
-
-    def recording(keys, samples, *args, **kwargs):
-        drawn = draw(keys, samples, *args, **kwargs)
-        draws.extend((sample, [keys[i] for i in d]) for sample, d in zip(samples, drawn, strict=True))
-        return drawn
-
-    rollouts_module.contrast.draw_from_batch = recording
+    gradients, draws = FirstGradients(), kept_draws()
     torch.manual_seed(0)
     trainer = CreditTrainer(
         tiny.build_model(tokenizer),

@@ -164,6 +164,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         made.add_callback(StopAt(stop_at))
     if unequal:
         made.add_callback(OneCollectiveMore())
+    draws = credit_run.kept_draws()
     gathered = largest_gather(made.reference) if wrapper == "zero3" else []
     made.train(resume_from_checkpoint=get_last_checkpoint(str(out / "run")) if resume else None)
     weights = {name: whole(p) for name, p in made.accelerator.unwrap_model(made.model).named_parameters()}
@@ -173,7 +174,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         saved["engine"] = made.vllm_generation.llm.weights
     torch.save(saved, out / f"weights_{rank}.pt")
     held = {"reference_held": credit_run.share_held(reference.values()), "gathered": max(gathered, default=0)}
-    (out / f"facts_{rank}.json").write_text(json.dumps(facts(made) | held))
+    (out / f"facts_{rank}.json").write_text(json.dumps(facts(made) | held | {"draws": draws}))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -82,6 +82,9 @@ def test_zero_processes_equal_one(tmp_path, one_process, wrapper, processes, opt
     facts = finished(launch(tmp_path, processes, wrapper=wrapper, **COMMON, **options))
     assert_wrapped(facts, wrapper)
     assert_average_in_parts(facts, wrapper, options)
+    draws = sorted((d[1], d[0]) for f in facts for d in f["draws"])
+    assert draws == sorted((d[1], d[0]) for d in alone["draws"])
+    assert draws
     expected, losses = state(folder), torch.tensor([f["losses"] for f in facts], dtype=torch.float64).mean(0)
     torch.testing.assert_close(losses, torch.tensor(alone["losses"], dtype=torch.float64), rtol=1e-4, atol=1e-5)
     for rank in range(processes):
