@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import nbformat
+from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
@@ -37,20 +38,22 @@ def execute(notebook: nbformat.NotebookNode, *, timeout: int = 600) -> nbformat.
             cell.outputs, cell.execution_count = [], None
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as sockets:
+        kernel = AsyncKernelManager(kernel_name="python3", connection_file=f"{sockets}/kernel.json")
+        kernel.transport = "ipc" if os.name == "posix" else "tcp"  # files of this user, where there are such
         resources = {"metadata": {"path": folder}}
-        NotebookClient(
-            notebook, timeout=timeout, kernel_name="python3", resources=resources, record_timing=False
-        ).execute()
+        NotebookClient(notebook, km=kernel, timeout=timeout, resources=resources, record_timing=False).execute(
+            cleanup_kc=True
+        )
         _make_paths_relative(notebook, folder)
     notebook.metadata.language_info = {"name": "python"}
     return notebook
 
 
 def _make_paths_relative(notebook: nbformat.NotebookNode, folder: str) -> None:
-    """Paths below the folder of the run, a folder for temporary files or the checkout are shown as they are there."""
+    """Paths below the folder of the run, the checkout or a folder for temporary files are shown as they are there."""
     temporary = re.escape(tempfile.gettempdir()) + r"/\w+"
-    places = re.compile(f"({re.escape(folder)}|{temporary}|{re.escape(str(FOLDER.parent.resolve()))})(/|\\b)")
+    places = re.compile(f"({re.escape(folder)}|{re.escape(str(FOLDER.parent.resolve()))}|{temporary})(/|\\b)")
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
         for texts in (output, output.get("data", {})):
             for kind in ("text", "text/plain", "text/markdown", "text/html"):
