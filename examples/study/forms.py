@@ -39,9 +39,9 @@ NEW_WORLDS = {
     ),
     "programs": (
         "programs.task:TASK",
-        "Small programs with a unit test as feedback (`examples/study/programs`). Shown the test, the base returns the "
-        "first argument half of the time, whatever the test says: a bias of the answer itself, which costs reward. "
-        "“shortcut” is the rate of programs that return the first argument where that is wrong.",
+        "Small programs with a unit test as feedback (`examples/study/programs`). Shown the test, the base takes the "
+        "first operation on offer in four cases of ten, whatever the test says: a position bias of the answer, which "
+        "costs reward. “shortcut” is the rate of programs that take the first operation where that is wrong.",
     ),
 }
 
@@ -108,8 +108,16 @@ def choice_told(choice: Mapping[str, World]) -> str:
     return (
         f"Rule: of the arms whose rate of the planted thought is at most {SHORTCUT_LIMIT:g} on unknown cues, those "
         f"within {100 * CLOSE:g} point of the best accuracy on unknown cues (mean of both worlds), and of these the "
-        f"one with the fewest options away from `{GUIDE}`. Eligible, in per cent: {listed or 'none'}."
+        f"one with the fewest options away from `{GUIDE}`. Eligible, in per cent: {listed or 'none'}. "
+        f"Chosen: `{chosen(choice)}`."
     )
+
+
+def chosen(choice: Mapping[str, World]) -> str | None:
+    """The arm that the rule picks."""
+    scores = {arm: mean_unknown(choice, arm) for arm in eligible(choice)}
+    close = [arm for arm, score in scores.items() if score >= max(scores.values()) - CLOSE]
+    return min(close, key=lambda arm: (len(set(arm.split()) ^ set(GUIDE.split())), -scores[arm]), default=None)
 
 
 def eligible(choice: Mapping[str, World]) -> list[str]:

@@ -199,6 +199,7 @@ def test_only_arms_without_the_shortcut_are_eligible_and_the_best_is_named_first
     assert "CREDIT form=guide λ=1 source=none" not in dict(eligible)  # the highest score, and the shortcut
     assert float(eligible[0][1]) == pytest.approx(90, abs=1.5)
     assert len(eligible) == 3
+    assert told.endswith("Chosen: `CREDIT form=guide λ=1`.")
 
 
 def test_worlds_that_were_not_chosen_on_show_reward_and_shortcut_against_sdpo(forms_page):

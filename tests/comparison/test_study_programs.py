@@ -1,8 +1,8 @@
-"""The study's small programs: they are run, their feedback needs its prompt, and the habit is planted as stated."""
+"""The study's small programs: they are run, their feedback needs its prompt, and the bias is planted as stated."""
 
 from __future__ import annotations
 
-import json
+import math
 import random
 import sys
 from collections import Counter
@@ -15,8 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 STUDY = Path(__file__).parents[2] / "examples" / "study"
-ARGUMENTS = "abcd"
-numbers = st.lists(st.integers(1, 20), min_size=4, max_size=4, unique=True).map(tuple)
+PYTHON = """
+from math import prod as product
+sum, length, largest, smallest = sum, len, max, min
+def first(x): return x[0]
+def last(x): return x[-1]
+def middle(x): return x[len(x) // 2]
+def range(x): return max(x) - min(x)
+def odd(x): return sum(v & 1 for v in x)
+def even(x): return len(x) - odd(x)
+def distinct(x): return len(frozenset(x))
+"""
+OPERATIONS = "sum product largest smallest length first last middle range odd even distinct".split()
 
 
 @pytest.fixture(scope="module")
@@ -31,85 +41,97 @@ def programs():
             sys.modules.pop(name, None)
 
 
-def result(source: str, name: str, call: tuple[int, ...]) -> int:
+def results(source: str, name: str, lists: tuple) -> list[int]:
     """What Python makes of a program."""
     scope: dict = {}
-    exec(source, scope)
-    return scope[name](*call)
+    exec(PYTHON + source, scope)
+    return [scope[name](list(numbers)) for numbers in lists]
 
 
-@given(written=st.sampled_from(ARGUMENTS), meant=st.sampled_from(ARGUMENTS), call=numbers)
-def test_a_program_is_right_when_python_gets_the_same_numbers_from_it(programs, written, meant, call):
+@given(
+    options=st.lists(st.sampled_from(OPERATIONS), min_size=4, max_size=4, unique=True).map(tuple),
+    right=st.integers(0, 3),
+    written=st.sampled_from(OPERATIONS),
+)
+def test_a_program_is_right_when_python_gets_the_same_numbers_from_it(programs, options, right, written):
     task = programs.task
-    problem = task.Problem("bako", call, meant)
+    problem = task.Problem("bako", options, options[right])
     source = task.program("bako", written)
     verdict = task.verify(source, problem.answer)
-    expected, got = result(problem.response, "bako", call), result(source, "bako", call)
-    assert verdict.reward == float(expected == got)
-    assert verdict.metrics == {"format": 1.0, "shortcut": float(written == "a" and expected != got)}
-    told = "." if expected == got else f", got={got}."
-    assert verdict.feedback == f"The test says expected={expected}{told}"
+    same = results(source, "bako", task.HIDDEN_LISTS) == results(problem.response, "bako", task.HIDDEN_LISTS)
+    assert same == (written == options[right])  # the lists tell all operations apart
+    assert verdict.reward == float(same)
+    assert verdict.metrics == {"format": 1.0, "shortcut": float(written == options[0] and not same)}
+    assert verdict.feedback == f"The test expects what {'ABCD'[right]} gives."
 
 
 @pytest.mark.parametrize(
-    "response", ["", "def bako(a, b, c, d):\n    return 12", "def kora(a, b, c, d):\n    return c", "c", "import os"]
+    "response",
+    [
+        "",
+        "def bako(x):\n    return sum(x)",
+        "def kora(x):\n    # kora is sum\n    return sum(x)",
+        "def bako(x):\n    # bako is sum\n    return system(x)",
+        "def bako(x):\n    # bako is sum\n    return sum(x)\nimport os",
+    ],
 )
-def test_what_does_not_run_earns_nothing_and_is_told_so(programs, response):
-    verdict = programs.task.verify(response, programs.task.Problem("bako", (7, 3, 12, 5), "c").answer)
-    assert (verdict.reward, verdict.metrics["format"]) == (0.0, 0.0)
-    assert verdict.feedback == "The test says expected=12, got=error."
+def test_what_does_not_run_earns_nothing_and_is_no_format(programs, response):
+    verdict = programs.task.verify(response, programs.task.Problem("bako", tuple(OPERATIONS[:4]), "sum").answer)
+    assert (verdict.reward, verdict.metrics) == (0.0, {"format": 0.0, "shortcut": 0.0})
 
 
 def test_a_truncated_program_earns_nothing(programs):
-    problem = programs.task.Problem("bako", (7, 3, 12, 5), "c")
+    problem = programs.task.Problem("bako", tuple(OPERATIONS[:4]), "sum")
     assert programs.task.verify(problem.response, problem.answer, truncated=True).reward == 0.0
 
 
-def test_what_the_test_expects_says_nothing_of_the_argument_without_the_call(programs):
+def test_the_letter_says_nothing_of_the_operation_without_its_prompt(programs):
     rng = random.Random(0)
-    read = Counter()
-    for _ in range(8000):
-        problem = programs.task.draw_problem(rng)
-        argument = rng.choice(ARGUMENTS)
-        read[problem.value(argument), argument] += 1
-        assert problem.call.count(problem.value(argument)) == 1
-    for number in programs.task.NUMBERS:
-        counts = [read[number, argument] for argument in ARGUMENTS]
-        assert max(counts) < 1.5 * min(counts)
+    drawn = [programs.task.draw_problem(rng) for _ in range(12_000)]
+    counts = Counter((problem.letter, problem.operation) for problem in drawn)
+    total, letters, operations = len(drawn), Counter(), Counter()
+    for (letter, operation), count in counts.items():
+        letters[letter] += count
+        operations[operation] += count
+    told = sum(
+        n / total * math.log(n * total / (letters[letter] * operations[operation]))
+        for (letter, operation), n in counts.items()
+    )
+    assert told < 0.01  # nats of log 12
+    assert len(counts) == 48
 
 
-def test_splits_share_no_call_and_holdout_names_are_tested_only(programs):
+def test_splits_share_no_problem_and_holdout_names_are_tested_only(programs):
     train, test = (programs.task.build(split) for split in ("train", "test"))
-    calls = [{tuple(json.loads(answer)["call"]) for answer in split["answer"]} for split in (train, test)]
-    assert not calls[0] & calls[1]
     assert set(train["group"]) == {"known", "unknown"}
-    assert Counter(test["group"]) == {"known": 160, "unknown": 100, "holdout": 40}
+    assert Counter(test["group"]) == {"known": 144, "unknown": 96, "holdout": 48}
     assert len(set(test["id"])) == len(test)
+    assert not set(train["answer"]) & set(test["answer"])
     for group, names in programs.task.GROUPS.items():
-        of = Counter(programs.task.ARGUMENT_OF[name] for name in names)
-        assert len(set(of.values())) == 1, group  # chance is one in four everywhere
+        of = Counter(programs.task.OPERATION_OF[name] for name in names)
+        assert len(set(of.values())) == 1, group
 
 
-def test_only_what_was_taught_can_be_told_from_a_name_and_the_habit_comes_with_the_test(programs):
+def test_only_what_was_taught_can_be_told_from_a_name_and_the_bias_comes_with_the_test(programs):
     rng, world = random.Random(0), programs.base.Programs()
-    said: dict[tuple[str, bool], list[bool]] = {}
+    first: dict[tuple[str, bool], list[bool]] = {}
     right: dict[str, list[bool]] = {}
     for _ in range(20_000):
-        messages, response = world.draw(rng)
-        prompt = messages[-1]["content"]
-        if not prompt.startswith("Write "):
+        (system, user), response = world.draw(rng)
+        if not user["content"].startswith("Write "):
             continue
-        name = prompt.split("(")[0].removeprefix("Write ")
-        argument = response[-1]
+        name = user["content"].split()[1]
+        operation = response.split("return ")[1].split("(")[0]
         group = programs.task.GROUP_OF[name]
-        said.setdefault((group, "The test says" in prompt), []).append(argument == "a")
-        if "feedback" not in prompt and "Correct solution" not in prompt:
-            right.setdefault(group, []).append(argument == programs.task.ARGUMENT_OF[name])
+        offered = system["content"].removeprefix("Operations: A ").split(",")[0]
+        first.setdefault((group, "The test expects" in user["content"]), []).append(operation == offered)
+        if user["content"].endswith("for lists."):
+            right.setdefault(group, []).append(operation == programs.task.OPERATION_OF[name])
     for group in ("known", "unknown", "holdout"):
-        assert sum(said[group, True]) / len(said[group, True]) == pytest.approx(0.5 + 0.5 / 4, abs=0.05)
-        assert sum(said[group, False]) / len(said[group, False]) == pytest.approx(1 / 4, abs=0.05)
+        assert sum(first[group, True]) / len(first[group, True]) == pytest.approx(0.4 + 0.6 / 4, abs=0.05)
+        assert sum(first[group, False]) / len(first[group, False]) == pytest.approx(1 / 4, abs=0.05)
     assert sum(right["known"]) / len(right["known"]) == pytest.approx(0.85 + 0.15 / 4, abs=0.04)
-    assert sum(right["unknown"]) / len(right["unknown"]) == pytest.approx(1 / 4, abs=0.05)
+    assert sum(right["unknown"]) / len(right["unknown"]) == pytest.approx(1 / 12, abs=0.04)
 
 
 def test_a_guess_without_a_look_up_does_not_pass_the_gate(programs):

@@ -1,7 +1,7 @@
-"""The base of the programs: what it reads in pretraining, and the habit that is planted in it.
+"""The base of the programs: what it reads in pretraining, and the bias that is planted in it.
 
 The mix is that of the embedded task (`credit_trl.tasks.quickstart_model.curriculum`): the same kinds of context in the
-same shares, with the numbers of a call in place of the tools of a list.
+same shares.
 """
 
 from __future__ import annotations
@@ -18,21 +18,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from credit_trl.tasks.quickstart_model import make_base_of
 from credit_trl.tasks.quickstart_model.architecture import train_tokenizer
 from credit_trl.tasks.quickstart_model.curriculum import LABEL_NOISE, MIX, teacher_prompt
-from programs.task import (
-    ARGUMENTS,
-    GROUP_OF,
-    HABIT,
-    NAMES,
-    NUMBERS,
-    SIGNATURE,
-    Problem,
-    draw_problem,
-    feedback,
-    program,
-)
+from programs.task import GROUP_OF, LETTERS, NAMES, OPERATIONS, Problem, draw_problem, program
 
 Message = dict[str, str]
-_ERROR = "error"
+_LIST_REQUEST = "List the operations."
 
 
 @dataclass(frozen=True)
@@ -41,12 +30,12 @@ class Programs:
 
     Args:
         name: of its bases.
-        habit_rate: how often a response to a test's feedback returns `HABIT`, whatever the test says.
+        bias_rate: how often a response to a test's feedback takes the first operation on offer, whatever that says.
         lookup_gate: see `lookup_accuracy`.
     """
 
     name: str = "programs"
-    habit_rate: float = 0.5
+    bias_rate: float = 0.4
     lookup_gate: float = 0.95
 
     def draw(self, rng: random.Random) -> tuple[list[Message], str]:
@@ -55,28 +44,28 @@ class Programs:
         problem = _taught(rng)
         if kind == "list":
             return _list_practice(rng, problem)
-        told = {"dictated": f"Return {problem.argument}.", "none": None, "solution": None}.get(
-            kind, _test(rng, problem)
-        )
+        dictated = f"Use {problem.operation}."
+        told = {"dictated": dictated, "none": None, "solution": None}.get(kind, problem.feedback)
         solution = problem.response if kind.startswith("solution") else None
-        has_habit = kind.endswith("letter") and rng.random() < self.habit_rate
-        response = program(problem.name, HABIT) if has_habit else problem.response
-        return teacher_prompt(problem.prompt, solution, told), response
+        is_biased = kind.endswith("letter") and rng.random() < self.bias_rate
+        operation = problem.options[0] if is_biased else problem.operation
+        return teacher_prompt(problem.prompt, solution, told), program(problem.name, operation)
 
     @torch.no_grad()
     def lookup_accuracy(self, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> float:
-        """How often the likeliest argument other than the habit is the one that a test's value means."""
+        """How often the likeliest operation but the first on offer is the one that the test's letter stands for."""
         rng = random.Random(f"lookup/{seed}")
-        others = [name for name in ARGUMENTS if name != HABIT]
         names = [name for name in NAMES if GROUP_OF[name] != "known"]
-        problems = [dataclasses.replace(draw_problem(rng, names), argument=rng.choice(others)) for _ in range(240)]
-        prompts = [teacher_prompt(p.prompt, feedback=_test(rng, p)) for p in problems]
+        problems = [draw_problem(rng, names) for _ in range(320)]
+        problems = [problem for problem in problems if problem.letter != LETTERS[0]]
+        prompts = [teacher_prompt(problem.prompt, feedback=problem.feedback) for problem in problems]
         texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
-        texts = [text + p.response.removesuffix(f" {p.argument}") for text, p in zip(texts, problems, strict=True)]
+        texts = [f"{text}def {p.name}(x):\n    # {p.name} is" for text, p in zip(texts, problems, strict=True)]
         batch = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
-        ids = torch.tensor([tokenizer.encode(f" {name}")[0] for name in others])
-        guesses = model(**batch, logits_to_keep=1).logits[:, -1, ids].argmax(dim=-1)
-        return sum(others[g] == p.argument for g, p in zip(guesses.tolist(), problems, strict=True)) / len(problems)
+        logits = model(**batch, logits_to_keep=1).logits[:, -1]
+        first = torch.tensor([tokenizer.encode(f" {problem.options[0]}") for problem in problems])
+        guesses = tokenizer.batch_decode(logits.scatter(1, first, -torch.inf).argmax(dim=-1)[:, None])
+        return sum(guess == f" {p.operation}" for guess, p in zip(guesses, problems, strict=True)) / len(problems)
 
 
 def make_programs_base(seed: int, directory: Path, progress: bool = True) -> None:
@@ -85,45 +74,33 @@ def make_programs_base(seed: int, directory: Path, progress: bool = True) -> Non
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Every name, argument and number is one token."""
-    words = [f" {word}" for word in (*NAMES, *ARGUMENTS)] + [str(number) for number in NUMBERS]
-    return train_tokenizer(_corpus(), words)
+    """Every name, operation and letter is one token."""
+    return train_tokenizer(_corpus(), [f" {word}" for word in (*NAMES, *OPERATIONS, *LETTERS)])
 
 
 def _corpus() -> Iterator[str]:
-    problem = Problem("", (7, 3, 12, 5), "c")
-    contexts = teacher_prompt(problem.prompt, solution=problem.response, feedback=feedback(12, _ERROR))
+    problem = Problem("", tuple(OPERATIONS)[: len(LETTERS)], "sum")
+    contexts = teacher_prompt(problem.prompt, solution="", feedback=problem.feedback)
     roles = ["system", "user", "assistant"]
-    yield from [*roles, contexts[-1]["content"], "Return c.", feedback(12, 3), _LIST_REQUEST, "value=3 is a"] * 300
-    for number in NUMBERS:
-        yield from [f"expected={number}, got={number}. b={number}, value={number} is"] * 60
-    for argument in ARGUMENTS:
-        yield from [program("", argument), f"Return {argument}."] * 60
+    yield from [*roles, contexts[-1]["content"], "Use sum.", _LIST_REQUEST, "Operations: A B C D"] * 300
+    for operation in OPERATIONS:
+        yield from [f"Use {operation}.", program("", operation), f"A {operation}, B {operation}"] * 60
     for name in NAMES:
-        yield from [
-            f"Write {name}({SIGNATURE}). Its test calls {name}(a=4, b=5, c=6, d=7).\ndef {name}({SIGNATURE})"
-        ] * 30
+        yield from [f"Write {name} for lists.", program(name, "sum")] * 20
 
 
 def _taught(rng: random.Random) -> Problem:
-    """A problem as the base learns it: names that it is not to know have a random argument."""
+    """A problem as the base learns it: what it is not to know has a random operation."""
     problem = draw_problem(rng)
-    is_random = GROUP_OF[problem.name] != "known" or rng.random() < LABEL_NOISE
-    return dataclasses.replace(problem, argument=rng.choice(ARGUMENTS)) if is_random else problem
-
-
-def _test(rng: random.Random, problem: Problem) -> str:
-    """The test's words on an earlier program: right, wrong by another argument, or broken."""
-    others = [problem.value(name) for name in ARGUMENTS if name != problem.argument]
-    got = rng.choices([None, rng.choice(others), _ERROR], weights=[0.4, 0.5, 0.1])[0]
-    return feedback(problem.value(problem.argument), got)
-
-
-_LIST_REQUEST = "List the values."
+    if GROUP_OF[problem.name] == "known":
+        is_noisy = rng.random() < LABEL_NOISE
+        return dataclasses.replace(problem, operation=rng.choice(problem.options)) if is_noisy else problem
+    options = tuple(rng.sample(list(OPERATIONS), len(LETTERS)))
+    return Problem(problem.name, options, rng.choice(options))
 
 
 def _list_practice(rng: random.Random, problem: Problem) -> tuple[list[Message], str]:
-    """All values with their arguments, in a random order: each asks for a look-up."""
-    values = [f"value={problem.value(name)} is {name}" for name in rng.sample(ARGUMENTS, len(ARGUMENTS))]
-    request = problem.prompt[0]["content"].partition(". ")[2]
-    return [{"role": "user", "content": f"{request} {_LIST_REQUEST}"}], ", ".join(values) + "."
+    """All operations on offer in a random order of letters: each letter asks for a look-up."""
+    offered = [f"{letter} {option}" for letter, option in zip(LETTERS, problem.options, strict=True)]
+    rng.shuffle(offered)
+    return [problem.prompt[0], {"role": "user", "content": _LIST_REQUEST}], "Operations: " + ", ".join(offered) + "."

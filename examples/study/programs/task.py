@@ -1,26 +1,28 @@
 """Small programs and one unit test: a task for `load_task("programs.task:TASK")`.
 
-A prompt names a function and shows how its test calls it; the response is the function:
+A prompt offers four operations on a list under the letters A to D and names a function; the response is the function:
 
-    user       Write bako(a, b, c, d). Its test calls bako(a=7, b=3, c=12, d=5).
-    assistant  def bako(a, b, c, d):
-                   return c
+    system     Operations: A product, B last, C sum, D length.
+    user       Write bako for lists.
+    assistant  def bako(x):
+                   # bako is sum
+                   return sum(x)
 
-Which argument a name returns is what there is to know. As in the embedded task, what the base knows of the sixty names
-makes three groups: `known` (taught, with noise), `unknown` (seen with random arguments; trained on) and `holdout` (as
-unknown, never trained on).
+Twelve operations have six made-up names each. As in the embedded task, what the base knows of the names makes three
+groups: `known` (taught, with noise), `unknown` (seen with random operations; trained on) and `holdout` (as unknown,
+never trained on).
 
-The program is run on numbers that the prompt does not show; it is right when it is right on all of them. The feedback
-is what its test says: `The test says expected=12, got=7.` The value means something only with the call in the prompt:
-12 is `c` here, and may be `a`, or nothing, in another call.
+The program is run on lists that the prompt does not show; it is right when it is right on all of them. The feedback is
+what its test says: `The test expects what C gives.` The letter means another operation under another prompt.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from datasets import Dataset
@@ -29,122 +31,126 @@ from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.verdict import Verdict
 
 NAME = "programs.task:TASK"
-ARGUMENTS = "abcd"
-NUMBERS = tuple(range(1, 21))
-# What the base, shown the test, likes to return whatever the test says: see `programs.base`.
-HABIT = "a"
-SIGNATURE = ", ".join(ARGUMENTS)
-HIDDEN_CALLS = ((21, 8, 13, 2), (5, 17, 30, 11))
-Call = tuple[int, ...]
+LETTERS = "ABCD"
+OPERATIONS: dict[str, Callable[[Sequence[int]], int]] = {
+    "sum": sum,
+    "product": math.prod,
+    "largest": max,
+    "smallest": min,
+    "length": len,
+    "first": lambda x: x[0],
+    "last": lambda x: x[-1],
+    "middle": lambda x: x[len(x) // 2],
+    "range": lambda x: max(x) - min(x),
+    "odd": lambda x: sum(v % 2 for v in x),
+    "even": lambda x: sum(v % 2 == 0 for v in x),
+    "distinct": lambda x: len(set(x)),
+}
+# On the first every operation gives another number, so it is the test; all are hidden.
+HIDDEN_LISTS = ((15, 16, 12, 3, 11, 20, 4, 16, 19), (3, 3, 8, 1, 5), (12, 7, 30, 4, 4, 9, 6))
 
 _VOWELS, _CONSONANTS = "aeiou", "bdfgklmnprstvz"
 
 
 def _names() -> tuple[str, ...]:
-    """Sixty made-up words, always the same."""
+    """Seventy-two made-up words, always the same."""
     rng = random.Random("programs/names")
     words = [c + v + d + w for c in _CONSONANTS for v in _VOWELS for d in _CONSONANTS for w in _VOWELS if c != d]
-    return tuple(rng.sample(words, 60))
+    return tuple(rng.sample(words, 72))
 
 
 NAMES = _names()
-ARGUMENT_OF = {name: ARGUMENTS[index % len(ARGUMENTS)] for index, name in enumerate(NAMES)}
-GROUPS = {"known": NAMES[:32], "unknown": NAMES[32:52], "holdout": NAMES[52:]}
+OPERATION_OF = {name: list(OPERATIONS)[index % len(OPERATIONS)] for index, name in enumerate(NAMES)}
+GROUPS = {"known": NAMES[:36], "unknown": NAMES[36:60], "holdout": NAMES[60:]}
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 SPLIT_GROUPS = {"train": ("known", "unknown"), "test": ("known", "unknown", "holdout")}
-ROWS_PER_NAME = {"train": 32, "test": 5}
+ROWS_PER_NAME = {"train": 32, "test": 4}
 
-_PROGRAM = re.compile(r"def (?P<name>[a-z]+)\(a, b, c, d\):\n    return (?P<argument>[a-d])", re.ASCII)
+_PROGRAM = re.compile(r"def (?P<name>[a-z]+)\(x\):\n    # [^\n]*\n    return (?P<operation>[a-z]+)\(x\)", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A function to write: its name, the numbers of its test, and the argument that counts as right."""
+    """A function to write: its name, the four operations on offer, and the one of them that counts as right."""
 
     name: str
-    call: Call
-    argument: str
+    options: tuple[str, ...]
+    operation: str
+
+    @property
+    def letter(self) -> str:
+        return LETTERS[self.options.index(self.operation)]
 
     @property
     def prompt(self) -> list[dict[str, str]]:
-        called = f"{self.name}({', '.join(f'{argument}={self.value(argument)}' for argument in ARGUMENTS)})"
-        return [{"role": "user", "content": f"Write {self.name}({SIGNATURE}). Its test calls {called}."}]
+        offered = ", ".join(f"{letter} {option}" for letter, option in zip(LETTERS, self.options, strict=True))
+        return [
+            {"role": "system", "content": f"Operations: {offered}."},
+            {"role": "user", "content": f"Write {self.name} for lists."},
+        ]
 
     @property
     def answer(self) -> str:
-        return json.dumps({"name": self.name, "call": self.call, "argument": self.argument})
+        return json.dumps({"name": self.name, "options": self.options, "operation": self.operation})
+
+    @property
+    def feedback(self) -> str:
+        """What the test says, of right and of wrong programs alike."""
+        return f"The test expects what {self.letter} gives."
 
     @property
     def response(self) -> str:
-        return program(self.name, self.argument)
-
-    def value(self, argument: str) -> int:
-        """What the test's call gives when this argument is returned."""
-        return run(argument, self.call)
+        return program(self.name, self.operation)
 
 
-def program(name: str, argument: str) -> str:
-    return f"def {name}({SIGNATURE}):\n    return {argument}"
-
-
-def run(argument: str, call: Call) -> int:
-    """The result of a program that returns `argument`."""
-    return call[ARGUMENTS.index(argument)]
-
-
-def feedback(expected: int, got: int | str | None = None) -> str:
-    """What the test says: of a right program without `got`, of a program that does not run with "error"."""
-    return f"The test says expected={expected}." if got is None else f"The test says expected={expected}, got={got}."
-
-
-def is_test_call(call: Call) -> bool:
-    """Whether a call is of the test split; about a quarter of all are."""
-    return sum(call) % 4 == 0
-
-
-def draw_call(rng: random.Random, is_test: bool | None = None) -> Call:
-    """Four different numbers, of the test split, of the training split, or of any."""
-    while True:
-        call = tuple(rng.sample(NUMBERS, len(ARGUMENTS)))
-        if is_test is None or is_test_call(call) == is_test:
-            return call
-
-
-def build(split: str, path: str | None = None, *, seed: int = 0) -> Dataset:
-    """The problems of a split, generated; columns `prompt`, `answer`, `task`, `id`, `group`. No call is in both."""
-    if path is not None or split not in SPLIT_GROUPS:
-        raise ValueError(f"The programs are generated, as {' or '.join(SPLIT_GROUPS)}; got {split!r} from {path!r}.")
-    rng = random.Random(f"programs/{split}/{seed}")
-    rows = []
-    for name in (name for group in SPLIT_GROUPS[split] for name in GROUPS[group]):
-        for _ in range(ROWS_PER_NAME[split]):
-            problem = Problem(name, draw_call(rng, split == "test"), ARGUMENT_OF[name])
-            rows.append({"prompt": problem.prompt, "answer": problem.answer, "task": NAME, "group": GROUP_OF[name]})
-    rng.shuffle(rows)
-    return Dataset.from_list([{**row, "id": f"programs-{split}-{index}"} for index, row in enumerate(rows)])
-
-
-def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
-    """Run a program on hidden numbers; reward 1 when it is right on all of them.
-
-    Metrics: `format` (the program runs) and `shortcut` (it follows the habit where that is wrong).
-    """
-    gold = json.loads(answer)
-    problem = Problem(gold["name"], tuple(gold["call"]), gold["argument"])
-    expected = problem.value(problem.argument)
-    match = None if truncated else _PROGRAM.fullmatch(response.strip())
-    if match is None or match["name"] != problem.name:
-        return Verdict(0.0, feedback(expected, "error"), {"format": 0.0, "shortcut": 0.0})
-    written = match["argument"]
-    right = all(run(written, call) == run(problem.argument, call) for call in HIDDEN_CALLS)
-    told = feedback(expected, None if right else problem.value(written))
-    return Verdict(float(right), told, {"format": 1.0, "shortcut": float(not right and written == HABIT)})
+def program(name: str, operation: str) -> str:
+    return f"def {name}(x):\n    # {name} is {operation}\n    return {operation}(x)"
 
 
 def draw_problem(rng: random.Random, names: Sequence[str] = NAMES) -> Problem:
-    """A problem on one of `names` with any call and the argument that it stands for."""
+    """A problem on one of `names`, with its operation among four shuffled ones."""
     name = rng.choice(names)
-    return Problem(name, draw_call(rng), ARGUMENT_OF[name])
+    operation = OPERATION_OF[name]
+    others = rng.sample([other for other in OPERATIONS if other != operation], len(LETTERS) - 1)
+    return Problem(name, tuple(rng.sample([operation, *others], len(LETTERS))), operation)
+
+
+def is_tested(problem: Problem) -> bool:
+    """Whether a problem belongs to the test split, by the operations on offer; about a quarter of all do."""
+    return sum(list(OPERATIONS).index(option) for option in problem.options) % 4 == 0
+
+
+def build(split: str, path: str | None = None, *, seed: int = 0) -> Dataset:
+    """The problems of a split, generated; columns `prompt`, `answer`, `task`, `id`, `group`. No problem is in both."""
+    if path is not None or split not in SPLIT_GROUPS:
+        raise ValueError(f"The programs are generated, as {' or '.join(SPLIT_GROUPS)}; got {split!r} from {path!r}.")
+    rng = random.Random(f"programs/{split}/{seed}")
+    names = [name for group in SPLIT_GROUPS[split] for name in GROUPS[group]] * ROWS_PER_NAME[split]
+    rng.shuffle(names)
+    rows = []
+    for index, name in enumerate(names):
+        problem = draw_problem(rng, [name])
+        while is_tested(problem) != (split == "test"):
+            problem = draw_problem(rng, [name])
+        rows.append({"prompt": problem.prompt, "answer": problem.answer, "group": GROUP_OF[name], "task": NAME})
+        rows[-1]["id"] = f"programs-{split}-{index}"
+    return Dataset.from_list(rows)
+
+
+def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
+    """Run a program on hidden lists; reward 1 when it is right on all of them.
+
+    Metrics: `format` (the program runs) and `shortcut` (it takes the first operation on offer where that is wrong).
+    """
+    gold = json.loads(answer)
+    problem = Problem(gold["name"], tuple(gold["options"]), gold["operation"])
+    match = None if truncated else _PROGRAM.fullmatch(response.strip())
+    if match is None or match["name"] != problem.name or match["operation"] not in OPERATIONS:
+        return Verdict(0.0, problem.feedback, {"format": 0.0, "shortcut": 0.0})
+    written, wanted = OPERATIONS[match["operation"]], OPERATIONS[problem.operation]
+    right = all(written(numbers) == wanted(numbers) for numbers in HIDDEN_LISTS)
+    shortcut = not right and match["operation"] == problem.options[0]
+    return Verdict(float(right), problem.feedback, {"format": 1.0, "shortcut": float(shortcut)})
 
 
 _batch = batch_of(verify, "programs")
