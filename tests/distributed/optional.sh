@@ -49,5 +49,5 @@ if ! made_from_these_files; then
   done
 fi
 
-OMP_NUM_THREADS=1 "$python" -m pytest -m "slow or not slow" $here tests/test_support_matrix.py \
+OMP_NUM_THREADS=1 "$python" -m pytest -m "slow or not slow" $here tests/test_support_matrix.py tests/planning/test_recipes.py \
   -k "zero or deepspeed or four_bits"

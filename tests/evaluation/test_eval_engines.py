@@ -122,6 +122,16 @@ def test_fingerprint_tells_weights_apart(make_model):
     assert weight_fingerprint(model) != before
 
 
+def test_fingerprint_reads_a_quantised_base_too(make_model):
+    model = make_model()
+    packed = torch.arange(12, dtype=torch.uint8)
+    model.register_parameter("packed", torch.nn.Parameter(packed, requires_grad=False))
+    before = weight_fingerprint(model)
+    with torch.no_grad():
+        model.packed[0] += 1
+    assert weight_fingerprint(model) != before
+
+
 class FakeLLM:
     """Answers with the first prompt tokens, in vLLM's forms."""
 

@@ -232,6 +232,24 @@ def test_a_recipe_runs_on_a_tiny_model(recipe, tiny_directory, tmp_path, monkeyp
 
 
 @pytest.mark.slow
+def test_the_qlora_recipe_trains_an_adapter_on_four_bits(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: `make test-slow` installs it")
+    monkeypatch.chdir(ROOT)
+    recipe, model, run = ROOT / "examples" / "recipes" / "qlora_24gb.yaml", tmp_path / "model", tmp_path / "run"
+    tokenizer = build_tokenizer()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "max_position_embeddings": 8192}
+    build_model(tokenizer, **sizes).save_pretrained(model)  # it quantises blocks of 64 weights
+    tokenizer.save_pretrained(model)
+    line = [*SMALL, "--model_name_or_path", str(model), "--output_dir", str(run), *data_of(recipe, tmp_path)]
+    line[line.index("--load_in_4bit") + 1] = "true"
+    training.main(*parsed(recipe, *line))
+    losses = [row for row in map(json.loads, (run / "log.jsonl").read_text().splitlines()) if "loss" in row]
+    assert [row["credit/frac_lost_gradient"] for row in losses] == [0.0, 0.0]
+    base = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert base == str(model)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data (../shared/data) are not there")
 @pytest.mark.parametrize("domain", ["biology", "chemistry", "material", "physics"])
 def test_the_science_recipe_runs_on_the_real_questions(tiny_directory, tmp_path, monkeypatch, domain):

@@ -393,6 +393,7 @@ def weight_fingerprint(model: torch.nn.Module) -> str:
         weights = weights.to_local() if hasattr(weights, "to_local") else weights
         precise = torch.float32 if weights.device.type == "mps" else torch.float64
         flat = weights.detach().flatten()
+        flat = flat if flat.is_floating_point() else flat.float()  # a four-bit base is packed in bytes
         sums = (flat.sum(dtype=precise).item(), torch.linalg.vector_norm(flat, dtype=precise).item())
         digest.update(f"{name} {tuple(weights.shape)} {sums[0].hex()} {sums[1].hex()}\n".encode())
     return digest.hexdigest()[:16]
