@@ -71,6 +71,7 @@ def last_line(result: subprocess.CompletedProcess[str]) -> str:
     return [line for line in result.stderr.splitlines() if "error: " in line][-1]
 
 
+@pytest.mark.slow  # the fast ones have it in this process
 def test_a_typo_in_the_yaml_names_the_nearest_option(folder):
     result = run("credit", "--config", "typo.yaml")  # and says nothing of the GPU that is missing too
     assert result.returncode == 2
@@ -104,6 +105,8 @@ def test_a_coefficient_of_two_is_out_of_range_before_anything_loads(folder, comm
 
 # In this process, which saves loading TRL for each.
 LINES = [
+    ("credit --config typo.yaml", "unknown argument --contrastive_coeff (on the command line or"),
+    ("credit --config typo.yaml", "Did you mean --contrastive_coef?"),
     ("credit --config no_yaml.yaml", "no_yaml.yaml"),
     ("credit --config nowhere.yaml", "nowhere.yaml"),
     ("credit --config", "give its path"),
@@ -152,7 +155,7 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), LINES, ids=[line for line, _ in LINES])
+@pytest.mark.parametrize(("line", "message"), LINES, ids=[f"{line}: {message}" for line, message in LINES])
 def test_a_mistake_is_told_with_an_exit_code_and_without_a_traceback(folder, capsys, line, message):
     command, *arguments = line.split()
     try:
