@@ -42,6 +42,7 @@ def test_every_private_method_that_is_overridden_is_among_the_hooks():
     assert overridden - {"__init__", "__module__", "__doc__"} <= HOOKS.keys()
 
 
+@pytest.mark.slow
 def test_importing_the_trainer_with_an_untested_trl_fails_with_the_message():
     code = (
         "import importlib.metadata as m; real = m.version\n"
