@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from credit_trl.run_directory import write_atomically
 
 HERE = Path(__file__).parent
 GUIDE = "CREDIT form=guide λ=1"
+RUNNER_UP = f"{GUIDE} plausibility=0.01"
 MEASURES = ("shortcut", "known", "unknown", "format unknown", "format holdout")
 
 
@@ -67,7 +69,7 @@ def read(name: str, folders: Sequence[Path], task: str = TASK) -> World:
 def page(reported: Mapping[str, World], choice: Mapping[str, World], new: Mapping[str, World]) -> str:
     parts = ["# Forms of the contrast, measured", introduction(reported, choice)]
     if choice:
-        parts += ["## The choice", choice_told(choice), *(arms_table(world) for world in choice.values())]
+        parts += ["## The choice", choice_told(choice), *(seeds_table(world) for world in choice.values())]
     parts += [
         "## The prototype's confirmed rows, again",
         "A row's number **agrees** when its 95 % interval here meets the range over seeds that the prototype saw, and "
@@ -75,7 +77,9 @@ def page(reported: Mapping[str, World], choice: Mapping[str, World], new: Mappin
         "unknown cues there are expected to lie lower.",
         *(rows_table(reported[name]) for name in WORLDS),
         "## The bar",
-        *(bar(reported[name]) for name in WORLDS),
+        f"`{GUIDE}` is what the rule chose. `{RUNNER_UP}` was eligible too; it was run on the reported seeds after "
+        "the chosen arm had missed a line there, so its numbers are a second look.",
+        *(bar(reported[name], arm) for arm in (GUIDE, RUNNER_UP) for name in WORLDS),
         "## All arms on the reported seeds",
         *(arms_table(reported[name]) for name in WORLDS),
         *(against_sdpo(world) for world in reported.values()),
@@ -154,30 +158,54 @@ def rows_table(world: World) -> str:
     return f"{world.name.capitalize()} world:\n\n{table(head, lines)}"
 
 
-def bar(world: World) -> str:
-    """The one setting against what it has to reach; differences from SDPO are paired."""
+def bar(world: World, arm: str) -> str:
+    """One setting against what it has to reach; differences from SDPO are paired."""
     limits = [("known", ">=", 0.97), ("format unknown", ">=", 0.97), ("format holdout", ">=", 0.90)]
     if world.name == "shortcut":
         limits.insert(0, ("shortcut", "<=", 0.05))
     lines = []
     for measure, relation, limit in limits:
-        mean, low, high = interval(world, GUIDE, measure)
+        mean, low, high = interval(world, arm, measure)
         met = mean <= limit if relation == "<=" else mean >= limit
         lines.append([measure, f"{relation} {limit:g}", f"{mean:.3f} [{low:.3f}, {high:.3f}]", told_met(met)])
     for group in GROUPS[1:]:
-        found = world.contrast(GUIDE, group)
+        found = world.contrast(arm, group)
         met = found.difference.low >= -0.02
         word = told_met(met) if met or found.difference.high < -0.02 else "not decided"
         lines.append([f"{group}, against SDPO", "no lower by more than .02", told(found), word])
-    return f"`{GUIDE}`, {world.name} world:\n\n{table(('what', 'bar', 'measured', ''), lines)}"
+    return f"`{arm}`, {world.name} world:\n\n{table(('what', 'bar', 'measured', ''), lines)}"
 
 
 def told_met(met: bool) -> str:
     return "met" if met else "**missed**"
 
 
+def measures_of(world: World) -> list[str]:
+    return [*MEASURES[1:3], "holdout", *MEASURES[3:]] + ([] if world.name == "plain" else ["shortcut"])
+
+
+def seeds_table(world: World) -> str:
+    """Every arm's mean, with the number of each seed: for few seeds an interval says nothing."""
+    names = measures_of(world)
+    lines = []
+    for arm in sorted({run.arm for run in world.runs}):
+        lines.append([arm, *(by_seed(world, arm, name) for name in names)])
+    return f"{world.name.capitalize()} world, %, final, mean (each seed):\n\n{table(('arm', *names), lines)}"
+
+
+def by_seed(world: World, arm: str, measure: str) -> str:
+    kind, _, group = measure.rpartition(" ")
+    name, group = ("shortcut", "unknown") if measure == "shortcut" else (kind or "score", group)
+    values = []
+    for run in world.of(arm):
+        scores, final = run.per_prompt(run.final_step(), name), run.final_step()
+        inside = [prompt["id"] for prompt in run.prompts(final) if prompt["group"] == group]
+        values.append(statistics.fmean(scores[prompt] for prompt in inside))
+    return f"{100 * statistics.fmean(values):.1f} ({', '.join(f'{100 * value:.0f}' for value in values)})"
+
+
 def arms_table(world: World) -> str:
-    names = [*MEASURES[1:3], "holdout", *MEASURES[3:]] + ([] if world.name == "plain" else ["shortcut"])
+    names = measures_of(world)
     lines = []
     for arm in sorted({run.arm for run in world.runs}):
         cells = [interval(world, arm, name) for name in names]
