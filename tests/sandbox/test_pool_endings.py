@@ -132,7 +132,15 @@ def test_progress_is_shown_when_asked_for(sandbox, capsys, monkeypatch) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_an_interrupt_leaves_nothing_running_and_the_next_batch_works(sandbox) -> None:
+@pytest.fixture
+def interruptible():
+    """An interrupt raises, also where the shell started the tests in the background and has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_leaves_nothing_running_and_the_next_batch_works(sandbox, interruptible) -> None:
     [server] = sandbox.server_pids
     main = threading.main_thread().ident
     timer = threading.Timer(0.4, signal.pthread_kill, (main, signal.SIGINT))
