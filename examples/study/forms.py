@@ -44,8 +44,8 @@ NEW_WORLDS = {
         "Small programs with a unit test as feedback (`examples/study/programs`). Shown the test, the base takes the "
         "first operation on offer in four cases of ten, whatever the test says: a position bias of the answer, which "
         "costs reward. “shortcut” is the rate of programs that take the first operation where that is wrong. "
-        "Three earlier designs of this task were given up: in one the feedback meant nearly the same under any prompt, "
-        "in two the base did not learn to look it up. No arm was trained on them.",
+        "Three earlier designs of this task were given up: in one the feedback meant nearly the same under any "
+        "prompt, in two the base did not learn to look it up. No arm was trained on them.",
     ),
 }
 
