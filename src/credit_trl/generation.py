@@ -24,8 +24,6 @@ from trl import GRPOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 
-from credit_trl.vllm_server import WatchedClient, await_server
-
 _BASE = ".base_layer."
 _SAVED = ".modules_to_save."
 
@@ -37,6 +35,8 @@ def await_engine(args: GRPOConfig) -> None:
         VLLMServerError: it did not answer within `vllm_server_timeout`.
     """
     if args.use_vllm and args.vllm_mode == "server" and args.process_index == 0 and is_vllm_available():
+        from credit_trl.vllm_server import await_server  # needs `requests`, which comes with the extra `vllm`
+
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         await_server(url.rstrip("/"), args.vllm_server_timeout)
 
@@ -57,6 +57,8 @@ class PolicyGeneration(VLLMGeneration):
         if adopted.mode == "colocate":
             set_seed(seed + adopted.accelerator.process_index // adopted.tensor_parallel_size)
         elif adopted.accelerator.is_main_process:
+            from credit_trl.vllm_server import WatchedClient
+
             adopted.vllm_client = WatchedClient.adopt(adopted.vllm_client, patience=adopted.server_timeout)
         return adopted
 

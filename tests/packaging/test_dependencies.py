@@ -1,0 +1,100 @@
+"""The package runs with what it declares: nothing that only the development tools bring is needed to import it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+import tomllib
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+# Every module is imported, and an import statement of this package's that names what is not declared is refused.
+PROGRAM = """
+import builtins, importlib, json, pkgutil
+load = builtins.__import__
+def refusing(name, globals=None, locals=None, fromlist=(), level=0):
+    if level == 0 and name.split(".")[0] in REFUSED and (globals or {{}}).get("__name__", "").startswith("credit_trl"):
+        raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+    return load(name, globals, locals, fromlist, level)
+REFUSED = set(json.loads({refused!r}))
+builtins.__import__ = refusing
+import credit_trl
+credit_trl.CreditTrainer, credit_trl.CreditConfig
+failed = {{}}
+for module in pkgutil.walk_packages(credit_trl.__path__, "credit_trl."):
+    if not module.name.endswith((".__main__", ".sandbox.driver")):  # programs
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            failed[module.name] = error.name
+print(json.dumps(failed))
+"""
+
+
+# What is optional, and the parts of the package that may load it when they are imported. The trainer loads none of it.
+OPTIONAL = {
+    "requests": {"vllm_server"},  # the extra `vllm`
+    "matplotlib": {"analysis"},  # the extra `viz`
+    "triton": {"kernels"},  # torch for GPUs brings it
+}
+OWN = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def declared(name: str) -> list[Requirement]:
+    """What a distribution requires; this project's as it stands in the checkout."""
+    if name != OWN["name"]:
+        return [Requirement(text) for text in requires(name) or []]
+    extras = OWN["optional-dependencies"].items()
+    optional = [f'{text} ; extra == "{extra}"' for extra, texts in extras for text in texts]
+    return [Requirement(text) for text in [*OWN["dependencies"], *optional]]
+
+
+def brought_by(project: str, *extras: str) -> set[str]:
+    """Names of the distributions that installing a project with these extras brings, itself included."""
+    found, wanted = set(), [(canonicalize_name(project), frozenset(extras))]
+    seen = set()
+    while wanted:
+        name, chosen = one = wanted.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        found.add(name)
+        try:
+            requirements = declared(name)
+        except PackageNotFoundError:
+            continue  # of another platform, or an extra that is not here
+        for requirement in requirements:
+            if requirement.marker is None or any(requirement.marker.evaluate({"extra": e}) for e in chosen | {""}):
+                wanted.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
+    return found
+
+
+def importing() -> dict[str, str]:
+    """Module → what it lacks, where nothing is installed but the package without extras."""
+    there = brought_by("credit-trl")
+    refused = [
+        module
+        for module, owners in packages_distributions().items()
+        if not {canonicalize_name(owner) for owner in owners} & there
+    ]
+    program = PROGRAM.format(refused=json.dumps(refused))
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_trainer_and_modules_import_with_the_declared_dependencies_alone():
+    lacking = importing()
+    for module, needed in lacking.items():
+        assert module.split(".")[1] in OPTIONAL.get(needed.split(".")[0], ()), f"{module} needs {needed}"
+    assert lacking["credit_trl.vllm_server"] == "requests"
+
+
+def test_the_refusal_refuses():
+    assert "pytest" not in brought_by("credit-trl")
+    assert {"torch", "trl", "numpy"} <= brought_by("credit-trl")
+    assert "matplotlib" in brought_by("credit-trl", "viz")
