@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from credit_trl.run_directory import EVALUATIONS_FILE, LOG_FILE, read_lines
 from credit_trl.tasks.quickstart_model import read_base
 from credit_trl.tasks.quickstart_model.probe import probe
 
+README = Path(__file__).parents[2] / "README.md"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -81,6 +83,18 @@ def test_the_report_names_every_group_kind_of_token_stage_and_path(outcome):
     for name in [*names, *quickstart.STAGES, *map(str, (outcome.figure, outcome.page, outcome.run_directory))]:
         assert name in report
     assert report.index("known cues") < report.index("unknown cues") < report.index("holdout cues")
+
+
+def test_the_readme_shows_what_is_printed(outcome):
+    """Line for line, but for the numbers, which are those of the whole run."""
+
+    def masked(text: str) -> list[str]:
+        return [re.sub(r"-?\d+\.\d+", "#", " ".join(line.split())) for line in text.strip().splitlines()]
+
+    (shown,) = re.findall(r"```text\n(held-out avg.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    printed = masked(quickstart.format_outcome(outcome))
+    start = printed.index(masked(shown)[0])
+    assert printed[start : start + len(masked(shown))] == masked(shown)
 
 
 def test_grpo_has_no_scoring_stage_and_still_reports(tmp_path):

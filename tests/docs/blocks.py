@@ -1,21 +1,31 @@
-"""The code blocks of the README and of `docs/`, and the command lines in them."""
+"""The code blocks of the documentation, and the command lines in them.
+
+The documentation is the README, `docs/`, the pages at the root of the repository and in `examples/`, the cells of text
+in the notebooks, and the indented lines of how each script of `examples/` is called, at the top of it.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+INDENTED = "indented"  # the language of a block without a fence
 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: where it stands, its language and its text."""
+    """One code block: where it stands, its language and its text."""
 
     page: str
     line: int
@@ -26,27 +36,72 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
-def blocks_of(path: Path) -> list[Block]:
-    tokens = MarkdownIt().parse(path.read_text("utf-8"))
-    page = str(path.relative_to(ROOT))
-    return [Block(page, t.map[0] + 1, t.info.strip(), t.content) for t in tokens if t.type == "fence"]
+@dataclass(frozen=True)
+class Command:
+    """One command line of a shell block: its words, and the variables that are set for it."""
+
+    block: Block
+    number: int
+    words: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.block}-{self.number}"
+
+    @property
+    def program(self) -> str:
+        return self.words[0]
+
+    @property
+    def text(self) -> str:
+        """The line for a shell."""
+        return " ".join(
+            [*(f"{name}={shlex.quote(value)}" for name, value in self.environment), shlex.join(self.words)]
+        )
 
 
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+def blocks_of(text: str, page: str) -> Iterator[Block]:
+    """The blocks of a page of Markdown, fenced or indented."""
+    for token in MarkdownIt().parse(text):
+        if token.type in ("fence", "code_block"):
+            language = token.info.strip() if token.type == "fence" else INDENTED
+            yield Block(page, token.map[0] + 1, language, token.content)
+
+
+def _blocks() -> Iterator[Block]:
+    for path in PAGES:
+        yield from blocks_of(path.read_text("utf-8"), str(path.relative_to(ROOT)))
+    for path in NOTEBOOKS:
+        for number, cell in enumerate(json.loads(path.read_text("utf-8"))["cells"]):
+            if cell["cell_type"] == "markdown":
+                yield from blocks_of("".join(cell["source"]), f"{path.relative_to(ROOT)}[{number}]")
+    for path in SCRIPTS:
+        said = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        for block in blocks_of(said, str(path.relative_to(ROOT))):
+            yield Block(block.page, block.line, "bash", block.text)
+
+
+BLOCKS = list(_blocks())
 
 
 def of_language(*languages: str) -> list[Block]:
     return [block for block in BLOCKS if block.language in languages]
 
 
-def commands_of(block: Block) -> list[list[str]]:
-    """The command lines of a shell block as lists of words: continuations joined, comments and variables dropped."""
-    text = re.sub(r"\\\n\s*", " ", block.text)
+def commands_of(block: Block) -> list[Command]:
+    """The command lines of a shell block: continuations joined, comments dropped."""
     commands = []
-    for line in text.splitlines():
-        words = shlex.split(line, comments=True)
-        while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0]):
-            words.pop(0)
+    for line in re.sub(r"\\\n\s*", " ", block.text).splitlines():
+        words, environment = shlex.split(line, comments=True), []
+        while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0], re.DOTALL):
+            environment.append(tuple(words.pop(0).split("=", 1)))
         if words:
-            commands.append(words)
+            commands.append(Command(block, len(commands), tuple(words), tuple(environment)))
     return commands
+
+
+COMMANDS = [command for block in of_language("bash") for command in commands_of(block)]
+
+
+def calling(*programs: str) -> list[Command]:
+    return [command for command in COMMANDS if command.program in programs]

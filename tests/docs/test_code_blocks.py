@@ -1,43 +1,48 @@
-"""Every code block of the README and of `docs/` is executed or parsed. How, by language:
+"""Every code block of the documentation is executed. How, by language:
 
-- `python`: the blocks of a page are executed one after another in one namespace, in an empty folder that holds the
-  files which the page speaks of (`FILES`). Three things are made small: `Qwen/…` becomes a tiny random model
-  on disk, `CreditConfig` gets the options of `SMALL`, and a page of `NEEDS_TRAINER` starts with a trainer.
-- `bash`: each line is parsed by what it calls. `trl credit` goes through its real parser, configuration and launcher
-  arguments (with `--use_cpu true --bf16 false`, and nothing is launched); companion commands through their parsers;
-  TRL's own through TRL's list of commands; `make` targets have to exist, files and `--options` of scripts too, and
-  extras of `pip install`. An unknown program fails the test. What is this project's own is then executed:
-  `trl credit` trains a step, as its launcher would have it do, `credit-map`, `credit-eval`, `credit-compat`,
-  `credit-compare` and `credit-sweep --dry_run` run to their end, on a tiny model and rows that are made here.
-- `yaml`: a training run's goes through the same parser as on the command line, a sweep's through the sweeps', an
-  accelerate file's through accelerate's fields.
-- `toml`: entry points have to have a name and `module:attribute`. `json`: a record for `credit-map --responses`.
-- blocks without a language, or `text`, are output and diagrams. Any other language fails the test.
+- `python`: the blocks of a page are executed one after another in one namespace, in a folder that holds the files
+  which the page speaks of (`page_files.py`). Three things are made small: `Qwen/…` becomes a tiny random model on
+  disk, `CreditConfig` gets the options of `SMALL`, and a page of `NEEDS_TRAINER` starts with a trainer.
+- `bash`: this project's own commands run here, in this process, to their end: `trl credit` parses, checks and resolves
+  its launcher's arguments, and trains a step as a process of its launcher would; the others write what they write.
+  Lines of other programs, and launches, run in `test_shell_blocks.py`, `test_installation.py`, `tests/vllm_engine/`.
+- `yaml`: a step is trained with it, where no command line names it; a sweep runs.
+- `toml`: a package with it is built and installed, and its entry point trains a step.
+- `json`: is the record that the page's `credit-map --responses` maps.
+- `text`: what the project prints, and a diagram. Each has a test of its own, and none holds a command.
+
+What runs nowhere is in `NOT_RUN` with its reason (`substitutions.py`), and what no rule knows fails
+`test_nothing_is_left_out`.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
+import importlib
 import json
 import re
+import runpy
 import shutil
-from argparse import ArgumentParser
+import subprocess
+import sys
 from contextlib import chdir
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import tomllib
 import yaml
-from blocks import BLOCKS, PAGES, ROOT, Block, commands_of, of_language
+from blocks import BLOCKS, COMMANDS, PAGES, ROOT, Block, Command, blocks_of, calling, commands_of, of_language
+from page_files import MODULES, QUESTIONS, named_blocks
+from substitutions import NOT_RUN, QUESTIONS_OF_THE_HUB, is_left
 
 import credit_trl
 from credit_trl import cli
 from credit_trl.cli.credit import launch_arguments, parse
 from credit_trl.cli.training import make_parser
 from credit_trl.config import CreditConfig
-from tiny import build_model, build_tokenizer
+from credit_trl.tasks import load_task
 
 OFFLINE = ["--use_cpu", "true", "--bf16", "false"]
 SMALL = {
@@ -53,95 +58,74 @@ SMALL = {
     "save_strategy": "no",
     "disable_tqdm": True,
 }
-QUESTIONS = [{"prompt": [{"role": "user", "content": f"What is {n} + 1?"}], "answer": str(n + 1)} for n in range(4)]
-
-
-def science(domain: str) -> list[dict]:
-    """Rows in the hub's form, invented here; every letter is right now and then."""
-    rows = []
-    for n in range(20):
-        texts = [str(n), str(n - 1), str(n - 2)]
-        texts.insert(n % 4, str(n + 1))
-        rows.append(
-            {
-                "question": f"Which is larger than {n}?",
-                "choices": {"text": texts, "label": ["A", "B", "C", "D"]},
-                "answerKey": "ABCD"[n % 4],
-                "type": "mcq-4-choices",
-                "domain": domain,
-                "details": {"level": "L3"},
-            }
-        )
-    return rows
-
-
-TOOLS = [
-    {
-        "prompt": f"Tools: getWeather(city). Question: how is the weather in city {n}?",
-        "answer": json.dumps([{"Action": "getWeather", "Action_Input": json.dumps({"city": str(n)})}]),
-        "idx": n,
-    }
-    for n in range(8)
-]
-CAPITALS = [
-    {"prompt": [{"role": "user", "content": f"What is the capital of {country}?"}], "answer": capital}
-    for country, capital in {"France": "Paris", "Italy": "Rome"}.items()
-]
-RESPONSE = {"prompt": QUESTIONS[0]["prompt"], "response": "2", "feedback": "It is 1.", "contrasts": ["What is 5 + 1?"]}
-FILES = {
-    "questions.jsonl": QUESTIONS,
-    "mine.jsonl": [RESPONSE],
-    "my/capitals/train.jsonl": CAPITALS,
-    "data/physics.jsonl": science("Physics"),
-    "data/chemistry.jsonl": science("Chemistry"),
-    "data/material.jsonl": science("Material"),
-    "data/sciknoweval/physics.jsonl": science("Physics"),
-    "data/toolalpaca/train.jsonl": TOOLS,
-}
-MODULES = {
-    "my_task.py": """
-from datasets import Dataset
-from credit_trl import Verdict
-
-class MyTask:
-    def build(self, split, path=None):
-        return Dataset.from_json("questions.jsonl")
-    def verify(self, response, answer, *, truncated=False):
-        return Verdict(float(response == answer), f"It is {answer}.")
-""",
-    "my_verifier.py": next(b.text for b in of_language("python") if "def capital_verifier" in b.text),
-}
 NEEDS_TRAINER = {"docs/evaluation.md", "docs/token_maps.md"}
+# What has to run somewhere: language, or program of a command line → the test that does it.
+HERE = "docs/test_code_blocks.py::"
+SHELL = "docs/test_shell_blocks.py::"
+EXECUTED = {
+    "python": f"{HERE}test_python_blocks_run_from_top_to_bottom",
+    "yaml": f"{HERE}test_yaml_blocks_train_a_step",
+    "toml": f"{HERE}test_toml_blocks_make_a_task_of_an_installed_package",
+    "json": f"{HERE}test_json_blocks_are_what_the_command_of_their_page_maps",
+    "text": f"{HERE}test_text_blocks_are_shown_by_something_and_hide_no_command",
+    "$ trl": f"{HERE}test_commands_of_this_project_run_to_their_end",
+    "$ credit-trl": "docs/test_installation.py::test_the_documented_installation_runs_as_it_stands",
+    "$ pip": "docs/test_installation.py::test_the_documented_installation_runs_as_it_stands",
+    "$ make": f"{SHELL}test_make_targets_are_steps_of_ci_or_run_in_a_copy",
+    "$ python": f"{SHELL}test_scripts_run_from_the_line_that_their_page_gives",
+    "$ accelerate": f"{SHELL}test_launches_train_a_step",
+    "$ sbatch": f"{SHELL}test_launches_train_a_step",
+    "$ vllm": "vllm_engine/test_server.py::test_after_every_update_the_server_samples_with_the_policy",
+}
+RUN = [block for block in BLOCKS if block.page not in NOT_RUN]
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    build_model(tokenizer).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+def test_nothing_is_left_out():
+    """A block of another language, or a line of another program, fails here until it is executed somewhere."""
+    programs = {command.program for command in COMMANDS if not is_left(command)}
+    kinds = {block.language for block in RUN} - {"bash"} | {f"$ {program}" for program in programs}
+    assert kinds == EXECUTED.keys()
+    for place in EXECUTED.values():
+        file, _, name = place.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text("utf-8"), re.MULTILINE), place
+    assert len(BLOCKS) >= 40
+    assert len(COMMANDS) >= 40
 
 
-@pytest.fixture
-def page_folder(tmp_path, monkeypatch) -> Path:
-    for name, rows in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    for name, text in MODULES.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    for block in of_language("yaml"):  # `# name.yaml` on the first line gives the block a file
-        if named := re.match(r"# (\w+\.yaml)", block.text):
-            (tmp_path / named[1]).write_text(block.text, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+class Read(Exception):
+    """A script has read its line."""
 
 
-def test_every_language_is_one_that_is_executed_or_parsed():
-    known = {"python", "bash", "yaml", "toml", "json", "text", ""}
-    assert {block.language for block in BLOCKS} <= known
-    assert len(of_language("python")) >= 10
-    assert len(of_language("bash")) >= 8
+SHELL_LINES = [c for block in BLOCKS if block.language in ("bash", "indented") for c in commands_of(block)]
+LEFT = [command for command in SHELL_LINES if is_left(command)]
+
+
+@pytest.mark.parametrize("command", LEFT, ids=str)
+def test_lines_that_are_not_run_are_taken_by_their_scripts(command, monkeypatch):
+    folder = (ROOT / command.block.page).parent if command.block.page.startswith("examples") else ROOT
+    read = argparse.ArgumentParser.parse_args
+
+    def read_and_stop(parser, *arguments):
+        read(parser, *arguments)
+        raise Read
+
+    program, script, *options = command.words
+    assert program == "python"
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", read_and_stop)
+    monkeypatch.setattr(sys, "argv", [script, *options])
+    path = folder / script
+    monkeypatch.syspath_prepend(path.parent)
+    with pytest.raises(Read):
+        runpy.run_path(str(path), run_name="__main__")
+    for name in {beside.stem for beside in path.parent.glob("*.py")} & sys.modules.keys():
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_blocks_are_found_however_they_are_written():
+    page = "a\n\n```\nls\n```\n\n~~~bash\nmake x\n~~~\n\n    indented\n\n- in a list\n\n  ```yaml\n  a: 1\n  ```\n"
+    assert [block.language for block in blocks_of(page, "page")] == ["", "bash", "indented", "yaml"]
+    (command,) = commands_of(Block("page", 1, "bash", "A=1 x \\\n  --b 'c d'  # why"))
+    assert (command.words, command.environment) == (("x", "--b", "c d"), (("A", "1"),))
 
 
 PYTHON_PAGES = sorted({block.page for block in of_language("python")})
@@ -179,39 +163,17 @@ def _trainer(model: str, config) -> credit_trl.CreditTrainer:
     return credit_trl.CreditTrainer(model, length_verdicts, config("run"), Dataset.from_list(QUESTIONS))
 
 
-BASH = of_language("bash")
-
-
-@pytest.mark.parametrize("block", BASH, ids=map(str, BASH))
-def test_command_lines_parse(block, page_folder):
-    for words in commands_of(block):
-        program = words[0]
-        if program not in PROGRAMS:
-            pytest.fail(f"{block}: nothing checks the program {program!r}; teach PROGRAMS to")
-        PROGRAMS[program](words[1:], page_folder)
-
-
-def check_trl(arguments: list[str], folder: Path) -> None:
-    from trl.cli.commands import get_commands
-
-    name, *rest = arguments
-    if name == "credit":
-        check_credit(rest)
-    elif name in cli.COMPANIONS:
-        check_companion(name, rest)
-    else:
-        assert name in {command.name for command in get_commands()}
-
-
-def check_credit(arguments: list[str]) -> None:
-    """Make and check the dataclasses and resolve accelerate's arguments, as `trl credit` does before it launches."""
-    if "--help" in arguments:
-        return
-    credit_words(arguments)
+STEP = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+STEP += ["--max_train_rows", "8", "--eval_strategy", "no"]
+EACH = {  # what makes a command beside `trl credit` small
+    "credit-eval": ["--max_prompts", "2", "--k", "2", "--max_completion_length", "4"],
+    "credit-map": ["--max_completion_length", "4", "--pictures", "1"],
+    "credit-compat": ["--per_letter", "1", "--letters", "ABCD"],
+}
 
 
 def credit_words(arguments: list[str]) -> list[str]:
-    """What the training process of `trl credit` would get."""
+    """What the training process of `trl credit` would get: names, values and accelerate's arguments are checked."""
     argv = [_existing(word) if word.endswith((".yaml", ".yml")) else word for word in arguments] + OFFLINE
     parser = make_parser(prog="trl credit")
     launcher, arguments = launch_arguments(argv, *parse(parser, argv)[-2:])
@@ -226,137 +188,32 @@ def _existing(name: str) -> str:
     return str(ROOT / name)
 
 
-def check_companion(name: str, arguments: list[str]) -> None:
-    module = import_module(cli.COMPANIONS[name].module)
-    parser = ArgumentParser(prog=name, allow_abbrev=False)
-    module.add_arguments(parser)
-    if "--help" in arguments:
-        return
-    if getattr(module, "TAKES_OTHER_WORDS", False):
-        with chdir(ROOT):  # a recipe names its accelerate file from there
-            module.plan_of(*parser.parse_known_args(arguments))
-        return
-    parsed = parser.parse_args(arguments)
-    if task := getattr(parsed, "task", None):
-        _check_task(task)
-    if name == "credit-sweep":
-        from credit_trl.sweeps import read_spec
-
-        read_spec(_existing(parsed.spec))
+def _is_a_whole_sweep(command: Command) -> bool:
+    return command.words[1] == "credit-sweep" and "--dry_run" not in command.words
 
 
-def _check_task(name: str) -> None:
-    from credit_trl.tasks import load_task
-
-    if ":" not in name or name.partition(":")[0] in ("sciknoweval", "toolalpaca", "livecodebench"):
-        load_task(name)
-
-
-def check_make(arguments: list[str], folder: Path) -> None:
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
-    for target in arguments:
-        assert target in targets, f"make {target}: no such target"
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=str(command), marks=[pytest.mark.slow] if _is_a_whole_sweep(command) else [])
+        for command in calling("trl")
+    ],
+)
+def test_commands_of_this_project_run_to_their_end(command, tiny_model, page_folder, monkeypatch):
+    run_own(command, tiny_model, page_folder, monkeypatch)
 
 
-def check_pip(arguments: list[str], folder: Path) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    assert arguments[0] == "install"
-    for word in arguments[1:]:
-        if match := re.fullmatch(r"(?:\.|credit-trl)\[([\w,]+)\]", word):
-            assert set(match[1].split(",")) <= extras.keys(), word
-        elif word.endswith(".txt"):
-            assert (ROOT / word).is_file(), word
-
-
-def check_python(arguments: list[str], folder: Path) -> None:
-    """The script exists, and so do the options that it is given."""
-    if arguments[:1] == ["-m"]:
-        import_module(arguments[1].partition(".")[0])
-        return
-    if arguments[:1] == ["-c"]:
-        compile(arguments[1], "-c", "exec")
-        return
-    script = next(ROOT / word for word in arguments if word.endswith(".py"))
-    assert script.is_file(), f"{script.relative_to(ROOT)} does not exist"
-    source = script.read_text("utf-8")
-    options = {word.split("=")[0] for word in arguments[arguments.index(str(script.relative_to(ROOT))) :]}
-    known = {option for action in make_parser()._actions for option in action.option_strings}
-    for option in (option for option in options if option.startswith("--")):
-        assert f'"{option}"' in source or ("TrlParser" in source and option in known), f"{script.name} has no {option}"
-
-
-def check_accelerate(arguments: list[str], folder: Path) -> None:
-    from accelerate.commands.launch import launch_command_parser
-
-    assert arguments[0] == "launch"
-    parsed = launch_command_parser().parse_args(arguments[1:])
-    check_python([parsed.training_script, *parsed.training_script_args], folder)
-
-
-def check_file(arguments: list[str], folder: Path) -> None:
-    """The first word that is no option is a file of the repository."""
-    assert (ROOT / next(word for word in arguments if not word.startswith("-"))).exists()
-
-
-PROGRAMS = {
-    "trl": check_trl,
-    "credit-trl": check_trl,
-    "make": check_make,
-    "pip": check_pip,
-    "python": check_python,
-    "accelerate": check_accelerate,
-    "sbatch": check_file,
-}
-
-
-YAML = of_language("yaml")
-
-
-@pytest.mark.parametrize("block", YAML, ids=map(str, YAML))
-def test_yaml_blocks_go_through_the_parser_that_will_read_them(block: Block, page_folder):
-    path = page_folder / "block.yaml"
-    path.write_text(block.text, encoding="utf-8")
-    content = yaml.safe_load(block.text)
-    if "grid" in content:
-        from credit_trl.sweeps import read_spec
-
-        assert read_spec(path).arms()
-    elif {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config"} & content.keys():
-        from accelerate.commands.config.config_args import ClusterConfig
-
-        assert content.keys() <= ClusterConfig.__dataclass_fields__.keys()
-    else:
-        check_credit(["--config", str(path)])
-
-
-OWN = [
-    pytest.param(words[1:], id=f"{block}-{number}")
-    for block in BASH
-    for number, words in enumerate(commands_of(block))
-    if words[0] in ("trl", "credit-trl") and "--help" not in words
-]
-STEP = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
-STEP += ["--max_train_rows", "8", "--eval_strategy", "no"]
-EACH = {  # what makes a command beside `trl credit` small
-    "credit-eval": ["--max_prompts", "2", "--k", "2", "--max_completion_length", "4"],
-    "credit-map": ["--max_completion_length", "4", "--pictures", "1"],
-    "credit-compat": ["--per_letter", "1", "--letters", "ABCD"],
-    "credit-sweep": ["--dry_run"],
-}
-
-
-@pytest.mark.parametrize("words", OWN)
-def test_commands_of_this_project_run_to_their_end(words, tiny_model, page_folder, monkeypatch):
-    monkeypatch.syspath_prepend(page_folder)
-    name, *arguments = [re.sub(r"^(Qwen|allenai)/.*", tiny_model, word) for word in words]
+def run_own(command: Command, model: str, folder: Path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    name, *arguments = [re.sub(r"^(Qwen|allenai)/.*", model, word) for word in command.words[1:]]
     if name == "credit":
-        train_a_step(arguments, tiny_model, Path("run"))
-    elif name != "credit-quickstart":  # which tests/cli and `make quickstart` run
-        prepare(name, arguments, tiny_model)
-        if any(word.startswith("sciknoweval:") for word in arguments):
-            arguments += ["--path", "data"]
-        with chdir(ROOT if name == "credit-plan" else page_folder):  # recipes lie there
-            assert cli.main([name, *arguments, *EACH.get(name, [])]) == 0
+        train_a_step(arguments, model, Path("run"))
+        return
+    prepare(name, arguments, model)
+    if any(word.startswith("sciknoweval:") for word in arguments):
+        arguments += ["--path", QUESTIONS_OF_THE_HUB]
+    with chdir(ROOT if name == "credit-plan" else folder):  # recipes lie there
+        assert cli.main([name, *arguments, *EACH.get(name, [])]) == 0
 
 
 def train_a_step(arguments: list[str], model: str, output: Path) -> None:
@@ -365,7 +222,7 @@ def train_a_step(arguments: list[str], model: str, output: Path) -> None:
 
     line = [*credit_words(arguments), *STEP, "--model_name_or_path", model, "--output_dir", str(output)]
     if "--dataset_path" not in line and "--reward_funcs" not in line:
-        line += ["--dataset_path", "data"]
+        line += ["--dataset_path", QUESTIONS_OF_THE_HUB]
     assert training.run(line) == 0
     assert (output / "model.safetensors").is_file()
 
@@ -387,53 +244,113 @@ def prepare(name: str, arguments: list[str], model: str) -> None:
             line = ["--task", "sciknoweval:physics", "--gradient_accumulation_steps", "8", *methods[run.name]]
             train_a_step([*line, "--avg_at_k", "1", "--max_eval_rows", "2"], model, run)
     if name == "credit-sweep":
-        spec = yaml.safe_load(Path(arguments[0]).read_text("utf-8"))
-        spec["config"] |= {"use_cpu": True, "bf16": False}
-        Path(arguments[0]).write_text(yaml.safe_dump({**spec, "model": model}), encoding="utf-8")
+        make_small(Path(arguments[0]), model)
+
+
+def make_small(sweep: Path, model: str) -> None:
+    """A sweep's file with every arm that it has, for one seed, one step and a tiny model in this process."""
+    spec = yaml.safe_load(sweep.read_text("utf-8"))
+    spec["config"] |= {**SMALL, "per_device_train_batch_size": 8}
+    spec["evaluation"] |= {"k": 1, "eval_steps": 1, "max_prompts": 2, "keep_best": False}
+    spec |= {"model": model, "seeds": spec["seeds"][:1], "data": {"path": QUESTIONS_OF_THE_HUB}, "launcher": "inline"}
+    sweep.write_text(yaml.safe_dump(spec), encoding="utf-8")
+
+
+def test_a_line_with_a_mistake_in_it_fails(tiny_model, page_folder, monkeypatch):
+    """The test above can."""
+    wrong = [
+        "trl credit --task sciknoweval:physics --gradient_accumulation_steps 8 --contrastive_coeff 0.1",
+        "trl credit --task sciknoweval:physics --gradient_accumulation_steps 8 --contrastive_coef 2",
+        "trl credit-map --modle quickstart",
+        "trl credit --config no_such.yaml",
+        "trl credits",
+    ]
+    for line in wrong:
+        (command,) = commands_of(Block("page", 1, "bash", line))
+        with pytest.raises((AssertionError, ValueError, SystemExit)):
+            run_own(command, tiny_model, page_folder, monkeypatch)
+
+
+NAMED = {word for command in COMMANDS for word in command.words if word.endswith(".yaml")}
+
+
+def test_every_yaml_block_is_a_file_with_a_name():
+    """So that a command line can name it, and the test below knows which none does."""
+    assert len(named_blocks()) == len(of_language("yaml"))
+
+
+@pytest.mark.parametrize("name", [name for name in named_blocks() if name not in NAMED])
+def test_yaml_blocks_train_a_step(name, tiny_model, page_folder):
+    """Those that no command line names generate with vLLM: here with transformers, in `tests/vllm_engine` with it."""
+    options = yaml.safe_load((page_folder / name).read_text("utf-8"))
+    assert options["use_vllm"] is True
+    line = ["--config", name, "--use_vllm", "false", "--task", "sciknoweval:physics"]
+    train_a_step(line, tiny_model, Path("run"))
 
 
 @pytest.mark.parametrize("block", of_language("toml"), ids=str)
-def test_toml_blocks_declare_entry_points(block: Block):
-    points = tomllib.loads(block.text)["project"]["entry-points"]
-    for group, names in points.items():
-        assert group == "credit_trl.tasks"
-        assert all(re.fullmatch(r"[\w.]+:\w+", value) for value in names.values())
+def test_toml_blocks_make_a_task_of_an_installed_package(block: Block, tiny_model, page_folder, monkeypatch):
+    pytest.importorskip("hatchling", reason="needs hatchling: pip install 'credit-trl[dev]'")
+    ((name, target),) = tomllib.loads(block.text)["project"]["entry-points"]["credit_trl.tasks"].items()
+    module, _, attribute = target.partition(":")
+    package, _, inner = module.partition(".")
+    source = page_folder / "source"
+    (source / package).mkdir(parents=True)
+    (source / package / "__init__.py").touch()
+    own = MODULES["my_task.py"].replace("MyTask", attribute)
+    (source / package / f"{inner}.py").write_text(own, encoding="utf-8")
+    head = '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
+    project = f'[project]\nname = "{package}"\nversion = "0"\n'
+    (source / "pyproject.toml").write_text(head + project + block.text, encoding="utf-8")
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*install, "--target", "site", "./source"], check=True, timeout=120)
+    monkeypatch.syspath_prepend(page_folder / "site")
+    importlib.invalidate_caches()
+    train_a_step(["--task", name, "--gradient_accumulation_steps", "8"], tiny_model, Path("run"))
+    with pytest.raises(ValueError, match=f"Known tasks: {name},"):
+        load_task("nobody")
 
 
 @pytest.mark.parametrize("block", of_language("json"), ids=str)
-def test_json_blocks_are_responses_that_can_be_mapped(block: Block, tmp_path):
-    from credit_trl.analysis import Checkpoint, analysis_config, read_responses
-
-    path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps(json.loads(block.text)) + "\n", encoding="utf-8")
-    (response,) = read_responses(path, Checkpoint.load("quickstart"), analysis_config())
-    assert response.evidence.feedback
+def test_json_blocks_are_what_the_command_of_their_page_maps(block: Block, tiny_model, page_folder, monkeypatch):
+    assert (page_folder / "mine.jsonl").read_text("utf-8").count("\n") == 1  # this block alone
+    (command,) = (c for c in calling("trl") if c.block.page == block.page and "mine.jsonl" in c.words)
+    run_own(command, tiny_model, page_folder, monkeypatch)
+    assert json.loads(block.text)["prompt"] in (page_folder / "credit_map" / "maps.html").read_text("utf-8")
 
 
-def test_a_typo_in_a_block_would_be_seen(tmp_path, monkeypatch):
-    """The checks above can fail."""
-    monkeypatch.chdir(tmp_path)
-    wrong = [
-        "trl credit --contrastive_coeff 0.1",
-        "trl credit --contrastive_coef 2",
-        "trl credit-map --modle quickstart",
-        "trl credits",
-        "make tests",
-        "pip install 'credit-trl[vizz]'",
-        "python examples/no_such.py",
-        "python examples/sciknoweval.py --no_such_option 1",
-    ]
-    for line in wrong:
-        (words,) = commands_of(Block("page", 1, "bash", line))
-        with pytest.raises((AssertionError, ValueError, SystemExit)):
-            PROGRAMS[words[0]](words[1:], tmp_path)
+# Output and diagrams: where each is held against what the project does.
+SHOWN = {
+    "held-out avg@4, %": "cli/test_quickstart_command.py::test_the_readme_shows_what_is_printed",
+    "rollout ──► verdict ──► contexts ──► scores ──► objective": f"{HERE}test_the_diagram_names_the_five_stages",
+}
+OTHER_PROGRAMS = "git docker srun scontrol curl cd export conda uv apt apt-get mkdir torchrun python3 pip3 sh ls"
 
 
-@pytest.mark.parametrize(
-    "path", [*PAGES, *(ROOT / f"{n}.md" for n in ("CHANGELOG", "CONTRIBUTING", "SECURITY"))], ids=str
-)
+def test_text_blocks_are_shown_by_something_and_hide_no_command():
+    assert [block for block in RUN if block.language in ("", "indented")] == []
+    programs = {kind.removeprefix("$ ") for kind in EXECUTED if kind.startswith("$ ")} | set(OTHER_PROGRAMS.split())
+    for block in of_language("text"):
+        (place,) = (place for beginning, place in SHOWN.items() if block.text.lstrip().startswith(beginning))
+        file, _, name = place.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text("utf-8")
+        for words in filter(None, map(str.split, block.text.splitlines())):
+            assert words[0] not in programs, f"{block} hides a command: label it bash"
+            assert not any(re.match(r"--?[a-z]", word) for word in words), f"{block} hides a command"
+
+
+def test_the_diagram_names_the_five_stages():
+    from credit_trl.cli.quickstart import STAGES
+
+    (diagram,) = (block.text for block in of_language("text") if "──►" in block.text)
+    named = diagram.splitlines()[0].replace("──►", " ").split()
+    assert (*named[:-1], "update") == STAGES  # the objective is what the update minimises
+
+
+@pytest.mark.parametrize("path", PAGES, ids=str)
 def test_relative_links_lead_somewhere(path: Path):
     text = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
+    folder = ROOT / "docs" if path.name == "findings.md" else path.parent  # report.py makes it a part of a page
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not target.startswith(("http", "#", "mailto")):
-            assert (path.parent / target.partition("#")[0]).exists(), f"{path.name}: {target}"
+            assert (folder / target.partition("#")[0]).exists(), f"{path.name}: {target}"
