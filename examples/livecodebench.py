@@ -1,10 +1,12 @@
-"""CREDIT on LiveCodeBench: programs run in a sandbox; the feedback is the failing test or the traceback.
+r"""CREDIT on LiveCodeBench: programs run in a sandbox; the feedback is the failing test or the traceback.
 
     accelerate launch examples/livecodebench.py --model_name_or_path Qwen/Qwen3-8B
-    python examples/livecodebench.py --task livecodebench:examples --model_name_or_path Qwen/Qwen3-0.6B
+    python examples/livecodebench.py --task livecodebench:examples --generation_batch_size 64 \
+        --model_name_or_path Qwen/Qwen3-0.6B
 
-The first takes the 131 problems of February to May 2025 from the hub, the second eight that the package brings. Where
-no sandbox holds on this machine, it stops and says what to install; nothing ever runs unprotected by itself.
+The first takes the 131 problems of February to May 2025 from the hub, the second the eight that the package brings, in
+batches of eight. Where no sandbox holds on this machine, it stops and says what to install; nothing ever runs
+unprotected by itself.
 """
 
 from trl import ModelConfig, TrlParser, get_peft_config

@@ -26,7 +26,7 @@ OPTIONS = {
     "questions": (f"--dataset_path {QUESTIONS_OF_THE_HUB}", "the questions lie on the hub: rows that are made here"),
     "problems": (
         "--task livecodebench:examples --generation_batch_size 64",
-        "the problems lie on the hub: the eight of the package, of which 64 rollouts are a batch",
+        "the problems lie on the hub: the eight of the package, 64 rollouts a batch",
     ),
     "transformers": ("--use_vllm false", "vLLM needs an environment of its own: tests/vllm_engine runs it"),
     "attention": ("--attn_implementation sdpa", "flash attention is for GPUs"),

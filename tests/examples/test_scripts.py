@@ -170,6 +170,28 @@ def test_custom_verifiers_feedback_names_what_is_wrong():
     assert "no number" in grade("I do not know", "42").feedback
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"contrastive_coeff": 0.1}, r"arguments are not used by the \w+: \['--contrastive_coeff', '0.1'\]"),
+        ({"config": "typo.yaml"}, r"Unknown arguments from config file: \['--contrastive_coeff', '0.1'\]"),
+        ({"contrastive_coef": 2}, r"`contrastive_coef` must be in \[0, 1\], got 2.0"),
+        (
+            {"dataset_name": "./rows"},
+            r"the column `answer`, which `train_dataset` lacks.*rename_column\('solution', 'a",
+        ),
+    ],
+)
+def test_the_last_line_of_a_mistakes_traceback_says_what_it_is(run, tmp_path, options, said):
+    """A script is Python, so that there is a traceback above it, as in TRL's."""
+    (tmp_path / "typo.yaml").write_text("contrastive_coeff: 0.1\n", encoding="utf-8")
+    (tmp_path / "rows").mkdir()
+    row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "solution": "2"}
+    (tmp_path / "rows" / "train.jsonl").write_text(8 * (json.dumps(row) + "\n"), encoding="utf-8")
+    with pytest.raises(ValueError, match=said):
+        run("custom_verifier", **{"model_name_or_path": "quickstart", **options})
+
+
 def test_lora_trains_adapters_only_and_saves_the_policys(run, tmp_path, capsys):
     output = run(
         "lora_single_gpu",
