@@ -16,7 +16,7 @@ test: $(INSTALLED)  ## The fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/sandbox --ignore=tests/packaging
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sandbox
 
-test-slow: $(INSTALLED)  ## The tests that take longer; those of DeepSpeed and bitsandbytes where these can be had
+test-slow: $(INSTALLED)  ## The tests that take longer; those of DeepSpeed, bitsandbytes and Triton where these can be had
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 	tests/distributed/optional.sh $(VENV) $(OPTIONAL_VENV)
 

@@ -9,7 +9,7 @@ from accelerate.utils import is_peft_model
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from credit_trl.kernels import LMHead
+from credit_trl.kernels import Kernels, LMHead
 
 
 def unwrap_adapters(model: nn.Module) -> nn.Module:
@@ -33,13 +33,14 @@ def keep_differentiable(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def lm_head(model: nn.Module, temperature: float) -> LMHead:
+def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") -> LMHead:
     """The head of a causal LM and what its family does to the logits; `gathered()` makes a sharded one whole."""
     causal_lm = unwrap_adapters(model)
     config = causal_lm.config.get_text_config()
     head = causal_lm.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
-    return LMHead(weight, bias, _logit_scale(config), getattr(config, "final_logit_softcapping", None), temperature)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return LMHead(weight, bias, _logit_scale(config), softcap, temperature, kernels)
 
 
 def completion_states(

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import nn
 
@@ -23,6 +24,30 @@ def check_vocabulary(args: CreditConfig, model: nn.Module) -> int:
             "it, or use `distillation_support='full'`."
         )
     return vocabulary
+
+
+def check_kernels(args: CreditConfig, model: nn.Module, device: torch.device) -> None:
+    """The kernels that were asked for run where the model is trained.
+
+    Raises:
+        ValueError: Triton's were, and there is no GPU, or the model is in fp64.
+    """
+    if args.distillation_kernels != "triton":
+        return
+    from credit_trl.kernels import triton_rows
+
+    otherwise = "set `distillation_kernels='torch'`, which runs everywhere"
+    if not triton_rows.runs_on(device):
+        raise ValueError(
+            f"`distillation_kernels='triton'` needs a GPU, and this trains on {device.type!r}. Train on one, or "
+            f"{otherwise}. For a test without a GPU, TRITON_INTERPRET=1 in the environment runs them in Triton's "
+            "interpreter, slowly."
+        )
+    if model.dtype == torch.float64:
+        raise ValueError(
+            "`distillation_kernels='triton'` computes in fp32, and the model is in fp64: load it in another dtype, or "
+            f"{otherwise}."
+        )
 
 
 def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, environment_factory: Any) -> None:

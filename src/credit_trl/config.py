@@ -87,6 +87,11 @@ class CreditConfig(GRPOConfig):
             generation batch is used for more than one update. `None`: no ratio.
         distillation_chunk_size (`int`, *optional*):
             Tokens whose vocabulary row lives at the same time. `None` chooses.
+        distillation_kernels (`"torch"` or `"triton"`, *optional*, defaults to `"torch"`):
+            What finishes, sums and differentiates rows of logits on a GPU: torch in many passes over memory, or
+            Triton in one each. `"torch"` is the default because nothing has been measured on a GPU: `"triton"` agrees
+            with it in Triton's interpreter on a CPU, and what it saves is a count of bytes (docs/performance.md). It
+            needs a GPU, and the package triton, which torch's CUDA builds bring along.
         scoring_batch_tokens (`int`, *optional*, defaults to `16384`):
             Tokens in one forward pass of the reference, padding included; independent of the micro-batch.
         scoring_packed (`bool`, *optional*, defaults to `False`):
@@ -197,6 +202,9 @@ class CreditConfig(GRPOConfig):
     )
     distillation_chunk_size: int | None = field(
         default=None, metadata={"help": "Tokens whose vocabulary row lives at the same time; None chooses."}
+    )
+    distillation_kernels: Literal["torch", "triton"] = field(
+        default="torch", metadata={"help": "What works on rows of logits on a GPU; triton is unmeasured there."}
     )
     scoring_batch_tokens: int = field(
         default=16384, metadata={"help": "Tokens in one forward pass of the reference, padding included."}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trl.models.utils import _ForwardRedirection
 
 from credit_trl.causal_lm import backbone, lm_head, unwrap_adapters
-from credit_trl.kernels import ReferenceStates, Scores, Support, Tail, score_tokens
+from credit_trl.kernels import Kernels, ReferenceStates, Scores, Support, Tail, score_tokens
 from credit_trl.objective import Baseline
 from credit_trl.teacher import Reference
 
@@ -104,6 +104,7 @@ def score_completions(
     batch_tokens: int,
     baseline: Baseline = "mean_log",
     packed: bool = False,
+    kernels: Kernels = "torch",
     chunk_size: int | None = None,
     columns: ContextColumns | None = None,
 ) -> dict[str, Tensor]:
@@ -119,6 +120,7 @@ def score_completions(
         batch_tokens: tokens in one pass, padding included.
         baseline: how the contrasts are averaged.
         packed: without padding, see `check_packing`.
+        kernels: what works on rows of logits, see `kernels.LMHead`.
         chunk_size: tokens projected at once; None chooses.
         columns: for each id of each context, the column of the completion before which it stands: feedback on single
             turns lies inside. None for a sample, or at all, where contexts precede their completion.
@@ -129,7 +131,7 @@ def score_completions(
     scores: dict[str, Tensor] = {}
     shape = completion_ids.shape
     with reference.active() as model:
-        head = lm_head(reference.unwrapped(model), temperature).gathered().detached()
+        head = lm_head(reference.unwrapped(model), temperature, kernels).gathered().detached()
         width = topk + 1 if tail == "bucket" else topk
         buckets, size = (1, 1) if support == "sampled" else (width, topk)
         for name, dtype, depth in _layout(buckets, size, head.weight.dtype):
@@ -164,6 +166,7 @@ def gather_states(
     batch_tokens: int,
     baseline: Baseline = "mean_log",
     packed: bool = False,
+    kernels: Kernels = "torch",
     columns: ContextColumns | None = None,
 ) -> ReferenceStates:
     """The reference's hidden states of a micro-batch, for supports that are chosen inside the step.
@@ -175,7 +178,7 @@ def gather_states(
     order[loss_mask] = torch.arange(int(loss_mask.sum()), device=loss_mask.device)
     count = max((len(c) for c in contexts if c is not None), default=1)
     with reference.active() as model:
-        head = lm_head(reference.unwrapped(model), temperature).gathered().detached()
+        head = lm_head(reference.unwrapped(model), temperature, kernels).gathered().detached()
         hidden = head.weight.new_zeros(count, int(loss_mask.sum()), head.weight.shape[1])
         for states in reference_states(
             reference, model, contexts, completion_ids, completion_mask, loss_mask, batch_tokens, packed, columns

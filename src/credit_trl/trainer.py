@@ -18,7 +18,7 @@ from trl.trainer.utils import get_config_model_id
 from credit_trl.adaptive import CoefficientUpdate, make_adaptive
 from credit_trl.causal_lm import completion_states, keep_differentiable, lm_head
 from credit_trl.checkpoints import ResumableTrainer
-from credit_trl.checks import check_datasets, check_no_images, check_reward_columns, check_vocabulary
+from credit_trl.checks import check_datasets, check_kernels, check_no_images, check_reward_columns, check_vocabulary
 from credit_trl.compat import check_trl
 from credit_trl.config import CreditConfig
 from credit_trl.contexts import ContextBuilder, Contexts, Render, chat_renderer
@@ -138,6 +138,7 @@ class CreditTrainer(ResumableTrainer):
         return torch.promote_types(self.model.dtype, torch.float32)
 
     def _init_distillation(self) -> None:
+        check_kernels(self.args, self.model, self.accelerator.device)
         vocabulary = check_vocabulary(self.args, self.model)
         is_complete = "topk" in self.args.distillation_support and self.args.distillation_topk == vocabulary
         self.support: Support = "full" if is_complete else self.args.distillation_support
@@ -151,6 +152,7 @@ class CreditTrainer(ResumableTrainer):
             "batch_tokens": self.args.scoring_batch_tokens,
             "baseline": self.args.contrastive_baseline,
             "packed": self.args.scoring_packed,
+            "kernels": self.args.distillation_kernels,
         }
         self.context_builder = ContextBuilder(self._tokenizer, self.args, self.eos_token_ids)
         if self.args.teacher_model_kind == "ema":
@@ -325,12 +327,7 @@ class CreditTrainer(ResumableTrainer):
         )
 
     def _student_loss(
-        self,
-        inputs: dict[str, Any],
-        mask: Tensor,
-        weights: Tensor,
-        coef: Tensor,
-        reference: Scores | ReferenceStates,
+        self, inputs: dict[str, Any], mask: Tensor, weights: Tensor, coef: Tensor, reference: Scores | ReferenceStates
     ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Runs inside the wrapper's forward, so that DDP and FSDP see backbone and head used there."""
         model = self.accelerator.unwrap_model(self.model)
@@ -339,7 +336,7 @@ class CreditTrainer(ResumableTrainer):
         old_token_logps = inputs.get("old_per_token_logps")
         terms = credit_loss(
             hidden[mask],
-            lm_head(model, self.temperature),
+            lm_head(model, self.temperature, self.args.distillation_kernels),
             inputs["completion_ids"][mask],
             weights,
             reference,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import string
+from importlib.util import find_spec
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ TEMPLATE_PLACEHOLDERS = {
 _CHOICES = {
     "distillation_support": ("teacher_topk", "student_topk", "full", "sampled"),
     "distillation_tail": ("bucket", "renormalize"),
+    "distillation_kernels": ("torch", "triton"),
     "contrastive_form": ("subtract", "guide"),
     "contrastive_source": ("batch", "dataset", "hard", "same_task", "none"),
     "contrastive_baseline": ("mean_log", "log_mean"),
@@ -49,6 +51,11 @@ def check_values(config: CreditConfig) -> None:
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"`{name}` must be one of {', '.join(choices)}; got {getattr(config, name)!r}.")
+    if config.distillation_kernels == "triton" and find_spec("triton") is None:
+        raise ValueError(
+            "`distillation_kernels='triton'` needs the package triton, which is not installed. torch's CUDA builds "
+            "bring it along: install one, or set `distillation_kernels='torch'`."
+        )
     _check_adapted(config) if config.contrastive_coef == "auto" else _check_coefficient(config)
     for name in ("distillation_weight", "distillation_alpha", "contrastive_plausibility"):
         if not 0.0 <= getattr(config, name) <= 1.0:

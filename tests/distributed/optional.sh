@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The tests that need DeepSpeed or bitsandbytes, in a small environment of their own on top of .venv: `make test-slow`.
-# Not in .venv itself: with DeepSpeed there, every process of the other tests would import it.
+# The tests that need DeepSpeed, bitsandbytes or Triton, in a small environment of their own on top of .venv: `make test-slow`.
+# Not in .venv itself: with DeepSpeed there, every process of the other tests would import it, and Triton is 700 MB that
+# only torch's CUDA builds bring along.
 # What cannot be had is named, and its tests skip; only a test that ran can fail.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -42,6 +43,7 @@ if ! made_from_these_files; then
   { install setuptools wheel && DS_BUILD_OPS=0 install --no-build-isolation $(extra deepspeed) && loads deepspeed; } ||
     missing="DeepSpeed"
   { install $(extra quantization) && loads bitsandbytes; } || missing="$missing bitsandbytes"
+  { install triton && loads triton; } || missing="$missing Triton"
   # What is missing is tried again the next time.
   [ -z "$missing" ] && touch "$venv/.installed"
   for name in $missing; do
@@ -51,3 +53,5 @@ fi
 
 OMP_NUM_THREADS=1 "$python" -m pytest -m "slow or not slow" $here tests/test_support_matrix.py tests/planning/test_recipes.py \
   -k "zero or deepspeed or four_bits"
+# Without a GPU the kernels run in Triton's interpreter.
+OMP_NUM_THREADS=1 TRITON_INTERPRET=1 "$python" -m pytest tests/test_triton_rows.py tests/test_gpu_benchmark.py

@@ -21,8 +21,18 @@ bf16 and fp16 inputs are accumulated in fp32, fp64 inputs are computed in fp64. 
 memory (CUDA) or from a fixed budget of bytes (CPU), unless given.
 """
 
-from credit_trl.kernels.head import LMHead
+from credit_trl.kernels.head import Kernels, LMHead
 from credit_trl.kernels.loss import CreditLoss, credit_loss
 from credit_trl.kernels.scores import ReferenceStates, Scores, Support, Tail, score_tokens
 
-__all__ = ["CreditLoss", "LMHead", "ReferenceStates", "Scores", "Support", "Tail", "credit_loss", "score_tokens"]
+__all__ = [
+    "CreditLoss",
+    "Kernels",
+    "LMHead",
+    "ReferenceStates",
+    "Scores",
+    "Support",
+    "Tail",
+    "credit_loss",
+    "score_tokens",
+]

@@ -8,6 +8,8 @@ stay in cache, or touches the K columns of a support only.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -22,7 +24,10 @@ _CPU_BLOCK = 2**21
 # Rows of the head that are converted at once on an accelerator, where its dtype is not the product's.
 _CONVERTED_ROWS = 2**15
 # Stands for −∞ in logits that were taken out: its exp is 0, and 0 times its square still is.
-_BLANK = -1e15
+BLANK = -1e15
+
+# What runs the elementwise passes over a chunk of logits.
+Kernels = Literal["torch", "triton"]
 
 # The head's rows of K tokens a position, (n, K, H), and their biases, (n, K) or None.
 Columns = tuple[Float[Tensor, "n K H"], Float[Tensor, "n K"] | None]
@@ -97,6 +102,8 @@ class LMHead:
         scale: `logit_scale`, or `1 / logits_scaling`.
         softcap: Gemma's `final_logit_softcapping`, or None.
         temperature: the rollout temperature; scores and loss speak of the distribution that was sampled from.
+        kernels: `"triton"` takes `triton_rows` for chunks in fp32 on a GPU, or in Triton's interpreter; other chunks,
+            and all of them with `"torch"`, are torch's.
     """
 
     weight: Float[Tensor, "V H"]
@@ -104,6 +111,7 @@ class LMHead:
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
+    kernels: Kernels = "torch"
 
     @property
     def vocabulary_size(self) -> int:
@@ -146,10 +154,12 @@ class LMHead:
             topk: the same for the K likeliest tokens, where `ids` is not given; needs `out`.
             wants_entropy: else the projection's is None.
         """
+        if (rows := self._triton_rows(hidden)) is not None:
+            return rows.project(self, hidden, out, tokens, ids, topk, wants_entropy)
         dtype = accumulation_dtype(hidden)
-        blocks = self._blocks(hidden)
+        blocks = self.blocks(hidden)
         scratch = hidden.new_empty((1 if out is not None else 2, len(hidden), blocks[0].stop), dtype=dtype)
-        hidden = hidden.to(_matmul_dtype(hidden))
+        hidden = hidden.to(matmul_dtype(hidden))
         statistics = Statistics(wants_entropy)
         taken = [None if x is None else (ByBlock(x, blocks), torch.empty_like(x, dtype=dtype)) for x in (tokens, ids)]
         for i, block in enumerate(blocks):
@@ -159,14 +169,14 @@ class LMHead:
                 if which is not None:
                     which[0].take(i, logits, which[1])
             if ids is not None:
-                taken[1][0].put(i, logits, _BLANK)
+                taken[1][0].put(i, logits, BLANK)
             if topk is None:
                 statistics.fold(logits, scratch[0, :, :cells])
         columns = None if ids is None else taken[1][1]
         if topk is not None:
             ids = top_columns(out, topk)
             columns = out.gather(-1, ids)
-            out.scatter_(-1, ids, _BLANK)
+            out.scatter_(-1, ids, BLANK)
             for block in blocks:
                 statistics.fold(out[:, block], scratch[0, :, : block.stop - block.start])
         token_logits = None if tokens is None else taken[0][1]
@@ -201,8 +211,12 @@ class LMHead:
         column_grads = (column_grads - total.unsqueeze(-1) * projection.logps.exp()) * rate
         slope = self._softcap_slope(projection.columns)
         column_grads = column_grads if slope is None else column_grads * slope
-        factor = (factor * rate).unsqueeze(-1)
-        blocks = self._blocks(hidden)
+        factor = factor * rate
+        if (rows := self._triton_rows(hidden)) is not None:
+            rows.backward_logps(self, projection, column_grads, factor, hidden, gradients)
+            return
+        factor = factor.unsqueeze(-1)
+        blocks = self.blocks(hidden)
         support = ByBlock(projection.ids, blocks)
         for i, block in enumerate(blocks):
             tile = projection.logits[:, block]
@@ -211,7 +225,7 @@ class LMHead:
             if slope is not None:
                 tile.mul_(slope)
             support.put(i, tile, column_grads)
-            self._backward_block(tile, block, hidden, gradients)
+            self.backward_block(tile, block, hidden, gradients)
 
     def backward_logits(
         self,
@@ -221,13 +235,13 @@ class LMHead:
         gradients: HeadGradients,
     ) -> None:
         """Backpropagate a gradient of all the logits, which is used up."""
-        for block in self._blocks(hidden):
+        for block in self.blocks(hidden):
             tile, slope = logit_grads[:, block], self._softcap_slope(logits[:, block])
             if self.scale != self.temperature:
                 tile.mul_(self.scale / self.temperature)
             if slope is not None:
                 tile.mul_(slope)
-            self._backward_block(tile, block, hidden, gradients)
+            self.backward_block(tile, block, hidden, gradients)
 
     # --------------------------------------------------------------------------------------------------- K columns
 
@@ -241,7 +255,7 @@ class LMHead:
         rows, bias = columns
         dtype = accumulation_dtype(hidden)
         logits = torch.bmm(rows.to(dtype), hidden.to(dtype).unsqueeze(-1)).squeeze(-1)
-        return self._finish(logits, bias)
+        return self.finish(logits, bias)
 
     def backward_columns(
         self,
@@ -266,24 +280,36 @@ class LMHead:
 
     # ------------------------------------------------------------------------------------------------------- blocks
 
-    def _blocks(self, hidden: Tensor) -> list[slice]:
+    def blocks(self, hidden: Tensor) -> list[slice]:
         """The vocabulary cut into blocks, whose logits of all the given tokens stay in the CPU's cache."""
         width = self.vocabulary_size
         if hidden.device.type == "cpu":
             width = min(width, max(1024, _CPU_BLOCK // max(len(hidden), 1)))
-        elif self.weight.dtype != _matmul_dtype(hidden):
+        elif self.weight.dtype != matmul_dtype(hidden):
             width = min(width, _CONVERTED_ROWS)
         return [slice(i, min(i + width, self.vocabulary_size)) for i in range(0, self.vocabulary_size, width)]
 
+    def _triton_rows(self, hidden: Tensor) -> ModuleType | None:
+        """The kernels that take this chunk, or None where it is torch's."""
+        if self.kernels != "triton" or accumulation_dtype(hidden) != torch.float32:
+            return None
+        from credit_trl.kernels import triton_rows
+
+        return triton_rows if triton_rows.runs_on(hidden.device) else None
+
     def _project_block(self, hidden: Tensor, block: slice, out: Tensor) -> Tensor:
+        self.multiply_block(hidden, block, out)
+        return self.finish(out, None if self.bias is None else self.bias[block])
+
+    def multiply_block(self, hidden: Tensor, block: slice, out: Tensor) -> None:
+        """Raw logits of one block, from hidden states in the product's dtype."""
         weight = self.weight[block].to(hidden.dtype)
         if hidden.dtype == out.dtype:
             torch.mm(hidden, weight.T, out=out)
         else:
             torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
-        return self._finish(out, None if self.bias is None else self.bias[block])
 
-    def _finish(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+    def finish(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """Bias, scale, soft-cap and temperature, in place."""
         if bias is not None:
             logits += bias
@@ -299,11 +325,11 @@ class LMHead:
             return None
         return torch.square(logits * (self.temperature / self.softcap)).neg_().add_(1.0)
 
-    def _backward_block(self, grads: Tensor, block: slice, hidden: Tensor, gradients: HeadGradients) -> None:
+    def backward_block(self, grads: Tensor, block: slice, hidden: Tensor, gradients: HeadGradients) -> None:
         """From the gradient of one block of raw logits, before scale, soft-cap and temperature."""
         if gradients.bias is not None:
-            gradients.bias[block] += grads.sum(dim=0)
-        dtype = _matmul_dtype(hidden)
+            gradients.bias[block] += grads.sum(dim=0, dtype=gradients.bias.dtype)
+        dtype = matmul_dtype(hidden)
         grads = grads.to(dtype)
         if gradients.hidden is not None:
             _addmm(gradients.hidden, grads, self.weight[block].to(dtype))
@@ -311,7 +337,7 @@ class LMHead:
             _addmm(gradients.weight[block], grads.T, hidden.to(dtype))
 
 
-def _matmul_dtype(hidden: Tensor) -> torch.dtype:
+def matmul_dtype(hidden: Tensor) -> torch.dtype:
     """bf16 products go through CUDA's mixed-precision matmul; all else is computed in the accumulation dtype.
 
     fp16 has too little range for a token's share of a gradient; the CPU's bf16 matmul would round the logits.
