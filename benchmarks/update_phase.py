@@ -2,6 +2,7 @@
 
     python benchmarks/update_phase.py --preset bar      # the shapes of the project's bar; JSON with the ratios last
     python benchmarks/update_phase.py --preset sweep    # against T, K, C, vocabulary and batch; JSON, table and PNG
+    python benchmarks/update_phase.py --preset gpu      # on a GPU: torch's and Triton's kernels, see gpu.py
 
 "credit" is this project's trainer (teacher, C contrasts, loss, backward), "sdpo" is TRL's `SDPOTrainer` with
 `topk_logits` and a tail (teacher, loss, backward; it has no contrast), "grpo" is TRL's `GRPOTrainer` (loss, backward).
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu
 import step
 import torch
 from datasets import Dataset
@@ -36,9 +39,11 @@ def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample]:
 
     def answer(changes: dict[str, Any]) -> Sample:
         update, model = make_update(workload.with_(**changes))
-        with measured(workload.device) as sample:
-            update()
-        model.zero_grad(set_to_none=True)
+        try:
+            with measured(workload.device) as sample:
+                update()
+        finally:
+            model.zero_grad(set_to_none=True)
         return sample
 
     return answer
@@ -53,7 +58,7 @@ def _arguments(workload: Workload, directory: str) -> dict[str, Any]:
         "per_device_train_batch_size": 2,
         "num_generations": 2,
         "loss_type": "grpo",
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": workload.checkpointing,
         "disable_tqdm": True,
     }
 
@@ -75,6 +80,7 @@ def _credit(workload: Workload, directory: str) -> Callable[[Workload], tuple[Up
         contrastive_source="dataset",
         distillation_topk=workload.topk,
         distillation_tail=workload.tail,
+        distillation_kernels=workload.kernels,
     )
     trainer = CreditTrainer(workload.make_model(), _no_reward, config, _dataset(), processing_class=make_tokenizer())
     _ready(trainer)
@@ -103,11 +109,13 @@ def _sdpo(workload: Workload, directory: str) -> Callable[[Workload], tuple[Upda
         distillation_add_tail=True,
         distillation_alpha=1.0,
         teacher_model_kind="ema",
+        model_init_kwargs={"dtype": workload.dtype},
     )
     # The teacher is loaded from the student's path.
     model_directory = f"{directory}/model"
     workload.make_model().save_pretrained(model_directory)
     trainer = SDPOTrainer(model_directory, _no_reward, config, _dataset(), processing_class=make_tokenizer())
+    shutil.rmtree(model_directory)
     _ready(trainer)
 
     def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
@@ -142,6 +150,8 @@ def _grpo(workload: Workload, directory: str) -> Callable[[Workload], tuple[Upda
 def _ready(trainer: Any) -> None:
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.to(trainer.accelerator.device).train()
+    if trainer.args.gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def bar(rounds: int, patience: float) -> dict[str, Any]:
@@ -248,7 +258,7 @@ def _kinds(workload: Workload) -> dict[str, tuple[str, Workload]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=["bar", "sweep"], default="bar")
+    parser.add_argument("--preset", choices=["bar", "sweep", "gpu"], default="bar")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-rounds", type=int, default=2, help="whole steps a C in the bar; 0 leaves them out")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine, each time")
@@ -256,8 +266,13 @@ def main() -> None:
         "--output", type=Path, default=None, help="a path without suffix for JSON (and PNG of a sweep)"
     )
     arguments = parser.parse_args()
+    if arguments.preset == "gpu" and not torch.cuda.is_available():
+        parser.error("--preset gpu measures on a GPU, and torch finds none here. --preset bar runs on a CPU.")
     result = provenance()
-    if arguments.preset == "sweep":
+    if arguments.preset == "gpu":
+        result |= gpu.measure(gpu.Plan(), arguments.rounds)
+        print(gpu.table(result))
+    elif arguments.preset == "sweep":
         result |= sweep(arguments.rounds, arguments.patience)
         print(table_of_sweep(result))
     else:
@@ -272,7 +287,7 @@ def main() -> None:
         arguments.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
         if arguments.preset == "sweep":
             plot(result, arguments.output.with_suffix(".png"))
-    if arguments.preset == "bar":
+    if arguments.preset != "sweep":
         print(json.dumps({name: round(value, 4) for name, value in result["ratios"].items()}))
 
 

@@ -7,6 +7,7 @@ import platform
 import subprocess
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -43,6 +44,8 @@ class Workload:
     topk: int = 100
     tail: str = "bucket"
     contrasts: int = 1
+    kernels: str = "torch"
+    checkpointing: bool = False
     dtype: str = "float32"
     device: str = "cpu"
 
@@ -121,11 +124,13 @@ def provenance() -> dict[str, object]:
             "threads": torch.get_num_threads(),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
             "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "cuda": torch.version.cuda,
             "load_average": round(os.getloadavg()[0], 2),
         },
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "trl", "transformers", "credit-trl")},
+            "triton": version("triton") if find_spec("triton") else None,
         },
         "commit": commit or "unknown",
     }
