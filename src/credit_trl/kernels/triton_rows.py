@@ -10,9 +10,9 @@ kernels do it:
 What concerns the K tokens of a support is O(n K) and stays in torch, so their order does not matter: they are taken
 out before the first kernel, which leaves blanks alone, and their gradients are put in after the second.
 
-The kernels agree with the torch path in Triton's interpreter, on a CPU (`TRITON_INTERPRET=1`). Nothing has been
-measured on a GPU: what they save is a count of bytes (docs/performance.md), not a time. Imported only where
-`LMHead.kernels` is `"triton"`; needs the package triton, which torch's CUDA builds bring along.
+The kernels agree with the torch path in Triton's interpreter, on a CPU (`TRITON_INTERPRET=1`). What they save is a
+count of bytes (docs/performance.md), not a time: nothing has been measured on a GPU, so torch is the default. Imported
+only where `LMHead.kernels` is `"triton"`; needs the package triton, which torch's CUDA builds bring along.
 """
 
 from __future__ import annotations
