@@ -54,6 +54,20 @@ def test_a_column_that_a_reward_function_reads_is_missing(build, dataset):
         build(rows=dataset.rename_column("answer", "solution"))
 
 
+@pytest.mark.usefixtures("no_rollout")
+def test_too_few_rows_for_a_generation_batch(build, dataset):
+    assert len(dataset) == 12
+    trainer = build(per_device_train_batch_size=8, gradient_accumulation_steps=8)  # 64 rollouts of 16 questions
+    with pytest.raises(ValueError, match=r"has 12 rows.* 64 rollouts with `num_generations=4` takes 16: .*Give more"):
+        trainer.train()
+
+
+def test_rows_that_fill_one_generation_batch_are_enough(build):
+    trainer = build(per_device_train_batch_size=8, gradient_accumulation_steps=6, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
 def test_reward_functions_that_need_no_column_or_say_nothing_of_themselves_pass(build, dataset):
     class Verifier:
         def __call__(self, completions, answer=None, *, truncated, trainer_state, **columns):

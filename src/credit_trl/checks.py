@@ -84,6 +84,22 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
         )
 
 
+def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:
+    """There is a row for every question of a generation batch: the sampler drops what does not fill one.
+
+    Raises:
+        ValueError: not one batch can be filled, so that training would end before its first step.
+    """
+    questions = args.generation_batch_size // args.num_generations
+    if hasattr(train_dataset, "__len__") and len(train_dataset) < questions:
+        raise ValueError(
+            f"`train_dataset` has {len(train_dataset)} rows, and a generation batch of {args.generation_batch_size} "
+            f"rollouts with `num_generations={args.num_generations}` takes {questions}: not one step could be made. "
+            "Give more rows, or lower `gradient_accumulation_steps`, `per_device_train_batch_size` or "
+            "`generation_batch_size`."
+        )
+
+
 # What TRL and this trainer pass to a reward function beside the columns of the data.
 _PASSED = frozenset(
     "prompts completions completion_ids trainer_state log_extra log_metric environments truncated".split()

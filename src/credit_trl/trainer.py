@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from trl.models.utils import _ForwardRedirection
 from trl.trainer.utils import get_config_model_id
 
+from credit_trl import checks
 from credit_trl.adaptive import CoefficientUpdate, make_adaptive
 from credit_trl.causal_lm import completion_states, keep_differentiable, lm_head
 from credit_trl.checkpoints import ResumableTrainer
-from credit_trl.checks import check_datasets, check_kernels, check_no_images, check_reward_columns, check_vocabulary
 from credit_trl.compat import check_trl
 from credit_trl.config import CreditConfig
 from credit_trl.contexts import ContextBuilder, Contexts, Render, chat_renderer
@@ -113,8 +113,8 @@ class CreditTrainer(ResumableTrainer):
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = StageClock()
         self._eval_batches = 0
-        check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
-        check_reward_columns(reward_funcs, train_dataset)
+        checks.check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
+        checks.check_reward_columns(reward_funcs, train_dataset)
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         keep_differentiable(self.model)
@@ -138,8 +138,8 @@ class CreditTrainer(ResumableTrainer):
         return torch.promote_types(self.model.dtype, torch.float32)
 
     def _init_distillation(self) -> None:
-        check_kernels(self.args, self.model, self.accelerator.device)
-        vocabulary = check_vocabulary(self.args, self.model)
+        checks.check_kernels(self.args, self.model, self.accelerator.device)
+        vocabulary = checks.check_vocabulary(self.args, self.model)
         is_complete = "topk" in self.args.distillation_support and self.args.distillation_topk == vocabulary
         self.support: Support = "full" if is_complete else self.args.distillation_support
         self.reference = make_reference(
@@ -168,8 +168,11 @@ class CreditTrainer(ResumableTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        own = [name for name in ("privileged_context", "task") if name not in self._signature_columns]
-        self._signature_columns = [*self._signature_columns, *own]
+        self._signature_columns = list(dict.fromkeys([*self._signature_columns, "privileged_context", "task"]))
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
+        checks.check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
+        return super()._get_train_sampler(dataset)
 
     # ------------------------------------------------------------------ rollout, verdict, contexts, scores
 
@@ -210,7 +213,7 @@ class CreditTrainer(ResumableTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._distills:
-            check_no_images(inputs)
+            checks.check_no_images(inputs)
         output = super()._generate_and_score_completions(inputs)
         if self.args.on_verifier_error == "skip":
             leave_out(output, self._verdicts.skipped(len(inputs)), self.accelerator)
