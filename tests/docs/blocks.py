@@ -105,3 +105,7 @@ COMMANDS = [command for block in of_language("bash") for command in commands_of(
 
 def calling(*programs: str) -> list[Command]:
     return [command for command in COMMANDS if command.program in programs]
+
+
+# Each runs as a whole, in a new environment.
+INSTALLING = list(dict.fromkeys(command.block for command in calling("pip")))

@@ -25,8 +25,8 @@ OPTIONS = {
     "score": ("--avg_at_k 1 --max_eval_rows 2", "two answers a test: seconds, not hours"),
     "questions": (f"--dataset_path {QUESTIONS_OF_THE_HUB}", "the questions lie on the hub: rows that are made here"),
     "problems": (
-        "--task livecodebench:examples --generation_batch_size 64",
-        "the problems lie on the hub: the eight of the package, 64 rollouts a batch",
+        "--task livecodebench:examples --generation_batch_size 8",
+        "the problems lie on the hub: the eight of the package, four to a batch",
     ),
     "transformers": ("--use_vllm false", "vLLM needs an environment of its own: tests/vllm_engine runs it"),
     "attention": ("--attn_implementation sdpa", "flash attention is for GPUs"),
@@ -43,7 +43,7 @@ OPTIONS = {
 _TRAINED = ("cpu", "model", "step", "output")
 LINES = {  # by the words that a line begins with; the longest counts
     "trl credit --task sciknoweval:chemistry": (*_TRAINED, "questions", "processes"),
-    "sbatch": (*_TRAINED, "score", "problems", "transformers", "attention"),
+    "sbatch": (*_TRAINED, "rollouts", "score", "problems", "transformers", "attention"),
     "accelerate launch examples/livecodebench.py": (*_TRAINED, "rollouts", "score", "problems"),
     "accelerate launch examples/multi_turn_tools.py": (*_TRAINED, "rollouts", "transformers"),
     "accelerate launch examples/sciknoweval.py": (*_TRAINED, "rollouts", "score", "questions"),

@@ -33,7 +33,19 @@ from pathlib import Path
 import pytest
 import tomllib
 import yaml
-from blocks import BLOCKS, COMMANDS, PAGES, ROOT, Block, Command, blocks_of, calling, commands_of, of_language
+from blocks import (
+    BLOCKS,
+    COMMANDS,
+    INSTALLING,
+    PAGES,
+    ROOT,
+    Block,
+    Command,
+    blocks_of,
+    calling,
+    commands_of,
+    of_language,
+)
 from page_files import MODULES, QUESTIONS, named_blocks
 from substitutions import NOT_RUN, QUESTIONS_OF_THE_HUB, is_left
 
@@ -69,7 +81,7 @@ EXECUTED = {
     "json": f"{HERE}test_json_blocks_are_what_the_command_of_their_page_maps",
     "text": f"{HERE}test_text_blocks_are_shown_by_something_and_hide_no_command",
     "$ trl": f"{HERE}test_commands_of_this_project_run_to_their_end",
-    "$ credit-trl": "docs/test_installation.py::test_the_documented_installation_runs_as_it_stands",
+    "$ credit-trl": f"{HERE}test_commands_of_this_project_run_to_their_end",
     "$ pip": "docs/test_installation.py::test_the_documented_installation_runs_as_it_stands",
     "$ make": f"{SHELL}test_make_targets_are_steps_of_ci_or_run_in_a_copy",
     "$ python": f"{SHELL}test_scripts_run_from_the_line_that_their_page_gives",
@@ -196,7 +208,8 @@ def _is_a_whole_sweep(command: Command) -> bool:
     "command",
     [
         pytest.param(command, id=str(command), marks=[pytest.mark.slow] if _is_a_whole_sweep(command) else [])
-        for command in calling("trl")
+        for command in calling("trl", "credit-trl")
+        if command.block not in INSTALLING  # in the new environment that its block makes: test_installation.py
     ],
 )
 def test_commands_of_this_project_run_to_their_end(command, tiny_model, page_folder, monkeypatch):

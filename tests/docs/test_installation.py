@@ -16,12 +16,11 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
-from blocks import BLOCKS, ROOT, calling
+from blocks import BLOCKS, INSTALLING, ROOT
 from packaging.requirements import Requirement
 from test_shell_blocks import NOT_COPIED, bash
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-INSTALLING = list(dict.fromkeys(command.block for command in calling("pip")))
 
 
 @pytest.fixture(scope="module")
