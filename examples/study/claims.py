@@ -20,7 +20,6 @@ def claims(plain: World, shortcut: World, tokens: Mapping[str, Mapping]) -> list
         claim_lambda(plain, shortcut),
         claim_tokens(tokens),
         claim_shortcut(shortcut, tokens),
-        *([claim_controls(plain)] if plain.of("foreign-hint λ=0.1") else []),
     ]
 
 
@@ -75,19 +74,24 @@ def claim_tokens(tokens: Mapping[str, Mapping]) -> str:
 
 
 def claim_shortcut(shortcut: World, tokens: Mapping[str, Mapping]) -> str:
+    return (
+        f"{claim_rates(shortcut)} Before training the planted word's target is above the input's own word up to λ ≈ "
+        f"{break_even(tokens)}."
+    )
+
+
+def claim_rates(shortcut: World) -> str:
     rates = {
         arm: shortcut.mean(arm, "unknown", "shortcut")
         for arm in ("Base", "GRPO", "SDPO", "CREDIT λ=0.1", "CREDIT λ=0.5")
     }
     weak = shortcut.contrast("CREDIT λ=0.1", "unknown", measure="shortcut")
     strong = shortcut.contrast("CREDIT λ=0.5", "unknown", measure="shortcut")
-    even = break_even(tokens)
     listed = ", ".join(f"{arm} {100 * rate:.0f} %" for arm, rate in rates.items())
     return bullet(
         "Shortcut tokens lose their reward",
         f"rate of the planted thought on unknown cues at the end: {listed}. Against SDPO: λ = 0.1 {told(weak)} — "
-        f"**{verdict(weak, wanted='less')}**; λ = 0.5 {told(strong)} — **{verdict(strong, wanted='less')}**. Before "
-        f"training the planted word's target is above the input's own word up to λ ≈ {even}.",
+        f"**{verdict(weak, wanted='less')}**; λ = 0.5 {told(strong)} — **{verdict(strong, wanted='less')}**.",
     )
 
 

@@ -1,35 +1,31 @@
 """Forms of the contrast: what was chosen on seeds of its own, and what came of it on the seeds that are reported.
 
-Writes docs/forms_study.md from the run directories: the sweeps `methods`, `choice` and `forms` of the first two worlds
-and `methods` of the two that were made for this question.
+Writes docs/forms_study.md from the run directories: the sweeps `methods`, `choice`, `forms`, `end_choice` and `end` of
+the first two worlds and `methods` of the two that were made for this question.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from claims import told
-from report import contrasts_table, table
+from bars import SHORTCUT_LIMIT, against_sdpo, arms_of, arms_table, bar, interval, meets, seeds_table
+from report import LONGER, table
 from results import GROUPS, TASK, WORLDS, World
 
 from credit_trl.comparison import compare
-from credit_trl.comparison.compare import FINAL
 from credit_trl.run_directory import write_atomically
 
 HERE = Path(__file__).parent
 GUIDE = "CREDIT form=guide λ=1"
 RUNNER_UP = f"{GUIDE} plausibility=0.01"
-MEASURES = ("shortcut", "known", "unknown", "format unknown", "format holdout")
-
 
 # Ranges over seeds that a prototype of another code saw after its choice was made, rounded to two digits.
 PROTOTYPE = HERE / "prototype.csv"
 ROUNDING = 0.005
-SHORTCUT_LIMIT, CLOSE = 0.05, 0.01
+CLOSE = 0.01
 
 
 # The worlds that no prototype has seen: their tasks, and what "shortcut" counts there.
@@ -56,11 +52,17 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, default=HERE.parents[1] / "docs")
     args = parser.parse_args()
     root = args.output_dir
-    reported = {name: read(name, [root / name, root / f"{name}-forms"]) for name in WORLDS}
-    choice = {name: read(name, [root / f"{name}-choice"]) for name in WORLDS if (root / f"{name}-choice").is_dir()}
+    folders = {name: filter(Path.is_dir, [root / f"{name}-{sweep}" for sweep in LONGER]) for name in WORLDS}
+    reported = {name: read(name, list(of_world)) for name, of_world in folders.items()}
+    choice, end_choice, end = (of_sweep(root, sweep) for sweep in ("choice", "end_choice", "end"))
     new = {name: read(name, [root / name], task) for name, (task, _) in NEW_WORLDS.items() if (root / name).is_dir()}
-    write_atomically(args.docs / "forms_study.md", page(reported, choice, new))
+    write_atomically(args.docs / "forms_study.md", page(reported, choice, end_choice, end, new))
     print(args.docs / "forms_study.md")
+
+
+def of_sweep(root: Path, sweep: str) -> dict[str, World]:
+    """The first two worlds' runs of a sweep, as far as there are any."""
+    return {name: read(name, [root / f"{name}-{sweep}"]) for name in WORLDS if (root / f"{name}-{sweep}").is_dir()}
 
 
 def read(name: str, folders: Sequence[Path], task: str = TASK) -> World:
@@ -68,42 +70,91 @@ def read(name: str, folders: Sequence[Path], task: str = TASK) -> World:
     return World(name, *measures, task=task)
 
 
-def page(reported: Mapping[str, World], choice: Mapping[str, World], new: Mapping[str, World]) -> str:
+def page(
+    reported: Mapping[str, World],
+    choice: Mapping[str, World],
+    end_choice: Mapping[str, World],
+    end: Mapping[str, World],
+    new: Mapping[str, World],
+) -> str:
     parts = ["# Forms of the contrast, measured", introduction(reported, choice)]
+    if end:
+        parts += end_told(end_choice, end)
     if choice:
-        parts += ["## The choice", choice_told(choice), *(seeds_table(world) for world in choice.values())]
+        parts += ["## A first choice", choice_told(choice), *(seeds_table(world) for world in choice.values())]
+    steps, rate = (reported["plain"].runs[0].config[name] for name in ("max_steps", "learning_rate"))
     parts += [
         "## The prototype's confirmed rows, again",
-        "A row's number **agrees** when its 95 % interval here meets the range over seeds that the prototype saw, and "
-        "**differs** otherwise. The runs here have 60 steps in both worlds, the prototype's plain world had 100, so "
-        "unknown cues there are expected to lie lower.",
+        "A row's number **agrees** when its 95 % interval here meets the range over seeds that the prototype saw, "
+        f"and **differs** otherwise. The runs here have {steps} steps at {rate:g} in both worlds, the prototype's 60 "
+        "in the shortcut world and 100 in the plain one, so unknown cues are expected to lie lower.",
         *(rows_table(reported[name]) for name in WORLDS),
-        "## The bar",
-        f"`{GUIDE}` is what the rule chose. `{RUNNER_UP}` was eligible too; it was run on the reported seeds after "
-        "the chosen arm had missed a line there, so its numbers are a second look.",
+        "## Half-way through learning",
+        f"`{GUIDE}` is what the first rule chose; `{RUNNER_UP}` was eligible too.",
         *(bar(reported[name], arm) for arm in (GUIDE, RUNNER_UP) for name in WORLDS),
-        "## All arms on the reported seeds",
         *(arms_table(reported[name]) for name in WORLDS),
         *(against_sdpo(world) for world in reported.values()),
     ]
     if new:
         parts.append("## Two worlds that were not chosen on")
     for name, world in new.items():
-        parts += [NEW_WORLDS[name][1], arms_table(world), against_sdpo(world)]
+        parts += [NEW_WORLDS[name][1], recipe_of(world), arms_table(world), against_sdpo(world)]
     return "\n\n".join(parts) + "\n"
 
 
-def introduction(reported: Mapping[str, World], choice: Mapping[str, World]) -> str:
-    def seeds(worlds: Mapping[str, World]) -> str:
-        return ", ".join(map(str, sorted({run.seed for world in worlds.values() for run in world.runs})))
+def recipe_of(*worlds: World) -> str:
+    """Seeds, steps and learning rate of a sweep."""
+    runs = [run for world in worlds for run in world.runs]
+    seeds, config = ", ".join(map(str, sorted({run.seed for run in runs}))), runs[0].config
+    schedule = "decaying linearly" if config["lr_scheduler_type"] == "linear" else "constant"
+    return (
+        f"Seeds {seeds}, each with a base of its own; {config['max_steps']} steps, learning rate "
+        f"{config['learning_rate']:g}, {schedule} after {config['warmup_steps']} warm-up steps."
+    )
 
+
+def end_told(end_choice: Mapping[str, World], end: Mapping[str, World]) -> list[str]:
+    """What was chosen among runs to the end of learning, and the bar on other seeds."""
+    listed = ", ".join(f"`{arm}` {100 * score:.1f}" for arm, score in able_at_the_end(end_choice).items())
+    arm = chosen_at_the_end(end_choice)
+    return [
+        "## At the end of learning",
+        f"{recipe_of(*end.values())} For the choice: {recipe_of(*end_choice.values())}",
+        "Rule: of the arms whose means meet every line of the bar in both worlds, those within "
+        f"{100 * CLOSE:g} point of the best accuracy on unknown cues (mean of both worlds), and of these the one "
+        f"with the lowest rate of the planted thought over all cues. Arms that meet every line, and their accuracy: "
+        f"{listed or 'none'}. Chosen: `{arm}`.",
+        *(bar(end[name], arm) for name in WORLDS if arm is not None),
+        *(seeds_table(end[name]) for name in WORLDS),
+        *(against_sdpo(end[name]) for name in WORLDS),
+        "The seeds of the choice:",
+        *(seeds_table(end_choice[name]) for name in WORLDS),
+    ]
+
+
+def able_at_the_end(end_choice: Mapping[str, World]) -> dict[str, float]:
+    """The arms that meet every line of the bar, and their mean accuracy on unknown cues."""
+    arms = [arm for arm in arms_of(end_choice["shortcut"]) if arm != "SDPO"]
+    able = [arm for arm in arms if all(meets(world, arm) for world in end_choice.values())]
+    return {arm: mean_unknown(end_choice, arm) for arm in able}
+
+
+def chosen_at_the_end(end_choice: Mapping[str, World]) -> str | None:
+    """The arm that the rule picks among runs to the end of learning."""
+    scores = able_at_the_end(end_choice)
+    close = [arm for arm, score in scores.items() if score >= max(scores.values()) - CLOSE]
+    planted = {a: sum(end_choice["shortcut"].mean(a, group, "shortcut") for group in GROUPS) for a in close}
+    return min(close, key=lambda arm: (planted[arm], len(arm), arm), default=None)
+
+
+def introduction(reported: Mapping[str, World], choice: Mapping[str, World]) -> str:
     text = (
         "Written by `examples/study/forms.py` from the run directories; no measured number in it was typed by hand. "
-        "Tasks, budget and evaluation are those of [the study](study.md): avg@4 at temperature 0.6, 64 rollouts a "
-        f"step for every arm. Reported seeds: {seeds(reported)}, each with a base of its own."
+        "Tasks and evaluation are those of [the study](study.md): avg@4 at temperature 0.6; 64 rollouts a step for "
+        f"every arm. Reported beside the study's own arms: {recipe_of(*reported.values())}"
     )
     if choice:
-        text += f" Seeds of the choice: {seeds(choice)}; they are in no reported number."
+        text += f" First choice: {recipe_of(*choice.values())} Seeds of a choice are in no reported number."
     return text
 
 
@@ -129,21 +180,11 @@ def chosen(choice: Mapping[str, World]) -> str | None:
 def eligible(choice: Mapping[str, World]) -> list[str]:
     """Arms of the choice without the shortcut."""
     world = choice["shortcut"]
-    arms = sorted({run.arm for run in world.runs})
-    return [arm for arm in arms if interval(world, arm, "shortcut")[0] <= SHORTCUT_LIMIT]
+    return [arm for arm in arms_of(world) if interval(world, arm, "shortcut")[0] <= SHORTCUT_LIMIT]
 
 
 def mean_unknown(choice: Mapping[str, World], arm: str) -> float:
     return sum(interval(world, arm, "unknown")[0] for world in choice.values()) / len(choice)
-
-
-def interval(world: World, arm: str, measure: str) -> tuple[float, float, float]:
-    """Mean and 95 % interval of one of MEASURES at the end of training."""
-    kind, _, group = measure.rpartition(" ")
-    comparison = world.shortcut if measure == "shortcut" else getattr(world, kind or "score")
-    domain = f"{world.task}: {'unknown' if measure == 'shortcut' else group}"
-    found = comparison.cells[arm, domain, FINAL].interval
-    return found.mean, found.low, found.high
 
 
 def rows_table(world: World) -> str:
@@ -158,71 +199,6 @@ def rows_table(world: World) -> str:
         lines.append([row["arm"], row["measure"], f"{low:.2f}–{high:.2f}", ours, word])
     head = ("arm", "what", "prototype", "here", "")
     return f"{world.name.capitalize()} world:\n\n{table(head, lines)}"
-
-
-def bar(world: World, arm: str) -> str:
-    """One setting against what it has to reach; differences from SDPO are paired."""
-    limits = [("known", ">=", 0.97), ("format unknown", ">=", 0.97), ("format holdout", ">=", 0.90)]
-    if world.name == "shortcut":
-        limits.insert(0, ("shortcut", "<=", 0.05))
-    lines = []
-    for measure, relation, limit in limits:
-        mean, low, high = interval(world, arm, measure)
-        met = mean <= limit if relation == "<=" else mean >= limit
-        lines.append([measure, f"{relation} {limit:g}", f"{mean:.3f} [{low:.3f}, {high:.3f}]", told_met(met)])
-    for group in GROUPS[1:]:
-        found = world.contrast(arm, group)
-        met = found.difference.low >= -0.02
-        word = told_met(met) if met or found.difference.high < -0.02 else "not decided"
-        lines.append([f"{group}, against SDPO", "no lower by more than .02", told(found), word])
-    return f"`{arm}`, {world.name} world:\n\n{table(('what', 'bar', 'measured', ''), lines)}"
-
-
-def told_met(met: bool) -> str:
-    return "met" if met else "**missed**"
-
-
-def measures_of(world: World) -> list[str]:
-    return [*MEASURES[1:3], "holdout", *MEASURES[3:]] + ([] if world.name == "plain" else ["shortcut"])
-
-
-def seeds_table(world: World) -> str:
-    """Every arm's mean, with the number of each seed: for few seeds an interval says nothing."""
-    names = measures_of(world)
-    lines = []
-    for arm in sorted({run.arm for run in world.runs}):
-        lines.append([arm, *(by_seed(world, arm, name) for name in names)])
-    return f"{world.name.capitalize()} world, %, final, mean (each seed):\n\n{table(('arm', *names), lines)}"
-
-
-def by_seed(world: World, arm: str, measure: str) -> str:
-    kind, _, group = measure.rpartition(" ")
-    name, group = ("shortcut", "unknown") if measure == "shortcut" else (kind or "score", group)
-    values = []
-    for run in world.of(arm):
-        scores, final = run.per_prompt(run.final_step(), name), run.final_step()
-        inside = [prompt["id"] for prompt in run.prompts(final) if prompt["group"] == group]
-        values.append(statistics.fmean(scores[prompt] for prompt in inside))
-    return f"{100 * statistics.fmean(values):.1f} ({', '.join(f'{100 * value:.0f}' for value in values)})"
-
-
-def arms_table(world: World) -> str:
-    names = measures_of(world)
-    lines = []
-    for arm in sorted({run.arm for run in world.runs}):
-        cells = [interval(world, arm, name) for name in names]
-        lines.append([arm, *(f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]" for mean, low, high in cells)])
-    return f"{world.name.capitalize()} world, %, final:\n\n{table(('arm', *names), lines)}"
-
-
-def against_sdpo(world: World) -> str:
-    """Paired differences of every arm from SDPO: reward by group, and the shortcut on the unknown ones."""
-    rows = [c for c in world.score.contrasts if c.when == FINAL and not c.domain.endswith(": known")]
-    parts = [f"{world.name.capitalize()} world, reward against SDPO:", contrasts_table(rows)]
-    if world.name != "plain":
-        rates = [c for c in world.shortcut.contrasts if c.when == FINAL and c.domain.endswith(": unknown")]
-        parts += [f"{world.name.capitalize()} world, shortcut against SDPO:", contrasts_table(rates)]
-    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

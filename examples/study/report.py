@@ -10,9 +10,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from claims import claims
+from claims import claim_controls, claim_count, claim_lambda, claim_methods, claim_rates, claims
 from results import GROUPS, LAMBDAS, TASK, WORLDS, World, early, late, read_world, step_seconds
 
 from credit_trl.comparison import Comparison
@@ -24,6 +25,7 @@ from credit_trl.run_directory import write_atomically
 HERE = Path(__file__).parent
 TIME_FILE = "time.json"  # run.py's
 SEEDS = 5
+LONGER = ("forms", "controls")  # run.py's sweeps of the same methods for more steps than fit an hour
 
 
 def main() -> None:
@@ -31,12 +33,15 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/study"))
     parser.add_argument("--docs", type=Path, default=HERE.parents[1] / "docs")
     args = parser.parse_args()
-    worlds = {name: read_world(args.output_dir / name, name) for name in WORLDS}
+    worlds = {name: read_world(name, args.output_dir / name) for name in WORLDS}
+    longer = {}
+    if (args.output_dir / "plain-forms").is_dir():
+        longer = {name: read_world(name, *(args.output_dir / f"{name}-{s}" for s in LONGER)) for name in WORLDS}
     tokens = json.loads((args.output_dir / "tokens.json").read_text(encoding="utf-8"))
     draw(worlds, args.docs / "study")
     timed = args.output_dir / TIME_FILE
     told = json.loads(timed.read_text(encoding="utf-8")) if timed.is_file() else None
-    write_atomically(args.docs / "study.md", page(worlds, tokens, told))
+    write_atomically(args.docs / "study.md", page(worlds, tokens, told, longer))
     print(args.docs / "study.md")
 
 
@@ -72,13 +77,19 @@ def lambda_points(world: World) -> dict[str, list[tuple[float, float, float, flo
     return points
 
 
-def page(worlds: Mapping[str, World], tokens: Mapping[str, Mapping], timed: Mapping[str, Any] | None = None) -> str:
+def page(
+    worlds: Mapping[str, World],
+    tokens: Mapping[str, Mapping],
+    timed: Mapping[str, Any] | None = None,
+    longer: Mapping[str, World] = MappingProxyType({}),
+) -> str:
     plain, shortcut = worlds["plain"], worlds["shortcut"]
     parts = [
         "# The embedded study",
         introduction(worlds, timed),
         "## The paper's claims, at this scale",
         *claims(plain, shortcut, tokens),
+        *(longer_section(longer) if longer else []),
         findings(),
         "## Plain world",
         world_section(plain),
@@ -96,21 +107,38 @@ def page(worlds: Mapping[str, World], tokens: Mapping[str, Mapping], timed: Mapp
     return "\n\n".join(parts) + "\n"
 
 
+def longer_section(longer: Mapping[str, World]) -> list[str]:
+    """The claims about training again, on the runs of the sweep `forms`, which are longer."""
+    plain, shortcut = longer["plain"], longer["shortcut"]
+    config = plain.runs[0].config
+    return [
+        f"### The same after {config['max_steps']} steps at {config['learning_rate']:g}",
+        "An hour ends early in learning. The sweep `forms` has the same arms, seeds and bases for longer, and "
+        "`controls` the two controls; their numbers are in [Forms of the contrast, measured](forms_study.md).",
+        claim_methods(plain),
+        claim_count(plain),
+        claim_lambda(plain, shortcut),
+        claim_rates(shortcut),
+        *([claim_controls(plain)] if plain.of("foreign-hint λ=0.1") else []),
+    ]
+
+
 def introduction(worlds: Mapping[str, World], timed: Mapping[str, Any] | None) -> str:
     plain, shortcut = worlds["plain"], worlds["shortcut"]
     seeds = sorted({run.seed for run in plain.runs})
     rows = {g: plain.score.prompts[f"{TASK}: {g}"] for g in GROUPS}
+    config = plain.runs[0].config
     return "\n\n".join(
         [
-            "`examples/study/` trains GRPO, SDPO, CREDIT and two controls on the embedded tool-call task. This page "
+            "`examples/study/` trains GRPO, SDPO and CREDIT on the embedded tool-call task. This page "
             "is written by `examples/study/report.py` from the run directories. By hand is the text under “Why some "
             "claims do not reproduce here”, with the numbers in it.",
             f"**Runs.** {len(plain.runs)} in the plain world ({plain.runs[0].config['max_steps']:g} steps), "
             f"{len(shortcut.runs)} in the shortcut world ({shortcut.runs[0].config['max_steps']:g} steps); seeds "
             f"{', '.join(map(str, seeds))}. Each seed has a base model of its own, pretrained with that seed, which "
             "all arms of the seed start from; the seed also decides the order of the data. Every arm has the same "
-            "budget: 64 rollouts a step (16 prompts × 4), learning rate 1e-3 after 10 warm-up steps, EMA rate 0.02, "
-            "teacher's top 20 tokens **with the tail bucket**.",
+            f"budget: 64 rollouts a step (16 prompts × 4), learning rate {config['learning_rate']:g} after "
+            f"{config['warmup_steps']} warm-up steps, EMA rate 0.02, teacher's top 20 **with the tail bucket**.",
             f"**Evaluation.** avg@4 at temperature 0.6 and top-p 0.95 on {sum(rows.values())} test prompts: "
             f"{rows['known']} on cues that the base knows, {rows['unknown']} on cues that only training can teach, "
             f"{rows['holdout']} on cues that nothing teaches (accuracy there should stay near chance, 25 %, and the "
@@ -130,23 +158,21 @@ def cost(worlds: Mapping[str, World]) -> str:
     count = sum(len(world.runs) for world in worlds.values())
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl"))
     return (
-        f"**Cost.** {minutes:.0f} core-minutes for the {count} runs with their evaluations, one thread each, on two "
-        f"shared CPU cores that did other work at the same time. {platform.machine()}, "
-        f"Python {platform.python_version()}, {versions}."
+        f"**Cost.** {minutes:.0f} core-minutes for the {count} runs with their evaluations, one thread each. "
+        f"{platform.machine()}, Python {platform.python_version()}, {versions}."
     )
 
 
 def time_told(timed: Mapping[str, Any]) -> str:
     """What `run.py` took from nothing to its end (`time.json`), and what that makes for all seeds."""
     seeds = max(len(of) for of in timed["seeds"].values())
-    bases, runs = timed["seconds_bases"] / 60, (timed["seconds"] - timed["seconds_bases"]) / 60
+    bases, whole = timed["seconds_bases"] / 60, timed["seconds"] / 60
     text = (
-        f"From nothing, with {timed['processes']} processes on {timed['cores']} cores that did nothing else, the "
-        f"comparison of methods with {seeds} of {SEEDS} seeds in {len(timed['seeds'])} worlds took {runs:.1f} minutes "
-        f"after {bases:.1f} for its bases, which are kept"
+        f"From nothing to its end, with {timed['processes']} processes on {timed['cores']} shared cores, the "
+        f"comparison of methods with {seeds} of {SEEDS} seeds in {len(timed['seeds'])} worlds took {whole:.0f} "
+        f"minutes, {bases:.0f} of them for its bases, which are kept"
     )
-    whole = SEEDS / seeds
-    return text + (f"; for all seeds that makes {whole * runs:.0f} and {whole * bases:.0f}." if whole > 1 else ".")
+    return text + (f"; for all seeds that makes {SEEDS / seeds * whole:.0f}." if seeds < SEEDS else ".")
 
 
 def world_section(world: World) -> str:

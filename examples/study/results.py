@@ -47,10 +47,10 @@ class World:
         return next(c for c in comparison.contrasts if (c.arm, c.domain, c.when) == wanted)
 
 
-def read_world(folder: Path, name: str) -> World:
-    """A world's runs of the sweep `methods`, in `folder`, and of `controls` beside it where they were made."""
-    folders = [folder, *filter(Path.is_dir, [folder.with_name(f"{folder.name}-controls")])]
-    return World(name, *(compare(folders, measure=measure) for measure in ("score", "format", "shortcut")))
+def read_world(name: str, *folders: Path) -> World:
+    """A world's runs, in the folders of its sweeps; those that are not there are passed over."""
+    there = [folder for folder in folders if folder.is_dir()]
+    return World(name, *(compare(there, measure=measure) for measure in ("score", "format", "shortcut")))
 
 
 def early(run: Run, name: str, steps: int = 5) -> float:

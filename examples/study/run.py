@@ -1,8 +1,8 @@
 """Run the study: pretrain one base a world and seed, then every arm of a sweep. Resumable at any moment.
 
-Four sweeps a world: `methods` (the paper's claims), `controls` (another hint swapped or shown), `choice` (forms of
-the contrast on seeds of their own, to choose from) and `forms` (what was chosen, and what `docs/contrast.md` claims,
-on the seeds that are reported).
+Sweeps: `methods` (the paper's claims, within an hour), `controls` (another hint swapped or shown), `choice` (forms of
+the contrast on seeds of their own), `forms` (what was chosen beside all methods, on the seeds that are reported, for
+longer), `end_choice` and `end` (the same two steps for runs to the end of learning, the second on fresh seeds).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def study():
     sys.path.insert(0, str(STUDY))
     yield lambda name: __import__(name)
     sys.path.remove(str(STUDY))
-    for name in ("claims", "forms", "report", "results", "run", "tokens"):
+    for name in ("bars", "claims", "forms", "report", "results", "run", "tokens"):
         sys.modules.pop(name, None)
 
 
@@ -40,7 +40,7 @@ def write_world(
     noise = {prompt: float(rng.normal(0, 0.02)) for prompt in PROMPTS}
     for arm in arms_of(spec or world):
         for seed in (1, 2):
-            goal = {"known": 0.95, "unknown": unknown.get(arm, 0.7), "holdout": 0.25}
+            goal = {"known": 1.0, "unknown": unknown.get(arm, 0.7), "holdout": 0.25}
             final = {p: goal[g] + noise[p] + 0.001 * seed for p, g in PROMPTS.items()}
             base = {p: 0.25 + noise[p] for p in PROMPTS}
             size = next((float(part[2:]) for part in arm.split() if part.startswith("λ=")), 0.0)
@@ -57,7 +57,7 @@ def write_world(
                 task="quickstart",
                 groups=PROMPTS,
                 log=log,
-                config={"max_steps": 20},
+                config={"max_steps": 20, "learning_rate": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 2},
                 metrics={"format": 1.0, "shortcut": planted.get(arm, 0.9)},
             )
 
@@ -83,11 +83,15 @@ def page(study, writer_at, tmp_path_factory) -> str:
     tmp_path = tmp_path_factory.mktemp("page")
     write = writer_at(tmp_path / "runs")
     write_world(write, "plain", {"GRPO": 0.4, "SDPO": 0.7, "CREDIT λ=0.5": 0.3}, {})
+    write_world(write, "plain-forms", {"GRPO": 0.2, "SDPO": 0.7, "CREDIT λ=0.5": 0.6}, {}, spec="forms")
     write_world(write, "plain-controls", {"foreign-hint λ=0.1": 0.25}, {}, spec="controls")
+    write_world(write, "shortcut-forms", {}, {"CREDIT λ=0.5": 0.2}, spec="forms")
     write_world(write, "shortcut", {"CREDIT λ=0.5": 0.4}, {"CREDIT λ=0.5": 0.05})
     (tmp_path / "runs" / "tokens.json").write_text(json.dumps(token_numbers()))
     report = study("report")
-    worlds = {name: report.read_world(tmp_path / "runs" / name, name) for name in report.WORLDS}
+    runs = tmp_path / "runs"
+    worlds = {name: report.read_world(name, runs / name) for name in report.WORLDS}
+    longer = {w: report.read_world(w, *(runs / f"{w}-{s}" for s in report.LONGER)) for w in report.WORLDS}
     report.draw(worlds, tmp_path / "docs" / "study")
     assert len(list((tmp_path / "docs" / "study").glob("*.png"))) == 12
     timed = {
@@ -97,11 +101,12 @@ def page(study, writer_at, tmp_path_factory) -> str:
         "cores": 2,
         "seeds": {"plain": [1], "shortcut": [1]},
     }
-    return report.page(worlds, token_numbers(), timed)
+    return report.page(worlds, token_numbers(), timed, longer)
 
 
-def line_of(page: str, claim: str) -> str:
-    (line,) = [line for line in page.splitlines() if line.startswith(f"- **{claim}")]
+def line_of(page: str, claim: str, longer: bool = False) -> str:
+    hour, _, rest = page.partition("### The same after")
+    (line,) = [line for line in (rest if longer else hour).splitlines() if line.startswith(f"- **{claim}")]
     return line
 
 
@@ -119,12 +124,18 @@ def test_verdicts_follow_from_the_intervals(page):
     assert shortcut.count("**holds**") == 1
     assert shortcut.count("**not decided**") == 1
     assert "λ ≈ 0.20" in shortcut
-    assert "-45.0 points" in line_of(page, "Controls")
+
+
+def test_claims_are_told_again_for_the_longer_runs(page):
+    assert "+50.0 points" in line_of(page, "CREDIT > SDPO > GRPO", longer=True)
+    assert "-10.0 points" in line_of(page, "λ too large", longer=True)
+    assert "CREDIT λ=0.5 20 %" in line_of(page, "Shortcut tokens", longer=True)
+    assert "-45.0 points" in line_of(page, "Controls", longer=True)
 
 
 def test_page_states_what_the_study_took_from_nothing(page):
-    assert "with 1 of 5 seeds in 2 worlds took 11.0 minutes after 3.0 for its bases, which are kept" in page
-    assert "for all seeds that makes 55 and 15." in page
+    assert "with 1 of 5 seeds in 2 worlds took 14 minutes, 3 of them for its bases, which are kept" in page
+    assert "for all seeds that makes 70." in page
 
 
 def test_page_states_seeds_budget_and_what_was_not_run(page):
@@ -156,18 +167,33 @@ def forms_page(study, writer_at, tmp_path_factory) -> str:
     tmp_path = tmp_path_factory.mktemp("forms")
     write = writer_at(tmp_path)
     guide = "CREDIT form=guide λ=1"
-    write_world(write, "plain", {"SDPO": 0.7}, {})
-    write_world(write, "plain-forms", {guide: 0.6}, {}, spec="forms")
-    write_world(write, "shortcut", {"SDPO": 0.94}, {"SDPO": 0.98, "GRPO": 0.3})
-    write_world(write, "shortcut-forms", {guide: 0.94}, {guide: 0.0}, spec="forms")
+    write_world(write, "plain-forms", {"SDPO": 0.7, guide: 0.6}, {}, spec="forms")
+    rates = {"SDPO": 0.98, "GRPO": 0.3, guide: 0.0}
+    write_world(write, "shortcut-forms", {"SDPO": 0.94, guide: 0.94}, rates, spec="forms")
     forms = study("forms")
-    worlds = {w: forms.read(w, [tmp_path / w, tmp_path / f"{w}-forms"]) for w in forms.WORLDS}
+    worlds = forms.of_sweep(tmp_path, "forms")
     for world in forms.WORLDS:
         planted = {"CREDIT λ=0.5 gate=0.05": 0.04, guide: 0.0, f"{guide} plausibility=0.01": 0.02}
         write_world(write, f"{world}-choice", {guide: 0.9, f"{guide} source=none": 0.95}, planted, spec="choice")
-    choice = {w: forms.read(w, [tmp_path / f"{w}-choice"]) for w in forms.WORLDS}
+    write_end(write, tmp_path)
+    choice, end_choice, end = (forms.of_sweep(tmp_path, sweep) for sweep in ("choice", "end_choice", "end"))
     write_world(write, "style", {guide: 0.8}, {guide: 0.1, "SDPO": 0.6})
-    return forms.page(worlds, choice, {"style": forms.read("style", [tmp_path / "style"])})
+    return forms.page(worlds, choice, end_choice, end, {"style": forms.read("style", [tmp_path / "style"])})
+
+
+GUIDE_AT_THE_END = "CREDIT form=guide λ=1.5"
+FROZEN = f"{GUIDE_AT_THE_END} teacher_model_kind=base"
+BOTH = f"{GUIDE_AT_THE_END} plausibility=0.01 teacher_model_kind=base"
+
+
+def write_end(write, tmp_path: Path) -> None:
+    """Runs to the end of learning: one arm keeps too much of the shortcut, of the others one keeps less."""
+    masked = f"{GUIDE_AT_THE_END} plausibility=0.01"
+    unknown = {"SDPO": 0.9, masked: 0.9, FROZEN: 0.905, BOTH: 0.9}
+    planted = {"SDPO": 1.0, masked: 0.06, FROZEN: 0.01, BOTH: 0.03}
+    for world in ("plain", "shortcut"):
+        for sweep in ("end_choice", "end"):
+            write_world(write, f"{world}-{sweep}", unknown, planted, spec=sweep)
 
 
 def rows_of(page: str, *beginning: str) -> list[str]:
@@ -183,17 +209,45 @@ def test_rows_of_the_prototype_agree_or_differ_by_the_interval(forms_page):
 
 
 def test_the_bar_is_paired_with_sdpo_and_says_what_is_missed(forms_page):
-    plain, shortcut, *_ = rows_of(forms_page, "unknown, against SDPO")
+    half_way = forms_page.partition("## Half-way through learning")[2]
+    plain, shortcut, *_ = rows_of(half_way, "unknown, against SDPO")
     assert "-10.0 points" in plain
     assert plain.endswith("**missed** |")
     assert shortcut.endswith("| met |")
-    assert len(rows_of(forms_page, "shortcut", "<= 0.05")) == 2  # of the chosen arm and of the runner-up
-    format_holdout, *_ = rows_of(forms_page, "format holdout", ">= 0.9")
+    assert len(rows_of(half_way, "shortcut", "<= 0.05")) == 2  # of the chosen arm and of the runner-up
+    format_holdout, *_ = rows_of(half_way, "format holdout", ">= 0.9")
     assert format_holdout.endswith("| met |")
 
 
+def test_at_the_end_of_learning_the_arm_with_least_shortcut_among_those_that_meet_every_line_is_chosen(forms_page):
+    end = forms_page.partition("## At the end of learning")[2].partition("## A first choice")[0]
+    (told,) = [line for line in end.splitlines() if line.startswith("Rule: ")]
+    listed = re.findall(r"`(CREDIT[^`]+)` (\d+\.\d)", told)
+    assert [arm for arm, _ in listed] == [BOTH, FROZEN]
+    assert told.endswith(f"Chosen: `{FROZEN}`.")
+    assert f"`{FROZEN}`, shortcut world:" in end
+    (planted,) = rows_of(end, "shortcut", "<= 0.05")
+    assert planted.endswith("| 0.010 [0.010, 0.010] | met |")
+
+
+@pytest.mark.parametrize(
+    ("difference", "word"),
+    [
+        ((0.01, -0.01, 0.03), "met"),
+        ((-0.01, -0.05, 0.03), "met by the mean, not by the interval"),
+        ((-0.03, -0.06, 0.01), "missed by the mean"),
+        ((-0.05, -0.08, -0.03), "**missed**"),
+    ],
+)
+def test_a_loss_of_accuracy_is_told_by_mean_and_interval(study, difference, word):
+    from credit_trl.evaluation.statistics import Difference
+
+    assert study("bars").told_loss(Difference(*difference, p_value=0.5)) == word
+
+
 def test_only_arms_without_the_shortcut_are_eligible_and_the_best_is_named_first(forms_page):
-    (told,) = [line for line in forms_page.splitlines() if line.startswith("Rule: ")]
+    first = forms_page.partition("## A first choice")[2]
+    (told,) = [line for line in first.splitlines() if line.startswith("Rule: ")]
     eligible = re.findall(r"`(CREDIT[^`]+)` (\d+\.\d)", told.partition("Eligible")[2])
     assert eligible[0][0] == "CREDIT form=guide λ=1"
     assert "CREDIT form=guide λ=1 source=none" not in dict(eligible)  # the highest score, and the shortcut
@@ -215,10 +269,16 @@ def test_worlds_that_were_not_chosen_on_show_reward_and_shortcut_against_sdpo(fo
 def test_forms_are_chosen_on_seeds_that_are_not_reported():
     from credit_trl.sweeps import read_spec
 
-    chosen, reported = (read_spec(STUDY / f"{name}.yaml") for name in ("choice", "forms"))
-    assert not set(chosen.seeds) & set(reported.seeds)
-    assert set(reported.seeds) == set(read_spec(STUDY / "plain.yaml").seeds)
-    assert chosen.config == reported.config == read_spec(STUDY / "plain.yaml").config
+    plain, choice, forms, end_choice, end = (
+        read_spec(STUDY / f"{name}.yaml") for name in ("plain", "choice", "forms", "end_choice", "end")
+    )
+    assert not set(choice.seeds) & set(forms.seeds)
+    assert set(forms.seeds) == set(plain.seeds)
+    assert forms.config == choice.config
+    assert set(choice.seeds) == set(end_choice.seeds)
+    assert not set(end.seeds) & {*plain.seeds, *choice.seeds}  # fresh: no form was looked at on them
+    assert end.config == end_choice.config
+    assert len(end.seeds) >= 5
 
 
 def test_bases_are_made_once_and_left_to_a_launcher_that_is_at_them(study, tmp_path, monkeypatch):

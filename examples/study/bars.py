@@ -1,0 +1,112 @@
+"""What a form of the contrast has to reach, and tables of what it reached."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from claims import told
+from report import contrasts_table, table
+from results import GROUPS, World
+
+from credit_trl.comparison.compare import FINAL
+from credit_trl.evaluation.statistics import Difference
+
+MEASURES = ("shortcut", "known", "unknown", "format unknown", "format holdout")
+SHORTCUT_LIMIT = 0.05
+LOWER_LIMITS = {"known": 0.97, "format unknown": 0.97, "format holdout": 0.90}
+LOSS_LIMIT = 0.02  # in accuracy on unknown and on hold-out cues, against SDPO
+
+
+def interval(world: World, arm: str, measure: str) -> tuple[float, float, float]:
+    """Mean and 95 % interval of one of MEASURES at the end of training."""
+    kind, _, group = measure.rpartition(" ")
+    comparison = world.shortcut if measure == "shortcut" else getattr(world, kind or "score")
+    domain = f"{world.task}: {'unknown' if measure == 'shortcut' else group}"
+    found = comparison.cells[arm, domain, FINAL].interval
+    return found.mean, found.low, found.high
+
+
+def bar(world: World, arm: str) -> str:
+    """One setting against what it has to reach; differences from SDPO are paired."""
+    lines = []
+    for measure, relation, limit in limits_of(world):
+        mean, low, high = interval(world, arm, measure)
+        met = mean <= limit if relation == "<=" else mean >= limit
+        lines.append([measure, f"{relation} {limit:g}", f"{mean:.3f} [{low:.3f}, {high:.3f}]", told_met(met)])
+    for group in GROUPS[1:]:
+        found = world.contrast(arm, group)
+        lines.append([f"{group}, against SDPO", "no lower by more than .02", told(found), told_loss(found.difference)])
+    return f"`{arm}`, {world.name} world:\n\n{table(('what', 'bar', 'measured', ''), lines)}"
+
+
+def limits_of(world: World) -> list[tuple[str, str, float]]:
+    limits = [(measure, ">=", limit) for measure, limit in LOWER_LIMITS.items()]
+    return limits if world.name == "plain" else [("shortcut", "<=", SHORTCUT_LIMIT), *limits]
+
+
+def meets(world: World, arm: str) -> bool:
+    """Whether the means of a setting are on the right side of every line of the bar."""
+    means = [(interval(world, arm, measure)[0], *limit) for measure, *limit in limits_of(world)]
+    losses = [-world.contrast(arm, group).difference.difference for group in GROUPS[1:]]
+    return all(mean <= limit if relation == "<=" else mean >= limit for mean, relation, limit in means) and all(
+        loss <= LOSS_LIMIT for loss in losses
+    )
+
+
+def told_met(met: bool) -> str:
+    return "met" if met else "**missed**"
+
+
+def told_loss(difference: Difference) -> str:
+    """What mean and interval of a difference in accuracy say of the limit on its loss."""
+    if difference.low >= -LOSS_LIMIT:
+        return "met"
+    if difference.high < -LOSS_LIMIT:
+        return "**missed**"
+    return "met by the mean, not by the interval" if difference.difference >= -LOSS_LIMIT else "missed by the mean"
+
+
+def measures_of(world: World) -> list[str]:
+    return [*MEASURES[1:3], "holdout", *MEASURES[3:]] + ([] if world.name == "plain" else ["shortcut"])
+
+
+def seeds_table(world: World) -> str:
+    """Every arm's mean, with the number of each seed: for few seeds an interval says nothing."""
+    names = measures_of(world)
+    lines = [[arm, *(by_seed(world, arm, name) for name in names)] for arm in arms_of(world)]
+    return f"{world.name.capitalize()} world, %, final, mean (each seed):\n\n{table(('arm', *names), lines)}"
+
+
+def by_seed(world: World, arm: str, measure: str) -> str:
+    kind, _, group = measure.rpartition(" ")
+    name, group = ("shortcut", "unknown") if measure == "shortcut" else (kind or "score", group)
+    values = []
+    for run in world.of(arm):
+        scores, final = run.per_prompt(run.final_step(), name), run.final_step()
+        inside = [prompt["id"] for prompt in run.prompts(final) if prompt["group"] == group]
+        values.append(statistics.fmean(scores[prompt] for prompt in inside))
+    return f"{100 * statistics.fmean(values):.1f} ({', '.join(f'{100 * value:.0f}' for value in values)})"
+
+
+def arms_table(world: World) -> str:
+    names = measures_of(world)
+    lines = []
+    for arm in arms_of(world):
+        cells = [interval(world, arm, name) for name in names]
+        lines.append([arm, *(f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]" for mean, low, high in cells)])
+    return f"{world.name.capitalize()} world, %, final:\n\n{table(('arm', *names), lines)}"
+
+
+def arms_of(world: World) -> Sequence[str]:
+    return sorted({run.arm for run in world.runs})
+
+
+def against_sdpo(world: World) -> str:
+    """Paired differences of every arm from SDPO: reward by group, and the shortcut on the unknown ones."""
+    rows = [c for c in world.score.contrasts if c.when == FINAL and not c.domain.endswith(": known")]
+    parts = [f"{world.name.capitalize()} world, reward against SDPO:", contrasts_table(rows)]
+    if world.name != "plain":
+        rates = [c for c in world.shortcut.contrasts if c.when == FINAL and c.domain.endswith(": unknown")]
+        parts += [f"{world.name.capitalize()} world, shortcut against SDPO:", contrasts_table(rates)]
+    return "\n\n".join(parts)
