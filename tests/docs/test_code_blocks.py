@@ -294,7 +294,7 @@ def test_every_yaml_block_is_a_file_with_a_name():
 
 @pytest.mark.parametrize("name", [name for name in named_blocks() if name not in NAMED])
 def test_yaml_blocks_train_a_step(name, tiny_model, page_folder):
-    """Those that no command line names generate with vLLM: here with transformers, in `tests/vllm_engine` with it."""
+    """What no command line names generates with vLLM: here without, in `tests/vllm_engine` in both modes."""
     options = yaml.safe_load((page_folder / name).read_text("utf-8"))
     assert options["use_vllm"] is True
     line = ["--config", name, "--use_vllm", "false", "--task", "sciknoweval:physics"]

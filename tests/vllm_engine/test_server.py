@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -19,7 +18,10 @@ from peft import LoraConfig
 
 pytest.importorskip("vllm", reason="no vLLM engine in this environment: run `make test-vllm`")
 
+sys.path.append(str(Path(__file__).parents[1] / "docs"))
+
 import cpu_engine
+from blocks import calling
 from engine_observer import record
 
 from credit_trl.evaluation import Sampling
@@ -62,18 +64,24 @@ def plugin_path(folder: Path) -> Path:
     return folder
 
 
+# What the documented line gets besides its own words: a port of this test's, and a CPU for the GPU.
+APPENDED = f"""
+    --host 127.0.0.1 --port {{port}} --dtype float32 --enforce-eager --max-model-len 512
+    --kv-cache-memory-bytes {cpu_engine.KV_CACHE_BYTES}
+"""
+
+
 @pytest.fixture(scope="module")
 def server(model_path, tmp_path_factory) -> Iterator[Server]:
+    """The server that `docs/vllm.md` starts, by its own line, for a tiny model."""
     folder, port = tmp_path_factory.mktemp("server"), free_port()
+    (line,) = calling("vllm")
+    program, serve, _, *flags = line.words
+    assert (program, serve) == ("vllm", "serve")
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", serve, str(model_path), *flags]
+    command += APPENDED.format(port=port).split()
     paths = [str(plugin_path(folder / "plugin")), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_path)),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
-        *("--max-model-len", "512", "--kv-cache-memory-bytes", str(cpu_engine.KV_CACHE_BYTES)),
-        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
-        *("--weight-transfer-config", json.dumps({"backend": "nccl"})),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "VLLM_SERVER_DEV_MODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **dict(line.environment)}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)  # a colocated engine of another test has set them
     log = folder / "server.log"
