@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from results import WORLDS
 
 from credit_trl.analysis.checkpoints import Checkpoint
 from credit_trl.analysis.responses import Response, analysis_config, build_contexts
 from credit_trl.analysis.tokenmap import TokenScores, score_response
 from credit_trl.contexts import Evidence
 from credit_trl.run_directory import write_json
+from credit_trl.sweeps import read_spec
 from credit_trl.tasks.quickstart import GROUPS, SHORTCUT_THOUGHT, Question, draw_question, token_classes
 
+HERE = Path(__file__).parent
 CLASSES = ("cue", "topic", "tool", "city", "generic", "shortcut")
 
 
@@ -30,10 +33,16 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=60, help="a base (default 60)")
     args = parser.parse_args()
     found = {}
-    for base in sorted((args.output_dir / "bases").glob("*-seed*[0-9]")):
+    for base in bases_of_the_study(args.output_dir / "bases"):
         found[base.name] = measure(base, args.questions)
         print(base.name, {name: round(value["S"], 2) for name, value in found[base.name]["classes"].items()})
     write_json(args.output_dir / "tokens.json", found)
+
+
+def bases_of_the_study(folder: Path) -> list[Path]:
+    """The bases of the first two worlds and of the seeds that are reported; other sweeps have bases there too."""
+    seeds = {world: read_spec(HERE / f"{world}.yaml").seeds for world in WORLDS}
+    return [base for world in WORLDS for seed in seeds[world] if (base := folder / f"{world}-seed{seed}").is_dir()]
 
 
 def measure(base: Path, count: int) -> dict[str, Any]:

@@ -313,6 +313,14 @@ def test_a_pretraining_that_misses_its_gate_is_repeated_with_another_seed(study,
     assert "attempt 1: Letter look-up" in capsys.readouterr().err
 
 
+def test_tokens_are_measured_on_the_bases_of_the_study_alone(study, tmp_path):
+    for name in ("plain-seed1", "plain-seed2", "plain-seed6", "shortcut-seed1", "style-seed1", "programs-seed1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "plain-seed1.lock").touch()
+    found = study("tokens").bases_of_the_study(tmp_path)
+    assert [base.name for base in found] == ["plain-seed1", "plain-seed2", "shortcut-seed1"]
+
+
 def test_credit_by_token_class_counts_planted_tokens_apart(study):
     from transformers import AutoTokenizer
 
