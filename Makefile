@@ -41,8 +41,8 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 format: $(INSTALLED)
-	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(OPTIONAL_VENV) runs site dist .pytest_cache .ruff_cache .hypothesis
