@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from blocks import Command
 
-# A page, or the beginning of a line → why it is not run. Its script reads the line all the same, and is stopped there.
+# The beginning of a line → why it is not run. Its script reads the line all the same, and is stopped there.
 NOT_RUN = {
-    "examples/study/README.md": "hours of training; what it writes is committed, and tests/comparison checks it",
     "python benchmarks/update_phase.py --preset gpu": "it measures GPUs; the presets for a CPU are measured on one",
 }
 QUESTIONS_OF_THE_HUB = "data/sciknoweval"  # rows that are made here
@@ -37,6 +36,10 @@ OPTIONS = {
         "--questions 32 --epochs 1 --steps 2 --noisy_steps 2 --prompts 3 --positions 1 --candidates 2 --samples 2",
         "a thousandth of the experiment: seconds, not an hour",
     ),
+    "sweep": (
+        "--seeds 1 --steps 1 --processes 1",
+        "one step with one seed, from the base of the package for every base: minutes, not hours",
+    ),
     "output": ("--output_dir run --report_to none --disable_tqdm true", "where the test looks, and nothing else"),
 }
 
@@ -59,12 +62,16 @@ LINES = {  # by the words that a line begins with; the longest counts
     "python examples/sciknoweval.py": (*_TRAINED, "rollouts", "score"),
     "python examples/toolalpaca.py": (*_TRAINED, "rollouts", "score"),
     "python notebooks/run.py": (),
+    "python run.py": ("sweep",),  # of examples/study, where the next three are too
+    "python tokens.py": (),
+    "python report.py": (),
+    "python forms.py": (),
 }
 
 
 def is_left(command: Command) -> bool:
     """Whether a line is one of `NOT_RUN`."""
-    return command.block.page in NOT_RUN or " ".join(command.words).startswith(tuple(NOT_RUN))
+    return " ".join(command.words).startswith(tuple(NOT_RUN))
 
 
 def appended(command: Command, model: str) -> list[str]:

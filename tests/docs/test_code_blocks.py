@@ -47,7 +47,7 @@ from blocks import (
     of_language,
 )
 from page_files import MODULES, QUESTIONS, named_blocks
-from substitutions import NOT_RUN, QUESTIONS_OF_THE_HUB, is_left
+from substitutions import QUESTIONS_OF_THE_HUB, is_left
 
 import credit_trl
 from credit_trl import cli
@@ -89,13 +89,12 @@ EXECUTED = {
     "$ sbatch": f"{SHELL}test_launches_train_a_step",
     "$ vllm": "vllm_engine/test_server.py::test_after_every_update_the_server_samples_with_the_policy",
 }
-RUN = [block for block in BLOCKS if block.page not in NOT_RUN]
 
 
 def test_nothing_is_left_out():
     """A block of another language, or a line of another program, fails here until it is executed somewhere."""
     programs = {command.program for command in COMMANDS if not is_left(command)}
-    kinds = {block.language for block in RUN} - {"bash"} | {f"$ {program}" for program in programs}
+    kinds = {block.language for block in BLOCKS} - {"bash"} | {f"$ {program}" for program in programs}
     assert kinds == EXECUTED.keys()
     for place in EXECUTED.values():
         file, _, name = place.partition("::")
@@ -341,7 +340,7 @@ OTHER_PROGRAMS = "git docker srun scontrol curl cd export conda uv apt apt-get m
 
 
 def test_text_blocks_are_shown_by_something_and_hide_no_command():
-    assert [block for block in RUN if block.language in ("", "indented")] == []
+    assert [block for block in BLOCKS if block.language in ("", "indented")] == []
     programs = {kind.removeprefix("$ ") for kind in EXECUTED if kind.startswith("$ ")} | set(OTHER_PROGRAMS.split())
     for block in of_language("text"):
         (place,) = (place for beginning, place in SHOWN.items() if block.text.lstrip().startswith(beginning))

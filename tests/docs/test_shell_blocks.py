@@ -21,6 +21,7 @@ from blocks import ROOT, Command, calling
 from substitutions import LINES, appended, is_left
 
 STAND_INS = Path(__file__).parent / "stand_ins"
+STUDY = "examples/study/README.md"
 NOT_COPIED = (
     ".git",
     ".venv*",
@@ -133,7 +134,8 @@ def test_make_test_slow_collects_the_slow_tests(checkout):
 
 
 IN_THE_CHECKOUT = [command for command in calling("python") if command.words[1].startswith("notebooks/")]
-SCRIPTS = [command for command in calling("python") if command not in IN_THE_CHECKOUT and not is_left(command)]
+OF_THE_STUDY = [command for command in calling("python") if command.block.page == STUDY]
+SCRIPTS = [c for c in calling("python") if not is_left(c) and c not in [*IN_THE_CHECKOUT, *OF_THE_STUDY]]
 STEP_MADE = "credit/distillation_loss"  # of a logged step
 OTHERWISE = {"credit_dpo.py": "mean margin", "interventional_credit.py": "seed 3, exact"}
 LONG = ("credit_dpo.py", "interventional_credit.py", "livecodebench.py")
@@ -194,3 +196,28 @@ def test_every_rule_of_the_table_is_of_a_line():
         assert any(line.startswith(beginning) for line in lines), beginning
     for command in [*SCRIPTS, *IN_THE_CHECKOUT, *LAUNCHES]:
         appended(command, "model")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_the_studys_lines_run_one_after_the_other_and_write_its_pages(checkout, tmp_path):
+    """In a copy, since they write into `docs/`, with one sample a prompt."""
+    from credit_trl.tasks.quickstart_model import SHIPPED
+
+    folder = (checkout / STUDY).parent
+    for spec in folder.glob("*.yaml"):
+        spec.write_text(spec.read_text("utf-8").replace("  k: 4\n", "  k: 1\n"), encoding="utf-8")
+    for world in ("plain", "shortcut", "style", "programs"):
+        for seed in (1, 6, 8):  # the first of each sweep's
+            shutil.copytree(SHIPPED, folder / "runs" / "study" / "bases" / f"{world}-seed{seed}")
+    written = [checkout / "docs" / name for name in ("study.md", "forms_study.md")]
+    for page in written:
+        page.unlink()
+    variables = environment(tmp_path) | {"PYTHONPATH": str(checkout / "src")}
+    for command in OF_THE_STUDY:
+        bash(" ".join([command.text, *appended(command, "")]), folder, variables, timeout=1200)
+    study, forms = (page.read_text("utf-8") for page in written)
+    assert "seeds 1." in study
+    assert "### The same after" not in study  # the longer runs come after the line that writes the page
+    for heading in ("## At the end of learning", "## A first choice", "Style world, %", "Programs world, %"):
+        assert heading in forms
