@@ -21,7 +21,6 @@ from credit_trl.run_directory import write_atomically
 HERE = Path(__file__).parent
 GUIDE = "CREDIT form=guide λ=1"
 RUNNER_UP = f"{GUIDE} plausibility=0.01"
-SDPO_OF_EITHER_TEACHER = ("SDPO", "SDPO teacher_model_kind=base")
 
 # Ranges over seeds that a prototype of another code saw after its choice was made, rounded to two digits.
 PROTOTYPE = HERE / "prototype.csv"
@@ -125,7 +124,7 @@ def end_told(end_choice: Mapping[str, World], end: Mapping[str, World]) -> list[
         f"{100 * CLOSE:g} point of the best accuracy on unknown cues (mean of both worlds), and of these the one "
         f"with the lowest rate of the planted thought over all cues. Arms that meet every line, and their accuracy: "
         f"{listed or 'none'}. Chosen: `{arm}`.",
-        *(bar(end[name], arm, SDPO_OF_EITHER_TEACHER) for name in WORLDS if arm is not None),
+        *(bar(end[name], arm) for name in WORLDS if arm is not None),
         *(seeds_table(end[name]) for name in WORLDS),
         *(against_sdpo(end[name]) for name in WORLDS),
         "The seeds of the choice:",

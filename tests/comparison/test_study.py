@@ -189,7 +189,7 @@ BOTH = f"{GUIDE_AT_THE_END} plausibility=0.01 teacher_model_kind=base"
 def write_end(write, tmp_path: Path) -> None:
     """Runs to the end of learning: one arm keeps too much of the shortcut, of the others one keeps less."""
     masked = f"{GUIDE_AT_THE_END} plausibility=0.01"
-    unknown = {"SDPO": 0.9, "SDPO teacher_model_kind=base": 0.95, masked: 0.9, FROZEN: 0.905, BOTH: 0.9}
+    unknown = {"SDPO": 0.9, masked: 0.9, FROZEN: 0.905, BOTH: 0.9}
     planted = {"SDPO": 1.0, masked: 0.06, FROZEN: 0.01, BOTH: 0.03}
     for world in ("plain", "shortcut"):
         for sweep in ("end_choice", "end"):
@@ -226,9 +226,6 @@ def test_at_the_end_of_learning_the_arm_with_least_shortcut_among_those_that_mee
     assert [arm for arm, _ in listed] == [BOTH, FROZEN]
     assert told.endswith(f"Chosen: `{FROZEN}`.")
     assert f"`{FROZEN}`, shortcut world:" in end
-    (own, frozen) = (rows_of(end, f"unknown, against SDPO{x}")[0] for x in ("", " teacher_model_kind=base"))
-    assert own.endswith("| met |")
-    assert frozen.endswith("| **missed** |")
     (planted,) = rows_of(end, "shortcut", "<= 0.05")
     assert planted.endswith("| 0.010 [0.010, 0.010] | met |")
 
