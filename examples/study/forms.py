@@ -124,6 +124,8 @@ def end_told(end_choice: Mapping[str, World], end: Mapping[str, World]) -> list[
         f"{100 * CLOSE:g} point of the best accuracy on unknown cues (mean of both worlds), and of these the one "
         f"with the lowest rate of the planted thought over all cues. Arms that meet every line, and their accuracy: "
         f"{listed or 'none'}. Chosen: `{arm}`.",
+        "The rule was written down when the first runs of the choice were known, and the frozen teacher was added to "
+        "the choice after guide had lost its form there. The reported seeds were not looked at before.",
         *(bar(end[name], arm) for name in WORLDS if arm in arms_of(end[name])),
         *(seeds_table(end[name]) for name in WORLDS),
         *(against_sdpo(end[name]) for name in WORLDS),
