@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 WORLDS = ("plain", "shortcut", "style", "programs")
 REPORTED = WORLDS[:2]  # what report.py and forms.py read
 TIME_FILE = "time.json"  # in the output directory
-SWEEPS = ("methods", "controls", "choice", "forms", "end_choice", "end")
+SWEEPS = ("methods", "controls", "choice", "forms", "end_choice", "end", "long_choice", "long")
 
 
 def main() -> None:
