@@ -47,10 +47,16 @@ class World:
         return next(c for c in comparison.contrasts if (c.arm, c.domain, c.when) == wanted)
 
 
-def read_world(name: str, *folders: Path) -> World:
+def read_world(name: str, *folders: Path, task: str = TASK) -> World:
     """A world's runs, in the folders of its sweeps; those that are not there are passed over."""
     there = [folder for folder in folders if folder.is_dir()]
-    return World(name, *(compare(there, measure=measure) for measure in ("score", "format", "shortcut")))
+    measures = (compare(there, measure=measure) for measure in ("score", "format", "shortcut"))
+    return World(name, *measures, task=task)
+
+
+def of_sweep(root: Path, sweep: str) -> dict[str, World]:
+    """The first two worlds' runs of a sweep, as far as there are any."""
+    return {name: read_world(name, root / f"{name}-{sweep}") for name in WORLDS if (root / f"{name}-{sweep}").is_dir()}
 
 
 def early(run: Run, name: str, steps: int = 5) -> float:

@@ -2,7 +2,8 @@
 
 Sweeps: `methods` (the paper's claims, within an hour), `controls` (another hint swapped or shown), `choice` (forms of
 the contrast on seeds of their own), `forms` (what was chosen beside all methods, on the seeds that are reported, for
-longer), `end_choice` and `end` (the same two steps for runs to the end of learning, the second on fresh seeds).
+longer), `end_choice` and `end`, `long_choice` and `long` (the same two steps for runs to the end of learning, each
+second one on fresh seeds).
 """
 
 from __future__ import annotations

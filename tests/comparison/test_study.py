@@ -22,7 +22,7 @@ def study():
     sys.path.insert(0, str(STUDY))
     yield lambda name: __import__(name)
     sys.path.remove(str(STUDY))
-    for name in ("bars", "claims", "forms", "report", "results", "run", "tokens"):
+    for name in ("bars", "claims", "endings", "forms", "report", "results", "run", "tokens"):
         sys.modules.pop(name, None)
 
 
@@ -171,29 +171,37 @@ def forms_page(study, writer_at, tmp_path_factory) -> str:
     rates = {"SDPO": 0.98, "GRPO": 0.3, guide: 0.0}
     write_world(write, "shortcut-forms", {"SDPO": 0.94, guide: 0.94}, rates, spec="forms")
     forms = study("forms")
-    worlds = forms.of_sweep(tmp_path, "forms")
+    results, endings = study("results"), study("endings")
+    worlds = results.of_sweep(tmp_path, "forms")
     for world in forms.WORLDS:
         planted = {"CREDIT λ=0.5 gate=0.05": 0.04, guide: 0.0, f"{guide} plausibility=0.01": 0.02}
         write_world(write, f"{world}-choice", {guide: 0.9, f"{guide} source=none": 0.95}, planted, spec="choice")
     write_end(write, tmp_path)
-    choice, end_choice, end = (forms.of_sweep(tmp_path, sweep) for sweep in ("choice", "end_choice", "end"))
     write_world(write, "style", {guide: 0.8}, {guide: 0.1, "SDPO": 0.6})
-    return forms.page(worlds, choice, end_choice, end, {"style": forms.read("style", [tmp_path / "style"])})
+    new = {"style": results.read_world("style", tmp_path / "style")}
+    return forms.page(worlds, results.of_sweep(tmp_path, "choice"), endings.read_endings(tmp_path), new)
 
 
 GUIDE_AT_THE_END = "CREDIT form=guide λ=1.5"
 FROZEN = f"{GUIDE_AT_THE_END} teacher_model_kind=base"
+FROZEN_WEAKER = "CREDIT form=guide λ=1 teacher_model_kind=base"
+FROZEN_SDPO = "SDPO teacher_model_kind=base"
 BOTH = f"{GUIDE_AT_THE_END} plausibility=0.01 teacher_model_kind=base"
 
 
 def write_end(write, tmp_path: Path) -> None:
-    """Runs to the end of learning: one arm keeps too much of the shortcut, of the others one keeps less."""
+    """Runs to the end of learning: one arm keeps too much of the shortcut, of the others one keeps less.
+
+    In the longer ones the setting that is best by far loses against the frozen teacher's SDPO."""
     masked = f"{GUIDE_AT_THE_END} plausibility=0.01"
     unknown = {"SDPO": 0.9, masked: 0.9, FROZEN: 0.905, BOTH: 0.9}
-    planted = {"SDPO": 1.0, masked: 0.06, FROZEN: 0.01, BOTH: 0.03}
+    planted = {"SDPO": 1.0, FROZEN_SDPO: 1.0, masked: 0.06, FROZEN_WEAKER: 0.02, FROZEN: 0.01, BOTH: 0.03}
+    longer = {"SDPO": 0.9, FROZEN_SDPO: 0.93, FROZEN_WEAKER: 0.92, FROZEN: 0.88}
     for world in ("plain", "shortcut"):
         for sweep in ("end_choice", "end"):
             write_world(write, f"{world}-{sweep}", unknown, planted, spec=sweep)
+        write_world(write, f"{world}-long_choice", longer, planted, spec="long_choice")
+        write_world(write, f"{world}-long", {**longer, FROZEN_WEAKER: 0.9}, planted, spec="long")
 
 
 def rows_of(page: str, *beginning: str) -> list[str]:
@@ -219,15 +227,37 @@ def test_the_bar_is_paired_with_sdpo_and_says_what_is_missed(forms_page):
     assert format_holdout.endswith("| met |")
 
 
-def test_at_the_end_of_learning_the_arm_with_least_shortcut_among_those_that_meet_every_line_is_chosen(forms_page):
-    end = forms_page.partition("## At the end of learning")[2].partition("## A first choice")[0]
-    (told,) = [line for line in end.splitlines() if line.startswith("Rule: ")]
+def part_of(page: str, heading: str) -> str:
+    return page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def rule_of(part: str) -> str:
+    (told,) = [line for line in part.splitlines() if line.startswith("Rule: ")]
+    return told
+
+
+def test_of_the_arms_that_meet_every_line_the_one_with_least_shortcut_is_chosen(forms_page):
+    end = part_of(forms_page, "A shorter recipe")
+    told = rule_of(end)
     listed = re.findall(r"`(CREDIT[^`]+)` (\d+\.\d)", told)
     assert [arm for arm, _ in listed] == [BOTH, FROZEN]
     assert told.endswith(f"Chosen: `{FROZEN}`.")
     assert f"`{FROZEN}`, shortcut world:" in end
     (planted,) = rows_of(end, "shortcut", "<= 0.05")
     assert planted.endswith("| 0.010 [0.010, 0.010] | met |")
+
+
+def test_where_a_sweep_has_sdpo_with_two_teachers_a_setting_is_held_against_both(forms_page):
+    end = part_of(forms_page, "At the end of learning")
+    told = rule_of(end)
+    assert re.findall(r"`(CREDIT[^`]+)` (\d+\.\d)", told)[0][0] == FROZEN_WEAKER
+    assert FROZEN not in told  # 2 points below SDPO, and 5 below SDPO with the frozen teacher
+    assert f"`{FROZEN_WEAKER}`, plain world:" in end
+    for met in rows_of(end, "unknown, against SDPO"):
+        assert met.endswith("| met |")
+    for missed in rows_of(end, f"unknown, against {FROZEN_SDPO}"):
+        assert missed.endswith("| **missed** |")
+    assert len(rows_of(end, f"holdout, against {FROZEN_SDPO}")) == 2
 
 
 @pytest.mark.parametrize(
@@ -269,16 +299,18 @@ def test_worlds_that_were_not_chosen_on_show_reward_and_shortcut_against_sdpo(fo
 def test_forms_are_chosen_on_seeds_that_are_not_reported():
     from credit_trl.sweeps import read_spec
 
-    plain, choice, forms, end_choice, end = (
-        read_spec(STUDY / f"{name}.yaml") for name in ("plain", "choice", "forms", "end_choice", "end")
-    )
-    assert not set(choice.seeds) & set(forms.seeds)
-    assert set(forms.seeds) == set(plain.seeds)
-    assert forms.config == choice.config
-    assert set(choice.seeds) == set(end_choice.seeds)
-    assert not set(end.seeds) & {*plain.seeds, *choice.seeds}  # fresh: no form was looked at on them
-    assert end.config == end_choice.config
-    assert len(end.seeds) >= 5
+    specs = {spec.stem: read_spec(spec) for spec in STUDY.glob("*.yaml")}
+    seen = {*specs["plain"].seeds, *specs["choice"].seeds}
+    assert not set(specs["choice"].seeds) & set(specs["forms"].seeds)
+    assert set(specs["forms"].seeds) == set(specs["plain"].seeds)
+    assert specs["forms"].config == specs["choice"].config
+    for name in ("end", "long"):
+        choice, reported = specs[f"{name}_choice"], specs[name]
+        assert set(choice.seeds) == set(specs["choice"].seeds)
+        assert reported.config == choice.config
+        assert not set(reported.seeds) & seen  # fresh: no form was looked at on them
+        assert len(reported.seeds) >= 5
+        seen |= set(reported.seeds)
 
 
 def test_bases_are_made_once_and_left_to_a_launcher_that_is_at_them(study, tmp_path, monkeypatch):

@@ -1,0 +1,104 @@
+"""Runs to the end of learning: a setting chosen on seeds of its own, held to the bar on others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bars import against_sdpo, arms_of, bar, interval, meets, seeds_table
+from results import GROUPS, WORLDS, World, of_sweep
+
+CLOSE = 0.01
+
+
+@dataclass(frozen=True)
+class Ending:
+    """One recipe: the runs that a setting was chosen on, and those that are reported."""
+
+    title: str
+    remark: str  # what was known when the rule and the arms were set
+    choice: Mapping[str, World]
+    reported: Mapping[str, World]
+
+
+# Sweep, title and remark; the sweep of its choice has the same name and "_choice".
+SWEEPS = (
+    (
+        "long",
+        "At the end of learning",
+        "This recipe, and SDPO with the frozen teacher as a second measure, came of what the shorter one below had "
+        "shown. The rule was written down before the first run of this choice had ended, and the reported seeds were "
+        "not looked at before.",
+    ),
+    (
+        "end",
+        "A shorter recipe",
+        "The rule was written down when the first runs of the choice were known, and the frozen teacher was added to "
+        "the choice after guide had lost its form there. The reported seeds were not looked at before.",
+    ),
+)
+
+
+def read_endings(root: Path) -> list[Ending]:
+    """The recipes whose reported runs are there."""
+    found = [
+        Ending(title, remark, of_sweep(root, f"{sweep}_choice"), of_sweep(root, sweep))
+        for sweep, title, remark in SWEEPS
+    ]
+    return [ending for ending in found if ending.reported]
+
+
+def recipe_of(*worlds: World) -> str:
+    """Seeds, steps and learning rate of a sweep."""
+    runs = [run for world in worlds for run in world.runs]
+    seeds, config = ", ".join(map(str, sorted({run.seed for run in runs}))), runs[0].config
+    return (
+        f"Seeds {seeds}, each with a base of its own; {config['max_steps']} steps, learning rate "
+        f"{config['learning_rate']:g}, {schedule_of(config)} after {config['warmup_steps']} warm-up steps."
+    )
+
+
+def schedule_of(config: Mapping) -> str:
+    if config["lr_scheduler_type"] == "warmup_stable_decay":
+        return f"constant up to a decay in the last {config['lr_scheduler_kwargs']['num_decay_steps']} steps,"
+    return "decaying linearly" if config["lr_scheduler_type"] == "linear" else "constant"
+
+
+def told(ending: Ending) -> list[str]:
+    """What was chosen, and the bar on other seeds."""
+    choice, reported = ending.choice, ending.reported
+    scores, arm = able(choice), chosen(choice)
+    listed = ", ".join(f"`{name}` {100 * score:.1f}" for name, score in scores.items())
+    return [
+        f"## {ending.title}",
+        f"{recipe_of(*reported.values())} For the choice: {recipe_of(*choice.values())}",
+        f"Rule: of the arms whose means meet every line of the bar in both worlds, those within {100 * CLOSE:g} point "
+        "of the best accuracy on unknown cues (mean of both worlds), and of these the one with the lowest rate of the "
+        f"planted thought over all cues. Arms that meet every line, and their accuracy: {listed or 'none'}. "
+        f"Chosen: `{arm}`.",
+        ending.remark,
+        *(bar(reported[name], arm) for name in WORLDS if arm in arms_of(reported[name])),
+        *(seeds_table(reported[name]) for name in WORLDS),
+        *(against_sdpo(reported[name]) for name in WORLDS),
+        "The seeds of the choice:",
+        *(seeds_table(choice[name]) for name in WORLDS),
+    ]
+
+
+def able(choice: Mapping[str, World]) -> dict[str, float]:
+    """The arms that meet every line of the bar in all worlds, and their mean accuracy on unknown cues."""
+    arms = [arm for arm in arms_of(choice["shortcut"]) if arm.startswith("CREDIT")]
+    return {arm: mean_unknown(choice, arm) for arm in arms if all(meets(world, arm) for world in choice.values())}
+
+
+def chosen(choice: Mapping[str, World]) -> str | None:
+    """The arm that the rule picks."""
+    scores = able(choice)
+    close = [arm for arm, score in scores.items() if score >= max(scores.values()) - CLOSE]
+    planted = {a: sum(choice["shortcut"].mean(a, group, "shortcut") for group in GROUPS) for a in close}
+    return min(close, key=lambda arm: (planted[arm], len(arm), arm), default=None)
+
+
+def mean_unknown(choice: Mapping[str, World], arm: str) -> float:
+    return sum(interval(world, arm, "unknown")[0] for world in choice.values()) / len(choice)
