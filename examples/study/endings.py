@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bars import against_sdpo, arms_of, bar, interval, meets, seeds_table
-from results import GROUPS, WORLDS, World, of_sweep
+from results import GROUPS, WORLDS, World, of_sweep, world_at
 
 CLOSE = 0.01
 
@@ -18,8 +18,17 @@ class Ending:
 
     title: str
     remark: str  # what was known when the rule and the arms were set
-    choice: Mapping[str, World]
+    choice: Mapping[str, World]  # to its own end, which may lie after that of the reported runs
     reported: Mapping[str, World]
+
+    @property
+    def steps(self) -> int:
+        """The length of the reported runs; the rule reads those of the choice at this step."""
+        return next(iter(self.reported.values())).runs[0].config["max_steps"]
+
+    @property
+    def chosen_on(self) -> dict[str, World]:
+        return {name: world_at(world, self.steps) for name, world in self.choice.items()}
 
 
 # Sweep, title and remark; the sweep of its choice has the same name and "_choice".
@@ -27,9 +36,10 @@ SWEEPS = (
     (
         "long",
         "At the end of learning",
-        "This recipe, and SDPO with the frozen teacher as a second measure, came of what the shorter one below had "
-        "shown. The rule was written down before the first run of this choice had ended, and the reported seeds were "
-        "not looked at before.",
+        "SDPO with the frozen teacher is here as a second measure because of what the shorter recipe below had shown. "
+        "The rule was written down before the first run of this choice had ended. That it reads those runs at step "
+        "100, up to which their rate is constant, came of what they show at their own end: what hold-out cues lose "
+        "late. The reported seeds were not looked at before.",
     ),
     (
         "end",
@@ -67,23 +77,38 @@ def schedule_of(config: Mapping) -> str:
 
 def told(ending: Ending) -> list[str]:
     """What was chosen, and the bar on other seeds."""
-    choice, reported = ending.choice, ending.reported
-    scores, arm = able(choice), chosen(choice)
-    listed = ", ".join(f"`{name}` {100 * score:.1f}" for name, score in scores.items())
+    reported, choice = ending.reported, ending.chosen_on
+    arm = chosen(choice)
     return [
         f"## {ending.title}",
-        f"{recipe_of(*reported.values())} For the choice: {recipe_of(*choice.values())}",
+        f"{recipe_of(*reported.values())} For the choice: {recipe_of(*ending.choice.values())}",
         f"Rule: of the arms whose means meet every line of the bar in both worlds, those within {100 * CLOSE:g} point "
         "of the best accuracy on unknown cues (mean of both worlds), and of these the one with the lowest rate of the "
-        f"planted thought over all cues. Arms that meet every line, and their accuracy: {listed or 'none'}. "
+        f"planted thought over all cues. Arms that meet every line, and their accuracy: {listed(able(choice))}. "
         f"Chosen: `{arm}`.",
         ending.remark,
         *(bar(reported[name], arm) for name in WORLDS if arm in arms_of(reported[name])),
         *(seeds_table(reported[name]) for name in WORLDS),
         *(against_sdpo(reported[name]) for name in WORLDS),
-        "The seeds of the choice:",
+        f"The seeds of the choice, after {ending.steps} steps:",
         *(seeds_table(choice[name]) for name in WORLDS),
+        *told_later(ending),
     ]
+
+
+def told_later(ending: Ending) -> list[str]:
+    """The runs of the choice at their own end, where that lies after the reported runs'."""
+    steps = ending.choice["plain"].runs[0].config["max_steps"]
+    if steps == ending.steps:
+        return []
+    return [
+        f"The same runs after {steps} steps. Arms that meet every line then: {listed(able(ending.choice))}.",
+        *(seeds_table(ending.choice[name]) for name in WORLDS),
+    ]
+
+
+def listed(scores: Mapping[str, float]) -> str:
+    return ", ".join(f"`{name}` {100 * score:.1f}" for name, score in scores.items()) or "none"
 
 
 def able(choice: Mapping[str, World]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from credit_trl.comparison.compare import FINAL, Contrast
 WORLDS = ("plain", "shortcut")
 TASK = "quickstart"
 GROUPS = ("known", "unknown", "holdout")
+MEASURES = ("score", "format", "shortcut")
 LAMBDAS = (0.05, 0.1, 0.2, 0.5)
 
 
@@ -50,8 +51,19 @@ class World:
 def read_world(name: str, *folders: Path, task: str = TASK) -> World:
     """A world's runs, in the folders of its sweeps; those that are not there are passed over."""
     there = [folder for folder in folders if folder.is_dir()]
-    measures = (compare(there, measure=measure) for measure in ("score", "format", "shortcut"))
+    measures = (compare(there, measure=measure) for measure in MEASURES)
     return World(name, *measures, task=task)
+
+
+def world_at(world: World, step: int) -> World:
+    """The world as its runs stood at an evaluated step."""
+
+    def until(rows: Sequence[Mapping]) -> list[Mapping]:
+        return [row for row in rows if row["step"] <= step]
+
+    runs = [replace(run, log=until(run.log), evaluations=until(run.evaluations)) for run in world.runs]
+    measures = (compare(runs, measure=measure) for measure in MEASURES)
+    return World(world.name, *measures, task=world.task)
 
 
 def of_sweep(root: Path, sweep: str) -> dict[str, World]:

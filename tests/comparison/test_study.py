@@ -33,9 +33,16 @@ def arms_of(spec: str) -> list[str]:
 
 
 def write_world(
-    write, world: str, unknown: dict[str, float], planted: dict[str, float], spec: str | None = None
+    write,
+    world: str,
+    unknown: dict[str, float],
+    planted: dict[str, float],
+    spec: str | None = None,
+    forgets: bool = False,
 ) -> None:
-    """Two seeds of every arm, with final scores on unknown cues and final rates of the planted thought."""
+    """Two seeds of every arm, with final scores on unknown cues and final rates of the planted thought.
+
+    With `forgets` the runs go on from step 20 to 40, and CREDIT loses there what it got right of the hold-out cues."""
     rng = np.random.default_rng(0)
     noise = {prompt: float(rng.normal(0, 0.02)) for prompt in PROMPTS}
     for arm in arms_of(spec or world):
@@ -43,6 +50,11 @@ def write_world(
             goal = {"known": 1.0, "unknown": unknown.get(arm, 0.7), "holdout": 0.25}
             final = {p: goal[g] + noise[p] + 0.001 * seed for p, g in PROMPTS.items()}
             base = {p: 0.25 + noise[p] for p in PROMPTS}
+            lost = 0.2 * (arm.split()[0] == "CREDIT")
+            later = {40: {p: final[p] - lost * (g == "holdout") for p, g in PROMPTS.items()}} if forgets else {}
+            schedule = {"lr_scheduler_type": "linear"}
+            if forgets:
+                schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 15}}
             size = next((float(part[2:]) for part in arm.split() if part.startswith("λ=")), 0.0)
             log = [
                 {"step": s, "step_time": 1.0 + size, "reward": 0.5, "credit/s_mean": 2.0 - size * s / 10}
@@ -51,13 +63,13 @@ def write_world(
             ]
             write(
                 f"{world}/{arm.replace(' ', '-')}-{seed}",
-                {0: base, 20: final},
+                {0: base, 20: final, **later},
                 arm=arm,
                 seed=seed,
                 task="quickstart",
                 groups=PROMPTS,
                 log=log,
-                config={"max_steps": 20, "learning_rate": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 2},
+                config={"max_steps": 40 if forgets else 20, "learning_rate": 1e-3, "warmup_steps": 2, **schedule},
                 metrics={"format": 1.0, "shortcut": planted.get(arm, 0.9)},
             )
 
@@ -196,12 +208,12 @@ def write_end(write, tmp_path: Path) -> None:
     masked = f"{GUIDE_AT_THE_END} plausibility=0.01"
     unknown = {"SDPO": 0.9, masked: 0.9, FROZEN: 0.905, BOTH: 0.9}
     planted = {"SDPO": 1.0, FROZEN_SDPO: 1.0, masked: 0.06, FROZEN_WEAKER: 0.02, FROZEN: 0.01, BOTH: 0.03}
-    longer = {"SDPO": 0.9, FROZEN_SDPO: 0.93, FROZEN_WEAKER: 0.92, FROZEN: 0.88}
+    longer = {"SDPO": 0.9, FROZEN_SDPO: 0.93, FROZEN: 0.92, FROZEN_WEAKER: 0.88}
     for world in ("plain", "shortcut"):
         for sweep in ("end_choice", "end"):
             write_world(write, f"{world}-{sweep}", unknown, planted, spec=sweep)
-        write_world(write, f"{world}-long_choice", longer, planted, spec="long_choice")
-        write_world(write, f"{world}-long", {**longer, FROZEN_WEAKER: 0.9}, planted, spec="long")
+        write_world(write, f"{world}-long_choice", longer, planted, spec="long_choice", forgets=True)
+        write_world(write, f"{world}-long", {**longer, FROZEN: 0.9}, planted, spec="long")
 
 
 def rows_of(page: str, *beginning: str) -> list[str]:
@@ -250,14 +262,25 @@ def test_of_the_arms_that_meet_every_line_the_one_with_least_shortcut_is_chosen(
 def test_where_a_sweep_has_sdpo_with_two_teachers_a_setting_is_held_against_both(forms_page):
     end = part_of(forms_page, "At the end of learning")
     told = rule_of(end)
-    assert re.findall(r"`(CREDIT[^`]+)` (\d+\.\d)", told)[0][0] == FROZEN_WEAKER
-    assert FROZEN not in told  # 2 points below SDPO, and 5 below SDPO with the frozen teacher
-    assert f"`{FROZEN_WEAKER}`, plain world:" in end
+    assert re.findall(r"`(CREDIT[^`]+)` (\d+\.\d)", told)[0][0] == FROZEN
+    assert FROZEN_WEAKER not in told  # 2 points below SDPO, and 5 below SDPO with the frozen teacher
+    assert f"`{FROZEN}`, plain world:" in end
     for met in rows_of(end, "unknown, against SDPO"):
         assert met.endswith("| met |")
     for missed in rows_of(end, f"unknown, against {FROZEN_SDPO}"):
         assert missed.endswith("| **missed** |")
     assert len(rows_of(end, f"holdout, against {FROZEN_SDPO}")) == 2
+
+
+def test_a_choice_whose_runs_go_on_is_read_where_the_reported_ones_end_and_told_to_its_own_end(forms_page):
+    end = part_of(forms_page, "At the end of learning")
+    chosen_on = end.partition("The seeds of the choice, after 20 steps:")[2]
+    at_20, _, at_40 = chosen_on.partition("The same runs after 40 steps. Arms that meet every line then: none.")
+    (held, *_), (lost, *_) = (rows_of(text, FROZEN) for text in (at_20, at_40))
+    assert float(held.split(" | ")[3].split()[0]) > 24  # hold-out cues, per cent
+    assert float(lost.split(" | ")[3].split()[0]) < 6
+    assert "40 steps, learning rate 0.001, constant up to a decay in the last 15 steps, after 2 warm-up steps." in end
+    assert "The same runs" not in part_of(forms_page, "A shorter recipe")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +330,8 @@ def test_forms_are_chosen_on_seeds_that_are_not_reported():
     for name in ("end", "long"):
         choice, reported = specs[f"{name}_choice"], specs[name]
         assert set(choice.seeds) == set(specs["choice"].seeds)
-        assert reported.config == choice.config
+        differs = {"max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"} if name == "long" else set()
+        assert {key for key in choice.config if choice.config[key] != reported.config.get(key)} == differs
         assert not set(reported.seeds) & seen  # fresh: no form was looked at on them
         assert len(reported.seeds) >= 5
         seen |= set(reported.seeds)
