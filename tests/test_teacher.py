@@ -144,6 +144,19 @@ def test_the_adapter_reference_is_frozen_isolated_and_gives_the_student_back(mak
     assert not torch.equal(student, start)
 
 
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_start_that_rewrites_the_base_rewrites_it_once(make_model, start):
+    model = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start)).eval()
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        reference = make_reference("ema", model, Accelerator(cpu=True))
+        assert torch.equal(model(input_ids=ids).logits, before)
+        with reference.active() as scoring:
+            assert torch.equal(scoring(input_ids=ids).logits, before)
+    assert model.peft_config["default"].init_lora_weights == start
+
+
 def test_the_model_that_is_saved_has_no_reference_in_it(make_model, tmp_path):
     model = get_peft_model(make_model(), adapters())
     make_reference("ema", model, Accelerator(cpu=True))

@@ -6,6 +6,7 @@ one, on the same base. The average is held in fp32: at a rate of 0.01 a bf16 ave
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -193,7 +194,11 @@ class AdapterReference(_StoredReference):
     def __init__(self, student: nn.Module, accelerator: Accelerator) -> None:
         super().__init__(student, accelerator)
         self.trained = student.active_adapter
-        student.add_adapter(ADAPTER_NAME, student.peft_config[self.trained])
+        config = copy.deepcopy(student.peft_config[self.trained])
+        if hasattr(config, "init_lora_weights"):
+            # PiSSA, OLoRA and others take what an adapter starts with out of the base: once is enough.
+            config.init_lora_weights = True
+        student.add_adapter(ADAPTER_NAME, config)
         self.averages: dict[str, Tensor] = {}
         for reference, trained in self.pairs():
             reference.requires_grad_(False)
