@@ -172,7 +172,8 @@ class ContextBuilder:
         """The contexts of one response: the teacher's for `prompts[0]`, contrasts for the others.
 
         All share the same z. If one is longer than `max_reprompt_len`, the feedback is cut in its middle for all of
-        them, then dropped, then the same happens to the demonstration.
+        them, then dropped, then the same happens to the demonstration. Where nothing of z would be left beside another
+        question, there is no contrast, and z is fitted to the teacher's context alone.
 
         Args:
             prompts: x, x'_1, …, x'_C, conversational or plain text.
@@ -187,6 +188,8 @@ class ContextBuilder:
             if excess <= 0:
                 return Contexts(ids, evidence, cut=evidence != whole)
             evidence = self._shorten(evidence, excess)
+        if len(prompts) > 1 and whole:
+            return self.build(prompts[:1], whole, render)
         return Contexts(None, evidence, cut=evidence != whole)
 
     def build_hint_contrasts(
