@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from credit_trl import CreditTrainer
 from credit_trl.contexts import without_question
 from credit_trl.contrast import draw_nearest, draw_within_groups, prompt_key, text_similarity
+from credit_trl.rollouts import Rollouts, draw_contrasts
 from tiny import length_verdicts
 
 words = st.sampled_from("the cat dog sat ran on a mat fast".split())
@@ -79,6 +80,15 @@ def test_a_prompt_without_its_question_keeps_the_system_message_and_an_empty_tur
     structured = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
     assert without_question(structured) == [{"role": "user", "content": [{"type": "text", "text": ""}]}]
     assert prompt_key(asked) == prompt_key([*dialogue, {"role": "user", "content": "2+2?"}])  # nothing was changed
+
+
+def test_a_row_whose_prompt_an_environment_completed_is_not_its_own_contrast(make_config):
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Find {name}."}]} for name in "ab"])
+    completed = [[{"role": "user", "content": row["prompt"][0]["content"] + " You see a door."}] for row in data]
+    rollouts = Rollouts(list(data), completed, [[1], [1]], [0.0, 0.0], [None, None], first=0)
+    config = make_config(contrastive_source="dataset")
+    for step in range(20):
+        assert draw_contrasts(rollouts, config, data, step) == [[data[1]["prompt"]], [data[0]["prompt"]]]
 
 
 @pytest.fixture

@@ -65,6 +65,10 @@ class Rollouts:
         """Global indices of the local samples."""
         return range(self.first, self.first + len(self.prompts))
 
+    def asked(self) -> list[Prompt]:
+        """Local: the prompts as the data have them, before an environment completed them."""
+        return [row.get("prompt", prompt) for row, prompt in zip(self.rows, self.prompts, strict=True)]
+
     def feedback(self) -> list[str | None]:
         """Local: the column `privileged_context`, then what the verdict said."""
         static = [row.get("privileged_context") for row in self.rows]
@@ -163,7 +167,8 @@ def draw_contrasts(rollouts: Rollouts, config: CreditConfig, dataset: Any, step:
         return [[] for _ in rollouts.prompts]
     if config.contrastive_source == "none":
         return [[without_question(prompt)] for prompt in rollouts.prompts]
-    prompts: Sequence[Prompt] = gather_object(rollouts.prompts)
+    from_dataset = config.contrastive_source == "dataset"
+    prompts: Sequence[Prompt] = gather_object(rollouts.asked() if from_dataset else rollouts.prompts)
     keys = [contrast.prompt_key(prompt) for prompt in prompts]
     options = {"samples": rollouts.indices, "count": config.contrastive_count, "seed": config.seed, "step": step}
     if config.contrastive_source == "batch":
