@@ -55,6 +55,7 @@ from credit_trl import CreditConfig
         ({"feedback_template": "{feedback_raw} {"}, "not a format string"),
         ({"beta": 0.1}, "`beta=0.1` belongs to GRPO's loss"),
         ({"entropy_coef": 0.1}, "`entropy_coef=0.1` belongs to GRPO's loss"),
+        ({"off_policy_mask_threshold": 0.5}, "`off_policy_mask_threshold=0.5` belongs to GRPO's loss"),
         (
             {"use_successful_as_teacher": False, "include_environment_feedback": False},
             "would see nothing that the student does not",

@@ -199,7 +199,13 @@ def _check_batch_has_other_problems(config: CreditConfig) -> None:
 
 def _check_policy_terms_are_off(config: CreditConfig) -> None:
     """Terms of GRPO's loss are not computed at `distillation_weight=1`: asking for one there is a mistake."""
-    off = {"beta": 0.0, "entropy_coef": 0.0, "use_adaptive_entropy": False, "top_entropy_quantile": 1.0}
+    off = {
+        "beta": 0.0,
+        "entropy_coef": 0.0,
+        "use_adaptive_entropy": False,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+    }
     for name, neutral in off.items():
         if getattr(config, name) != neutral:
             raise ValueError(
