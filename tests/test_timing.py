@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from credit_trl import CreditTrainer
 from credit_trl.timing import StageClock
+from tiny import length_verdicts
 
 
 @pytest.fixture
@@ -48,3 +50,22 @@ def test_a_stage_that_fails_is_timed_too(now):
     with pytest.raises(RuntimeError):
         fail()
     assert dict(clock.seconds) == {"verdict": 2, "update": 0}
+
+
+def test_an_evaluation_is_no_part_of_a_step(now, make_model, make_config, tokenizer, dataset, monkeypatch):
+    """Every generation takes ten seconds; the second step follows an evaluation of three generations."""
+    config = make_config(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=1)
+    trainer = CreditTrainer(
+        make_model(), length_verdicts, config, dataset, eval_dataset=dataset, processing_class=tokenizer
+    )
+    generate = trainer._generate_single_turn
+
+    def slowly(*args, **kwargs):
+        now[0] += 10
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", slowly)
+    trainer.train()
+    assert now[0] == 10 * (1 + 3 + 1 + 3)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["credit/seconds_rollout"] for entry in logs] == [10, 10]

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class StageClock:
-    """Seconds of wall time by stage since the last report. Stages do not nest, except in one that is `around` them."""
+    """Seconds of wall time by stage since the last report. Stages do not nest, except in one that is `around` them.
 
-    def __init__(self) -> None:
+    Args:
+        counts: whether a stage that begins now is part of a step; by default all are.
+    """
+
+    def __init__(self, counts: Callable[[], bool] = lambda: True) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._counts = counts
         self._step = 0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Adds the block's time to a stage."""
+        if not self._counts():
+            yield
+            return
         started = time.perf_counter()
         try:
             yield

@@ -111,7 +111,7 @@ class CreditTrainer(ResumableTrainer):
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
-        self.clock = StageClock()
+        self.clock = StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0
         checks.check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
         checks.check_reward_columns(reward_funcs, train_dataset)
