@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from credit_trl import CreditTrainer
+from credit_trl import CreditTrainer, contrast
 from credit_trl.resume import EpochRepeatSampler, load_progress, save_progress
 from tiny import length_verdicts
 
@@ -114,3 +114,24 @@ def test_progress_round_trips_and_names_a_missing_part(tmp_path):
     assert torch.equal(loaded[0]["ids"], rollouts[0]["ids"])
     with pytest.raises(FileNotFoundError, match="number of processes"):
         load_progress(tmp_path, 1, torch.device("cpu"))
+
+
+def test_an_evaluation_draws_its_contrasts_whatever_was_evaluated_before(
+    make_model, make_config, tokenizer, dataset, monkeypatch
+):
+    """So that the first one after a resumption draws what the next one of the uninterrupted run does."""
+    steps, draw = [], contrast.draw_from_batch
+
+    def recording(*args, step, **options):
+        steps.append(step)
+        return draw(*args, step=step, **options)
+
+    monkeypatch.setattr(contrast, "draw_from_batch", recording)
+    config = make_config(per_device_eval_batch_size=8, num_generations_eval=2)
+    trainer = CreditTrainer(
+        make_model(), length_verdicts, config, dataset, eval_dataset=dataset, processing_class=tokenizer
+    )
+    trainer.evaluate()
+    assert len(set(steps)) == 3
+    trainer.evaluate()
+    assert steps[:3] == steps[3:]

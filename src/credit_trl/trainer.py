@@ -238,9 +238,8 @@ class CreditTrainer(ResumableTrainer):
         source = self._contrast_source(mode)
         built = build_contexts(rollouts, evidence, self.args, self.context_builder, self._renderer, *source)
         built = place_turns(built, rollouts, self.context_builder, self._renderer)
-        counts = context_counts(built, wants_contrast=self.args.contrasts)
-        counts = self.accelerator.reduce(counts.to(self.accelerator.device), reduction="sum")
-        shares = context_metrics(counts)
+        counts = context_counts(built, wants_contrast=self.args.contrasts).to(self.accelerator.device)
+        shares = context_metrics(self.accelerator.reduce(counts, reduction="sum"))
         for name, value in shares.items():
             self._metrics[mode][name].append(value)
         ignored = not self.args.include_environment_feedback and any(rollouts.feedback())
@@ -397,4 +396,5 @@ class CreditTrainer(ResumableTrainer):
                 lost = self.alarms.check_gradient(logs, self._metrics["train"])
                 self._metrics["train"]["credit/frac_lost_gradient"].append(lost)
                 self._metrics["train"]["credit/teacher_drift"].append(self.reference.drift())
+        self._eval_batches = 0  # every evaluation draws alike, one after a resumption too
         super().log(logs, start_time)
