@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +134,9 @@ def test_every_metric_is_logged_at_every_step_in_training_and_evaluation(run, we
         assert all(entry[f"credit/seconds_{s}"] > 0 for s in "rollout verdict contexts scores update".split())
     for entry in evaluation:
         assert all(math.isfinite(entry[f"eval_{name}"]) for name in EVERY_STEP)
+    table = (Path(__file__).parents[1] / "docs" / "options.md").read_text()
+    named = {name for name in train[0] if name.startswith("credit/") and "seconds" not in name}
+    assert not {name for name in named if f"| `{name}`" not in table and f", `{name}`" not in table}
 
 
 def test_no_teacher_is_warned_about_once_and_teaches_nothing(run, make_model):
