@@ -61,6 +61,15 @@ def test_final_and_best_scores_are_apart_and_intervals_resample_seeds_and_prompt
     assert base.interval.mean == pytest.approx(0.2, abs=0.05)
 
 
+def test_an_interval_of_rates_stays_between_none_and_all_and_other_rewards_are_left_alone(write_run, tmp_path):
+    for seed, wrong in ((1, 3), (2, 0), (3, 0)):
+        rates = {p: 0.0 if i < wrong else 1.0 for i, p in enumerate(PROMPTS)}
+        write_run(f"a{seed}", {10: rates}, arm="A", seed=seed)
+    assert compare([tmp_path]).cells["A", "letters", FINAL].interval.high == 1.0
+    write_run("b", {10: dict.fromkeys(PROMPTS, 1.5)}, arm="B")
+    assert compare([tmp_path]).cells["A", "letters", FINAL].interval.high > 1.0
+
+
 def test_differences_are_paired_by_prompt_and_seed(three_arms):
     result = compare([three_arms])
     assert result.baseline == "SDPO"

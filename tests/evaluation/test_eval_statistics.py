@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from credit_trl.evaluation import bootstrap_ci, majority_at_k, paired_bootstrap, pass_at_k, two_level_ci
 
@@ -158,6 +159,39 @@ def test_paired_difference_is_antisymmetric_and_a_constant_shift_has_no_width(se
     shifted = paired_bootstrap(a + shift, a, 400)
     assert shifted.low == pytest.approx(shift, abs=1e-12)
     assert shifted.high == pytest.approx(shift, abs=1e-12)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_small_p_values_of_few_seeds_are_no_smaller_than_they_may_be(count):
+    """Holm's adjustment and a table's `< 0.001` read p-values far below 5 %."""
+    simulations, level = 400, 0.01
+    rng = np.random.default_rng(5)
+    found = []
+    for i in range(simulations):
+        scores = rng.random(30) + rng.normal(0, 1.0, (2, count, 1))
+        found.append(paired_bootstrap(*scores, 1000, paired_seeds=True, seed=i).p_value <= level)
+    assert np.mean(found) <= level + 2 * math.sqrt(level * (1 - level) / simulations)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10])
+@pytest.mark.parametrize("confidence_level", [0.9, 0.95, 0.99])
+def test_an_interval_of_seeds_alone_is_students_at_any_level(count, confidence_level):
+    """Rows that differ by a constant leave the seeds' level only, of which the t interval is known."""
+    by_seed = np.linspace(0.0, 1.0, count)
+    scores = np.repeat(by_seed[:, None], 4, axis=1)
+    quantile = stats.t.ppf((1 + confidence_level) / 2, count - 1)
+    expected = quantile * by_seed.std(ddof=1) / math.sqrt(count)
+    interval = two_level_ci(scores, 40_000, confidence_level=confidence_level)
+    assert interval.half_width == pytest.approx(expected, rel=0.3 if count == 2 else 0.12)
+
+
+def test_an_interval_of_a_rate_is_cut_where_rates_end_and_nowhere_else():
+    scores = np.array([[1.0] * 18 + [0.5, 0.9], [1.0] * 19 + [0.6], [1.0] * 20])
+    whole, cut = two_level_ci(scores), two_level_ci(scores, bounds=(0.0, 1.0))
+    assert whole.high > 1.0
+    assert cut == (whole.mean, whole.low, 1.0)
+    with pytest.raises(ValueError, match="beyond `bounds`"):
+        two_level_ci(scores + 0.1, bounds=(0.0, 1.0))
 
 
 def test_two_level_interval_of_one_seed_is_the_bootstrap_over_prompts():

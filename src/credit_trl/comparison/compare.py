@@ -38,7 +38,7 @@ class Cell:
     """One arm on one domain, at its best or at its final step.
 
     Args:
-        interval: mean over seeds and prompts, with both resampled.
+        interval: mean over seeds and prompts, with both resampled; cut at 0 and 1 where all scores lie between them.
         seeds: how many runs.
         steps: the step of each.
         by_seed: the mean of each.
@@ -186,12 +186,15 @@ def compare(
         for when in (BEST, FINAL)
         if (table := scores.table(arm, domain, when)) is not None
     }
+    bounds = _bounds(tables.values())
     cells = {
         key: Cell(
-            two_level_ci(matrix, n_resamples), len(matrix), [step for _, step in table.steps], matrix.mean(1).tolist()
+            two_level_ci(table.matrix, n_resamples, bounds=bounds),
+            len(table.matrix),
+            [step for _, step in table.steps],
+            table.matrix.mean(1).tolist(),
         )
         for key, table in tables.items()
-        for matrix in [table.matrix]
     }
     return Comparison(
         runs=evaluated,
@@ -240,6 +243,12 @@ class _Scores:
         chosen = [run.best_step() if when == BEST else run.final_step() for run in runs]
         matrix = np.array([self.row(run, domain, step) for run, step in zip(runs, chosen, strict=True)])
         return _Table(matrix, [(run.seed, step) for run, step in zip(runs, chosen, strict=True)])
+
+
+def _bounds(tables: Iterable[_Table]) -> tuple[float, float]:
+    """What means can be: a measure that no prompt has outside [0, 1] is taken for a rate."""
+    is_rate = all(table.matrix.min() >= 0.0 and table.matrix.max() <= 1.0 for table in tables)
+    return (0.0, 1.0) if is_rate else (-math.inf, math.inf)
 
 
 def _one_per_seed(table: _Table) -> _Table:

@@ -119,26 +119,34 @@ def two_level_ci(
     *,
     confidence_level: float = CONFIDENCE_LEVEL,
     seed: int = 0,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> Interval:
     """Mean over seeds and prompts, with both resampled; see `paired_bootstrap` for how.
 
     Args:
         scores: (seeds, prompts), the same prompts for every seed. One seed: its variance is not in the interval.
         n_resamples, confidence_level, seed: as in `bootstrap_ci`.
+        bounds: what a mean can be, such as (0, 1) for a rate; the interval is cut there. The deviations are the same
+            on both sides of the mean, so near a bound they reach beyond it; a cut takes nothing from the coverage.
+
+    Raises:
+        ValueError: scores that are not finite, or outside the bounds.
     """
     matrix = _matrix(scores, "scores")
+    if matrix.min() < bounds[0] or matrix.max() > bounds[1]:
+        raise ValueError(f"`scores` reach from {matrix.min():g} to {matrix.max():g}, beyond `bounds` {bounds}.")
     mean = float(matrix.mean())
     if matrix.shape[1] == 1:
         return Interval(mean, math.nan, math.nan)
     rng = np.random.default_rng(seed)
     deviations = np.concatenate(
         [
-            _deviations(matrix, _weights(rng, size, len(matrix)), _weights(rng, size, matrix.shape[1]))
+            _deviations(matrix, _draw(rng, size, len(matrix)), _draw(rng, size, matrix.shape[1]))
             for size in _sizes(n_resamples, matrix.shape[1])
         ]
     )
     low, high = _percentiles(deviations, confidence_level)
-    return Interval(mean, mean + low, mean + high)
+    return Interval(mean, max(mean + low, bounds[0]), min(mean + high, bounds[1]))
 
 
 def paired_bootstrap(
@@ -154,9 +162,10 @@ def paired_bootstrap(
 
     Each resample draws prompts once for both methods, so a prompt's difficulty cancels; with several seeds a method it
     draws seeds too. To be unbiased at small counts it draws n − 1 of n (the variance of a mean of n − 1 draws from n
-    observations is s²/n) and widens each level's deviation by the t quantile at its degrees of freedom: with five
-    seeds a plain bootstrap of seeds would claim intervals a third too narrow. Where seeds matter little the test is
-    conservative, since resampling both levels counts what is left of their interaction more than once.
+    observations is s²/n) and gives each level's deviation the tails of Student's t: it is multiplied by √(ν / χ²_ν), a
+    new χ² at each resample, with ν = n − 1 the level's degrees of freedom. With five seeds a plain bootstrap of seeds
+    would claim intervals a third too narrow, and small p-values that are far too small. Where seeds matter little the
+    test is conservative, since resampling both levels counts what is left of their interaction more than once.
 
     Args:
         a, b: per-prompt scores, (prompts,) or (seeds, prompts). Column i is the same prompt in both.
@@ -184,12 +193,12 @@ def paired_bootstrap(
     rng = np.random.default_rng(seed)
     parts = []
     for size in _sizes(n_resamples, left.shape[1]):
-        prompts = _weights(rng, size, left.shape[1])
-        seeds = _weights(rng, size, len(left))
+        prompts = _draw(rng, size, left.shape[1])
+        seeds = _draw(rng, size, len(left))
         if paired_seeds:
             parts.append(_deviations(left - right, seeds, prompts))
         else:
-            other_seeds = _weights(rng, size, len(right))
+            other_seeds = _draw(rng, size, len(right))
             parts.append(_deviations(left, seeds, prompts) - _deviations(right, other_seeds, prompts))
     deviations = np.concatenate(parts)
     difference = float(left.mean() - right.mean())
@@ -199,27 +208,35 @@ def paired_bootstrap(
     return Difference(difference, difference + low, difference + high, (extreme + 1) / (n_resamples + 1))
 
 
-def _deviations(matrix: Array, seeds: Array, prompts: Array) -> Array:
-    """How far each resample's mean is from the mean of `matrix` (S, n), given weights (B, S) and (B, n)."""
+def _deviations(matrix: Array, seeds: _Draw, prompts: _Draw) -> Array:
+    """How far each of B resamples' means is from the mean of `matrix` (S, n), given draws of seeds and of prompts."""
     by_seed, by_prompt = matrix.mean(axis=1), matrix.mean(axis=0)
-    seed_part = (seeds - 1.0 / matrix.shape[0]) @ (by_seed - by_seed.mean())
-    prompt_part = (prompts - 1.0 / matrix.shape[1]) @ (by_prompt - by_prompt.mean())
+    seed_part = (seeds.weights - 1.0 / matrix.shape[0]) @ (by_seed - by_seed.mean())
+    prompt_part = (prompts.weights - 1.0 / matrix.shape[1]) @ (by_prompt - by_prompt.mean())
     residual = matrix - by_seed[:, None] - by_prompt + matrix.mean()
-    both = np.einsum("bs,sn,bn->b", seeds, residual, prompts, optimize=True)
-    return seed_part * _widening(matrix.shape[0]) + prompt_part * _widening(matrix.shape[1]) + both
+    both = np.einsum("bs,sn,bn->b", seeds.weights, residual, prompts.weights, optimize=True)
+    return seed_part * seeds.tails + prompt_part * prompts.tails + both
 
 
-def _weights(rng: np.random.Generator, size: int, count: int) -> Array:
-    """(size, count) shares of the draws of a resample that fall on each item; of one item, all of them."""
+class _Draw(NamedTuple):
+    """B resamples of one level.
+
+    Args:
+        weights: (B, items), the shares of a resample's draws that fall on each item.
+        tails: (B,), √(ν / χ²_ν): what makes a normal deviation one of Student's t.
+    """
+
+    weights: Array
+    tails: Array
+
+
+def _draw(rng: np.random.Generator, size: int, count: int) -> _Draw:
+    """`size` resamples of a level with `count` items, count − 1 draws each; of one item, all of them."""
     if count == 1:
-        return np.ones((size, 1))
+        return _Draw(np.ones((size, 1)), np.ones(size))
     drawn = rng.integers(count, size=(size, count - 1)) + np.arange(size)[:, None] * count
-    return np.bincount(drawn.ravel(), minlength=size * count).reshape(size, count) / (count - 1)
-
-
-def _widening(count: int) -> float:
-    """The t quantile over the normal one, for an estimate of variance from `count` observations."""
-    return float(stats.t.ppf(0.975, count - 1) / stats.norm.ppf(0.975)) if count > 1 else 1.0
+    weights = np.bincount(drawn.ravel(), minlength=size * count).reshape(size, count) / (count - 1)
+    return _Draw(weights, np.sqrt((count - 1) / rng.chisquare(count - 1, size)))
 
 
 def _percentiles(deviations: Array, confidence_level: float) -> tuple[float, float]:
