@@ -25,6 +25,7 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 EVALUATIONS_FOLDER = "evaluations"
 BEST_FILE = "best.json"
 SUMMARY_FILE = "summary.json"
+JOB_FILE = "job.json"  # of a sweep, before there is a run
 
 
 def write_atomically(path: str | Path, text: str) -> None:

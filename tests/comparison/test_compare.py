@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from credit_trl.comparison import compare, find_runs, read_run
-from credit_trl.comparison.compare import BASE, BEST, FINAL, holm
+from credit_trl.comparison.compare import BASE, BEST, FINAL
+from credit_trl.comparison.report import tables_markdown
 from credit_trl.comparison.runs import method_of
 from credit_trl.comparison.tables import contrast_row, p_text, score_markdown, steps_row
-from credit_trl.evaluation.statistics import paired_bootstrap, two_level_ci
+from credit_trl.evaluation.statistics import holm, paired_bootstrap, two_level_ci
+from credit_trl.run_directory import write_json
 
 PROMPTS = [f"q{i}" for i in range(40)]
 
@@ -94,6 +96,53 @@ def test_arms_with_other_seeds_are_compared_unpaired_in_seeds(write_run, tmp_pat
     (final, best) = compare([tmp_path]).contrasts
     assert not final.paired_seeds
     assert (final.when, best.when) == (FINAL, BEST)
+
+
+def test_two_runs_of_one_name_and_seed_are_not_taken_for_two_seeds(write_run, tmp_path):
+    """`trl credit` has one default seed, and the label of an arm says nothing of the learning rate."""
+    for name, rate in (("slow", 1e-6), ("fast", 1e-5)):
+        write_run(name, {10: scores(0.5, 1)}, arm="", config={"learning_rate": rate})
+    with pytest.raises(
+        ValueError, match=r"same seed \(1\).*fast.*slow.*differ in learning_rate.*`arm` in its run.json"
+    ):
+        compare([tmp_path])
+    described = json.loads((tmp_path / "runs" / "fast" / "run.json").read_text())
+    write_json(tmp_path / "runs" / "fast" / "run.json", {**described, "arm": "fast"})
+    assert compare([tmp_path]).arms == ["CREDIT λ=0.1 C=1", "fast"]
+
+
+def test_models_evaluated_by_themselves_are_told_apart_by_their_run(write_run, tmp_path):
+    folder = write_run("a", {10: scores(0.5, 1)}, arm="A")
+    result = json.loads((folder / "evaluations" / "step-000010" / "result.json").read_text())
+    for run in ("one", "two"):
+        write_json(tmp_path / "alone" / run / "result.json", {**result, "model": f"runs/{run}/checkpoint-50"})
+    assert compare([tmp_path / "alone"]).arms == ["one/checkpoint-50", "two/checkpoint-50"]
+
+
+def test_a_planned_job_is_no_run_though_the_evaluation_of_its_base_lies_there(write_run, tmp_path):
+    done = write_run("done", {0: scores(0.2, 1), 10: scores(0.5, 1)}, arm="A")
+    planned = tmp_path / "runs" / "planned"
+    shutil.copytree(done / "evaluations" / "step-000000", planned / "evaluations" / "step-000000")
+    write_json(planned / "job.json", {"arm": "B"})
+    assert compare([tmp_path]).arms == [BASE, "A"]
+
+
+def test_a_run_that_was_written_anew_is_read_anew(write_run, tmp_path):
+    for mean in (0.5, 0.9):
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        write_run("a", {10: dict.fromkeys(PROMPTS, mean)}, arm="A")
+        assert compare([tmp_path]).cells["A", "letters", FINAL].interval.mean == pytest.approx(mean)
+
+
+def test_names_cannot_break_a_table_or_reach_a_terminal(write_run, tmp_path):
+    for seed, arm in enumerate(("SDPO", "a|b", "<img src=x>", "red\x1b[31m", "two\nlines")):
+        write_run(f"run{seed}", {10: scores(0.5, seed)}, arm=arm)
+    text = tables_markdown(compare([tmp_path], targets=[0.5]))
+    assert "a\\|b" in text
+    assert "&lt;img src=x>" in text
+    assert "<img" not in text
+    assert "\x1b" not in text
+    assert "two⟨U+000A⟩lines" in text
 
 
 def test_groups_of_prompts_are_columns_and_the_average_is_over_them(write_run, tmp_path):

@@ -18,7 +18,7 @@ from credit_trl.comparison import compare, write_report
 from credit_trl.comparison.figures import THEMES, ablation_figure
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>'
+HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)> $\\frac$'
 PROMPTS = [f"q{i}" for i in range(30)]
 
 

@@ -10,14 +10,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_trl.comparison.runs import SCORE, Run, find_runs
+from credit_trl.comparison.runs import RESULT_FILE, SCORE, Run, find_runs
 from credit_trl.evaluation.statistics import (
     N_RESAMPLES,
     Difference,
     Interval,
+    holm,
     paired_bootstrap,
     two_level_ci,
 )
+from credit_trl.run_directory import RUN_FILE
 
 BASE = "Base"
 BEST, FINAL = "best", "final"
@@ -160,7 +162,8 @@ def compare(
         n_resamples: of all intervals.
 
     Raises:
-        ValueError: no evaluated run, an unknown arm, or runs of one task that share no prompt.
+        ValueError: no evaluated run, an unknown arm, two runs of one arm with the same seed, or runs of one task that
+            share no prompt.
     """
     runs = list(runs)
     read = [run for run in runs if isinstance(run, Run)]
@@ -174,6 +177,7 @@ def compare(
         )
     names = _arm_names(evaluated, arms)
     evaluated = [run for run in evaluated if run.arm in names]
+    _check_seeds(evaluated)
     domains = _domains(evaluated)
     baseline = _baseline(names, baseline)
     scores = _Scores(evaluated, domains, measure)
@@ -205,7 +209,7 @@ def compare(
         measure=measure,
         baseline=baseline if len(names) > 1 else None,
         cells=cells,
-        contrasts=_contrasts(tables, names, baseline, domains, n_resamples),
+        contrasts=_contrasts(tables, names, baseline, domains, n_resamples, bounds),
         steps_to=[_steps_to(scores, arm, domain, t) for t in targets for domain in domains for arm in names],
         curves=[curve for name in CURVES for arm in names for curve in _curve(evaluated, arm, name)],
     )
@@ -270,6 +274,22 @@ def _arm_names(runs: Sequence[Run], wanted: Sequence[str] | None) -> list[str]:
     return list(wanted)
 
 
+def _check_seeds(runs: Sequence[Run]) -> None:
+    """Runs of one arm are its seeds; two with the same one are something else."""
+    first: dict[tuple[str, str, int | None], Run] = {}
+    for run in runs:
+        other = first.setdefault((run.arm, run.task, run.seed), run)
+        if other is not run:
+            apart = sorted(k for k in {*run.config, *other.config} if run.config.get(k) != other.config.get(k))
+            options = [name for name in apart if not name.endswith(("_dir", "run_name"))]
+            told = f" They differ in {', '.join(options)}." if options else ""
+            raise ValueError(
+                f"Two runs are called {run.arm!r} and have the same seed ({run.seed}): {other.folder} and "
+                f"{run.folder}.{told} Runs of one name are compared as its seeds: give one of them another name "
+                f"(`arm` in its {RUN_FILE}, or `model` in its {RESULT_FILE}), or leave it out."
+            )
+
+
 def _natural(arm: str) -> list[tuple[int, float, str]]:
     """So that C=16 follows C=2."""
     parts = []
@@ -311,6 +331,7 @@ def _contrasts(
     baseline: str,
     domains: Iterable[str],
     n_resamples: int,
+    bounds: tuple[float, float],
 ) -> list[Contrast]:
     contrasts = []
     for when in (FINAL, BEST):
@@ -319,7 +340,7 @@ def _contrasts(
             reference = tables.get((baseline, domain, when))
             if reference is None or reference.matrix.shape[1] < 2:
                 continue
-            pairs = [_difference(tables[arm, domain, when], reference, n_resamples) for arm in others]
+            pairs = [_difference(tables[arm, domain, when], reference, n_resamples, bounds) for arm in others]
             adjusted = holm([difference.p_value for difference, _ in pairs])
             contrasts += [
                 Contrast(arm, baseline, domain, when, difference, paired, p)
@@ -328,24 +349,16 @@ def _contrasts(
     return contrasts
 
 
-def _difference(table: _Table, reference: _Table, n_resamples: int) -> tuple[Difference, bool]:
+def _difference(
+    table: _Table, reference: _Table, n_resamples: int, bounds: tuple[float, float]
+) -> tuple[Difference, bool]:
     """Paired by prompts, and by seeds where both arms have the same ones."""
     ours, theirs = ([seed for seed, _ in t.steps] for t in (table, reference))
     paired = None not in ours and len(set(ours)) == len(ours) == len(theirs) and set(ours) == set(theirs)
     left, right = table.matrix, reference.matrix
     if paired:
         right = right[[theirs.index(seed) for seed in ours]]
-    return paired_bootstrap(left, right, n_resamples, paired_seeds=paired), paired
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment: each is at most the level of the whole family where its adjusted value is."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted, highest = [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(order):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = highest
-    return adjusted
+    return paired_bootstrap(left, right, n_resamples, paired_seeds=paired, bounds=bounds), paired
 
 
 def _steps_to(scores: _Scores, arm: str, domain: str, target: float) -> StepsTo:

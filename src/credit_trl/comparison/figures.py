@@ -48,7 +48,9 @@ def curves_figure(comparison: Comparison, theme: Theme) -> bytes | None:
     for axis in axes[len(titles) :]:
         axis.set_visible(False)
     handles, labels = _legend_of(axes)
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, labelcolor=theme.ink)
+    legend = figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, labelcolor=theme.ink)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     return _png(figure)
 
 
@@ -73,7 +75,7 @@ def scores_figure(comparison: Comparison, theme: Theme) -> bytes:
                 )
                 where = np.full(len(cell.by_seed), position + shift)
                 axis.plot(100 * np.array(cell.by_seed), where, "|", color=colour, alpha=0.55, ms=6)
-        axis.set_yticks(range(len(arms)), [_short(arm) for arm in arms])
+        axis.set_yticks(range(len(arms)), [_short(arm) for arm in arms], parse_math=False)
         axis.invert_yaxis() if axis is axes[0] else None
     return _png(figure)
 
@@ -97,7 +99,7 @@ def ablation_figure(
         axis.errorbar(
             where, means, yerr=[means - low, high - means], fmt="o-", color=COLOURS[0], capsize=4, ms=6, lw=1.6
         )
-        axis.set_xticks(where, [str(row[0]) for row in rows])
+        axis.set_xticks(where, [str(row[0]) for row in rows], parse_math=False)
     return _png(figure)
 
 
@@ -113,8 +115,8 @@ def _canvas(theme: Theme, rows: int, columns: int, *, width: float, height: floa
 
 def _style(axis: Any, theme: Theme, title: str, label: str) -> None:
     axis.set_facecolor(theme.background)
-    axis.set_title(title, color=theme.ink, fontsize=10)
-    axis.set_xlabel(label, color=theme.ink, fontsize=9)
+    axis.set_title(title, color=theme.ink, fontsize=10, parse_math=False)  # a name may hold two dollar signs
+    axis.set_xlabel(label, color=theme.ink, fontsize=9, parse_math=False)
     axis.tick_params(colors=theme.ink, labelsize=8.5)
     axis.grid(True, color=theme.grid, lw=0.6)
     axis.set_axisbelow(True)

@@ -16,8 +16,10 @@ from credit_trl.comparison.tables import (
     STEPS_COLUMNS,
     contrast_markdown,
     contrast_row,
+    plain,
     score_markdown,
     score_rows,
+    steps_markdown,
     steps_row,
 )
 from credit_trl.run_directory import write_atomically, write_json
@@ -98,14 +100,12 @@ def tables_markdown(comparison: Comparison) -> str:
         parts.append(f"## {caption}\n\n{explanation}\n\n{score_markdown(comparison, when)}\n")
         contrasts = [c for c in comparison.contrasts if c.when == when]
         if contrasts:
-            parts.append(f"Against {comparison.baseline}:\n\n{contrast_markdown(contrasts)}\n")
+            parts.append(f"Against {plain(comparison.baseline)}:\n\n{contrast_markdown(contrasts)}\n")
     if comparison.unfinished:
-        listed = ", ".join(str(run.folder) for run in comparison.unfinished)
+        listed = ", ".join(plain(str(run.folder)) for run in comparison.unfinished)
         parts.append(f"Left out, since their training has not come to its end: {listed}\n")
     if comparison.steps_to:
-        head = "| " + " | ".join(STEPS_COLUMNS) + " |\n|" + " --- |" * len(STEPS_COLUMNS)
-        rows = ["| " + " | ".join(steps_row(row)) + " |" for row in comparison.steps_to]
-        parts.append("## Steps to a score\n\n" + "\n".join([head, *rows]) + "\n")
+        parts.append(f"## Steps to a score\n\n{steps_markdown(comparison.steps_to)}\n")
     return "\n".join(parts)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from credit_trl.run_directory import (
     EVALUATIONS_FILE,
     EVALUATIONS_FOLDER,
+    JOB_FILE,
     LOG_FILE,
     RUN_FILE,
     SUMMARY_FILE,
@@ -68,7 +69,8 @@ class Run:
     def prompts(self, step: int) -> list[dict[str, Any]]:
         """Per-prompt results of the evaluation at a step: `id`, `group`, `score`, `majority`, `metrics`."""
         inside = self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}" / RESULT_FILE
-        return _prompts(inside if inside.is_file() else self.folder / RESULT_FILE)
+        path = (inside if inside.is_file() else self.folder / RESULT_FILE).resolve()
+        return _prompts(path, path.stat().st_mtime_ns)
 
     def per_prompt(self, step: int, measure: str = SCORE) -> dict[str, float]:
         """Prompt id → its score, its maj@k, or the mean of a metric of its verdicts.
@@ -102,7 +104,7 @@ def find_runs(paths: Iterable[str | Path]) -> list[Run]:
         if not folders:
             raise FileNotFoundError(
                 f"{path} holds no run: no {RUN_FILE}, {EVALUATIONS_FILE} or {RESULT_FILE} in it or below. Train with "
-                "`trl credit`, or evaluate with `trl credit-eval --output_dir`."
+                "`trl credit --avg_at_k 16` or an `EvaluationCallback`, or use `trl credit-eval --output_dir`."
             )
         for folder in folders:
             runs.setdefault(folder.resolve(), read_run(folder))
@@ -178,9 +180,9 @@ def _arm(method: str, config: Mapping[str, Any]) -> str:
 
 
 def _read_evaluation(folder: Path, result: Mapping[str, Any]) -> Run:
-    """A model that was evaluated by itself: one evaluation, no training."""
+    """A model that was evaluated by itself: one evaluation, no training. Two runs may both have a `checkpoint-50`."""
     row = {"step": 0, "task": result["task"], "k": result["k"], SCORE: result["score"]}
-    arm = Path(result["model"]).name or result["model"]
+    arm = "/".join(Path(result["model"]).parts[-2:]) or result["model"]
     return Run(folder, arm, "", result["task"], None, {}, [], "", [row])
 
 
@@ -199,12 +201,15 @@ def _read_log(folder: Path) -> tuple[list[dict[str, Any]], str]:
 def _run_folders(path: Path) -> list[Path]:
     if any((path / name).is_file() for name in (RUN_FILE, EVALUATIONS_FILE, RESULT_FILE)):
         return [path]
+    if (path / JOB_FILE).is_file():  # planned, and not begun; the base's evaluation may lie there already
+        return []
     below = [child for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
     return [found for child in below for found in _run_folders(child)]
 
 
 @lru_cache(maxsize=4096)
-def _prompts(path: Path) -> list[dict[str, Any]]:
+def _prompts(path: Path, written: int) -> list[dict[str, Any]]:
+    """Of one state of a file, told by when it was written: a notebook compares, trains again, and compares."""
     return _json(path)["prompts"]
 
 

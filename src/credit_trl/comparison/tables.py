@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,9 +53,9 @@ def score_rows(comparison: Comparison, when: str) -> tuple[list[str], list[tuple
 def score_markdown(comparison: Comparison, when: str) -> str:
     """The table in Markdown: bold is best, underlined second, ± the half-width of the 95 % interval."""
     columns, rows = score_rows(comparison, when)
-    lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
+    lines = ["| | " + " | ".join(map(plain, columns)) + " |", "| --- |" + " ---: |" * len(columns)]
     for name, marks in rows:
-        lines.append(f"| {name} | " + " | ".join(_markdown(mark) for mark in marks) + " |")
+        lines.append(f"| {plain(name)} | " + " | ".join(_markdown(mark) for mark in marks) + " |")
     return "\n".join(lines)
 
 
@@ -76,7 +77,7 @@ CONTRAST_COLUMNS = ("arm", "domain", "difference (points)", "95 % interval", "p"
 
 def contrast_markdown(contrasts: Sequence[Contrast]) -> str:
     lines = ["| " + " | ".join(CONTRAST_COLUMNS) + " |", "| --- | --- | ---: | ---: | ---: | ---: |"]
-    return "\n".join([*lines, *("| " + " | ".join(contrast_row(contrast)) + " |" for contrast in contrasts)])
+    return "\n".join([*lines, *(_row(contrast_row(contrast)) for contrast in contrasts)])
 
 
 STEPS_COLUMNS = ("arm", "domain", "target", "steps, run by run", "median")
@@ -90,6 +91,21 @@ def steps_row(steps_to: StepsTo) -> list[str]:
     median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
     told = "never" if math.isinf(median) else f"{median:g}"
     return [steps_to.arm, steps_to.domain, f"{100 * steps_to.target:g} %", listed, told]
+
+
+def steps_markdown(steps_to: Sequence[StepsTo]) -> str:
+    lines = ["| " + " | ".join(STEPS_COLUMNS) + " |", "|" + " --- |" * len(STEPS_COLUMNS)]
+    return "\n".join([*lines, *(_row(steps_row(row)) for row in steps_to)])
+
+
+def plain(text: str) -> str:
+    """A name from a run directory as text: no cell, tag or escape sequence of a terminal can begin in it."""
+    shown = "".join(c if c.isprintable() else f"⟨U+{ord(c):04X}⟩" for c in text)
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", shown).replace("|", "\\|")
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(map(plain, cells)) + " |"
 
 
 def percent(value: float) -> str:

@@ -157,6 +157,7 @@ def paired_bootstrap(
     paired_seeds: bool = False,
     confidence_level: float = CONFIDENCE_LEVEL,
     seed: int = 0,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> Difference:
     """Difference of two methods' means on the same prompts: `mean(a) − mean(b)`.
 
@@ -174,6 +175,7 @@ def paired_bootstrap(
             once for both.
         confidence_level: of the interval.
         seed: of the resampling.
+        bounds: what a mean can be, as in `two_level_ci`; no difference is larger than they are apart.
 
     Returns:
         `(difference, low, high, p_value)`; the p-value is the share of resamples, centred on no difference, that are
@@ -205,7 +207,19 @@ def paired_bootstrap(
     low, high = _percentiles(deviations, confidence_level)
     # Equality counts as far; the slack absorbs rounding where the scores are multiples of 1/k.
     extreme = int((np.abs(deviations) >= abs(difference) - 1e-12).sum())
-    return Difference(difference, difference + low, difference + high, (extreme + 1) / (n_resamples + 1))
+    p_value = (extreme + 1) / (n_resamples + 1)
+    most = bounds[1] - bounds[0]
+    return Difference(difference, max(difference + low, -most), min(difference + high, most), p_value)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment: each is at most the level of the whole family where its adjusted value is."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, highest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = highest
+    return adjusted
 
 
 def _deviations(matrix: Array, seeds: _Draw, prompts: _Draw) -> Array:
