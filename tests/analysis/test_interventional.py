@@ -160,9 +160,29 @@ def test_agreement_is_perfect_for_the_exact_ranking_and_reversed_for_its_opposit
     credits = iv.run_plan(plan, sampler(joint, rng), lambda questions, ys: [bool(outcome[tuple(y)]) for y in ys])
     agreement = iv.rank_agreement(credits, "rewards")
     assert (agreement.prefixes, agreement.kendall, agreement.spearman, agreement.top) == (1, 1.0, 1.0, 1.0)
-    assert (agreement.concordance, agreement.concordance_interval) == (1.0, (1.0, 1.0))
+    assert agreement.concordance == 1.0
+    assert np.isnan(agreement.concordance_interval).all()  # one question leaves nothing to resample
     turned = iv.rank_agreement(credits, "advantages")  # plan_of turned them round
     assert (turned.kendall, turned.concordance) == (-1.0, 0.0)
+
+
+def test_prefixes_of_one_question_count_as_one_in_the_interval():
+    """Ten copies of each prefix say nothing new."""
+    three = [torch.tensor([0.0, 1.0]) for _ in range(3)]
+    rates = [np.array(pair) for pair in ([0, 9], [9, 0], [0, 9], [0, 9], [9, 0])]
+    once, copied = (
+        iv.rank_agreement(
+            [
+                iv.estimate(iv.Branching((), (0, 1), *three, question), counts, 10, 3, 10)
+                for question, counts in enumerate(rates)
+                for _ in range(copies)
+            ]
+        )
+        for copies in (1, 10)
+    )
+    assert copied.concordance == once.concordance == pytest.approx(0.6)
+    assert copied.concordance_interval == pytest.approx(once.concordance_interval)
+    assert copied.kendall_interval == pytest.approx(once.kendall_interval)
 
 
 def test_prefixes_whose_candidates_do_not_differ_rank_nothing():

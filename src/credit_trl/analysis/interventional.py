@@ -299,7 +299,8 @@ class RankAgreement:
         prefixes: with candidates that succeed at different rates; others rank nothing.
         kendall: mean over them of Kendall's τ-b between r^cf and the quantity. Candidates that succeed equally often
             are ties, so a quantity that separates them cannot reach 1.
-        kendall_interval: 95 % bootstrap interval of that mean, over prefixes.
+        kendall_interval: 95 % bootstrap interval of that mean, over questions: prefixes of one question resemble each
+            other. NaN where all prefixes are of one.
         spearman: mean of Spearman's ρ.
         concordance: mean share of the pairs with different success rates that the quantity orders alike; a tie of the
             quantity counts half, so ½ is chance.
@@ -336,15 +337,16 @@ def rank_agreement(
     if not kept:
         return RankAgreement(0, nan, (nan, nan), nan, nan, (nan, nan), nan)
     pairs = [(c.successes, getattr(c.branching, quantity).double().numpy()) for c in kept]
+    questions = [c.branching.question for c in kept]
     taus, rhos, concordances = (np.array([f(*pair) for pair in pairs]) for f in (_kendall, _spearman, concordance))
     tops = [outcomes[other.argmax()] == outcomes.max() for outcomes, other in pairs]
     return RankAgreement(
         len(kept),
         float(taus.mean()),
-        _interval(taus, seed),
+        _interval(taus, questions, seed),
         float(rhos.mean()),
         float(concordances.mean()),
-        _interval(concordances, seed),
+        _interval(concordances, questions, seed),
         float(np.mean(tops)),
     )
 
@@ -368,7 +370,12 @@ def _spearman(outcomes: NDArray, quantity: NDArray) -> float:
     return 0.0 if np.ptp(quantity) == 0 else float(spearmanr(outcomes, quantity).statistic)
 
 
-def _interval(values: NDArray, seed: int, resamples: int = 2000) -> tuple[float, float]:
-    chosen = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
-    low, high = np.quantile(values[chosen].mean(axis=1), [0.025, 0.975])
+def _interval(values: NDArray, questions: Sequence[int], seed: int, resamples: int = 2000) -> tuple[float, float]:
+    """Percentiles of the mean over values, whole questions resampled."""
+    names, owner = np.unique(questions, return_inverse=True)
+    if len(names) < 2:
+        return float("nan"), float("nan")
+    sums, counts = np.bincount(owner, weights=values), np.bincount(owner)
+    chosen = np.random.default_rng(seed).integers(len(names), size=(resamples, len(names)))
+    low, high = np.quantile(sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1), [0.025, 0.975])
     return float(low), float(high)
