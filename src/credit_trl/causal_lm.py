@@ -11,6 +11,17 @@ from torch import Tensor, nn
 
 from credit_trl.kernels import Kernels, LMHead
 
+EMBEDDED_MODEL = "quickstart"
+
+
+def model_path(name: str) -> str:
+    """A path or hub name as it is; `"quickstart"` is the model that the package brings."""
+    if name != EMBEDDED_MODEL:
+        return name
+    from credit_trl.tasks.quickstart_model import base_directory
+
+    return str(base_directory())
+
 
 def unwrap_adapters(model: nn.Module) -> nn.Module:
     """The causal LM inside a PEFT model, or the model itself."""

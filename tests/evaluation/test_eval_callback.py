@@ -152,6 +152,18 @@ def test_an_evaluation_of_other_weights_is_measured_anew(train, tmp_path):
     assert len([row for row in read_lines(tmp_path / "log.jsonl") if "loss" in row]) == 4
 
 
+def test_options_that_no_evaluation_takes_are_refused_before_training(train, tmp_path):
+    trainer = train(tmp_path, evaluated=False, max_steps=1)
+    for options, message in (
+        ({"k": 0}, "`k` must be at least 1"),
+        ({"temperature": -1.0}, "`temperature` must be"),
+        ({"tempreture": 1.0}, "no tempreture; it has"),
+        ({"output_dir": "elsewhere"}, "no output_dir; it has"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            EvaluationCallback(trainer, TASK, first=False, **options)
+
+
 def test_a_trainer_with_tools_is_refused(train, tmp_path):
     trainer = train(tmp_path, evaluated=False, max_steps=1)
     trainer.tools = [len]

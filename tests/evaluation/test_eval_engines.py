@@ -185,6 +185,23 @@ def test_vllm_gets_ids_settings_and_a_seed_a_request(vllm, tokenizer):
     assert [r.length for r in responses] == [3] * 4
 
 
+def test_vllm_tells_the_weights_of_a_directory_apart(vllm, tmp_path):
+    """A run saves its best model under one name again and again; a half-done evaluation of the old one is not its."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(100_000))
+    before = make_engine(str(tmp_path), engine="vllm").identity()
+    assert make_engine(str(tmp_path), engine="vllm").identity() == before
+    weights.write_bytes(bytes(range(100)) * 1000)
+    assert make_engine(str(tmp_path), engine="vllm").identity() != before
+
+
+def test_the_packages_own_model_has_a_name_and_engines_refuse_options_that_they_lack():
+    engine = make_engine("quickstart", batch_size=3)
+    assert (engine.name, engine.batch_size) == ("quickstart", 3)
+    with pytest.raises(ValueError, match="`chat_template_kwargs`, not max_model_len"):
+        make_engine("quickstart", engine_options={"max_model_len": 512})
+
+
 def test_without_vllm_the_message_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match=r"credit-trl\[vllm\]"):

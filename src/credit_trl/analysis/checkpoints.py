@@ -17,11 +17,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from credit_trl import adaptive
+from credit_trl.causal_lm import model_path
 from credit_trl.contexts import Prompt
 from credit_trl.teacher import ADAPTER_NAME, CHECKPOINT_FILE, CopyReference, Reference
-
-# The model that the package brings, for `load`.
-EMBEDDED_MODEL = "quickstart"
 
 
 @dataclass(frozen=True)
@@ -144,15 +142,6 @@ class OneProcess:
 
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-def model_path(model: str) -> str:
-    """A path or hub name as it is; `"quickstart"` is the model that the package brings."""
-    if model != EMBEDDED_MODEL:
-        return model
-    from credit_trl.tasks.quickstart_model import base_directory
-
-    return str(base_directory())
 
 
 def _load_policy(path: str, checkpoint: str | Path | None, dtype: str | torch.dtype) -> nn.Module:

@@ -6,7 +6,6 @@ import argparse
 import sys
 
 NAME = "credit-compare"
-HELP = "tables with intervals, paired tests and curves of runs, as one HTML page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,9 @@ import os
 import sys
 from pathlib import Path
 
+from credit_trl.cli.credit_eval import json_object
+
 NAME = "credit-compat"
-HELP = "Posterior compatibility of a model on multiple-choice questions"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--feedback_template", help="around z, with {feedback_raw} (default: the paper's)")
     parser.add_argument("--answer_prefix", help="forced start of the response (default `<answer>` and a new line)")
     parser.add_argument(
-        "--chat_template_kwargs", type=json.loads, default={}, help="JSON, such as '{\"enable_thinking\": false}'"
+        "--chat_template_kwargs", type=json_object, default={}, help="JSON, such as '{\"enable_thinking\": false}'"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the choice of questions (default 0)")
     parser.add_argument("--output_dir", default="credit_compat", help="default credit_compat")

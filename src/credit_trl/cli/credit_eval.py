@@ -11,7 +11,6 @@ from pathlib import Path
 from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
 
 NAME = "credit-eval"
-HELP = "avg@k of a model on a task, with bootstrap intervals over prompts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
 
 NAME = "credit-map"
-HELP = "Which tokens the credit falls on: page, pictures, table, terminal"
 QUANTITIES = ("specific", "delta_v", "advantage", "generic", "student_logps")
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
     from credit_trl.trainer import CreditTrainer
 
-QUICKSTART_MODEL = "quickstart"
-
 
 @dataclass
 class CreditScriptArguments(ScriptArguments):
@@ -290,12 +288,10 @@ def resolve_model(name: str | None) -> str:
         ValueError: no model was named.
     """
     if name is None:
-        raise ValueError(f"Name a model: `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `{QUICKSTART_MODEL}`.")
-    if name != QUICKSTART_MODEL:
-        return name
-    from credit_trl.tasks.quickstart_model import base_directory
+        raise ValueError("Name a model: `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
+    from credit_trl.causal_lm import model_path
 
-    return str(base_directory())
+    return model_path(name)
 
 
 def _dataset(script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig) -> Any:

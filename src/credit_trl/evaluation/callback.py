@@ -7,14 +7,17 @@ numbers and so flatters.
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from credit_trl.evaluation.engines import Sampling
 from credit_trl.evaluation.protocol import OtherEvaluation, evaluate, task_rows
 from credit_trl.evaluation.result import Evaluation
 from credit_trl.evaluation.trainer_engine import TrainerEngine
@@ -32,6 +35,8 @@ from credit_trl.run_directory import (
 )
 from credit_trl.tasks.registry import Task, load_task
 
+# Arguments of `evaluate` that an evaluation during training decides itself.
+_OWN = {"model", "tokenizer", "engine", "engine_options", "output_dir"}
 # A run that starts anew in a used directory keeps no line, not even those of step 0.
 BEFORE_ANY = -1
 
@@ -94,7 +99,9 @@ class EvaluationCallback(TrainerCallback):
         **options: further arguments of `evaluate`; `max_completion_length` is the trainer's by default.
 
     Raises:
-        ValueError: `eval_steps` below 1, or a trainer with tools or environments.
+        ValueError: `eval_steps` or `k` below 1, a sampling setting out of range, or a trainer with tools or
+            environments.
+        TypeError: an option that `evaluate` does not have, or that the callback sets itself.
     """
 
     def __init__(
@@ -115,6 +122,7 @@ class EvaluationCallback(TrainerCallback):
     ) -> None:
         if eval_steps < 1:
             raise ValueError(f"`eval_steps` must be at least 1, got {eval_steps}.")
+        check_options(k, options)
         self.trainer = trainer
         self.task = load_task(task) if isinstance(task, str) else task
         self.rows = task_rows(self.task, split, path, dataset, max_prompts)
@@ -216,6 +224,17 @@ class EvaluationCallback(TrainerCallback):
         for folder in self.folder.glob("best-step-*"):
             if folder.name != named:
                 shutil.rmtree(folder)
+
+
+def check_options(k: int, options: Mapping[str, Any]) -> None:
+    """What `evaluate` would refuse at the first evaluation, which may be hours away."""
+    if k < 1:
+        raise ValueError(f"`k` must be at least 1, got {k}.")
+    known = inspect.signature(evaluate).parameters.keys() - _OWN
+    if unknown := sorted(options.keys() - known):
+        listed = ", ".join(sorted(known))
+        raise TypeError(f"An evaluation during training has no {', '.join(unknown)}; it has {listed}.")
+    Sampling(**{field.name: options[field.name] for field in fields(Sampling) if field.name in options})
 
 
 def best_folder(step: int) -> str:

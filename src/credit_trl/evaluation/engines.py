@@ -9,10 +9,10 @@ request.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +28,9 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from credit_trl.causal_lm import model_path
+from credit_trl.evaluation.fingerprints import file_fingerprint, weight_fingerprint
 
 Prompt = str | list[dict[str, Any]]
 
@@ -137,12 +140,19 @@ class TransformersEngine:
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> TransformersEngine:
-        """Load a model and its tokenizer by hub name or directory, onto the accelerator where there is one."""
+        """Load a model and its tokenizer by hub name or directory, onto the accelerator where there is one.
+
+        Raises:
+            ValueError: an option that this engine does not have.
+        """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        if unknown := sorted(options.keys() - {"batch_size", "chat_template_kwargs"}):
+            raise ValueError(f"The transformers engine takes `chat_template_kwargs`, not {', '.join(unknown)}.")
+        path = model_path(name)
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
-        return cls(model, AutoTokenizer.from_pretrained(name), name=name, **options)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device)
+        return cls(model, AutoTokenizer.from_pretrained(path), name=name, **options)
 
     def identity(self) -> str:
         return weight_fingerprint(self.model)
@@ -213,10 +223,14 @@ class VLLMEngine:
                 "transformers engine."
             ) from error
         template = options.pop("chat_template_kwargs", None)
-        return cls(LLM(model=name, **options), name=name, batch_size=batch_size, chat_template_kwargs=template)
+        return cls(
+            LLM(model=model_path(name), **options), name=name, batch_size=batch_size, chat_template_kwargs=template
+        )
 
     def identity(self) -> str:
-        return f"vllm:{self.name}"
+        """The name and, of a directory, the fingerprint of its files: a run may have written other weights there."""
+        folder = Path(model_path(self.name))
+        return f"vllm:{self.name}" + (f":{file_fingerprint(folder)}" if folder.is_dir() else "")
 
     def session(self, sampling: Sampling) -> AbstractContextManager[None]:
         return nullcontext()
@@ -382,18 +396,3 @@ def end_of_turn_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
-@torch.no_grad()
-def weight_fingerprint(model: torch.nn.Module) -> str:
-    """16 hex digits that change when a weight does: hashed sums and sums of squares of this process's weights."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        weights = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3 keeps its shard there
-        weights = weights.to_local() if hasattr(weights, "to_local") else weights
-        precise = torch.float32 if weights.device.type == "mps" else torch.float64
-        flat = weights.detach().flatten()
-        flat = flat if flat.is_floating_point() else flat.float()  # a four-bit base is packed in bytes
-        sums = (flat.sum(dtype=precise).item(), torch.linalg.vector_norm(flat, dtype=precise).item())
-        digest.update(f"{name} {tuple(weights.shape)} {sums[0].hex()} {sums[1].hex()}\n".encode())
-    return digest.hexdigest()[:16]

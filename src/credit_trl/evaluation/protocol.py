@@ -98,6 +98,8 @@ def evaluate(
     sampling = Sampling(temperature, top_p, top_k, max_completion_length)
     task = load_task(task) if isinstance(task, str) else task
     rows = task_rows(task, split, path, dataset, max_prompts)
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
     sampler = make_engine(model, tokenizer, engine, engine_options, batch_size)
     settings = {
         "task": task.name,

@@ -24,8 +24,8 @@ from credit_trl.evaluation.engines import (
     generate_ids,
     pad_token_id,
     read_responses,
-    weight_fingerprint,
 )
+from credit_trl.evaluation.fingerprints import weight_fingerprint
 from credit_trl.generation import seeded
 from credit_trl.sharding import reshard
 
