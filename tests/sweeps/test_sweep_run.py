@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from credit_trl import Verdict
 from credit_trl.cli import credit_sweep
-from credit_trl.run_directory import append_line, read_lines
+from credit_trl.run_directory import append_line, read_lines, write_json
 from credit_trl.sweeps import SweepSpec, run_sweep
 from credit_trl.sweeps.job import DONE_FILE, LOCK_FILE, complete_checkpoints, finish, is_done
 from credit_trl.sweeps.launch import ERROR_FILE
@@ -223,15 +223,60 @@ def test_half_written_checkpoints_are_passed_over(tmp_path):
 
 def test_finishing_reports_best_and_final_and_can_keep_the_checkpoints(tmp_path):
     (tmp_path / "checkpoint-4").mkdir()
+    write_json(tmp_path / "job.json", {"keep_checkpoints": True})
     for step, score in ((0, 0.1), (2, 0.5), (4, 0.3)):
         append_line(tmp_path / "evaluations.jsonl", {"step": step, "score": score})
-    finish(tmp_path, keep_checkpoints=True)
+    finish(tmp_path)
     assert is_done(tmp_path)
     assert (tmp_path / "checkpoint-4").is_dir()
-    finish(tmp_path, keep_checkpoints=False)
+    write_json(tmp_path / "job.json", {"keep_checkpoints": False})
+    finish(tmp_path)
     assert not (tmp_path / "checkpoint-4").exists()
     told = json.loads((tmp_path / DONE_FILE).read_text())
     assert (told["best_during_training"]["step"], told["final"]["step"]) == (2, 4)
+
+
+def test_a_job_killed_while_its_checkpoints_go_is_done_and_not_trained_again(spec, tmp_path, monkeypatch):
+    import credit_trl.sweeps.job as job
+
+    one = SweepSpec(**{**vars(spec), "grid": {"method": "SDPO"}})
+    folder = tmp_path / "out" / "sdpo" / "seed-1"
+
+    class Killed(BaseException):
+        pass
+
+    def killed(folder):
+        shutil.rmtree(max(folder.glob("checkpoint-*")))
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "drop_checkpoints", killed)
+        with pytest.raises(Killed):
+            run_sweep(one, tmp_path / "out", progress=False)
+    log = (folder / "log.jsonl").read_bytes()
+    assert run_sweep(one, tmp_path / "out", progress=False).done == [folder]
+    assert (folder / "log.jsonl").read_bytes() == log
+    assert not list(folder.glob("checkpoint-*"))
+
+
+def test_a_base_evaluation_that_another_launcher_begins_meanwhile_is_left_to_it(tmp_path, monkeypatch):
+    from credit_trl.sweeps import launch
+
+    described = {"model": "m", "task": "t", "data": {}, "evaluation": {}}
+    mine, theirs = (tmp_path / name for name in ("mine", "theirs"))
+    for folder in (mine, theirs):
+        write_json(folder / "job.json", described)
+    write_json(theirs / launch.BASE_EVALUATION / "result.json", {})
+    copytree = shutil.copytree
+
+    def meanwhile(*args, **options):
+        write_json(mine / launch.BASE_EVALUATION / "settings.json", {"begun": True})
+        return copytree(*args, **options)
+
+    monkeypatch.setattr(launch.shutil, "copytree", meanwhile)
+    launch.share_base_evaluation(mine, [mine, theirs])
+    assert [path.name for path in (mine / "evaluations").iterdir()] == ["step-000000"]
+    assert [path.name for path in (mine / launch.BASE_EVALUATION).iterdir()] == ["settings.json"]
 
 
 def test_command_plans_runs_and_reports(spec, tmp_path, capsys):
@@ -242,6 +287,7 @@ def test_command_plans_runs_and_reports(spec, tmp_path, capsys):
     arguments = [str(path), "--output_dir", str(tmp_path / "out")]
     assert credit_sweep.run(parser.parse_args([*arguments, "--dry_run"])) == 0
     assert capsys.readouterr().out.count("missing") == 2
+    assert not (tmp_path / "out").exists()  # a spec may still be mended after a dry run
     assert credit_sweep.run(parser.parse_args(arguments)) == 0
     assert "2 jobs done" in capsys.readouterr().out
     assert (tmp_path / "out" / "report" / "report.html").is_file()

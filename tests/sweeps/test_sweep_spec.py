@@ -67,6 +67,7 @@ def test_folders_are_plain_names():
         ({"grid": {"method": ["PPO"]}}, "choose among GRPO"),
         ({"grid": []}, "no arm"),
         ({"grid": ["CREDIT"]}, "maps options"),
+        ({"grid": {"learning_rate": [1.2345678e-6, 1.2345679e-6]}}, "share the directory"),
         ({"grid": {"method": "GRPO", "distillation_weight": [0.5]}}, None),
         ({"grid": {"method": "hint-contrast", "contrastive_swap": "input"}}, "decides contrastive_swap itself"),
         ({"seeds": []}, "at least one"),

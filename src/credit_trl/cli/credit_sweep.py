@@ -10,7 +10,6 @@ from pathlib import Path
 from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
 
 NAME = "credit-sweep"
-HELP = "method × C × λ × teacher context × seed, each run a resumable job"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("spec", help="the sweep's YAML file")
     parser.add_argument("--output_dir", help="where the jobs' directories are (default: runs/ and the file's name)")
-    parser.add_argument("--dry_run", action="store_true", help="only print the jobs, after checking every arm")
+    parser.add_argument("--dry_run", action="store_true", help="only check every arm and print the jobs")
     parser.add_argument("--no_report", action="store_true", help="do not write the comparison at the end")
     add_sandbox_arguments(parser)
 
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         apply_sandbox_arguments(args)
         spec = read_spec(args.spec)
-        folders = plan_sweep(spec, output_dir)
+        folders = plan_sweep(spec, output_dir, write=not args.dry_run)
     except (ValueError, OSError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return 1

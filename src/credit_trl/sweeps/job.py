@@ -25,11 +25,10 @@ from credit_trl.cli.training import resolve_model
 from credit_trl.config import CreditConfig
 from credit_trl.evaluation.callback import EvaluationCallback, RunLog, summary
 from credit_trl.resume import STATE_FILE
-from credit_trl.run_directory import EVALUATIONS_FILE, SUMMARY_FILE, read_lines, write_json
+from credit_trl.run_directory import EVALUATIONS_FILE, JOB_FILE, SUMMARY_FILE, read_lines, write_json
 from credit_trl.tasks.registry import load_task
 from credit_trl.trainer import CreditTrainer
 
-JOB_FILE = "job.json"
 DONE_FILE = "done.json"
 LOCK_FILE = ".lock"
 
@@ -61,18 +60,23 @@ def run_job(folder: str | Path) -> None:
             trainer.train(resume_from_checkpoint=next((c.path for c in checkpoints if not c.is_last), None))
             trainer.accelerator.wait_for_everyone()
         if PartialState().is_main_process:
-            finish(folder, keep_checkpoints=job["keep_checkpoints"])
+            finish(folder)
 
 
-def finish(folder: Path, *, keep_checkpoints: bool) -> None:
-    """Sum up a trained job, drop what only resuming needs, and say that it is done."""
+def finish(folder: Path) -> None:
+    """Sum up a trained job, say that it is done, and only then drop what resuming needs."""
     history = read_lines(folder / EVALUATIONS_FILE)
     told = summary(history, max(row["step"] for row in history))
     write_json(folder / SUMMARY_FILE, told)
-    if not keep_checkpoints:
-        for checkpoint in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-            shutil.rmtree(checkpoint)
     write_json(folder / DONE_FILE, told)
+    drop_checkpoints(folder)
+
+
+def drop_checkpoints(folder: Path) -> None:
+    """Remove a done job's checkpoints, unless it is to keep them."""
+    if not json.loads((folder / JOB_FILE).read_text(encoding="utf-8"))["keep_checkpoints"]:
+        for checkpoint in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+            shutil.rmtree(checkpoint, ignore_errors=True)  # another launcher may be at it too
 
 
 def build_trainer(job: Mapping[str, Any], folder: Path) -> Any:

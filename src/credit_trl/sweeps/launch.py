@@ -17,10 +17,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from credit_trl.evaluation.callback import EvaluationCallback
-from credit_trl.evaluation.protocol import RESULT_FILE, evaluate
-from credit_trl.run_directory import EVALUATIONS_FOLDER, write_atomically, write_json
-from credit_trl.sweeps.job import JOB_FILE, JobBusy, is_done, run_job
+from credit_trl.evaluation.callback import EvaluationCallback, check_options
+from credit_trl.evaluation.protocol import RESULT_FILE
+from credit_trl.run_directory import EVALUATIONS_FOLDER, JOB_FILE, write_atomically, write_json
+from credit_trl.sweeps.job import JobBusy, drop_checkpoints, is_done, run_job
 from credit_trl.sweeps.spec import SweepSpec
 from credit_trl.tasks.registry import load_task
 
@@ -44,8 +44,13 @@ class SweepReport:
         return "\n".join(lines)
 
 
-def plan_sweep(spec: SweepSpec, output_dir: str | Path) -> list[Path]:
-    """Write every job's directory and return them, seed after seed, so that early results compare all arms.
+def plan_sweep(spec: SweepSpec, output_dir: str | Path, *, write: bool = True) -> list[Path]:
+    """The jobs' directories, seed after seed, so that early results compare all arms.
+
+    Args:
+        spec: the sweep.
+        output_dir: where they are.
+        write: write `job.json` into each. Without it every arm is checked, and nothing is bound to this spec.
 
     Raises:
         ValueError: an arm's configuration is invalid, there is no such task or no such option of the evaluation, or a
@@ -56,9 +61,12 @@ def plan_sweep(spec: SweepSpec, output_dir: str | Path) -> list[Path]:
     jobs = {root / arm.slug / f"seed-{seed}": _job(spec, arm, seed) for seed in spec.seeds for arm in spec.arms()}
     for folder, job in jobs.items():
         _check(job, folder)
-    for folder, job in jobs.items():
-        _write_job(folder, job)
-    write_json(root / SWEEP_FILE, {"jobs": [str(folder.relative_to(root)) for folder in jobs]})
+        _check_same(job, folder)
+    if write:
+        for folder, job in jobs.items():
+            if not (folder / JOB_FILE).is_file():
+                write_json(folder / JOB_FILE, job)
+        write_json(root / SWEEP_FILE, {"jobs": [str(folder.relative_to(root)) for folder in jobs]})
     return list(jobs)
 
 
@@ -108,7 +116,10 @@ def share_base_evaluation(folder: Path, others: Sequence[Path]) -> None:
             mine.parent.mkdir(parents=True, exist_ok=True)
             scratch = Path(tempfile.mkdtemp(dir=mine.parent, prefix=".base-"))
             shutil.copytree(theirs, scratch, dirs_exist_ok=True)
-            scratch.rename(mine)
+            try:
+                scratch.rename(mine)
+            except OSError:  # another launcher has begun this job meanwhile
+                shutil.rmtree(scratch)
             return
 
 
@@ -146,16 +157,18 @@ def _check(job: Mapping[str, Any], folder: Path) -> None:
 
 def _check_evaluation(spec: SweepSpec) -> None:
     load_task(spec.task)
-    known = {name for taker in (EvaluationCallback, evaluate) for name in inspect.signature(taker).parameters}
-    known -= {"trainer", "task", "options", "model", "tokenizer", "engine", "engine_options", "output_dir"}
-    if unknown := sorted(spec.evaluation.keys() - known):
-        raise ValueError(f"`evaluation` has no {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
+    own = inspect.signature(EvaluationCallback).parameters.keys() - {"trainer", "task", "options"}
+    passed_on = {name: value for name, value in spec.evaluation.items() if name not in own}
+    try:
+        check_options(spec.evaluation.get("k", 1), passed_on)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`evaluation`: {error}") from error
 
 
-def _write_job(folder: Path, job: Mapping[str, Any]) -> None:
+def _check_same(job: Mapping[str, Any], folder: Path) -> None:
+    """Nothing of another job may be continued as this one."""
     path = folder / JOB_FILE
     if not path.is_file():
-        write_json(path, job)
         return
     before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(job))
     if before != now:
@@ -168,6 +181,7 @@ def _write_job(folder: Path, job: Mapping[str, Any]) -> None:
 def _run(folder: Path, spec: SweepSpec) -> str:
     """Run one job; "done", "failed" or "busy"."""
     if is_done(folder):
+        drop_checkpoints(folder)
         return "done"
     (folder / ERROR_FILE).unlink(missing_ok=True)
     launchers: dict[str, Callable[[Path, SweepSpec], str | None]] = {

@@ -147,14 +147,20 @@ class SweepSpec:
         """The arms of all grids, each once, in order.
 
         Raises:
-            ValueError: an unknown method, or a grid that is no mapping of options to lists.
+            ValueError: an unknown method, a grid that is no mapping of options to lists, or two arms whose names make
+                the same directory.
         """
         grids = [self.grid] if isinstance(self.grid, Mapping) else list(self.grid)
         arms: dict[str, Arm] = {}
         for grid in grids:
             for point in _product(grid):
                 arm = make_arm(point, self.config)
-                arms.setdefault(arm.name, arm)
+                same = arms.setdefault(arm.slug, arm)
+                if same != arm:
+                    raise ValueError(
+                        f"Two arms would share the directory {arm.slug!r}: {dict(same.options)} and "
+                        f"{dict(arm.options)}. Leave one out of the grid."
+                    )
         if not arms:
             raise ValueError("`grid` holds no arm.")
         return list(arms.values())
