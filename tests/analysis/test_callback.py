@@ -187,6 +187,14 @@ def test_a_resumed_run_keeps_its_first_rollouts(train):
     assert [i.split(",")[0] for i in identifiers] == ["step 4", "step 1"]
 
 
+def test_a_run_that_starts_anew_sums_over_no_page_of_the_run_before(train):
+    train(CreditMapCallback(every=3, rollouts=1), max_steps=6)
+    again = train(CreditMapCallback(every=3, rollouts=1), max_steps=3)
+    assert pages(again).keys() == {"step-000001", "step-000003"}
+    summary = (Path(again.args.output_dir) / "credit_maps" / "summary.md").read_text("utf-8")
+    assert "3 responses" in summary
+
+
 def test_evaluation_rollouts_are_not_taken_for_those_of_the_run(train):
     # A generation batch serves two updates, and an evaluation comes between them.
     trainer = train(

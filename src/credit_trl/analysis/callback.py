@@ -88,10 +88,18 @@ class CreditMapCallback(TrainerCallback):
                 "`distillation_weight=0` adapts no λ, and a token map needs one: set `contrastive_coef` to a number."
             )
         self.directory = Path(args.output_dir) / DIRECTORY
+        if state.is_world_process_zero:
+            self._drop_after(state.global_step)
         if state.global_step > 0 and self._pin_file.exists():
             kept = json.loads(self._pin_file.read_text("utf-8"))
             self._pinned_step = kept["step"]
             self._pinned = [Response.from_json(record) for record in kept["responses"]]
+
+    def _drop_after(self, step: int) -> None:
+        """Remove pages of steps that come again, or that another run left here: the summary sums over all pages."""
+        for page in (*self.directory.glob("step-*.html"), *self.directory.glob("step-*.parquet")):
+            if int(page.stem.removeprefix("step-")) > step:
+                page.unlink()
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
