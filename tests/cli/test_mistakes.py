@@ -130,6 +130,9 @@ LINES = [
     ("credit-eval --model quickstart --task quickstart --max_prompts 0", "max_prompts"),
     ("credit-eval --model quickstart --task quickstart --max_prompts 1 --temperature -1", "temperature"),
     ("credit-eval --model quickstart --task quickstart --max_prompts 1 --top_p 2", "top_p"),
+    ("credit-eval --model quickstart --task quickstart --batch_size 0", "`batch_size` must be at least 1"),
+    ('credit-eval --model quickstart --task quickstart --engine_options {"dtype":1}', "takes `chat_template_kwargs`"),
+    ("credit-compat --model quickstart --task quickstart --chat_template_kwargs [1]", "a JSON object such as"),
     ("credit-map --model quickstart", "--task or --responses"),
     ("credit-map --model quickstart --task quickstart --contrastive_coef 2", "must be in [0, 1]"),
     ("credit-map --model quickstart --task quickstart --max_prompts 0", "--max_prompts 0"),
@@ -184,6 +187,8 @@ RUNS = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
         ({"task": "quickstar"}, "Known tasks"),
         ({"model": 3}, "model"),
         ({"evaluation": {"kk": 3}}, "kk"),
+        ({"evaluation": {"k": 0}}, "`k` must be at least 1"),
+        ({"evaluation": {"temperature": -1}}, "`temperature` must be at least 0"),
     ],
 )
 def test_a_mistake_in_a_sweep_is_told_before_a_job_starts(folder, capsys, changed, message):
