@@ -53,6 +53,8 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
         task,
         k=script.avg_at_k,
         eval_steps=script.avg_at_k_steps,
+        temperature=script.avg_at_k_temperature,
+        top_p=script.avg_at_k_top_p,
         path=script.eval_dataset_path or script.dataset_path,
         max_prompts=script.max_eval_rows,
     )

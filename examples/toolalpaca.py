@@ -55,6 +55,8 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
         trainer,
         task,
         k=script.avg_at_k,
+        temperature=script.avg_at_k_temperature,
+        top_p=script.avg_at_k_top_p,
         path=script.eval_dataset_path or script.dataset_path,
         max_prompts=script.max_eval_rows,
         max_completion_length=config.max_completion_length,

@@ -109,7 +109,11 @@ def test_sciknoweval_trains_evaluates_and_saves(run, tmp_path, capsys):
         max_steps=1,
         avg_at_k=1,
         avg_at_k_steps=1,
+        avg_at_k_temperature=0.25,
+        avg_at_k_top_p=0.5,
     )
+    settings = json.loads((output / "evaluations" / "step-000001" / "settings.json").read_text("utf-8"))
+    assert (settings["temperature"], settings["top_p"]) == (0.25, 0.5)
     assert (output / "final" / "model.safetensors").is_file()
     summary = json.loads((output / "summary.json").read_text("utf-8"))
     assert {"best_during_training", "final"} <= summary.keys()
@@ -126,7 +130,11 @@ def test_toolalpaca_trains_maps_and_evaluates(run, tmp_path, capsys):
         gradient_accumulation_steps=1,
         max_steps=1,
         avg_at_k=2,
+        avg_at_k_temperature=0.25,
+        avg_at_k_top_p=0.5,
     )
+    settings = json.loads((output / "test" / "settings.json").read_text("utf-8"))
+    assert (settings["temperature"], settings["top_p"]) == (0.25, 0.5)
     assert (output / "final" / "model.safetensors").is_file()
     assert list((output / "credit_maps").glob("*.html"))
     assert "avg@2" in capsys.readouterr().out
