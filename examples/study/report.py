@@ -144,9 +144,9 @@ def introduction(worlds: Mapping[str, World], timed: Mapping[str, Any] | None) -
             f"{rows['holdout']} on cues that nothing teaches (accuracy there should stay near chance, 25 %, and the "
             "format whole). Scores below are those of the last step unless best-during-training is named.",
             " ".join([cost(worlds), *([time_told(timed)] if timed else [])]),
-            "**Uncertainty.** Intervals are 95 % bootstrap intervals over prompts and seeds. Differences are paired "
-            "by prompt and by seed; their intervals are widened by the t quantile at the seeds' degrees of freedom. "
-            "p-values are unadjusted unless Holm's adjustment (over the arms of a column) is named. Prompts on the "
+            "**Uncertainty.** Intervals are 95 % bootstrap intervals over prompts and seeds, with the tails of "
+            "Student's t at the seeds' degrees of freedom. Differences are paired by prompt and by seed. p-values "
+            "are unadjusted unless Holm's adjustment (over the arms of a column) is named. Prompts on the "
             "same cue are not independent; the seeds' level covers a part of that only.",
         ]
     )
