@@ -45,11 +45,12 @@ def open_sandbox(
         tier: `"bubblewrap"` (namespaces), `"landlock"` (Landlock and seccomp, where namespaces are unavailable),
             `"remote"` (needs `url`), `"unprotected"` (needs `allow_unsandboxed=True`), or `"auto"`: `"remote"` where
             `url` is given, else the first of bubblewrap and Landlock whose probe passes, else, with
-            `allow_unsandboxed=True` and a warning, unprotected. `None` takes what the environment variable
-            CREDIT_TRL_SANDBOX says, a tier or the address of a remote sandbox, and `"auto"` where it says nothing.
+            `allow_unsandboxed=True` and a warning, unprotected. A tier that is named is that one or an error. `None`
+            takes what the environment variable CREDIT_TRL_SANDBOX says, a tier or the address of a remote sandbox,
+            and `"auto"` where it says nothing.
         workers: programs that run at the same time. Default: this process's cores divided by `LOCAL_WORLD_SIZE`.
-        allow_unsandboxed: run programs with resource limits only, after a warning, where nothing better holds.
-            `None` means no, unless the environment variable CREDIT_TRL_ALLOW_UNSANDBOXED is `1`.
+        allow_unsandboxed: run programs with resource limits only, after a warning, where nothing better holds and
+            no tier but `"auto"` or `"unprotected"` was asked for. `None` means no, unless the environment variable CREDIT_TRL_ALLOW_UNSANDBOXED is `1`.
         url: address of a remote sandbox, e.g. `"http://127.0.0.1:8080"`.
         python: interpreter that runs the programs. Default: the one that runs this process.
 
@@ -143,7 +144,7 @@ def _open_local(tier: str, workers: int, allow_unsandboxed: bool, python: str | 
         if reasons:
             _logger.warning("Sandbox: %s. Using %s instead.", reasons[0], candidate)
         return sandbox
-    if allow_unsandboxed:
+    if allow_unsandboxed and tier in ("auto", "unprotected"):
         warnings.warn(
             "Model-written programs run UNPROTECTED: resource limits only, with this machine's files and network. "
             + " ".join(reasons),
