@@ -223,8 +223,29 @@ def test_users_are_claimed_once_and_freed_with_their_sockets() -> None:
     assert set(again) & set(first)
     for claim in sockets:
         claim.close()
-    with pytest.raises(SandboxError, match="fewer workers"):
-        accounts.claim(accounts.LAST - accounts.FIRST + 2)
+
+
+def test_what_cannot_be_claimed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts, "RANGES", (accounts.RANGES[0][:3], range(1 << 40, 1 << 41)))  # no kernel maps these
+    with pytest.raises(SandboxError, match=r"Only 3 of 4 .* fewer workers"):
+        accounts.claim(4)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs users of their own")
+def test_more_workers_than_the_first_range_has_users_take_them_from_the_second() -> None:
+    if not accounts._mapped(accounts.RANGES[1]):
+        pytest.skip("this container maps no users beyond the first range")
+    taken, sockets = accounts.claim(len(accounts.RANGES[0]))
+    try:
+        with PoolSandbox("landlock", 1) as opened:
+            [outcome] = opened.run([Program("import os; print(os.getuid(), os.getgid())")])
+    finally:
+        for claim in sockets:
+            claim.close()
+    user, group = map(int, outcome.stdout.split())
+    assert (user, group) == (group, user)
+    assert user in accounts.RANGES[1]
+    assert user not in taken
 
 
 def test_the_interpreter_is_the_base_one_and_its_files_exist() -> None:

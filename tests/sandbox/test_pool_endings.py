@@ -116,6 +116,53 @@ def test_waiting_for_another_batch_counts_against_the_deadline(sandbox) -> None:
     long.join()
 
 
+def test_closing_ends_the_batch_of_another_thread_and_is_for_good(sandbox) -> None:
+    opened = PoolSandbox(sandbox.tier, 1)
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        with pytest.raises(SandboxError, match="closed") as error:
+            opened.run([Program("while True: pass", limits=Limits(cpu_seconds=20, wall_seconds=20))] * 2)
+        caught.append(error.value)
+
+    batch = threading.Thread(target=work)
+    batch.start()
+    time.sleep(0.5)
+    family = [pid for server in opened.server_pids for pid in observe.descendants(server)]
+    started = time.monotonic()
+    opened.close()
+    assert time.monotonic() - started < 3
+    batch.join()
+    assert len(caught) == 1
+    assert len(family) > 1
+    assert all(gone(pid) for pid in family)
+    opened.close()
+    with pytest.raises(SandboxError, match="closed"):
+        opened.run([Program("pass")])
+    assert opened.server_pids == []
+
+
+def test_a_chain_of_sessions_that_a_program_leaves_behind_is_ended() -> None:
+    """Without namespaces a process that leaves its group outlives it, and its children outlive that process."""
+    leave_three = """
+        import os, time
+        leader = os.getpid()
+        for _ in range(3):
+            if os.fork():
+                break
+            os.setsid()
+            os.closerange(0, 6)
+        time.sleep(0.5 if os.getpid() == leader else 60)
+    """
+    with PoolSandbox("unprotected", 1) as bare:
+        [server] = bare.server_pids
+        assert run_one(bare, leave_three).ok
+        give_up = time.monotonic() + 5
+        while list(observe.descendants(server)) != [server] and time.monotonic() < give_up:
+            time.sleep(0.05)
+        assert list(observe.descendants(server)) == [server]
+
+
 def test_all_workers_are_busy_and_never_more(sandbox) -> None:
     source = "import time; print(time.monotonic()); time.sleep(0.2); print(time.monotonic())"
     spans = [tuple(map(float, o.stdout.split())) for o in sandbox.run([Program(source)] * 10)]

@@ -21,8 +21,8 @@ def test_a_request_has_no_room_for_an_expected_output() -> None:
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Limits)])
-@pytest.mark.parametrize("value", [0, -1, float("nan")])
-def test_limits_that_are_not_positive_are_refused(field: str, value: float) -> None:
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 2**63])
+def test_limits_that_the_kernel_does_not_take_are_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"Limits.{field}"):
         Limits(**{field: value})
 

@@ -50,7 +50,8 @@ def open_sandbox(
             and `"auto"` where it says nothing.
         workers: programs that run at the same time. Default: this process's cores divided by `LOCAL_WORLD_SIZE`.
         allow_unsandboxed: run programs with resource limits only, after a warning, where nothing better holds and
-            no tier but `"auto"` or `"unprotected"` was asked for. `None` means no, unless the environment variable CREDIT_TRL_ALLOW_UNSANDBOXED is `1`.
+            no tier but `"auto"` or `"unprotected"` was asked for. `None` means no, unless the environment variable
+            CREDIT_TRL_ALLOW_UNSANDBOXED is `1`.
         url: address of a remote sandbox, e.g. `"http://127.0.0.1:8080"`.
         python: interpreter that runs the programs. Default: the one that runs this process.
 

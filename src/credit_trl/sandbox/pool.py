@@ -33,6 +33,8 @@ _START_SECONDS = 60.0
 _SILENCE_SECONDS = 15.0
 # One server's loop starts some thousand programs a second at most; more workers than this get another server.
 _WORKERS_PER_SERVER = 16
+# How soon, and how often, a batch that is in the way of `close` is ended.
+_CLOSE_SECONDS = 0.05
 # What a batch may overrun its deadline by, for the server to end programs and report.
 _GRACE_SECONDS = 0.5
 _MESSAGE_FIELDS = ("source", "stdin", "fn_name", "arguments", "prelude")
@@ -108,6 +110,7 @@ class PoolSandbox:
         self._python = python
         self._owner = os.getpid()
         self._lock = threading.Lock()
+        self._closed = False
         self._next_number = 0
         self._servers: list[_Server] = []
         self._start_servers()
@@ -126,13 +129,18 @@ class PoolSandbox:
         skip_group_after: Collection[Status] = (),
         progress: bool | str = False,
     ) -> list[Outcome]:
-        """See `Sandbox.run`. Calls from several threads take turns; waiting for one's turn counts."""
+        """See `Sandbox.run`. Calls from several threads take turns; waiting for one's turn counts.
+
+        Raises:
+            SandboxError: also where the sandbox is closed, or another thread closes it meanwhile.
+        """
         if os.getpid() != self._owner:
             raise SandboxError("This sandbox belongs to the process that opened it; open another one after a fork.")
         until = math.inf if deadline is None else time.monotonic() + deadline
         if not self._lock.acquire(timeout=-1 if deadline is None else min(max(0.0, deadline), threading.TIMEOUT_MAX)):
             return [Outcome("deadline", error="the deadline came before another batch had ended") for _ in programs]
         try:
+            self._check_open()
             with Batch(programs, skip_group_after, progress) as batch:
                 try:
                     self._serve(batch, until)
@@ -149,9 +157,11 @@ class PoolSandbox:
 
     def _serve_again(self, batch: Batch, until: float) -> None:
         self._drop_servers(at_once=True)
+        self._check_open()
         try:
             self._serve(batch, until)
         except _ServerGone as error:
+            self._check_open()
             raise SandboxError(f"The pool server ended twice while it ran a batch: {error}.") from error
 
     def _serve(self, batch: Batch, until: float) -> None:
@@ -241,10 +251,22 @@ class PoolSandbox:
         while self._servers:
             self._servers.pop().close(at_once)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxError("This sandbox has been closed; open another one with open_sandbox().")
+
     def close(self) -> None:
-        if os.getpid() == self._owner:
-            with self._lock:
-                self._drop_servers()
+        """See `Sandbox.close`. A batch that another thread runs ends at once, with `SandboxError`."""
+        if os.getpid() != self._owner:
+            return
+        self._closed = True
+        while not self._lock.acquire(timeout=_CLOSE_SECONDS):
+            for server in tuple(self._servers):  # the thread that runs the batch notices, and gives up
+                server.process.kill()
+        try:
+            self._drop_servers()
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> PoolSandbox:
         return self

@@ -25,6 +25,7 @@ Status = Literal[
 STATUSES: tuple[str, ...] = get_args(Status)
 
 MIB = 1024 * 1024
+_MOST = 1 << 62  # the kernel takes limits as signed longs
 
 
 class SandboxError(RuntimeError):
@@ -47,7 +48,7 @@ class Limits:
         output_bytes: standard output and standard error together; also the return value of a functional call.
 
     Raises:
-        ValueError: a limit is not positive, or too small for an interpreter to start.
+        ValueError: a limit is not positive, not finite, or too small for an interpreter to start.
     """
 
     cpu_seconds: float = 10.0
@@ -60,8 +61,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         for limit in fields(self):
-            if not getattr(self, limit.name) > 0:
-                raise ValueError(f"Limits.{limit.name} must be positive, got {getattr(self, limit.name)!r}.")
+            if not 0 < getattr(self, limit.name) < _MOST:
+                raise ValueError(
+                    f"Limits.{limit.name} must be positive and finite, below 2**62, got {getattr(self, limit.name)!r}."
+                )
         if self.memory_bytes < 64 * MIB:
             raise ValueError(
                 f"Limits.memory_bytes is {self.memory_bytes}; an interpreter needs 64 MiB of address space to start. "
@@ -177,7 +180,9 @@ class Sandbox(Protocol):
         ...
 
     def close(self) -> None:
-        """End every running program and the pool. Closing twice is allowed."""
+        """End every running program and the pool, whoever waits for them. Closing twice is allowed, `run` afterwards
+        is not.
+        """
         ...
 
     def __enter__(self) -> Sandbox: ...

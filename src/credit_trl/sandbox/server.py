@@ -98,6 +98,7 @@ class Server:
         finally:
             for run in list(self.runs.values()):
                 self._kill(run, "deadline", "the pool server ended")
+            self._kill_orphans()
             self._reap(wait_seconds=1.0)
 
     def _converse(self) -> None:
@@ -234,11 +235,13 @@ class Server:
             if run is not None:
                 self._kill_group(run.process.pid)  # before its number is given back and may become another's
             _, status = os.waitpid(ended.si_pid, 0)
-            if run is not None:
-                del self.runs[run.process.pid]
-                if run in self.prepared:
-                    self.prepared.remove(run)
-                self._finish(run, os.waitstatus_to_exitcode(status))
+            if run is None:
+                self._kill_orphans()  # its own children are this process's now
+                continue
+            del self.runs[run.process.pid]
+            if run in self.prepared:
+                self.prepared.remove(run)
+            self._finish(run, os.waitstatus_to_exitcode(status))
 
     def _finish(self, run: Run, exit_code: int) -> None:
         self._kill_orphans()
