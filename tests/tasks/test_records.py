@@ -65,6 +65,9 @@ def test_a_wrong_path_suffix_or_encoding_says_what_is_read(tmp_path):
     (tmp_path / "rows.pkl").write_bytes(b"")
     with pytest.raises(ValueError, match=r"not from \.pkl"):
         read_rows(tmp_path / "rows.pkl")
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 and then something else PAR1")
+    with pytest.raises(ValueError, match=r"rows\.parquet cannot be read as parquet"):
+        list(read_rows(tmp_path / "rows.parquet"))
     (tmp_path / "rows.jsonl").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match="not UTF-8"):
         list(read_rows(tmp_path / "rows.jsonl"))
@@ -77,6 +80,14 @@ def test_a_wrong_path_suffix_or_encoding_says_what_is_read(tmp_path):
 def test_a_text_field_must_be_a_text(data, problem):
     with pytest.raises(RowError, match=rf"f\.jsonl, row 7, field 'a': .*{problem}"):
         Row("f.jsonl", 7, data).text("a")
+
+
+@pytest.mark.parametrize("value", ["a\ud800", ["b", "\udfff"], {"text": ["c", "\ud83d"]}, {"\udc00": 1}])
+def test_half_a_surrogate_pair_is_no_text_however_deep(value):
+    """JSON can spell it, no file, table or tokenizer takes it."""
+    with pytest.raises(RowError, match=r"f\.jsonl, row 7, field 'a': '\\ud.* surrogate"):
+        Row("f.jsonl", 7, json.loads(json.dumps({"a": value}))).get("a", (str, list, dict))
+    assert Row("f.jsonl", 7, {"a": "\U0001f600"}).text("a") == "\U0001f600"
 
 
 def test_true_is_no_number():

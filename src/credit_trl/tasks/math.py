@@ -60,7 +60,8 @@ def build(
     def convert(row: Row) -> dict[str, Any]:
         question = _field_of(row, question_field, QUESTION_FIELDS)
         answer = _field_of(row, answer_field, ANSWER_FIELDS)
-        identity = next((row.data[name] for name in ("id", "idx", "unique_id") if name in row.data), row.number)
+        named = (name for name in ("id", "idx", "unique_id") if row.data.get(name) is not None)
+        identity = next((row.get(name, (str, int, float)) for name in named), row.number)
         return {
             "prompt": _prompt(row, question, instruction),
             "answer": _gold(row, answer),

@@ -45,7 +45,7 @@ class Row:
         """The field's value, which must be there and of the given type.
 
         Raises:
-            RowError: it is missing or of another type (a bool is no int).
+            RowError: it is missing or of another type (a bool is no int), or holds text that no encoding can write.
         """
         if field not in self.data:
             raise self.error(field, f"missing; the row has {', '.join(self.data) or 'no field'}")
@@ -54,6 +54,12 @@ class Row:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(one.__name__ for one in kinds)
             raise self.error(field, f"{type(value).__name__} where {names} is needed")
+        for text in _texts(value):
+            try:
+                text.isascii() or text.encode()
+            except UnicodeEncodeError as error:
+                half = text[error.start]
+                raise self.error(field, f"{half!a} is half of a surrogate pair and no character") from error
         return value
 
     def text(self, field: str) -> str:
@@ -77,6 +83,19 @@ class Row:
             return json.loads(self.get(field, str))
         except (ValueError, RecursionError) as error:
             raise self.error(field, f"not JSON: {error}") from error
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value as JSON has them, however deep."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            pending += [*one.keys(), *one.values()]
+        elif isinstance(one, list):
+            pending += one
 
 
 @dataclass
@@ -177,7 +196,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a suffix that is none of `.json`, `.jsonl`, `.parquet`, or bytes that are not UTF-8.
+        ValueError: a suffix that is none of `.json`, `.jsonl`, `.parquet`, bytes that are not UTF-8, or no parquet.
         RowError: a line that is not JSON or not an object.
     """
     path = Path(path)
@@ -234,9 +253,12 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=64))
-        yield from enumerate((row for batch in batches for row in batch), 1)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=64))
+            yield from enumerate((row for batch in batches for row in batch), 1)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
 
 
 def _json(text: str, source: str, number: int) -> Any:
