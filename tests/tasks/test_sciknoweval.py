@@ -103,6 +103,23 @@ def test_rows_that_are_no_part_of_any_split_need_split_all(shared_data, write_js
     assert len(sciknoweval.build("all", path, domain="physics")) == 300
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_many_rows_that_are_no_part_are_refused_soon(write_jsonl, split):
+    row = {"kind": "mcq", "answer": "A", "prompt": "Which?\n\nA: one\nB: two", "system": "Choose."}
+    path = write_jsonl([row | {"idx": 2 * number} for number in range(8_000)])
+    with pytest.raises(ValueError, match="split='all'"):
+        sciknoweval.build(split, path, domain="physics")
+
+
+@settings(max_examples=20, deadline=None)
+@given(count=st.integers(1, 400), part=st.sampled_from(["train", "test"]))
+def test_a_part_of_any_full_set_is_recognised_by_its_places(count, part):
+    order = sciknoweval.split_indices(count, part)
+    found = sciknoweval._part_order(set(order), part)
+    assert set(found or ()) == set(order)
+
+
 PUBLISHED = [("biology", "train"), ("biology", "test"), ("chemistry", "train"), ("material", "train")]
 
 

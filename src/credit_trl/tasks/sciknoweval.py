@@ -275,11 +275,13 @@ def _part(slots: Collection[int], split: str) -> list[int]:
 def _part_order(slots: set[int], part: str) -> list[int] | None:
     """The published order of a part, if these places are that part of a full set of some size."""
     size = len(slots)
-    low, high = (9 * size, 10 * size) if part == "test" else (size, math.ceil(size / (1 - TEST_FRACTION)) + 1)
+    low, high = (10 * (size - 1), 10 * size) if part == "test" else (size, math.ceil(size / (1 - TEST_FRACTION)) + 1)
     for count in range(max(low, max(slots, default=-1) + 1), high + 1):
-        order = split_indices(count, part)
-        if len(order) == size and set(order) == slots:
-            return order
+        held_out = math.ceil(TEST_FRACTION * count)
+        if size == (held_out if part == "test" else count - held_out):
+            order = split_indices(count, part)
+            if set(order) == slots:
+                return order
     return None
 
 
