@@ -458,6 +458,12 @@ STRICT = {  # reason: (response, answer, reward)
     "very deep lists": (saying(("f", '{"n": ' + "[" * 50_000)), golden(("f", {"n": []})), 0),
     "a hundred thousand unclosed inputs": ("Action: now\nAction Input: {" * 100_000, ONE, 0),
     "a long run of white space": ("Action: now" + " " * 1_000_000 + '\nAction Input: {"city": "Lima"}', ONE, 1),
+    "very many ways to leave calls out": (
+        saying(*[("sun", "{}")] * 20, ("now", "{}")),
+        golden(*[("[Optional]sun", {})] * 40),
+        0,
+    ),
+    "thousands of calls": (saying(*[("now", "{}")] * 2000), golden(*[("now", {})] * 2000), 1),
 }
 
 

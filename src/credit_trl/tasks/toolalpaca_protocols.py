@@ -133,12 +133,12 @@ def strict_calls(response: str) -> list[tuple[str, dict[str, Any] | None]]:
 
 def _same_sequence(found: Sequence[Any], expected: Sequence[Any]) -> bool:
     """Whether the items found are the expected ones, optional ones made or left out."""
-    if not expected:
-        return not found
-    head, optional = _without_mark(expected[0])
-    if found and _same(found[0], head) and _same_sequence(found[1:], expected[1:]):
-        return True
-    return optional and _same_sequence(found, expected[1:])
+    accounted = {0}  # how many of those found the expected ones so far may account for
+    for item in expected:
+        head, optional = _without_mark(item)
+        made = {count + 1 for count in accounted if count < len(found) and _same(found[count], head)}
+        accounted = made | accounted if optional else made
+    return len(found) in accounted
 
 
 def _without_mark(item: Any) -> tuple[Any, bool]:
