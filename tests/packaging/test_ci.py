@@ -1,0 +1,77 @@
+"""`.ci/run` among stand-ins: what it installs where something is missing, and that it stops where it cannot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / ".ci" / "run"
+MAKE = 'echo "make $*" >>"$SAID"'
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Runs the script where `PATH` holds these programs alone; returns its exit status and what they were told."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "dirname", "chmod", "cp"):
+        (programs / name).symlink_to(shutil.which(name))
+
+    def run(**stands_in: str) -> tuple[int, list[str]]:
+        said = tmp_path / "said"
+        said.touch()
+        for name, body in {"id": "echo 0", "python3": "exit 0", **stands_in}.items():
+            path = programs / name.replace("_", "-")
+            path.write_text(f"#!{shutil.which('bash')}\n{body}\n")
+            path.chmod(0o755)
+        environment = {"PATH": str(programs), "SAID": str(said), "HOME": os.environ.get("HOME", "/")}
+        done = subprocess.run(["bash", str(SCRIPT)], env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, [*said.read_text().splitlines(), *done.stderr.splitlines()]
+
+    return run
+
+
+TARGETS = ["make lint test", "make test-vllm", "make quickstart", "make docs wheel notebooks"]
+
+
+def test_make_and_venv_are_installed_where_debian_left_them_out(machine, tmp_path):
+    (tmp_path / "make").write_text(f"#!{shutil.which('bash')}\n{MAKE}\n")
+    (tmp_path / "make").chmod(0o755)
+    apt = f'echo "apt-get $*" >>"$SAID"; case "$*" in *make*) cp {tmp_path}/make {tmp_path}/bin/make;; esac'
+    status, said = machine(apt_get=apt)
+    assert status == 0
+    assert said[1] == "apt-get -qq install --no-install-recommends -y make python3-venv"
+    assert [line for line in said if line.startswith("make")] == TARGETS
+
+
+def test_python_without_venv_gets_it_too(machine):
+    _, said = machine(apt_get='echo "apt-get $*" >>"$SAID"', make=MAKE, python3="exit 1")
+    assert "apt-get -qq install --no-install-recommends -y make python3-venv" in said
+
+
+def test_without_make_and_leave_to_install_it_stops_and_says_so(machine):
+    assert machine(id="echo 1000", apt_get="exit 0") == (
+        1,
+        ["make and Python's venv are needed: apt-get install make python3-venv"],
+    )
+
+
+def test_what_only_some_tests_need_may_be_missing(machine):
+    status, said = machine(apt_get="exit 1", make=MAKE)
+    assert status == 0
+    assert said[:4] == TARGETS
+    assert [line.split()[0] for line in said[4:]] == ["bubblewrap", "chromium"]
+
+
+def test_nothing_is_installed_where_all_is_there(machine):
+    assert machine(make=MAKE, bwrap="exit 0", chromium="exit 0", apt_get='echo "apt-get" >>"$SAID"') == (0, TARGETS)
+
+
+def test_a_target_that_fails_ends_the_run(machine):
+    status, said = machine(make=f'{MAKE}; [ "$1" != test-vllm ]', bwrap="exit 0", chromium="exit 0")
+    assert status != 0
+    assert said == TARGETS[:2]
