@@ -67,6 +67,15 @@ def build_model(
     return Qwen3ForCausalLM(config).to(dtype)
 
 
+def save_model(path: Path, chat_template: str = CHAT_TEMPLATE, **overrides) -> str:
+    """A random Qwen3 and its tokenizer on disk, as a user has them; positions for a page of text. Returns the path."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = chat_template
+    build_model(tokenizer, **{"max_position_embeddings": 32768, **overrides}).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
 def length_verdicts(completions, answer, **kwargs) -> list[Verdict]:
     """A verifier that random models can satisfy: reward by the first byte, feedback always."""
     return [

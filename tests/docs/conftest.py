@@ -7,20 +7,15 @@ from pathlib import Path
 import pytest
 from page_files import write_files
 
-from tiny import build_model, build_tokenizer
+from tiny import save_model
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
-    """A random Qwen3 on disk; its chat template knows tools, and its positions are enough for a page of text."""
+    """A random Qwen3 on disk; its chat template knows tools."""
     from trl.chat_template_utils import qwen3_chat_template
 
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = qwen3_chat_template
-    build_model(tokenizer, max_position_embeddings=32768).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return save_model(tmp_path_factory.mktemp("model"), qwen3_chat_template)
 
 
 @pytest.fixture

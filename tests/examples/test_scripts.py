@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny import SHARED_DATA, build_model, build_tokenizer
+from tiny import SHARED_DATA, save_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = (
@@ -38,11 +38,7 @@ SMALL = {
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    build_model(tokenizer, max_position_embeddings=8192).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -224,12 +220,7 @@ def tool_model(tmp_path_factory) -> str:
     """A tiny model whose chat template knows tools."""
     from trl.chat_template_utils import qwen3_chat_template
 
-    path = tmp_path_factory.mktemp("tool_model")
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = qwen3_chat_template
-    build_model(tokenizer, max_position_embeddings=8192).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return save_model(tmp_path_factory.mktemp("tool_model"), qwen3_chat_template)
 
 
 def test_multi_turn_tools_runs_and_hears_that_nothing_was_paid(run, tool_model, capsys):

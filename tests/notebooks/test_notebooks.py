@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny import SHARED_DATA, build_model, build_tokenizer
+from tiny import SHARED_DATA, save_model
 
 nbformat = pytest.importorskip("nbformat", reason="needs nbclient: pip install 'credit-trl[dev]'")
 
@@ -184,9 +184,7 @@ def test_a_notebook_runs_and_shows_what_is_committed(name):
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs the real data in ../shared/data (see its README)")
 def test_the_switched_notebook_trains_another_model_on_real_questions(tmp_path):
     """On this CPU, with a tiny random model under the switch, which needs neither GPU nor hub."""
-    tokenizer = build_tokenizer()
-    build_model(tokenizer, max_position_embeddings=8192).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save_model(tmp_path)
     notebook = read(NAMES[0])
     cell = notebook.cells[switch(notebook)]
     cell.source = cell.source.replace("GPU = False", "GPU = True")
