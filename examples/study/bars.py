@@ -10,6 +10,7 @@ from claims import told
 from report import contrasts_table, table
 from results import GROUPS, World
 
+from credit_trl.comparison import Run
 from credit_trl.comparison.compare import FINAL
 from credit_trl.evaluation.statistics import Difference
 
@@ -82,14 +83,17 @@ def seeds_table(world: World) -> str:
 
 
 def by_seed(world: World, arm: str, measure: str) -> str:
+    values = [final_mean(run, measure) for run in world.of(arm)]
+    return f"{100 * statistics.fmean(values):.1f} ({', '.join(f'{100 * value:.0f}' for value in values)})"
+
+
+def final_mean(run: Run, measure: str) -> float:
+    """A run's mean of one of MEASURES, or of hold-out accuracy, at its end."""
     kind, _, group = measure.rpartition(" ")
     name, group = ("shortcut", "unknown") if measure == "shortcut" else (kind or "score", group)
-    values = []
-    for run in world.of(arm):
-        scores, final = run.per_prompt(run.final_step(), name), run.final_step()
-        inside = [prompt["id"] for prompt in run.prompts(final) if prompt["group"] == group]
-        values.append(statistics.fmean(scores[prompt] for prompt in inside))
-    return f"{100 * statistics.fmean(values):.1f} ({', '.join(f'{100 * value:.0f}' for value in values)})"
+    final = run.final_step()
+    scores = run.per_prompt(final, name)
+    return statistics.fmean(scores[prompt["id"]] for prompt in run.prompts(final) if prompt["group"] == group)
 
 
 def arms_table(world: World) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
-from bars import against_sdpo, arms_of, bar, interval, meets, seeds_table
+from bars import against_sdpo, arms_of, bar, final_mean, interval, meets, seeds_table
+from report import table
 from results import GROUPS, WORLDS, World, of_sweep, world_at
 
 CLOSE = 0.01
+FALLEN = 0.5
+KINDS = {"ema": "averaged", "base": "frozen"}  # teacher_model_kind
+TOLD = {"SDPO": "SDPO", "CREDIT": "guide"}  # every CREDIT arm of these sweeps is a guide
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,23 @@ def told_later(ending: Ending) -> list[str]:
 
 def listed(scores: Mapping[str, float]) -> str:
     return ", ".join(f"`{name}` {100 * score:.1f}" for name, score in scores.items()) or "none"
+
+
+def told_fallen(endings: Sequence[Ending]) -> list[str]:
+    """How many of all these runs fell apart, by the kind of teacher."""
+    worlds = [world for ending in endings for group in (ending.choice, ending.reported) for world in group.values()]
+    lines = []
+    for method, kind in product(TOLD, KINDS):
+        of_method = [run for world in worlds for run in world.runs if run.arm.split()[0] == method]
+        runs = [run for run in of_method if run.config["teacher_model_kind"] == kind]
+        fallen = sum(final_mean(run, "known") < FALLEN for run in runs)
+        lines.append([TOLD[method], KINDS[kind], str(len(runs)), str(fallen)])
+    return [
+        "## Runs that fell apart",
+        f"Of all runs of the recipes above, choices included, those whose accuracy on known cues ended below "
+        f"{100 * FALLEN:g} %:",
+        table(("method", "teacher", "runs", "fell apart"), lines),
+    ]
 
 
 def able(choice: Mapping[str, World]) -> dict[str, float]:

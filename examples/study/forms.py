@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bars import SHORTCUT_LIMIT, against_sdpo, arms_of, arms_table, bar, interval, seeds_table
-from endings import CLOSE, Ending, mean_unknown, read_endings, recipe_of, told
+from endings import CLOSE, Ending, mean_unknown, read_endings, recipe_of, told, told_fallen
 from report import LONGER, table
 from results import WORLDS, World, of_sweep, read_world
 
@@ -67,6 +67,8 @@ def page(
     parts = ["# Forms of the contrast, measured", introduction(reported, choice)]
     for ending in endings:
         parts += told(ending)
+    if endings:
+        parts += told_fallen(endings)
     if choice:
         parts += ["## A first choice", choice_told(choice), *(seeds_table(world) for world in choice.values())]
     steps, rate = (reported["plain"].runs[0].config[name] for name in ("max_steps", "learning_rate"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -39,6 +41,7 @@ def write_world(
     planted: dict[str, float],
     spec: str | None = None,
     forgets: bool = False,
+    known: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Two seeds of every arm, with final scores on unknown cues and final rates of the planted thought.
 
@@ -47,7 +50,7 @@ def write_world(
     noise = {prompt: float(rng.normal(0, 0.02)) for prompt in PROMPTS}
     for arm in arms_of(spec or world):
         for seed in (1, 2):
-            goal = {"known": 1.0, "unknown": unknown.get(arm, 0.7), "holdout": 0.25}
+            goal = {"known": known.get(arm, 1.0), "unknown": unknown.get(arm, 0.7), "holdout": 0.25}
             final = {p: goal[g] + noise[p] + 0.001 * seed for p, g in PROMPTS.items()}
             base = {p: 0.25 + noise[p] for p in PROMPTS}
             lost = 0.2 * (arm.split()[0] == "CREDIT")
@@ -69,7 +72,8 @@ def write_world(
                 task="quickstart",
                 groups=PROMPTS,
                 log=log,
-                config={"max_steps": 40 if forgets else 20, "learning_rate": 1e-3, "warmup_steps": 2, **schedule},
+                config={"max_steps": 40 if forgets else 20, "learning_rate": 1e-3, "warmup_steps": 2, **schedule}
+                | {"teacher_model_kind": "base" if "teacher_model_kind=base" in arm else "ema"},
                 metrics={"format": 1.0, "shortcut": planted.get(arm, 0.9)},
             )
 
@@ -213,7 +217,8 @@ def write_end(write, tmp_path: Path) -> None:
         for sweep in ("end_choice", "end"):
             write_world(write, f"{world}-{sweep}", unknown, planted, spec=sweep)
         write_world(write, f"{world}-long_choice", longer, planted, spec="long_choice", forgets=True)
-        write_world(write, f"{world}-long", {**longer, FROZEN: 0.9}, planted, spec="long")
+        fallen = {"SDPO": 0.1} if world == "plain" else {}
+        write_world(write, f"{world}-long", {**longer, FROZEN: 0.9}, planted, spec="long", known=fallen)
 
 
 def rows_of(page: str, *beginning: str) -> list[str]:
@@ -270,6 +275,16 @@ def test_where_a_sweep_has_sdpo_with_two_teachers_a_setting_is_held_against_both
     for missed in rows_of(end, f"unknown, against {FROZEN_SDPO}"):
         assert missed.endswith("| **missed** |")
     assert len(rows_of(end, f"holdout, against {FROZEN_SDPO}")) == 2
+
+
+def test_runs_that_fell_apart_are_counted_by_method_and_teacher(forms_page):
+    part = part_of(forms_page, "Runs that fell apart")
+    (sdpo,) = rows_of(part, "SDPO", "averaged")
+    assert (
+        sdpo == "| SDPO | averaged | 16 | 2 |"
+    )  # two seeds of two worlds, four sweeps; plain-long fell
+    (frozen,) = rows_of(part, "SDPO", "frozen")
+    assert frozen.endswith(" | 0 |")
 
 
 def test_a_choice_whose_runs_go_on_is_read_where_the_reported_ones_end_and_told_to_its_own_end(forms_page):
