@@ -50,8 +50,7 @@ def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") ->
     config = causal_lm.config.get_text_config()
     head = causal_lm.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return LMHead(weight, bias, _logit_scale(config), softcap, temperature, kernels)
+    return LMHead(weight, bias, _logit_scale(config), _softcap(config), temperature, kernels)
 
 
 def completion_states(
@@ -83,6 +82,14 @@ def _router_loss(model: nn.Module, outputs: Any, attention_mask: Tensor) -> Tens
     return load_balancing_loss_func(
         outputs.router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
     )
+
+
+def _softcap(config: object) -> float | None:
+    """The c of `c · tanh(logits / c)`, as Gemma, RecurrentGemma or xLSTM name it; None where there is none."""
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return None
 
 
 def _logit_scale(config: object) -> float:

@@ -100,7 +100,7 @@ class LMHead:
         weight: (V, H), tied or not. A sharded `DTensor` is gathered once by each entry point.
         bias: (V,) or None.
         scale: `logit_scale`, or `1 / logits_scaling`.
-        softcap: Gemma's `final_logit_softcapping`, or None.
+        softcap: Gemma's `final_logit_softcapping`, by whatever name of the family, or None.
         temperature: the rollout temperature; scores and loss speak of the distribution that was sampled from.
         kernels: `"triton"` takes `triton_rows` for chunks in fp32 on a GPU, or in Triton's interpreter; other chunks,
             and all of them with `"torch"`, are torch's.
