@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from credit_trl.causal_lm import backbone, lm_head, unwrap_adapters
 from credit_trl.config import CreditConfig
 from credit_trl.contexts import has_images
+from credit_trl.kernels.chunks import accumulation_dtype
 from credit_trl.sharding import full_shape
 
 
@@ -48,6 +53,85 @@ def check_kernels(args: CreditConfig, model: nn.Module, device: torch.device) ->
             "`distillation_kernels='triton'` computes in fp32, and the model is in fp64: load it in another dtype, or "
             f"{otherwise}."
         )
+
+
+# The finest eps that a family's own logits can be held to: TF32's, in which a GPU may multiply fp32.
+_FINEST_EPS = 2.0**-10
+
+
+def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
+    """The model's own logits are those that its backbone and its head give, which are what is trained.
+
+    Both are computed once after four tokens, in eval mode; modes and random states are left as they were. Allowed is,
+    of the largest logit, four times the eps of the coarsest dtype on the way (TF32's at least). Under FSDP and
+    DeepSpeed, and where parameters are sharded or on the meta device, no process can run the model yet: nothing is
+    compared.
+
+    Raises:
+        ValueError: they differ: the family computes more than `softcap(scale · (h Wᵀ + b))`, or something else.
+    """
+    if not _is_whole(model, accelerator):
+        return
+    training = [module for module in model.modules() if module.training]
+    device = model.device
+    try:
+        model.eval()
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type),
+        ):
+            difference, tolerance = _compare_logits(model, accelerator)
+    finally:
+        for module in training:
+            module.training = True
+    if not difference <= tolerance:
+        raise ValueError(
+            f"`{type(unwrap_adapters(model)).__name__}` does more to its logits than to multiply its backbone's last "
+            "hidden state with its output embeddings, add a bias, scale and soft-cap: distillation would train a "
+            f"distribution that is not the model's. After four tokens its logits differ by {difference:.2g} from "
+            f"those that would be trained; {tolerance:.2g} is rounding. Train it with TRL's `GRPOTrainer`, or open an "
+            "issue that names the class."
+        )
+
+
+def _is_whole(model: nn.Module, accelerator: Accelerator) -> bool:
+    if accelerator.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        return False
+    parts = (p.is_meta or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
+    return not any(parts)
+
+
+def _compare_logits(model: nn.Module, accelerator: Accelerator) -> tuple[float, float]:
+    """The largest difference between the model's own and the trained logits of the last token, and what is allowed."""
+    input_ids = _ordinary_ids(model, 4)
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "use_cache": False}
+    with accelerator.autocast():
+        own = model(**inputs).logits[0, -1:]
+        hidden = backbone(model)(**inputs).last_hidden_state[0, -1:]
+        dtypes = [own.dtype, hidden.dtype]
+        if torch.is_autocast_enabled(own.device.type):
+            dtypes.append(torch.get_autocast_dtype(own.device.type))
+    head = lm_head(model, temperature=1.0)
+    if own.shape[-1] != head.vocabulary_size or not head.weight.is_floating_point():
+        return math.inf, 0.0
+    hidden = hidden.to(head.weight.device)
+    trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden))
+    head.project(hidden, out=trained, wants_entropy=False)
+    own, trained = own.to(trained).nan_to_num(), trained.nan_to_num()
+    eps = max(_FINEST_EPS, *(torch.finfo(dtype).eps for dtype in [*dtypes, head.weight.dtype]))
+    return (own - trained).abs().max().item(), 4 * eps * own.abs().max().item()
+
+
+def _ordinary_ids(model: nn.Module, count: int) -> Tensor:
+    """Token ids, (1, count), spread over the vocabulary; none stands for padding, an image or the like."""
+    config = unwrap_adapters(model).config
+    text = config.get_text_config()
+    marks = ("_token_id", "_token_ids", "_token_index")
+    named = [value for part in (config, text) for name, value in vars(part).items() if name.endswith(marks)]
+    special = {i for value in named for i in (value if isinstance(value, list | tuple) else [value])}
+    ordinary = [i for i in range(text.vocab_size) if i not in special]
+    spread = [ordinary[(2 * k + 1) * len(ordinary) // (2 * count)] for k in range(count)]
+    return torch.tensor([spread], device=model.device)
 
 
 def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, environment_factory: Any) -> None:

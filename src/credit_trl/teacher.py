@@ -279,7 +279,7 @@ def make_reference(
         if student.peft_config[student.active_adapter].is_prompt_learning:
             raise ValueError(
                 "Prompt-learning adapters change the model's inputs and cannot be averaged beside each other; use "
-                "LoRA (or DoRA) or `teacher_model_kind='live'`."
+                "LoRA (or DoRA)."
             )
         return AdapterReference(student, accelerator)
     precise = kind == "ema"

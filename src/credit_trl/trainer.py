@@ -145,6 +145,7 @@ class CreditTrainer(ResumableTrainer):
         self.reference = make_reference(
             self.args.teacher_model_kind, self.model, self.accelerator, self.args.teacher_offload
         )
+        checks.check_logits(self.model, self.accelerator)
         if self.args.scoring_packed:
             check_packing(self.model)
         self._scoring_options = {
@@ -296,7 +297,6 @@ class CreditTrainer(ResumableTrainer):
         mode = "train" if self.model.training else "eval"
         mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
         contrasted = inputs["contrast_mask"][:, None].expand_as(mask)[mask]
-        reference = self._reference_of(inputs, mask)
         loss, terms, aux_loss = _ForwardRedirection()(
             model,
             self.accelerator.unwrap_model(model),
@@ -305,7 +305,7 @@ class CreditTrainer(ResumableTrainer):
             mask,
             self._token_weights(inputs, mode)[mask],
             contrasted.to(self._loss_dtype) * self.contrastive_coef,
-            reference,
+            self._reference_of(inputs, mask),
         )
         if aux_loss is not None:
             steps = self.current_gradient_accumulation_steps if mode == "train" else 1.0
