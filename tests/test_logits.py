@@ -90,6 +90,25 @@ def test_a_soft_cap_that_would_be_misread_is_seen(make_family, accelerator, monk
         checks.check_logits(model, accelerator)
 
 
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        ("RecurrentGemma", {"logits_soft_cap": 0.5, "lru_width": 32, "num_hidden_layers": 3, "intermediate_size": 48}),
+        ("xLSTM", {"output_logit_soft_cap": 0.5, "num_heads": 2, "num_hidden_layers": 1}),
+    ],
+)
+def test_the_soft_caps_of_other_families_are_read(accelerator, monkeypatch, model_class, config):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "initializer_range": 0.5}
+    config = getattr(transformers, f"{model_class}Config")(**sizes, **config)
+    model = getattr(transformers, f"{model_class}ForCausalLM")(config)
+    torch.nn.init.normal_(model.lm_head.weight)
+    checks.check_logits(model, accelerator)
+    monkeypatch.setattr("credit_trl.causal_lm._softcap", lambda config: None)
+    with pytest.raises(ValueError, match=f"{model_class}ForCausalLM"):
+        checks.check_logits(model, accelerator)
+
+
 def test_logits_that_are_masked_out_are_a_difference(make_model, accelerator, monkeypatch):
     model = make_model()
 
