@@ -280,9 +280,7 @@ def test_where_a_sweep_has_sdpo_with_two_teachers_a_setting_is_held_against_both
 def test_runs_that_fell_apart_are_counted_by_method_and_teacher(forms_page):
     part = part_of(forms_page, "Runs that fell apart")
     (sdpo,) = rows_of(part, "SDPO", "averaged")
-    assert (
-        sdpo == "| SDPO | averaged | 16 | 2 |"
-    )  # two seeds of two worlds, four sweeps; plain-long fell
+    assert sdpo == "| SDPO | averaged | 16 | 2 |"  # two seeds of two worlds, four sweeps; plain-long fell
     (frozen,) = rows_of(part, "SDPO", "frozen")
     assert frozen.endswith(" | 0 |")
 
