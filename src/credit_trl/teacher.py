@@ -73,8 +73,8 @@ class Reference:
         for reference, student in self.pairs():
             with gathered([reference, student]):
                 ours, theirs = _local(reference), _local(student.to(reference.device, reference.dtype))
-                difference = difference + (ours - theirs).double().pow(2).sum().to(norm.device)
-                norm = norm + theirs.double().pow(2).sum().to(norm.device)
+                difference = difference + _square_sum(ours - theirs).to(norm.device)
+                norm = norm + _square_sum(theirs).to(norm.device)
         if self._is_fsdp2():
             difference, norm = (self.accelerator.reduce(x, reduction="sum") for x in (difference, norm))
         return (difference / norm.clamp(min=1e-30)).sqrt().item()
@@ -317,6 +317,11 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.train(was_training)
+
+
+def _square_sum(weights: Tensor) -> Tensor:
+    """In fp32, whose pairwise sum is precise enough: not every device has fp64."""
+    return weights.float().pow(2).sum()
 
 
 def _local(tensor: Tensor) -> Tensor:
