@@ -16,6 +16,7 @@ import pytest
 from cpu_engine import HEAD_DIM
 
 from credit_trl import CreditTrainer, Verdict
+from faults.launching import free_port
 from tiny import build_model
 
 
@@ -23,6 +24,8 @@ from tiny import build_model
 def model_path(tokenizer, tmp_path_factory) -> Path:
     """A tiny Qwen3 on disk, where both the trainer and the engine load it from."""
     path = tmp_path_factory.mktemp("model")
+    # For engines inside the trainer's process: TRL would take 29500, which another run on this machine may hold later on.
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
     os.environ["VLLM_CACHE_ROOT"] = str(tmp_path_factory.mktemp("vllm_cache"))
     build_model(tokenizer, head_dim=HEAD_DIM).save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from credit_trl.evaluation import Sampling
 from credit_trl.evaluation.engines import Request
 from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.vllm_server import VLLMServerError
+from faults.launching import free_port
 
 SAME = 1e-3  # nats; measured 1e-6
 STALE = 1e-2
@@ -44,12 +44,6 @@ class Server:
 
     def send(self, number: signal.Signals) -> None:
         os.killpg(self.process.pid, number)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def plugin_path(folder: Path) -> Path:
