@@ -24,7 +24,7 @@ from tiny import build_model
 def model_path(tokenizer, tmp_path_factory) -> Path:
     """A tiny Qwen3 on disk, where both the trainer and the engine load it from."""
     path = tmp_path_factory.mktemp("model")
-    # For engines inside the trainer's process: TRL would take 29500, which another run on this machine may hold later on.
+    # For engines inside the trainer: TRL would take 29500, which another run on this machine may hold later on.
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     os.environ["VLLM_CACHE_ROOT"] = str(tmp_path_factory.mktemp("vllm_cache"))
     build_model(tokenizer, head_dim=HEAD_DIM).save_pretrained(path)
