@@ -196,9 +196,13 @@ def test_a_server_that_dies_while_it_receives_weights_is_named_within_its_timeou
     act_in_the_middle_of(trainer, "/update_weights", lambda: server.send(signal.SIGKILL))
     said = ends_with_an_error(trainer, server, within=TIMEOUT)
     assert "while receiving weights" in said
+    try:
+        assert server.process.wait(timeout=30) == -signal.SIGKILL
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"The server lives: the run ended before the second update. {said}")
 
 
 def test_a_server_that_is_not_there_is_named_before_anything_is_loaded(connect, server):
-    server.process.wait(timeout=30)  # killed by the test before
+    assert server.process.poll() is not None  # killed by the test before
     with pytest.raises(VLLMServerError, match=rf"127\.0\.0\.1:{server.port} did not answer within 2 s.*vllm serve"):
         connect(vllm_server_timeout=2.0)
