@@ -34,6 +34,7 @@ def writer(root):
         config: dict | None = None,
         metrics: dict[str, float] | None = None,
         finished: bool = True,
+        settings: dict | None = None,
     ):
         folder = root / name
         config = {"contrastive_coef": 0.1, "contrastive_count": 1, "distillation_weight": 1.0} | (config or {})
@@ -58,6 +59,8 @@ def writer(root):
                 folder / "evaluations" / f"step-{step:06d}" / "result.json",
                 {"task": task, "model": "m", "k": K, "score": mean, "prompts": prompts},
             )
+            if settings is not None:
+                write_json(folder / "evaluations" / f"step-{step:06d}" / "settings.json", settings)
         if finished:
             write_json(folder / "summary.json", {})
         return folder

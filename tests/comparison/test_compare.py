@@ -293,6 +293,22 @@ def test_a_run_that_is_still_training_has_no_final_score_unless_it_is_asked_for(
     assert compare([tmp_path], include_unfinished=True).cells["B", "letters", FINAL].steps == [5]
 
 
+def test_evaluations_that_were_not_sampled_alike_are_told_by_setting_value_and_run(write_run, tmp_path):
+    sampled = {"temperature": 0.6, "top_p": 0.95, "seed": 0, "template": {}}
+    for seed in (1, 2):
+        write_run(f"a-{seed}", {10: scores(0.6, 1)}, arm="A", seed=seed, settings={**sampled, "seed": seed})
+    write_run("unknown", {10: scores(0.6, 1)}, arm="C")  # written before settings were
+    assert compare([tmp_path]).differing_settings == []
+    write_run("b", {10: scores(0.4, 1)}, arm="B", settings={**sampled, "temperature": 1.0})
+    result = compare([tmp_path])
+    (told,) = result.differing_settings
+    runs = tmp_path / "runs"
+    assert told == f"letters, temperature: 0.6 in {runs / 'a-1'} and 1 more; 1.0 in {runs / 'b'}"
+    tables = tables_markdown(result)
+    assert tables.startswith("These evaluations were not sampled alike")
+    assert told in tables
+
+
 def test_what_is_no_run_is_refused_by_name(tmp_path, write_run):
     with pytest.raises(FileNotFoundError, match="credit-eval"):
         compare([tmp_path])

@@ -99,6 +99,16 @@ def test_files_beside_the_page_hold_the_same_numbers(page, runs):
         assert dark[2, 2, :3].mean() < 0.15
 
 
+def test_page_says_which_runs_are_left_out_and_what_was_not_sampled_alike(write_run, tmp_path):
+    for arm, temperature in (("A", 0.6), ("B", 1.0)):
+        write_run(arm, {0: {"q": 0.5}, 5: {"q": 1.0}}, arm=arm, settings={"temperature": temperature})
+    write_run("C", {5: {"q": 1.0}}, arm="C", finished=False)
+    text = write_report(compare([tmp_path / "runs"]), tmp_path / "report").read_text()
+    before_the_tables = text.partition("<table")[0]
+    for told in ("letters, temperature: 0.6 in", "1.0 in", f"to its end: {tmp_path / 'runs' / 'C'}"):
+        assert told in before_the_tables
+
+
 def luminance(colour: str) -> float:
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]

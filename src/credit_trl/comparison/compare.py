@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_trl.comparison.runs import RESULT_FILE, SCORE, Run, find_runs
+from credit_trl.comparison.runs import RESULT_FILE, SCORE, Run, differing_settings, find_runs
 from credit_trl.evaluation.statistics import (
     N_RESAMPLES,
     Difference,
@@ -102,6 +102,7 @@ class Comparison:
     Args:
         runs: those that are compared.
         unfinished: those that are not, since their training has not come to its end.
+        differing_settings: what their evaluations were not sampled alike with, one line each.
         arms: in the order of the tables; `BASE` first, where step 0 was evaluated.
         domains: tasks, or groups of one task's prompts.
         prompts: domain → how many prompts.
@@ -113,6 +114,7 @@ class Comparison:
 
     runs: Sequence[Run]
     unfinished: Sequence[Run]
+    differing_settings: Sequence[str]
     arms: Sequence[str]
     domains: Sequence[str]
     prompts: Mapping[str, int]
@@ -203,6 +205,7 @@ def compare(
     return Comparison(
         runs=evaluated,
         unfinished=unfinished,
+        differing_settings=differing_settings(evaluated),
         arms=all_arms,
         domains=list(domains),
         prompts={domain: len(ids) for domain, (_, ids) in domains.items()},

@@ -62,6 +62,7 @@ def report_html(comparison: Comparison, figures: Mapping[str, Mapping[str, bytes
     return template.render(
         title=title,
         comparison=comparison,
+        remarks=remarks(comparison),
         tables=[(*caption, *score_rows(comparison, when)) for when, caption in CAPTIONS.items()],
         contrasts={when: [contrast_row(c) for c in comparison.contrasts if c.when == when] for when in (FINAL, BEST)},
         contrast_columns=CONTRAST_COLUMNS,
@@ -95,18 +96,30 @@ SCRIPT = (
 
 def tables_markdown(comparison: Comparison) -> str:
     """All tables in Markdown."""
-    parts = []
+    parts = [f"{plain(remark)}\n" for remark in remarks(comparison)]
     for when, (caption, explanation) in CAPTIONS.items():
         parts.append(f"## {caption}\n\n{explanation}\n\n{score_markdown(comparison, when)}\n")
         contrasts = [c for c in comparison.contrasts if c.when == when]
         if contrasts:
             parts.append(f"Against {plain(comparison.baseline)}:\n\n{contrast_markdown(contrasts)}\n")
-    if comparison.unfinished:
-        listed = ", ".join(plain(str(run.folder)) for run in comparison.unfinished)
-        parts.append(f"Left out, since their training has not come to its end: {listed}\n")
     if comparison.steps_to:
         parts.append(f"## Steps to a score\n\n{steps_markdown(comparison.steps_to)}\n")
     return "\n".join(parts)
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """What a reader has to know of the runs before the numbers."""
+    told = []
+    if comparison.differing_settings:
+        listed = ". ".join(comparison.differing_settings)
+        told.append(
+            f"These evaluations were not sampled alike, so a difference may be of the sampling: {listed}. Evaluate "
+            "with the same settings (`trl credit-eval`)."
+        )
+    if comparison.unfinished:
+        listed = ", ".join(str(run.folder) for run in comparison.unfinished)
+        told.append(f"Left out, since their training has not come to its end: {listed}")
+    return told
 
 
 def comparison_dict(comparison: Comparison) -> dict[str, Any]:
@@ -128,6 +141,7 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
         "steps_to": [vars(row) for row in comparison.steps_to],
         "runs": [str(run.folder) for run in comparison.runs],
         "unfinished": [str(run.folder) for run in comparison.unfinished],
+        "differing_settings": list(comparison.differing_settings),
     }
 
 

@@ -21,6 +21,7 @@ from credit_trl.run_directory import (
 
 # The result of an evaluation: of one step of a run, or of `trl credit-eval`, whose directory is a run by itself.
 RESULT_FILE = "result.json"
+SETTINGS_FILE = "settings.json"  # beside it, what the responses were sampled with
 SCORE = "score"
 MAJORITY = "majority"
 
@@ -68,9 +69,17 @@ class Run:
 
     def prompts(self, step: int) -> list[dict[str, Any]]:
         """Per-prompt results of the evaluation at a step: `id`, `group`, `score`, `majority`, `metrics`."""
-        inside = self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}" / RESULT_FILE
-        path = (inside if inside.is_file() else self.folder / RESULT_FILE).resolve()
+        path = (self._evaluation(step) / RESULT_FILE).resolve()
         return _prompts(path, path.stat().st_mtime_ns)
+
+    def settings(self, step: int) -> dict[str, Any]:
+        """What the responses at a step were sampled with; empty where nothing was written of it."""
+        path = self._evaluation(step) / SETTINGS_FILE
+        return _json(path) if path.is_file() else {}
+
+    def _evaluation(self, step: int) -> Path:
+        inside = self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}"
+        return inside if (inside / RESULT_FILE).is_file() else self.folder
 
     def per_prompt(self, step: int, measure: str = SCORE) -> dict[str, float]:
         """Prompt id → its score, its maj@k, or the mean of a metric of its verdicts.
@@ -109,6 +118,30 @@ def find_runs(paths: Iterable[str | Path]) -> list[Run]:
         for folder in folders:
             runs.setdefault(folder.resolve(), read_run(folder))
     return list(runs.values())
+
+
+# What changes a score, whatever the model: the prompts are compared by themselves, and k changes an interval only.
+_SAMPLED_WITH = ("temperature", "top_p", "top_k", "max_completion_length", "template")
+
+
+def differing_settings(runs: Sequence[Run]) -> list[str]:
+    """How the final evaluations of a task were sampled, one line for each setting that is not the same in all."""
+    lines = []
+    for task in dict.fromkeys(run.task for run in runs):
+        settings = {run.folder: run.settings(run.final_step()) for run in runs if run.task == task}
+        for name in _SAMPLED_WITH:
+            runs_with: dict[str, list[str]] = {}
+            for folder, found in settings.items():
+                if name in found:
+                    runs_with.setdefault(json.dumps(found[name], sort_keys=True), []).append(str(folder))
+            if len(runs_with) > 1:
+                told = "; ".join(f"{value} in {_first_of(folders)}" for value, folders in runs_with.items())
+                lines.append(f"{task}, {name}: {told}")
+    return lines
+
+
+def _first_of(folders: Sequence[str]) -> str:
+    return folders[0] if len(folders) == 1 else f"{folders[0]} and {len(folders) - 1} more"
 
 
 def read_run(folder: str | Path) -> Run:
