@@ -1,7 +1,8 @@
 """Forms of the contrast: what was chosen on seeds of its own, and what came of it on the seeds that are reported.
 
 Writes docs/forms_study.md from the run directories: of the first two worlds the sweeps `choice`, `forms`, `controls`
-and those to the end of learning, and `methods` of the two worlds that were made for this question.
+and those to the end of learning, of the two worlds that were made for this question `methods` and `long`, and of all
+four `cross`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bars import SHORTCUT_LIMIT, against_sdpo, arms_of, arms_table, bar, interval, seeds_table
+from crossed import read_crossed, told_crossed
 from endings import CLOSE, Ending, mean_unknown, read_endings, recipe_of, told, told_fallen
 from report import LONGER, table
-from results import WORLDS, World, of_sweep, read_world
+from results import TASK, WORLDS, World, of_sweep, read_world
 
 from credit_trl.run_directory import write_atomically
 
 HERE = Path(__file__).parent
 GUIDE = "CREDIT form=guide λ=1"
 RUNNER_UP = f"{GUIDE} plausibility=0.01"
+CHOSEN_AT_THE_END = "CREDIT form=guide λ=1.5 teacher_model_kind=base"  # in the first two worlds, for `long`
 
 # Ranges over seeds that a prototype of another code saw after its choice was made, rounded to two digits.
 PROTOTYPE = HERE / "prototype.csv"
@@ -52,9 +55,13 @@ def main() -> None:
     args = parser.parse_args()
     root = args.output_dir
     reported = {name: read_world(name, *(root / f"{name}-{sweep}" for sweep in LONGER)) for name in WORLDS}
-    there = {name: task for name, (task, _) in NEW_WORLDS.items() if (root / name).is_dir()}
-    new = {name: read_world(name, root / name, task=task) for name, task in there.items()}
-    write_atomically(args.docs / "forms_study.md", page(reported, of_sweep(root, "choice"), read_endings(root), new))
+    tasks = {name: task for name, (task, _) in NEW_WORLDS.items() if (root / name).is_dir()}
+    new = {name: read_world(name, root / name, task=task) for name, task in tasks.items()}
+    long = {name: root / f"{name}-long" for name in tasks}
+    later = {name: read_world(name, there, task=tasks[name]) for name, there in long.items() if there.is_dir()}
+    crossed = read_crossed(root, dict.fromkeys(WORLDS, TASK) | tasks)
+    text = page(reported, of_sweep(root, "choice"), read_endings(root), new, later, crossed)
+    write_atomically(args.docs / "forms_study.md", text)
     print(args.docs / "forms_study.md")
 
 
@@ -63,6 +70,8 @@ def page(
     choice: Mapping[str, World],
     endings: Sequence[Ending],
     new: Mapping[str, World],
+    later: Mapping[str, World],
+    crossed: Mapping[str, World],
 ) -> str:
     parts = ["# Forms of the contrast, measured", introduction(reported, choice)]
     for ending in endings:
@@ -88,6 +97,16 @@ def page(
         parts.append("## Two worlds that were not chosen on")
     for name, world in new.items():
         parts += [NEW_WORLDS[name][1], recipe_of(world), arms_table(world), against_sdpo(world)]
+    if later:
+        parts += [
+            "## The new worlds at the end of learning",
+            "The recipe and the setting that were chosen in the first two worlds, beside SDPO with either teacher. "
+            "The bar is that of those worlds.",
+        ]
+    for world in later.values():
+        parts += [recipe_of(world), bar(world, CHOSEN_AT_THE_END), seeds_table(world), against_sdpo(world)]
+    if crossed:
+        parts += told_crossed(crossed)
     return "\n\n".join(parts) + "\n"
 
 

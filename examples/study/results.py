@@ -50,8 +50,12 @@ class World:
 
 def read_world(name: str, *folders: Path, task: str = TASK) -> World:
     """A world's runs, in the folders of its sweeps; those that are not there are passed over."""
-    there = [folder for folder in folders if folder.is_dir()]
-    measures = (compare(there, measure=measure) for measure in MEASURES)
+    return world_of(name, [folder for folder in folders if folder.is_dir()], task)
+
+
+def world_of(name: str, runs: Sequence[Path | Run], task: str, baseline: str | None = None) -> World:
+    """A world of runs, or of folders of them, compared by every measure."""
+    measures = (compare(runs, baseline=baseline, measure=measure) for measure in MEASURES)
     return World(name, *measures, task=task)
 
 
@@ -62,8 +66,7 @@ def world_at(world: World, step: int) -> World:
         return [row for row in rows if row["step"] <= step]
 
     runs = [replace(run, log=until(run.log), evaluations=until(run.evaluations)) for run in world.runs]
-    measures = (compare(runs, measure=measure) for measure in MEASURES)
-    return World(world.name, *measures, task=world.task)
+    return world_of(world.name, runs, world.task)
 
 
 def of_sweep(root: Path, sweep: str) -> dict[str, World]:

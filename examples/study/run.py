@@ -2,8 +2,9 @@
 
 Sweeps: `methods` (the paper's claims, within an hour), `controls` (another hint swapped or shown), `choice` (forms of
 the contrast on seeds of their own), `forms` (what was chosen beside all methods, on the seeds that are reported, for
-longer), `end_choice` and `end`, `long_choice` and `long` (the same two steps for runs to the end of learning, each
-second one on fresh seeds).
+longer), `cross` (sources and gates beside them), `end_choice` and `end`, `long_choice` and `long` (the same two steps
+for runs to the end of learning, each second one on fresh seeds). The worlds that nothing is chosen on, `style` and
+`programs`, keep their task and their seeds in every sweep.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HERE = Path(__file__).parent
 WORLDS = ("plain", "shortcut", "style", "programs")
 REPORTED = WORLDS[:2]  # what report.py and forms.py read
 TIME_FILE = "time.json"  # in the output directory
-SWEEPS = ("methods", "controls", "choice", "forms", "end_choice", "end", "long_choice", "long")
+SWEEPS = ("methods", "controls", "choice", "forms", "cross", "end_choice", "end", "long_choice", "long")
 
 
 def main() -> None:
@@ -75,7 +76,11 @@ def sweep_folder(sweep: str, world: str) -> str:
 def read_sweep(sweep: str, world: str) -> SweepSpec:
     from credit_trl.sweeps import read_spec
 
-    return read_spec(HERE / f"{world if sweep == 'methods' else sweep}.yaml")
+    own = read_spec(HERE / f"{world}.yaml")
+    if sweep == "methods":
+        return own
+    spec = read_spec(HERE / f"{sweep}.yaml")
+    return spec if world in REPORTED else dataclasses.replace(spec, task=own.task, seeds=own.seeds)
 
 
 def make_bases(folder: Path, wanted: Sequence[tuple[str, int]]) -> None:

@@ -24,7 +24,7 @@ def study():
     sys.path.insert(0, str(STUDY))
     yield lambda name: __import__(name)
     sys.path.remove(str(STUDY))
-    for name in ("bars", "claims", "endings", "forms", "report", "results", "run", "tokens"):
+    for name in ("bars", "claims", "crossed", "endings", "forms", "report", "results", "run", "tokens"):
         sys.modules.pop(name, None)
 
 
@@ -42,6 +42,7 @@ def write_world(
     spec: str | None = None,
     forgets: bool = False,
     known: Mapping[str, float] = MappingProxyType({}),
+    gated: float = 0.0,
 ) -> None:
     """Two seeds of every arm, with final scores on unknown cues and final rates of the planted thought.
 
@@ -61,7 +62,7 @@ def write_world(
             size = next((float(part[2:]) for part in arm.split() if part.startswith("λ=")), 0.0)
             log = [
                 {"step": s, "step_time": 1.0 + size, "reward": 0.5, "credit/s_mean": 2.0 - size * s / 10}
-                | {"credit/s_std": 1.0, "entropy": 1.0}
+                | {"credit/s_std": 1.0, "entropy": 1.0, "credit/frac_gated": gated}
                 for s in range(1, 21)
             ]
             write(
@@ -195,7 +196,14 @@ def forms_page(study, writer_at, tmp_path_factory) -> str:
     write_end(write, tmp_path)
     write_world(write, "style", {guide: 0.8}, {guide: 0.1, "SDPO": 0.6})
     new = {"style": results.read_world("style", tmp_path / "style")}
-    return forms.page(worlds, results.of_sweep(tmp_path, "choice"), endings.read_endings(tmp_path), new)
+    write_world(write, "style-long", {FROZEN_SDPO: 0.6, FROZEN: 0.65}, {FROZEN: 0.04}, spec="long")
+    later = {"style": results.read_world("style", tmp_path / "style-long")}
+    for world in ("style", "plain"):
+        unknown = {f"{guide} source=none": 0.75, f"{guide} gate=0.05": 0.85}
+        write_world(write, f"{world}-cross", unknown, {f"{guide} source=hard": 0.3}, spec="cross", gated=0.4)
+    crossed = study("crossed").read_crossed(tmp_path, dict.fromkeys(("plain", "shortcut", "style"), "quickstart"))
+    choice = results.of_sweep(tmp_path, "choice")
+    return forms.page(worlds, choice, endings.read_endings(tmp_path), new, later, crossed)
 
 
 GUIDE_AT_THE_END = "CREDIT form=guide λ=1.5"
@@ -234,7 +242,7 @@ def test_rows_of_the_prototype_agree_or_differ_by_the_interval(forms_page):
 
 
 def test_the_bar_is_paired_with_sdpo_and_says_what_is_missed(forms_page):
-    half_way = forms_page.partition("## Half-way through learning")[2]
+    half_way = part_of(forms_page, "Half-way through learning")
     plain, shortcut, *_ = rows_of(half_way, "unknown, against SDPO")
     assert "-10.0 points" in plain
     assert plain.endswith("**missed** |")
@@ -323,13 +331,75 @@ def test_only_arms_without_the_shortcut_are_eligible_and_the_best_is_named_first
 
 
 def test_worlds_that_were_not_chosen_on_show_reward_and_shortcut_against_sdpo(forms_page):
-    new = forms_page.partition("## Two worlds that were not chosen on")[2]
+    new = part_of(forms_page, "Two worlds that were not chosen on")
     assert "no reward is against it" in new
     reward, shortcut = new.partition("Style world, shortcut against SDPO:")[::2]
     (row,) = rows_of(shortcut, "CREDIT form=guide λ=1", "unknown")
     assert "-50.0" in row
     (row,) = rows_of(reward, "CREDIT form=guide λ=1", "unknown")
     assert "+10.0" in row
+
+
+def test_the_new_worlds_are_held_to_the_bar_against_sdpo_with_either_teacher(forms_page):
+    part = part_of(forms_page, "The new worlds at the end of learning")
+    assert f"`{FROZEN}`, style world:" in part
+    (averaged,), (frozen,) = (rows_of(part, f"unknown, against {arm}") for arm in ("SDPO", FROZEN_SDPO))
+    assert "-5.0 points" in averaged
+    assert averaged.endswith("**missed** |")
+    assert "+5.0 points" in frozen
+    assert rows_of(part, "shortcut", "<= 0.05")[0].endswith("| 0.040 [0.040, 0.040] | met |")
+
+
+def test_cells_of_the_cross_are_paired_with_their_form_without_source_and_gate(forms_page):
+    """guide is at 60 % in the plain world and at 80 % in the other, where it keeps 10 % of the shortcut."""
+    part = part_of(forms_page, "Sources and gates")
+    assert "Shortcut world" not in part  # its cross has not been run
+    plain, _, style = part.partition("Style world, %, final:")
+    guide = "CREDIT form=guide λ=1"
+    for world, (none, gate) in {plain: ("+15.0", "+25.0"), style: ("-5.0", "+5.0")}.items():
+        effects = world.partition(f"against `{guide}`, points:")[2]
+        (row,) = rows_of(effects, f"{guide} source=none")
+        assert row.split(" | ")[2].startswith(f"{none} points [")
+        (row,) = rows_of(effects.partition("\n\n")[2].partition("\n\n")[0], f"{guide} gate=0.05")
+        assert row.split(" | ")[2].startswith(f"{gate} points [")
+    effects = style.partition(f"against `{guide}`, points:")[2]
+    (row,) = rows_of(effects, f"{guide} source=hard")
+    assert row.split(" | ")[5].startswith("+20.0 points")
+    assert len(rows_of(style, f"{guide} source=none gate=0.05")) == 3  # scores, effects and the gate's share
+    assert rows_of(style, f"{guide} gate=0.05")[-1].endswith("| 40.0 | 40.0 to 40.0 |")
+    assert not [line for line in plain.splitlines() if line.startswith(("| GRPO", "| CREDIT λ=0.1"))]
+
+
+def test_the_cross_has_every_cell_of_its_forms_sources_and_gates_on_the_budget_of_the_forms(study):
+    from credit_trl.sweeps import read_spec
+
+    crossed = study("crossed")
+    spec, forms = (read_spec(STUDY / f"{name}.yaml") for name in ("cross", "forms"))
+    cells = {
+        (
+            arm.options["contrastive_coef"],
+            arm.options.get("contrastive_source", "batch"),
+            arm.options.get("contrastive_gate", 0.0),
+            arm.options.get("contrastive_form", "subtract"),
+        )
+        for arm in spec.arms()
+    }
+    wanted = {
+        (coef, source, gate, form)
+        for coef, form in ((0.5, "subtract"), (1.0, "guide"))
+        for source in ("batch", "none", "hard")
+        for gate in (0.0, 0.05)
+    }
+    assert wanted - cells == {(0.5, "batch", 0.0, "subtract"), (1.0, "batch", 0.0, "guide")}
+    assert cells < wanted
+    assert {crossed.form_of(arm.name) for arm in spec.arms()} == set(crossed.FORMS)
+    saves = {"save_steps"}
+    assert {name for name in spec.config if spec.config[name] != forms.config[name]} == saves
+    for world in ("plain", "shortcut", "style", "programs"):
+        own, of_world = read_spec(STUDY / f"{world}.yaml"), study("run").read_sweep("cross", world)
+        assert (of_world.task, of_world.seeds) == (own.task, own.seeds)
+    assert set(study("run").read_sweep("long", "programs").seeds) == set(read_spec(STUDY / "programs.yaml").seeds)
+    assert not set(study("run").read_sweep("long", "plain").seeds) & set(read_spec(STUDY / "plain.yaml").seeds)
 
 
 def test_forms_are_chosen_on_seeds_that_are_not_reported():

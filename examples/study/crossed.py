@@ -1,0 +1,82 @@
+"""Sources and gates crossed with the forms: every cell against its form with questions of the batch and no gate."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bars import arms_table
+from claims import told
+from endings import recipe_of
+from report import table
+from results import GROUPS, WORLDS, World, late, read_world, world_of
+
+SWEEP = "cross"
+FORMS = ("CREDIT λ=0.5", "CREDIT form=guide λ=1")
+
+
+def read_crossed(root: Path, tasks: Mapping[str, str]) -> dict[str, World]:
+    """The worlds whose cross has been run, with the arms of the cross and SDPO alone."""
+    found = {}
+    for name, task in tasks.items():
+        if (root / f"{name}-{SWEEP}").is_dir():
+            others = root / (f"{name}-forms" if name in WORLDS else name)  # SDPO, and the forms with neither option
+            world = read_world(name, root / f"{name}-{SWEEP}", others, task=task)
+            found[name] = world_of(name, [run for run in world.runs if run.arm == "SDPO" or form_of(run.arm)], task)
+    return found
+
+
+def form_of(arm: str) -> str | None:
+    """The form and λ of a cell; None for an arm that is none."""
+    options = [part for part in arm.split() if not part.startswith(("source=", "gate="))]
+    return " ".join(options) if " ".join(options) in FORMS else None
+
+
+def cells_of(world: World, form: str) -> list[str]:
+    """The arms of one form that have a source or a gate of their own."""
+    return sorted({run.arm for run in world.runs if run.arm != form and form_of(run.arm) == form})
+
+
+def told_crossed(worlds: Mapping[str, World]) -> list[str]:
+    parts = [
+        "## Sources and gates",
+        "Two forms × three sources of the other question (the batch, the nearest of the batch, and none, with the "
+        "question left out) × no gate and a gate of 0.05. Nothing was chosen from these cells. Differences are paired "
+        "by seed and prompt with the same form under questions of the batch and without gate; Holm's p counts the "
+        "five cells of a form on one kind of prompts.",
+    ]
+    for world in worlds.values():
+        parts += [recipe_of(world), arms_table(world), *(effects_table(world, form) for form in FORMS)]
+        parts.append(shares_table(world))
+    return parts
+
+
+def effects_table(world: World, form: str) -> str:
+    """What source and gate change, in points."""
+    measures = [("score", group) for group in GROUPS] + [("format", "unknown")]
+    measures += [("shortcut", "unknown")] if world.name != "plain" else []
+    of_form = world_of(world.name, [run for run in world.runs if form_of(run.arm) == form], world.task, baseline=form)
+    lines = [
+        [cell, *(effect(of_form, cell, form, measure, group) for measure, group in measures)]
+        for cell in cells_of(world, form)
+    ]
+    head = ("cell", *(group if measure == "score" else f"{measure} {group}" for measure, group in measures))
+    return f"{world.name.capitalize()} world, against `{form}`, points:\n\n{table(head, lines)}"
+
+
+def effect(world: World, cell: str, form: str, measure: str, group: str) -> str:
+    found = world.contrast(cell, group, form, measure)
+    return f"{told(found)}, Holm {found.adjusted_p:.3f}"
+
+
+def shares_table(world: World) -> str:
+    """How much the gate left of the contrast, over the last ten steps."""
+    arms: Sequence[str] = [cell for form in FORMS for cell in cells_of(world, form) if "gate=" in cell]
+    shares = [[late(run, "credit/frac_gated") for run in world.of(arm)] for arm in arms]
+    lines = [
+        [arm, f"{100 * statistics.fmean(of_arm):.1f}", f"{100 * min(of_arm):.1f} to {100 * max(of_arm):.1f}"]
+        for arm, of_arm in zip(arms, shares, strict=True)
+    ]
+    told_as = table(("arm", "mean", "least and most of a seed"), lines)
+    return f"{world.name.capitalize()} world, positions that the gate left without contrast, %:\n\n{told_as}"
