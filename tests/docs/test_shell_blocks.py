@@ -200,7 +200,7 @@ def test_every_rule_of_the_table_is_of_a_line():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(3600)
 def test_the_studys_lines_run_one_after_the_other_and_write_its_pages(checkout, tmp_path):
     """In a copy, since they write into `docs/`, with one sample a prompt."""
     from credit_trl.tasks.quickstart_model import SHIPPED
@@ -220,5 +220,6 @@ def test_the_studys_lines_run_one_after_the_other_and_write_its_pages(checkout, 
     study, forms = (page.read_text("utf-8") for page in written)
     assert "seeds 1." in study
     assert "### The same after" not in study  # the longer runs come after the line that writes the page
-    for heading in ("## At the end of learning", "## A first choice", "Style world, %", "Programs world, %"):
+    sections = ("## At the end of learning", "## A first choice", "## Sources and gates")
+    for heading in (*sections, "## The new worlds at the end of learning", "Style world, %", "Programs world, %"):
         assert heading in forms

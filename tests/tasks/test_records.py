@@ -56,7 +56,19 @@ def test_a_line_that_is_no_object_is_named(tmp_path, content, row):
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
     with pytest.raises(RowError, match=rf"rows\.jsonl, row {row}, field '\(whole row\)'"):
-        list(read_rows(path))
+        list(accept(read_rows(path), lambda row: row, Tally("t"), "raise"))
+
+
+@pytest.mark.parametrize("broken", ['{"n": ', "[1]", "3"], ids=["cut", "a list", "a number"])
+def test_a_line_that_is_no_object_is_one_row_to_drop_and_no_field_of_it_can_be_read(tmp_path, broken, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"n": 0}}\n{broken}\n{{"n": 2}}\n')
+    tally = Tally("t")
+    assert list(accept(read_rows(path), lambda row: row.get("n", int), tally, "drop")) == [0, 2]
+    assert tally.dropped == {"malformed in '(whole row)'": 1}
+    assert f"dropped: {path}, row 2, field '(whole row)'" in capsys.readouterr().err
+    with pytest.raises(RowError, match="row 2"):
+        [row.get("n", int) for row in read_rows(path)]
 
 
 def test_a_wrong_path_suffix_or_encoding_says_what_is_read(tmp_path):

@@ -32,11 +32,12 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One record as read, with where it came from."""
+    """One record as read, with where it came from; `fault` says what is wrong with one that could not be read."""
 
     source: str
     number: int
     data: Mapping[str, Any]
+    fault: RowError | None = None
 
     def error(self, field: str, problem: str) -> RowError:
         return RowError(self.source, self.number, field, problem)
@@ -47,6 +48,8 @@ class Row:
         Raises:
             RowError: it is missing or of another type (a bool is no int), or holds text that no encoding can write.
         """
+        if self.fault is not None:
+            raise self.fault
         if field not in self.data:
             raise self.error(field, f"missing; the row has {', '.join(self.data) or 'no field'}")
         value = self.data[field]
@@ -141,6 +144,8 @@ def accept(rows: Iterable[Row], convert: Callable[[Row], Any], tally: Tally, on_
         raise ValueError(f"on_malformed is 'raise' or 'drop', got {on_malformed!r}.")
     for row in rows:
         try:
+            if row.fault is not None:
+                raise row.fault
             converted = convert(row)
         except RowError as error:
             if on_malformed == "raise":
@@ -194,10 +199,12 @@ def content_hash(rows: Iterable[Mapping[str, Any]]) -> str:
 def read_rows(path: str | Path) -> Iterator[Row]:
     """The rows of a JSON list, of JSON lines (whatever the suffix says) or of a parquet file, one at a time.
 
+    A line that is not JSON, or a row that is no object, is a `Row` with a `fault`.
+
     Raises:
         FileNotFoundError: no such file.
         ValueError: a suffix that is none of `.json`, `.jsonl`, `.parquet`, bytes that are not UTF-8, or no parquet.
-        RowError: a line that is not JSON or not an object.
+        RowError: a list that is not JSON.
     """
     path = Path(path)
     if not path.is_file():
@@ -245,7 +252,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 if count == 0 and line.lstrip().startswith("["):
                     yield from enumerate(_json(line + lines.read(), str(path), number), 1)
                     return
-                yield number, _json(line, str(path), number)
+                yield number, _json_line(line, str(path), number)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
@@ -268,8 +275,19 @@ def _json(text: str, source: str, number: int) -> Any:
         raise RowError(source, number, "(whole row)", f"not JSON: {error}") from error
 
 
+def _json_line(text: str, source: str, number: int) -> Any:
+    """The line's value, or the error that says why it has none: the lines after it are rows all the same."""
+    try:
+        return _json(text, source, number)
+    except RowError as error:
+        return error
+
+
 def _objects(numbered: Iterable[tuple[int, Any]], source: str) -> Iterator[Row]:
     for number, data in numbered:
-        if not isinstance(data, Mapping):
-            raise RowError(source, number, "(whole row)", f"{type(data).__name__} where an object is needed")
-        yield Row(source, number, data)
+        if isinstance(data, Mapping):
+            yield Row(source, number, data)
+            continue
+        problem = f"{type(data).__name__} where an object is needed"
+        fault = data if isinstance(data, RowError) else RowError(source, number, "(whole row)", problem)
+        yield Row(source, number, {}, fault)
