@@ -206,13 +206,6 @@ def test_an_interpreter_that_does_not_start_is_named() -> None:
         PoolSandbox("landlock", 1, "/nowhere/python")
 
 
-def test_workers_divide_the_cores_among_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
-    assert package.default_workers() == 12
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert package.default_workers() == 1
-
-
 def test_users_are_claimed_once_and_freed_with_their_sockets() -> None:
     first, sockets = accounts.claim(2)
     second, others = accounts.claim(2)

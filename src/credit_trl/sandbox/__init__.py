@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 
+from credit_trl.cores import worker_count
 from credit_trl.sandbox.protocol import STATUSES, Limits, Outcome, Program, Sandbox, SandboxError, Status
 
 TIERS = ("auto", "bubblewrap", "landlock", "unprotected", "remote")
@@ -48,7 +49,8 @@ def open_sandbox(
             `allow_unsandboxed=True` and a warning, unprotected. A tier that is named is that one or an error. `None`
             takes what the environment variable CREDIT_TRL_SANDBOX says, a tier or the address of a remote sandbox,
             and `"auto"` where it says nothing.
-        workers: programs that run at the same time. Default: this process's cores divided by `LOCAL_WORLD_SIZE`.
+        workers: programs that run at the same time. Default: this process's cores, or its container's quota
+            of them, divided by `LOCAL_WORLD_SIZE`.
         allow_unsandboxed: run programs with resource limits only, after a warning, where nothing better holds and
             no tier but `"auto"` or `"unprotected"` was asked for. `None` means no, unless the environment variable
             CREDIT_TRL_ALLOW_UNSANDBOXED is `1`.
@@ -77,7 +79,7 @@ def open_sandbox(
         raise ValueError(f'url={url!r} and tier={tier!r} exclude each other; leave tier at "auto".')
     if tier == "unprotected" and not allow_unsandboxed:
         raise ValueError('tier="unprotected" runs model-written programs unprotected; confirm allow_unsandboxed=True.')
-    return _open_local(tier, workers or default_workers(), allow_unsandboxed, python)
+    return _open_local(tier, workers or worker_count(), allow_unsandboxed, python)
 
 
 def choose_sandbox(sandbox: str | None = None, allow_unsandboxed: bool = False) -> None:
@@ -112,12 +114,6 @@ def _choice(tier: str | None, url: str | None) -> tuple[str, str | None]:
 
 def _is_address(text: str) -> bool:
     return text.startswith(("http://", "https://"))
-
-
-def default_workers() -> int:
-    """This process's cores, divided among the processes that `torchrun` or `accelerate` started on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _open_local(tier: str, workers: int, allow_unsandboxed: bool, python: str | None) -> Sandbox:

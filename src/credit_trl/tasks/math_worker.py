@@ -20,6 +20,8 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from credit_trl.cores import worker_count
+
 SECONDS = 5.0  # for one comparison, on the clock
 START_SECONDS = 120.0  # for a worker to import what it needs
 MEMORY_BYTES = 2 * 1024**3
@@ -132,7 +134,7 @@ class Workers:
             self._idle.get().close()
 
 
-_WORKERS = Workers(limit=max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+_WORKERS = Workers(limit=worker_count())
 atexit.register(_WORKERS.close)
 
 
