@@ -302,5 +302,11 @@ def test_compatibility_of_two_models_is_written(saved, tmp_path, capsys):
     records = [json.loads(record) for record in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
     assert [record["model"] for record in records] == ["one"] * 4 + ["two"] * 4
     assert (tmp_path / "out" / "figure.png").stat().st_size > 10_000
+    cut = tmp_path / "cut"
+    assert call(credit_compat, "--model", saved("one"), "--model", tmp_path / "none", *line, "--output_dir", cut) == 1
+    assert (cut / "records.jsonl").read_text() == "".join(
+        line for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines(keepends=True) if "one" in line
+    )
+    assert "| Metric | one |" in (cut / "table.md").read_text("utf-8")
     assert call(credit_compat, "--model", "x", "--task", "quickstart") == 1
     assert "no multiple choice" in capsys.readouterr().err

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from credit_trl.cli.credit_eval import json_object
+from credit_trl.run_directory import json_line, write_atomically
+
+if TYPE_CHECKING:
+    from credit_trl.analysis.compatibility import Record
 
 NAME = "credit-compat"
 
@@ -45,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from credit_trl.analysis import compatibility as compat
     from credit_trl.analysis.checkpoints import Checkpoint
-    from credit_trl.analysis.compatibility_report import draw_figure, format_table
+    from credit_trl.analysis.compatibility_report import format_table
     from credit_trl.analysis.responses import analysis_config
     from credit_trl.contexts import ContextBuilder
     from credit_trl.tasks.registry import load_task
@@ -58,6 +63,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.feedback_template is not None:
         templates["feedback_template"] = args.feedback_template.replace("\\n", "\n")
     prefix = compat.ANSWER_PREFIX if args.answer_prefix is None else args.answer_prefix.replace("\\n", "\n")
+    directory = Path(args.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
     records = {}
     for model in args.model:
         checkpoint = Checkpoint.load(model, chat_template_kwargs=args.chat_template_kwargs)
@@ -65,14 +72,17 @@ def _run(args: argparse.Namespace) -> int:
         records[checkpoint.name] = compat.measure(
             checkpoint, questions, builder, feedback=args.feedback or compat.FEEDBACK, prefix=prefix, progress=True
         )
-    directory = Path(args.output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    table = format_table(records)
-    (directory / "table.md").write_text(table, encoding="utf-8")
-    with (directory / "records.jsonl").open("w", encoding="utf-8") as file:
-        for name, own in records.items():
-            file.writelines(json.dumps({"model": name, **record.to_json()}) + "\n" for record in own)
-    draw_figure(records, directory / "figure.png")
-    print(table)
+        _write(directory, records)  # after each: a model that cannot be read costs nothing of those before it
+    print(format_table(records))
     print(f"{directory}: table.md, figure.png, records.jsonl")
     return 0
+
+
+def _write(directory: Path, records: Mapping[str, Sequence[Record]]) -> None:
+    """Table, figure and records of the models that have been measured."""
+    from credit_trl.analysis.compatibility_report import draw_figure, format_table
+
+    lines = [json_line({"model": name, **record.to_json()}) for name, own in records.items() for record in own]
+    write_atomically(directory / "records.jsonl", "".join(lines))
+    write_atomically(directory / "table.md", format_table(records))
+    draw_figure(records, directory / "figure.png")
