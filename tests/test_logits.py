@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 
 from credit_trl import CreditTrainer, checks
+from credit_trl.analysis.checkpoints import Checkpoint
 from test_model_families import FAMILIES, make_family  # noqa: F401
 from tiny import length_verdicts
 
@@ -56,6 +57,13 @@ def test_grpo_takes_it(with_prediction_head, make_config, tokenizer, dataset):
         dataset,
         processing_class=tokenizer,
     )
+
+
+def test_the_analysis_refuses_it_too(with_prediction_head, tokenizer, tmp_path):
+    for part in (with_prediction_head, tokenizer):
+        part.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=REFUSED):
+        Checkpoint.load(str(tmp_path), device="cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

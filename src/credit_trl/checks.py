@@ -87,10 +87,10 @@ def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
     if not difference <= tolerance:
         raise ValueError(
             f"`{type(unwrap_adapters(model)).__name__}` does more to its logits than to multiply its backbone's last "
-            "hidden state with its output embeddings, add a bias, scale and soft-cap: distillation would train a "
-            f"distribution that is not the model's. After four tokens its logits differ by {difference:.2g} from "
-            f"those that would be trained; {tolerance:.2g} is rounding. Train it with TRL's `GRPOTrainer`, or open an "
-            "issue that names the class."
+            "hidden state with its output embeddings, add a bias, scale and soft-cap: what distillation trains, and "
+            f"what the analysis reads, would not be the model's distribution. After four tokens its logits differ by "
+            f"{difference:.2g} from that one's; {tolerance:.2g} is rounding. Train it with TRL's `GRPOTrainer`, or "
+            "open an issue that names the class."
         )
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from credit_trl import adaptive
 from credit_trl.causal_lm import model_path
+from credit_trl.checks import check_logits
 from credit_trl.contexts import Prompt
 from credit_trl.teacher import ADAPTER_NAME, CHECKPOINT_FILE, CopyReference, Reference
 
@@ -83,10 +84,12 @@ class Checkpoint:
 
         Raises:
             FileNotFoundError: `checkpoint` is no directory with a model in it.
+            ValueError: the model does more to its logits than is read here; see `checks.check_logits`.
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         path = model_path(model)
         policy = _load_policy(path, checkpoint, dtype).to(device).eval()
+        check_logits(policy, OneProcess(device))
         own = checkpoint is not None and (Path(checkpoint) / "tokenizer_config.json").exists()
         tokenizer = AutoTokenizer.from_pretrained(checkpoint if own else path)
         reference = None
@@ -132,6 +135,7 @@ class OneProcess:
     """What `Reference` asks of an accelerator, for a model on one device: no wrapping, no collectives."""
 
     mixed_precision = "no"
+    distributed_type = "NO"
     state = SimpleNamespace(deepspeed_plugin=None)
 
     def __init__(self, device: torch.device) -> None:
