@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bars import arms_table
-from claims import told
 from endings import recipe_of
 from report import table
 from results import GROUPS, WORLDS, World, late, read_world, world_of
+
+from credit_trl.comparison.tables import contrast_row
 
 SWEEP = "cross"
 FORMS = ("CREDIT λ=0.5", "CREDIT form=guide λ=1")
@@ -43,8 +44,8 @@ def told_crossed(worlds: Mapping[str, World]) -> list[str]:
         "## Sources and gates",
         "Two forms × three sources of the other question (the batch, the nearest of the batch, and none, with the "
         "question left out) × no gate and a gate of 0.05. Nothing was chosen from these cells. Differences are paired "
-        "by seed and prompt with the same form under questions of the batch and without gate; Holm's p counts the "
-        "five cells of a form on one kind of prompts.",
+        "by seed and prompt with the same form under questions of the batch and without gate; beside each stand its "
+        "95 % interval and Holm's p over the five cells of a form on one kind of prompts.",
     ]
     for world in worlds.values():
         parts += [recipe_of(world), arms_table(world), *(effects_table(world, form) for form in FORMS)]
@@ -66,8 +67,8 @@ def effects_table(world: World, form: str) -> str:
 
 
 def effect(world: World, cell: str, form: str, measure: str, group: str) -> str:
-    found = world.contrast(cell, group, form, measure)
-    return f"{told(found)}, Holm {found.adjusted_p:.3f}"
+    _, _, difference, interval, _, adjusted = contrast_row(world.contrast(cell, group, form, measure))
+    return f"{difference} {interval}, {adjusted}"
 
 
 def shares_table(world: World) -> str:

@@ -359,12 +359,12 @@ def test_cells_of_the_cross_are_paired_with_their_form_without_source_and_gate(f
     for world, (none, gate) in {plain: ("+15.0", "+25.0"), style: ("-5.0", "+5.0")}.items():
         effects = world.partition(f"against `{guide}`, points:")[2]
         (row,) = rows_of(effects, f"{guide} source=none")
-        assert row.split(" | ")[2].startswith(f"{none} points [")
+        assert row.split(" | ")[2].startswith(f"{none} [")
         (row,) = rows_of(effects.partition("\n\n")[2].partition("\n\n")[0], f"{guide} gate=0.05")
-        assert row.split(" | ")[2].startswith(f"{gate} points [")
+        assert row.split(" | ")[2].startswith(f"{gate} [")
     effects = style.partition(f"against `{guide}`, points:")[2]
     (row,) = rows_of(effects, f"{guide} source=hard")
-    assert row.split(" | ")[5].startswith("+20.0 points")
+    assert row.split(" | ")[5].startswith("+20.0 [")
     assert len(rows_of(style, f"{guide} source=none gate=0.05")) == 3  # scores, effects and the gate's share
     assert rows_of(style, f"{guide} gate=0.05")[-1].endswith("| 40.0 | 40.0 to 40.0 |")
     assert not [line for line in plain.splitlines() if line.startswith(("| GRPO", "| CREDIT λ=0.1"))]
