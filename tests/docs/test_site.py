@@ -125,6 +125,7 @@ INTERNAL = (
     "credit_trl.comparison.figures",
     "credit_trl.comparison.tables",
     "credit_trl.config",  # the page of options
+    "credit_trl.cores",
     "credit_trl.evaluation.fingerprints",
     "credit_trl.evaluation.samples",
     "credit_trl.evaluation.trainer_engine",

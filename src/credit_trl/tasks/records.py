@@ -135,8 +135,9 @@ def _counted(reasons: Counter[str]) -> str:
     return f" ({listed})" if listed else ""
 
 
-def accept(rows: Iterable[Row], convert: Callable[[Row], Any], tally: Tally, on_malformed: str) -> Iterator[Any]:
-    """Convert rows; a `RowError` ends the load, or with `on_malformed="drop"` is printed and counted.
+def accept(rows: Iterable[Any], convert: Callable[[Any], Any], tally: Tally, on_malformed: str) -> Iterator[Any]:
+    """Convert rows, or records made of them; a `RowError` ends the load, or with `on_malformed="drop"` is printed and
+    counted.
 
     `convert` returns `None` for a row that it has dropped and tallied itself.
     """
@@ -144,7 +145,7 @@ def accept(rows: Iterable[Row], convert: Callable[[Row], Any], tally: Tally, on_
         raise ValueError(f"on_malformed is 'raise' or 'drop', got {on_malformed!r}.")
     for row in rows:
         try:
-            if row.fault is not None:
+            if isinstance(row, Row) and row.fault is not None:
                 raise row.fault
             converted = convert(row)
         except RowError as error:
