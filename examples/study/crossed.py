@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bars import arms_table
 from endings import recipe_of
-from report import table
+from report import figure, table
 from results import GROUPS, WORLDS, World, late, read_world, world_of
 
 from credit_trl.comparison.tables import contrast_row
@@ -47,6 +47,8 @@ def told_crossed(worlds: Mapping[str, World]) -> list[str]:
         "by seed and prompt with the same form under questions of the batch and without gate; beside each stand its "
         "95 % interval and Holm's p over the five cells of a form on one kind of prompts.",
     ]
+    if any(name != "plain" for name in worlds):
+        parts.append(figure("cross"))
     for world in worlds.values():
         parts += [recipe_of(world), arms_table(world), *(effects_table(world, form) for form in FORMS)]
         parts.append(shares_table(world))

@@ -14,10 +14,12 @@ from pathlib import Path
 
 from bars import SHORTCUT_LIMIT, against_sdpo, arms_of, arms_table, bar, interval, seeds_table
 from crossed import read_crossed, told_crossed
+from crossed_figure import cross_figure
 from endings import CLOSE, Ending, mean_unknown, read_endings, recipe_of, told, told_fallen
 from report import LONGER, table
 from results import TASK, WORLDS, World, of_sweep, read_world
 
+from credit_trl.comparison.figures import THEMES
 from credit_trl.run_directory import write_atomically
 
 HERE = Path(__file__).parent
@@ -62,6 +64,10 @@ def main() -> None:
     crossed = read_crossed(root, dict.fromkeys(WORLDS, TASK) | tasks)
     text = page(reported, of_sweep(root, "choice"), read_endings(root), new, later, crossed)
     write_atomically(args.docs / "forms_study.md", text)
+    for theme in THEMES:
+        if image := cross_figure(crossed, theme):
+            (args.docs / "study").mkdir(exist_ok=True)
+            (args.docs / "study" / f"cross-{theme.name}.png").write_bytes(image)
     print(args.docs / "forms_study.md")
 
 

@@ -24,7 +24,18 @@ def study():
     sys.path.insert(0, str(STUDY))
     yield lambda name: __import__(name)
     sys.path.remove(str(STUDY))
-    for name in ("bars", "claims", "crossed", "endings", "forms", "report", "results", "run", "tokens"):
+    for name in (
+        "bars",
+        "claims",
+        "crossed",
+        "crossed_figure",
+        "endings",
+        "forms",
+        "report",
+        "results",
+        "run",
+        "tokens",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -368,6 +379,20 @@ def test_cells_of_the_cross_are_paired_with_their_form_without_source_and_gate(f
     assert len(rows_of(style, f"{guide} source=none gate=0.05")) == 3  # scores, effects and the gate's share
     assert rows_of(style, f"{guide} gate=0.05")[-1].endswith("| 40.0 | 40.0 to 40.0 |")
     assert not [line for line in plain.splitlines() if line.startswith(("| GRPO", "| CREDIT λ=0.1"))]
+
+
+def test_the_figure_of_the_cross_shows_the_worlds_that_have_a_shortcut(study, writer_at, tmp_path):
+    write = writer_at(tmp_path)
+    for world, own in (("plain", "plain-forms"), ("style", "style")):
+        write_world(write, own, {}, {}, spec="forms" if world == "plain" else "style")
+        write_world(write, f"{world}-cross", {}, {}, spec="cross")
+    worlds = study("crossed").read_crossed(tmp_path, dict.fromkeys(("plain", "style"), "quickstart"))
+    drawn, light = study("crossed_figure"), study("report").THEMES[0]
+    assert drawn.cross_figure(worlds, light).startswith(b"\x89PNG")
+    assert drawn.cross_figure({"plain": worlds["plain"]}, light) is None
+    arms = study("bars").arms_of(worlds["style"])
+    styles = [tuple(sorted((k, str(v)) for k, v in drawn.style_of(arm, light).items())) for arm in arms]
+    assert len(set(styles)) == len(arms) == 13  # no two cells look alike
 
 
 def test_the_cross_has_every_cell_of_its_forms_sources_and_gates_on_the_budget_of_the_forms(study):

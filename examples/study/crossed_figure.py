@@ -1,0 +1,64 @@
+"""The cross at a glance: accuracy on unknown cues against the rate of the shortcut, a panel a world."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bars import arms_of, interval
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from results import World
+
+from credit_trl.comparison.figures import COLOURS, Theme
+
+FORM_COLOURS = {"SDPO": COLOURS[7], "guide": COLOURS[1], "subtract": COLOURS[0]}
+SOURCE_MARKS = {"batch": "o", "hard": "^", "none": "s"}
+
+
+def cross_figure(worlds: Mapping[str, World], theme: Theme) -> bytes | None:
+    """PNG of the worlds that have a shortcut; None where there is none of them."""
+    shown = [world for world in worlds.values() if world.name != "plain"]
+    if not shown:
+        return None
+    figure = Figure(figsize=(4.2 * len(shown), 3.9), facecolor=theme.background, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, world in zip(figure.subplots(1, len(shown), squeeze=False).ravel(), shown, strict=True):
+        axis.set_title(f"{world.name} world", color=theme.ink, fontsize=10)
+        axis.set_xlabel("shortcut on unknown cues, %", color=theme.ink, fontsize=9)
+        axis.set_ylabel("unknown cues right, %", color=theme.ink, fontsize=9)
+        for arm in arms_of(world):
+            where = (100 * interval(world, arm, name)[0] for name in ("shortcut", "unknown"))
+            axis.plot(*where, **style_of(arm, theme))
+        axis.set(facecolor=theme.background, xlim=(-4, 104))
+        axis.tick_params(colors=theme.ink, labelsize=8.5)
+        axis.grid(True, color=theme.grid, lw=0.6)
+        for spine in axis.spines.values():
+            spine.set_color(theme.grid)
+    figure.legend(handles=legend(theme), loc="outside lower center", ncols=4, frameon=False, labelcolor=theme.ink)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130, metadata={"Software": None})  # the same numbers, the same bytes
+    return buffer.getvalue()
+
+
+def style_of(arm: str, theme: Theme) -> dict[str, Any]:
+    """Colour for the form, mark for the source, hollow for a gate."""
+    options = dict(part.split("=") for part in arm.split() if "=" in part)
+    colour = FORM_COLOURS["SDPO" if arm == "SDPO" else options.get("form", "subtract")]
+    mark = "X" if arm == "SDPO" else SOURCE_MARKS[options.get("source", "batch")]
+    fill = theme.background if "gate" in options else colour
+    return {"marker": mark, "color": colour, "mfc": fill, "mew": 1.6, "ms": 8, "ls": "none"}
+
+
+def legend(theme: Theme) -> Sequence[Line2D]:
+    arms = {
+        "SDPO": "SDPO",
+        "subtract, λ = 0.5": "CREDIT λ=0.5",
+        "guide, λ = 1": "CREDIT form=guide λ=1",
+        "nearest question": "CREDIT λ=0.5 source=hard",
+        "question left out": "CREDIT λ=0.5 source=none",
+        "hollow: gate 0.05": "CREDIT λ=0.5 gate=0.05",
+    }
+    return [Line2D([], [], label=label, **style_of(arm, theme)) for label, arm in arms.items()]
