@@ -25,10 +25,11 @@ def cross_figure(worlds: Mapping[str, World], theme: Theme) -> bytes | None:
         return None
     figure = Figure(figsize=(4.2 * len(shown), 3.9), facecolor=theme.background, layout="constrained")
     FigureCanvasAgg(figure)
-    for axis, world in zip(figure.subplots(1, len(shown), squeeze=False).ravel(), shown, strict=True):
+    for axis, world in zip(figure.subplots(1, len(shown), squeeze=False, sharey=True).ravel(), shown, strict=True):
         axis.set_title(f"{world.name} world", color=theme.ink, fontsize=10)
         axis.set_xlabel("shortcut on unknown cues, %", color=theme.ink, fontsize=9)
-        axis.set_ylabel("unknown cues right, %", color=theme.ink, fontsize=9)
+        if world is shown[0]:
+            axis.set_ylabel("unknown cues right, %", color=theme.ink, fontsize=9)
         for arm in arms_of(world):
             where = (100 * interval(world, arm, name)[0] for name in ("shortcut", "unknown"))
             axis.plot(*where, **style_of(arm, theme))
@@ -53,12 +54,12 @@ def style_of(arm: str, theme: Theme) -> dict[str, Any]:
 
 
 def legend(theme: Theme) -> Sequence[Line2D]:
-    arms = {
-        "SDPO": "SDPO",
-        "subtract, λ = 0.5": "CREDIT λ=0.5",
-        "guide, λ = 1": "CREDIT form=guide λ=1",
-        "nearest question": "CREDIT λ=0.5 source=hard",
-        "question left out": "CREDIT λ=0.5 source=none",
-        "hollow: gate 0.05": "CREDIT λ=0.5 gate=0.05",
-    }
-    return [Line2D([], [], label=label, **style_of(arm, theme)) for label, arm in arms.items()]
+    """Forms in their colours; sources and the gate, which every form has, in ink."""
+    forms = {"SDPO": "SDPO", "subtract, λ = 0.5": "CREDIT λ=0.5", "guide, λ = 1": "CREDIT form=guide λ=1"}
+    handles = [Line2D([], [], label=label, **style_of(arm, theme)) for label, arm in forms.items()]
+    options = {"nearest question": "source=hard", "question left out": "source=none", "hollow: gate 0.05": "gate=0.05"}
+    for label, option in options.items():
+        style = style_of(option, theme) | {"color": theme.ink}
+        style["mfc"] = theme.background if "gate" in option else theme.ink
+        handles.append(Line2D([], [], label=label, **style))
+    return handles
