@@ -1,4 +1,4 @@
-"""Sources and gates crossed with the forms: every cell against its form with questions of the batch and no gate."""
+"""Forms × λ × sources × gates: every cell against its form and λ with questions of the batch and no gate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bars import arms_table
+from bars import arms_table, interval
 from endings import recipe_of
 from report import figure, table
 from results import GROUPS, WORLDS, World, late, read_world, world_of
@@ -14,7 +14,8 @@ from results import GROUPS, WORLDS, World, late, read_world, world_of
 from credit_trl.comparison.tables import contrast_row
 
 SWEEP = "cross"
-FORMS = ("CREDIT λ=0.5", "CREDIT form=guide λ=1")
+FORMS = ("CREDIT λ=0.1", "CREDIT λ=0.5", "CREDIT form=guide λ=1", "CREDIT form=guide λ=1.5")
+OPTIONS = ("", "source=hard", "source=none", "gate=0.05", "source=hard gate=0.05", "source=none gate=0.05")
 
 
 def read_crossed(root: Path, tasks: Mapping[str, str]) -> dict[str, World]:
@@ -42,17 +43,35 @@ def cells_of(world: World, form: str) -> list[str]:
 def told_crossed(worlds: Mapping[str, World]) -> list[str]:
     parts = [
         "## Sources and gates",
-        "Two forms × three sources of the other question (the batch, the nearest of the batch, and none, with the "
-        "question left out) × no gate and a gate of 0.05. Nothing was chosen from these cells. Differences are paired "
-        "by seed and prompt with the same form under questions of the batch and without gate; beside each stand its "
-        "95 % interval and Holm's p over the five cells of a form on one kind of prompts.",
+        "Two forms × two λ each × three sources of the other question (the batch, the nearest of the batch, and none, "
+        "with the question left out) × no gate and a gate of 0.05. Nothing was chosen from these cells. Differences "
+        "are paired by seed and prompt with the same form and λ under questions of the batch and without gate; beside "
+        "each stand its 95 % interval and Holm's p over the five cells of a form and λ on one kind of prompts.",
     ]
     if any(name != "plain" for name in worlds):
         parts.append(figure("cross"))
     for world in worlds.values():
-        parts += [recipe_of(world), arms_table(world), *(effects_table(world, form) for form in FORMS)]
+        parts += [recipe_of(world), glance_table(world), arms_table(world)]
+        parts += [effects_table(world, form) for form in FORMS]
         parts.append(shares_table(world))
     return parts
+
+
+def glance_table(world: World) -> str:
+    """Every cell in one place: rows are source and gate, columns form and λ."""
+    measures = ("unknown",) if world.name == "plain" else ("unknown", "shortcut")
+    cells = [[f"{form} {options}".strip() for form in FORMS] for options in OPTIONS]
+    lines = [
+        [options or "batch, no gate", *(means(world, arm, measures) for arm in row)]
+        for options, row in zip(OPTIONS, cells, strict=True)
+    ]
+    title = f"{world.name.capitalize()} world, %, unknown cues right{' / shortcut' * (len(measures) > 1)}"
+    sdpo = f"SDPO: {means(world, 'SDPO', measures)}"
+    return f"{title}; {sdpo}:\n\n{table(('source and gate', *FORMS), lines)}"
+
+
+def means(world: World, arm: str, measures: Sequence[str]) -> str:
+    return " / ".join(f"{100 * interval(world, arm, measure)[0]:.1f}" for measure in measures)
 
 
 def effects_table(world: World, form: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bars import arms_of, interval
+from crossed import form_of
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -14,7 +15,13 @@ from results import World
 
 from credit_trl.comparison.figures import COLOURS, Theme
 
-FORM_COLOURS = {"SDPO": COLOURS[7], "guide": COLOURS[1], "subtract": COLOURS[0]}
+FORM_COLOURS = {  # a colour a form, the weaker λ in its paler one
+    "SDPO": COLOURS[7],
+    "CREDIT λ=0.1": COLOURS[5],
+    "CREDIT λ=0.5": COLOURS[0],
+    "CREDIT form=guide λ=1": COLOURS[4],
+    "CREDIT form=guide λ=1.5": COLOURS[1],
+}
 SOURCE_MARKS = {"batch": "o", "hard": "^", "none": "s"}
 
 
@@ -45,9 +52,9 @@ def cross_figure(worlds: Mapping[str, World], theme: Theme) -> bytes | None:
 
 
 def style_of(arm: str, theme: Theme) -> dict[str, Any]:
-    """Colour for the form, mark for the source, hollow for a gate."""
+    """Colour for form and λ (ink for none), mark for the source, hollow for a gate."""
     options = dict(part.split("=") for part in arm.split() if "=" in part)
-    colour = FORM_COLOURS["SDPO" if arm == "SDPO" else options.get("form", "subtract")]
+    colour = FORM_COLOURS.get(form_of(arm) or arm, theme.ink)
     mark = "X" if arm == "SDPO" else SOURCE_MARKS[options.get("source", "batch")]
     fill = theme.background if "gate" in options else colour
     return {"marker": mark, "color": colour, "mfc": fill, "mew": 1.6, "ms": 8, "ls": "none"}
@@ -55,11 +62,8 @@ def style_of(arm: str, theme: Theme) -> dict[str, Any]:
 
 def legend(theme: Theme) -> Sequence[Line2D]:
     """Forms in their colours; sources and the gate, which every form has, in ink."""
-    forms = {"SDPO": "SDPO", "subtract, λ = 0.5": "CREDIT λ=0.5", "guide, λ = 1": "CREDIT form=guide λ=1"}
-    handles = [Line2D([], [], label=label, **style_of(arm, theme)) for label, arm in forms.items()]
+    forms = ("SDPO", "subtract, λ = 0.1", "subtract, λ = 0.5", "guide, λ = 1", "guide, λ = 1.5")
+    arms = zip(forms, FORM_COLOURS, strict=True)
+    handles = [Line2D([], [], label=label, **style_of(arm, theme)) for label, arm in arms]
     options = {"nearest question": "source=hard", "question left out": "source=none", "hollow: gate 0.05": "gate=0.05"}
-    for label, option in options.items():
-        style = style_of(option, theme) | {"color": theme.ink}
-        style["mfc"] = theme.background if "gate" in option else theme.ink
-        handles.append(Line2D([], [], label=label, **style))
-    return handles
+    return handles + [Line2D([], [], label=label, **style_of(option, theme)) for label, option in options.items()]

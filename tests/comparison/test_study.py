@@ -377,8 +377,16 @@ def test_cells_of_the_cross_are_paired_with_their_form_without_source_and_gate(f
     (row,) = rows_of(effects, f"{guide} source=hard")
     assert row.split(" | ")[5].startswith("+20.0 [")
     assert len(rows_of(style, f"{guide} source=none gate=0.05")) == 3  # scores, effects and the gate's share
+    own, hard = (rows_of(part, of)[1].split(" | ")[3:5] for of in ("batch, no gate", "source=hard"))
+    assert [[round(float(number)) for number in cell.rstrip(" |").split(" / ")] for cell in (*own, *hard)] == [
+        [80, 10],
+        [70, 90],
+        [70, 30],
+        [70, 90],
+    ]
     assert rows_of(style, f"{guide} gate=0.05")[-1].endswith("| 40.0 | 40.0 to 40.0 |")
-    assert not [line for line in plain.splitlines() if line.startswith(("| GRPO", "| CREDIT λ=0.1"))]
+    in_no_cell = ("| GRPO", "| CREDIT λ=0.05", "| CREDIT λ=0.1 C=2")
+    assert not [line for line in plain.splitlines() if line.startswith(in_no_cell)]
 
 
 def test_the_figure_of_the_cross_shows_the_worlds_that_have_a_shortcut(study, writer_at, tmp_path):
@@ -392,7 +400,7 @@ def test_the_figure_of_the_cross_shows_the_worlds_that_have_a_shortcut(study, wr
     assert drawn.cross_figure({"plain": worlds["plain"]}, light) is None
     arms = study("bars").arms_of(worlds["style"])
     styles = [tuple(sorted((k, str(v)) for k, v in drawn.style_of(arm, light).items())) for arm in arms]
-    assert len(set(styles)) == len(arms) == 13  # no two cells look alike
+    assert len(set(styles)) == len(arms) == 25  # no two cells look alike
 
 
 def test_the_cross_has_every_cell_of_its_forms_sources_and_gates_on_the_budget_of_the_forms(study):
@@ -409,13 +417,14 @@ def test_the_cross_has_every_cell_of_its_forms_sources_and_gates_on_the_budget_o
         )
         for arm in spec.arms()
     }
+    strengths = ((0.1, "subtract"), (0.5, "subtract"), (1.0, "guide"), (1.5, "guide"))
     wanted = {
         (coef, source, gate, form)
-        for coef, form in ((0.5, "subtract"), (1.0, "guide"))
+        for coef, form in strengths
         for source in ("batch", "none", "hard")
         for gate in (0.0, 0.05)
     }
-    assert wanted - cells == {(0.5, "batch", 0.0, "subtract"), (1.0, "batch", 0.0, "guide")}
+    assert wanted - cells == {(coef, "batch", 0.0, form) for coef, form in strengths}
     assert cells < wanted
     assert {crossed.form_of(arm.name) for arm in spec.arms()} == set(crossed.FORMS)
     saves = {"save_steps"}
@@ -423,6 +432,8 @@ def test_the_cross_has_every_cell_of_its_forms_sources_and_gates_on_the_budget_o
     for world in ("plain", "shortcut", "style", "programs"):
         own, of_world = read_spec(STUDY / f"{world}.yaml"), study("run").read_sweep("cross", world)
         assert (of_world.task, of_world.seeds) == (own.task, own.seeds)
+        elsewhere = forms if world in ("plain", "shortcut") else own
+        assert {arm.name for arm in elsewhere.arms()} >= {"SDPO", *crossed.FORMS}
     assert set(study("run").read_sweep("long", "programs").seeds) == set(read_spec(STUDY / "programs.yaml").seeds)
     assert not set(study("run").read_sweep("long", "plain").seeds) & set(read_spec(STUDY / "plain.yaml").seeds)
 
