@@ -22,6 +22,19 @@ def test_a_reward_that_is_no_number_is_refused():
         Verdict("1.0")
 
 
+@pytest.mark.parametrize("metrics", [{"passed": "half"}, {"passed": None}, {0: 0.5}])
+def test_metrics_that_are_not_numbers_by_name_are_refused_where_the_verdict_is_made(metrics):
+    with pytest.raises(TypeError, match=r"names to numbers, as in .*; got "):
+        Verdict(1.0, "x", metrics)
+
+
+def test_what_is_said_by_name_or_by_turn_is_a_mapping():
+    with pytest.raises(TypeError, match=r"Verdict.metrics must be a mapping, got float"):
+        Verdict(1.0, "x", 0.5)
+    with pytest.raises(TypeError, match=r"Verdict.turn_feedback must be a mapping, got list"):
+        Verdict(1.0, "x", turn_feedback=["Look."])
+
+
 def test_a_verdict_reads_as_its_reward():
     assert float(Verdict(0.5, "x")) == 0.5
     assert math.isnan(float(Verdict(None)))

@@ -32,19 +32,22 @@ class Alarms:
 
     Args:
         enabled: on the main process only, so that a cause is reported once a run.
+
+    Attributes:
+        raised: the causes that have been reported.
     """
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
-        self._raised: set[str] = set()
+        self.raised: set[str] = set()
         self._flat = 0
 
     def raise_once(self, cause: str, message: str) -> None:
-        if self.enabled and cause not in self._raised:
-            self._raised.add(cause)
+        if self.enabled and cause not in self.raised:
+            self.raised.add(cause)
             warnings.warn(message, CreditWarning, stacklevel=3)
 
-    def check_contexts(self, share: dict[str, float], *, feedback_switched_off: bool) -> None:
+    def check_contexts(self, share: dict[str, float]) -> None:
         """`share`: `context_metrics`'s, of the global generation batch."""
         if share["credit/frac_without_teacher"] == 1.0:
             self.raise_once(
@@ -53,20 +56,20 @@ class Alarms:
                 "(`success_reward_threshold`) and no feedback came. Return `Verdict(reward, feedback)` from the "
                 "reward function, fill `privileged_context`, or lower the threshold. The batch teaches nothing.",
             )
-        if feedback_switched_off:
+
+    def check_unread(self, is_switched_off: bool, lost_turns: Sequence[int]) -> None:
+        """Feedback that no teacher reads: `rollouts.unread_feedback`'s."""
+        if is_switched_off:
             self.raise_once(
                 "feedback_off",
                 "Feedback was given, but `include_environment_feedback=False`, so the teacher does not see it.",
             )
-
-    def check_turns(self, lost: Sequence[int]) -> None:
-        """`lost`: turns that feedback named and that their rollouts do not have."""
-        if lost:
+        if lost_turns:
             self.raise_once(
                 "lost_turns",
-                f"`Verdict.turn_feedback` names turn {lost[0]} of a rollout that has fewer turns, so nobody reads it. "
-                "Turns count from 0, one for each answer of the model; an environment that has the attribute "
-                "`current_turn` finds the number there while its tools run.",
+                f"`Verdict.turn_feedback` names turn {lost_turns[0]} of a rollout that has fewer turns, so nobody "
+                "reads it. Turns count from 0, one for each answer of the model; an environment that has the "
+                "attribute `current_turn` finds the number there while its tools run.",
             )
 
     def check_rewards(self, all_groups_flat: bool) -> None:

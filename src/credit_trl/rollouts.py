@@ -154,6 +154,16 @@ def gather_evidence(
     return [Evidence(d, f, t) for d, f, t in zip(demonstrations, feedback, turns, strict=True)]
 
 
+def unread_feedback(rollouts: Rollouts, config: CreditConfig) -> tuple[bool, list[int]]:
+    """Whether any process was given feedback that is switched off, and the turns of any that were spoken of in vain.
+
+    Every process must call it.
+    """
+    is_switched_off = not config.include_environment_feedback and any(rollouts.feedback())
+    switched_off, lost = zip(*gather_object([(is_switched_off, rollouts.lost_turns())]), strict=True)
+    return any(switched_off), [turn for turns in lost for turn in turns]
+
+
 def draw_contrasts(rollouts: Rollouts, config: CreditConfig, dataset: Any, step: int) -> list[list[Prompt]]:
     """The other questions x'_k of each local sample; empty lists where there are none. Every process must call it.
 

@@ -37,6 +37,7 @@ from credit_trl.rollouts import (
     token_weights,
     total_rewards,
     unpack_contexts,
+    unread_feedback,
     withhold_rewards,
 )
 from credit_trl.scoring import check_packing, gather_states, score_completions, stored_scores
@@ -243,9 +244,8 @@ class CreditTrainer(ResumableTrainer):
         shares = context_metrics(self.accelerator.reduce(counts, reduction="sum"))
         for name, value in shares.items():
             self._metrics[mode][name].append(value)
-        ignored = not self.args.include_environment_feedback and any(rollouts.feedback())
-        self.alarms.check_contexts(shares, feedback_switched_off=ignored)
-        self.alarms.check_turns(rollouts.lost_turns())
+        self.alarms.check_contexts(shares)
+        self.alarms.check_unread(*unread_feedback(rollouts, self.args))
         return built
 
     def _contrast_source(self, mode: str) -> tuple[Any, int]:

@@ -29,7 +29,8 @@ class Verdict:
             from 0. A turn is one answer of the model, with the calls that it makes.
 
     Raises:
-        TypeError: `reward` is not a number, or `feedback` is not text, or `turn_feedback` is not text by number.
+        TypeError: `reward` is not a number, `feedback` is not text, `metrics` are not numbers by name, or
+            `turn_feedback` is not text by number.
     """
 
     reward: float | None
@@ -45,7 +46,15 @@ class Verdict:
                 f"Verdict.feedback must be text or None, got {type(self.feedback).__name__}. Turn it into the words "
                 "that the model should read, for example with `json.dumps` or `str`."
             )
-
+        for name in ("metrics", "turn_feedback"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise TypeError(f"Verdict.{name} must be a mapping, got {type(getattr(self, name)).__name__}.")
+        for name, value in self.metrics.items():
+            if not (isinstance(name, str) and hasattr(value, "__float__")):
+                raise TypeError(
+                    "Verdict.metrics must map names to numbers, as in `{'pass_fraction': 0.5}`; "
+                    f"got {name!r}: {type(value).__name__}."
+                )
         for turn, text in self.turn_feedback.items():
             if not (isinstance(turn, int) and turn >= 0 and isinstance(text, str)):
                 raise TypeError(

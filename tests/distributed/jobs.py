@@ -64,8 +64,19 @@ def silent_second_half(completions, answer, trainer_state=None, **kwargs):
     return credit_run.verdicts(completions, answer)
 
 
+def spoken_of_on_the_second(completions, answer, trainer_state=None, **kwargs):
+    """Success on the first process, with nothing said; on all others feedback, and of a turn that is not there."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        return [Verdict(float(i % GROUP == 0)) for i, _ in enumerate(completions)]
+    return [Verdict(0.0, "no", turn_feedback={9: "nor this"}) for _ in completions]
+
+
 ROLLOUTS = {"hashed": credit_run.deterministic_rollouts, "one token": one_token, "truncated": never_ending}
-VERDICTS = {"some": credit_run.verdicts, "first process only": silent_second_half}
+VERDICTS = {
+    "some": credit_run.verdicts,
+    "first process only": silent_second_half,
+    "feedback on the second process": spoken_of_on_the_second,
+}
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
@@ -247,6 +258,7 @@ def facts(made: LocalLosses) -> dict[str, Any]:
         "collectives": group._get_sequence_number_for_group() if group else 0,
         "losses": made.losses,
         "longest": made.longest,
+        "alarms": sorted(made.alarms.raised),
         "synchronised": made.vllm_generation.llm.times if made.use_vllm else 0,
         "step": made.state.global_step,
         "log": [entry for entry in made.state.log_history if "loss" in entry],

@@ -70,6 +70,13 @@ def test_processes_whose_answers_end_at_different_lengths_generate_together(tmp_
     assert facts[0]["longest"] != facts[1]["longest"]
 
 
+def test_feedback_that_nobody_reads_is_warned_about_wherever_it_was_given(tmp_path):
+    options = {"verdicts": "feedback on the second process", "include_environment_feedback": False, "max_steps": 1}
+    first, second = finished(launch(tmp_path, 2, wrapper="ddp", **options))
+    assert {"feedback_off", "lost_turns"} <= set(first["alarms"])  # the main process is the one that speaks
+    assert second["alarms"] == []
+
+
 @pytest.mark.slow
 def test_the_watchdog_ends_a_run_that_hangs(tmp_path):
     ended = launch(tmp_path, 2, limit=20.0, wrapper="ddp", unequal=True)
