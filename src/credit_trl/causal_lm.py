@@ -53,6 +53,29 @@ def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") ->
     return LMHead(weight, bias, _logit_scale(config), _softcap(config), temperature, kernels)
 
 
+def head_input(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Last hidden states in the dtype that `head_dtype` says, under the autocast that they were computed under."""
+    device = hidden.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    weight = unwrap_adapters(model).get_output_embeddings().weight
+    return hidden.to(head_dtype(hidden.dtype, weight.dtype, device, autocast))
+
+
+def head_dtype(hidden: torch.dtype, weight: torch.dtype, device: str, autocast: torch.dtype | None) -> torch.dtype:
+    """The dtype of the states that the head multiplies: that of the model's own head, wherever its sums stay in fp32.
+
+    Args:
+        hidden: what the backbone gives.
+        weight: the head's; fp32 over states of less is TRL's `cast_lm_head_to_fp32`, and then products are in fp32.
+        device: its kind.
+        autocast: the dtype of mixed precision, or None. bf16 on a GPU has products of bf16, as a linear layer would,
+            with weights of fp32 too; fp16 has too little range for a token's share of a gradient.
+    """
+    if autocast == torch.bfloat16 and device == "cuda":
+        return autocast
+    return torch.promote_types(hidden, weight)
+
+
 def completion_states(
     model: nn.Module, batch: dict[str, Any], *, router_loss: bool = False
 ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, ""] | None]:
@@ -71,7 +94,7 @@ def completion_states(
         **({"output_router_logits": True} if router_loss else {}),
     )
     width = batch["completion_ids"].shape[1]
-    hidden = outputs.last_hidden_state[:, -width - 1 : -1]
+    hidden = head_input(model, outputs.last_hidden_state[:, -width - 1 : -1])
     return hidden, _router_loss(model, outputs, attention_mask) if router_loss else None
 
 

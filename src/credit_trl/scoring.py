@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from trl.models.utils import _ForwardRedirection
 
-from credit_trl.causal_lm import backbone, lm_head, unwrap_adapters
+from credit_trl.causal_lm import backbone, head_input, lm_head, unwrap_adapters
 from credit_trl.kernels import Kernels, ReferenceStates, Scores, Support, Tail, score_tokens
 from credit_trl.objective import Baseline
 from credit_trl.teacher import Reference
@@ -341,7 +341,7 @@ def _forward(reference: Reference, model: nn.Module, inputs: dict[str, Tensor]) 
 
     def run(**inputs: Tensor) -> Tensor:
         with reference.autocast():
-            return backbone(unwrapped)(**inputs, use_cache=False).last_hidden_state
+            return head_input(unwrapped, backbone(unwrapped)(**inputs, use_cache=False).last_hidden_state)
 
     return _ForwardRedirection()(model, unwrapped, run, **inputs)
 
