@@ -217,6 +217,24 @@ def test_a_mixed_batch_calls_each_task_once_with_its_own_rows(monkeypatch):
     assert seen == [(["x", "z"], ["a", "c"], [1, 3], [True, False]), (["y"], ["b"], [2], [False])]
 
 
+@pytest.mark.parametrize("inside_a_loop", [False, True])  # a notebook has a loop that runs
+def test_a_mixed_batch_waits_for_a_task_whose_reward_is_a_coroutine(monkeypatch, inside_a_loop):
+    async def reward(completions, answer, **columns):
+        await asyncio.sleep(0)
+        return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+
+    module = type(sys)("fake_task_slow")
+    module.build, module.verify, module.reward = exact, exact, reward
+    monkeypatch.setitem(BUILT_IN, "slow", "fake_task_slow")
+    monkeypatch.setitem(sys.modules, "fake_task_slow", module)
+    batch = {"completions": ["x", "y"], "task": ["slow", "slow"], "answer": ["x", "z"]}
+
+    async def in_a_loop():
+        return mixed_reward(**batch)
+
+    assert (asyncio.run(in_a_loop()) if inside_a_loop else mixed_reward(**batch)) == [1.0, 0.0]
+
+
 def test_a_task_that_is_a_class_is_made_once_for_all_batches(own_package):
     import echo_env
 

@@ -14,11 +14,13 @@ Nothing is imported before its name is asked for.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -172,7 +174,7 @@ def mixed_reward(
     """Grade a batch of several environments: the column `task` routes each row to its verifier.
 
     Each task sees its own rows in one call, with every column cut to them, so that a task that runs programs still
-    runs them as one batch. Verdicts come back in the order of `completions`.
+    runs them as one batch. Verdicts come back in the order of `completions`. A reward function may be asynchronous.
 
     Raises:
         ValueError: a row without a task, or with a name that `load_task` does not resolve.
@@ -185,9 +187,16 @@ def mixed_reward(
     columns |= {"completions": completions, "task": task, "truncated": truncated}
     for name, rows in rows_of.items():
         graded = _resolved(name).reward(**{key: _rows(value, rows, count) for key, value in columns.items()})
+        graded = _awaited(graded) if inspect.iscoroutine(graded) else graded
         for row, verdict in zip(rows, graded, strict=True):
             verdicts[row] = verdict
     return verdicts
+
+
+def _awaited(graded: Coroutine[Any, Any, Rewards]) -> Rewards:
+    """What an `async def` verifier says; in a thread of its own, since a notebook's has a running loop."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, graded).result()
 
 
 _resolved = functools.lru_cache(maxsize=64)(load_task)  # a task that is a class is made once, not once a batch
