@@ -19,6 +19,8 @@ from credit_trl import CreditConfig
         ({"contrastive_count": 1.5}, "`contrastive_count` must be a whole number, got 1.5"),
         ({"distillation_topk": "20"}, "`distillation_topk` must be a whole number, got '20'"),
         ({"teacher_update_rate": None}, "`teacher_update_rate` must be a number, got None"),
+        ({"learning_rate": "1e-6"}, r"`learning_rate` is the text '1e-6'.*write 1.0e-06"),
+        ({"max_steps": "20"}, "`max_steps` is the text '20', where a number belongs"),
         ({"contrastive_coef": -0.1}, r"`contrastive_coef` must be in \[0, 1\]"),
         ({"contrastive_coef": float("nan")}, r"`contrastive_coef` must be in \[0, 1\]"),
         ({"distillation_alpha": 1.1}, r"`distillation_alpha` must be in \[0, 1\]"),

@@ -83,6 +83,21 @@ def test_resumed_run_equals_uninterrupted_run_bitwise(
     assert any(not torch.equal(value, resumed.begun[name]) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("last", [2, 6])  # inside an epoch and at its end
+def test_a_run_that_resumes_from_its_last_step_takes_no_further_one(
+    make_model, make_config, tokenizer, dataset, tmp_path, last
+):
+    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
+    options = {"max_steps": last, "save_steps": last, "lr_scheduler_type": "constant"}
+    whole = train(*arguments, **options)
+    resumed = train(*arguments, resume=str(tmp_path / f"checkpoint-{last}"), **options)
+    assert resumed.state.global_step == last
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{last}"]
+    expected = weights(whole)
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, expected[name]), name
+
+
 def test_a_checkpoint_without_its_reference_is_refused(make_model, make_config, tokenizer, dataset, tmp_path):
     train(make_model, make_config, tokenizer, dataset, tmp_path, max_steps=1, save_steps=1)
     (tmp_path / "checkpoint-1" / "teacher.safetensors").unlink()

@@ -148,6 +148,13 @@ class ResumableTrainer(GRPOTrainer):
         if progress is not None:
             self._step, self._buffered_inputs = progress
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """transformers' loop asks for the last step after a step; a checkpoint of the last step needs none."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
 
 def checkpoint_to_resume(asked: str | None, output_dir: str | Path) -> str | None:
     """`"latest"` is the newest checkpoint of the output directory, or none where there is none yet."""

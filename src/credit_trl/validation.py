@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 import string
+from dataclasses import fields
 from importlib.util import find_spec
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -94,6 +96,23 @@ def _check_types(config: CreditConfig) -> None:
                 _check_number(name, value, kind)
     if config.contrastive_coef != "auto":
         _check_number("contrastive_coef", config.contrastive_coef, "float", " or 'auto'")
+    for one in fields(config):
+        if re.search(r"\b(int|float)\b", declared := str(one.type)) and not re.search(r"\bstr\b", declared):
+            _check_is_no_text(one.name, getattr(config, one.name))
+
+
+def _check_is_no_text(name: str, value: object) -> None:
+    """transformers keeps a number that is written as text, and fails where the optimizer is made."""
+    if not isinstance(value, str):
+        return
+    try:
+        meant = float(value)
+    except ValueError:
+        return
+    raise ValueError(
+        f"`{name}` is the text {value!r}, where a number belongs. In YAML a number with an exponent needs a point: "
+        f"write {meant:.1e}."
+    )
 
 
 def _check_number(name: str, value: object, kind: str, otherwise: str = "") -> None:

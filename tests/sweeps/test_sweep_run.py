@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from filelock import FileLock
 from credit_trl import Verdict
 from credit_trl.cli import credit_sweep
 from credit_trl.run_directory import append_line, read_lines, write_json
-from credit_trl.sweeps import SweepSpec, run_sweep
+from credit_trl.sweeps import SweepSpec, launch, run_sweep
 from credit_trl.sweeps.job import DONE_FILE, LOCK_FILE, complete_checkpoints, finish, is_done
 from credit_trl.sweeps.launch import ERROR_FILE
 
@@ -183,6 +184,12 @@ def hold(path, held):
         time.sleep(1.5)
 
 
+def hold_until_killed(path, held):
+    with FileLock(path):
+        held.set()
+        time.sleep(600)
+
+
 def test_a_job_of_another_launcher_is_waited_for_and_taken_over(spec, tmp_path, monkeypatch):
     monkeypatch.setattr("credit_trl.sweeps.launch._POLL_SECONDS", 0.3)
     one = SweepSpec(**{**vars(spec), "grid": {"method": "SDPO"}})
@@ -196,6 +203,41 @@ def test_a_job_of_another_launcher_is_waited_for_and_taken_over(spec, tmp_path, 
     assert report.done == [folder]
     assert time.monotonic() - started > 1.0
     other.join(10)
+
+
+def test_a_job_that_fails_while_another_launcher_waits_for_it_has_failed(spec, tmp_path, monkeypatch):
+    """The waiting launcher starts no process, so nothing of its own is in the output that tells failed from busy."""
+    one = SweepSpec(**{**vars(spec), "grid": {"method": "SDPO"}, "launcher": "process"})
+    (folder,) = launch.plan_sweep(one, tmp_path / "out")
+    outcomes = []
+
+    def child(command, stdout, **options):
+        if not outcomes:  # the other launcher looks while this job's process runs
+            outcomes.append("started")
+            outcomes.append(launch._run(folder, one))
+        stdout.write(b"ValueError: the real failure\n")
+        stdout.flush()
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(launch.subprocess, "run", child)
+    assert launch._run(folder, one) == "failed"
+    assert outcomes == ["started", "busy"]
+    assert "the real failure" in (folder / ERROR_FILE).read_text()
+
+
+def test_a_process_that_finds_another_at_its_job_says_busy(spec, tmp_path):
+    one = SweepSpec(**{**vars(spec), "grid": {"method": "SDPO"}, "launcher": "process"})
+    (folder,) = launch.plan_sweep(one, tmp_path / "out")
+    held = multiprocessing.get_context("fork").Event()
+    other = multiprocessing.get_context("fork").Process(target=hold_until_killed, args=(folder / LOCK_FILE, held))
+    other.start()
+    try:
+        assert held.wait(30)
+        assert launch._run(folder, one) == "busy"
+    finally:
+        other.kill()
+        other.join(10)
+    assert not (folder / ERROR_FILE).exists()
 
 
 def test_half_written_checkpoints_are_passed_over(tmp_path):

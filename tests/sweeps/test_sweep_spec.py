@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from credit_trl.sweeps.launch import plan_sweep
 from credit_trl.sweeps.spec import METHODS, SweepSpec, make_arm, read_spec
@@ -45,6 +46,25 @@ def test_combinations_that_are_the_same_training_are_one_arm():
         "CREDIT λ=0.1 C=2 context=solution",
         "CREDIT λ=0.1 C=2 context=think",
     ]
+
+
+@pytest.mark.parametrize("config", [{}, {"contrastive_coef": 0.2, "teacher_context": "think"}])
+def test_an_option_at_the_value_that_it_has_anyway_makes_no_arm_of_its_own(config):
+    coefs, contexts = [0.1, 0.2], ["solution", "think"]
+    grid = [
+        {"method": "CREDIT"},
+        {"method": "CREDIT", "contrastive_coef": coefs},
+        {"method": ["CREDIT", "SDPO"], "teacher_context": contexts},
+        {"method": ["SDPO"], "contrastive_count": [1, 2]},
+    ]
+    other_coef, other_context = ("λ=0.1", "context=solution") if config else ("λ=0.2", "context=think")
+    found = [arm.name for arm in SweepSpec(**{**MINIMAL, "grid": grid, "config": config}).arms()]
+    assert [name for name in found if name.startswith("CREDIT")] == [
+        "CREDIT",
+        f"CREDIT {other_coef}",
+        f"CREDIT {other_context}",
+    ]
+    assert sum(name.startswith("SDPO") for name in found) == 2
 
 
 def test_methods_are_options_of_one_trainer():
@@ -111,6 +131,14 @@ def test_an_arm_that_cannot_train_is_refused_before_a_directory_is_made(tmp_path
         plan_sweep(spec, tmp_path / "out")
     spec = SweepSpec(**{**MINIMAL, "config": {**CPU, "learningrate": 1.0}})
     with pytest.raises(ValueError, match="learningrate"):
+        plan_sweep(spec, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_number_that_yaml_reads_as_text_is_refused_before_a_directory_is_made(tmp_path):
+    config = yaml.safe_load("learning_rate: 1e-6")
+    spec = SweepSpec(**{**MINIMAL, "config": {**CPU, **config}})
+    with pytest.raises(ValueError, match=r"`learning_rate` is the text '1e-6'.*write 1.0e-06"):
         plan_sweep(spec, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -31,6 +31,7 @@ from credit_trl.trainer import CreditTrainer
 
 DONE_FILE = "done.json"
 LOCK_FILE = ".lock"
+BUSY = "JobBusy: "  # how the traceback of a job's process ends that has found another one at it
 
 
 class JobBusy(RuntimeError):
@@ -56,7 +57,7 @@ def run_job(folder: str | Path) -> None:
         checkpoints = complete_checkpoints(folder)
         if not (checkpoints and checkpoints[0].is_last and _is_evaluated(folder, checkpoints[0].step)):
             trainer = build_trainer(job, folder)
-            # From a checkpoint of the last step, transformers' loop would take one step too many.
+            # Not from the last step's, so that the log ends with what training itself has to sum up.
             trainer.train(resume_from_checkpoint=next((c.path for c in checkpoints if not c.is_last), None))
             trainer.accelerator.wait_for_everyone()
         if PartialState().is_main_process:

@@ -15,18 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from credit_trl.evaluation.callback import EvaluationCallback, check_options
 from credit_trl.evaluation.protocol import RESULT_FILE
 from credit_trl.run_directory import EVALUATIONS_FOLDER, JOB_FILE, write_atomically, write_json
-from credit_trl.sweeps.job import JobBusy, drop_checkpoints, is_done, run_job
+from credit_trl.sweeps.job import BUSY, JobBusy, drop_checkpoints, is_done, run_job
 from credit_trl.sweeps.spec import SweepSpec
 from credit_trl.tasks.registry import load_task
 
 SWEEP_FILE = "sweep.json"
 ERROR_FILE = "error.txt"
 OUTPUT_FILE = "output.txt"
+LAUNCHER_LOCK = ".launcher.lock"
 BASE_EVALUATION = Path(EVALUATIONS_FOLDER) / "step-000000"
 _POLL_SECONDS = 5.0
 
@@ -210,7 +212,16 @@ def _run_inline(folder: Path, spec: SweepSpec) -> str | None:
 
 
 def _run_process(folder: Path, spec: SweepSpec) -> str | None:
-    """In a process of its own, whose output goes to `output.txt`."""
+    """In a process of its own, which no other launcher has started one for."""
+    try:
+        with FileLock(folder / LAUNCHER_LOCK, timeout=0):
+            return _run_alone(folder, spec)
+    except Timeout:
+        raise JobBusy(f"{folder} is being run by another launcher.") from None
+
+
+def _run_alone(folder: Path, spec: SweepSpec) -> str | None:
+    """Output goes to `output.txt`. Only what a killed launcher has left behind may be at the job, and write there."""
     command = [sys.executable, "-m"]
     if spec.launcher == "accelerate":
         command += ["accelerate.commands.launch", *spec.accelerate_args, "-m"]
@@ -222,6 +233,6 @@ def _run_process(folder: Path, spec: SweepSpec) -> str | None:
     if finished.returncode == 0:
         return None
     said = (folder / OUTPUT_FILE).read_bytes()[start:].decode(errors="replace")
-    if JobBusy.__name__ in said:
+    if BUSY in said:
         raise JobBusy(str(folder))
     return f"Exit code {finished.returncode}. The end of {OUTPUT_FILE}:\n\n{said[-4000:]}\n"

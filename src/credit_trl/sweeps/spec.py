@@ -11,13 +11,14 @@
       - {method: [hint-contrast, foreign-hint]}
     seeds: [1, 2, 3, 4, 5]
 
-Combinations that are the same training are one arm: SDPO knows no λ and no C, GRPO no teacher at all, and CREDIT with
-λ = 0 is SDPO.
+Combinations that are the same training are one arm, under the name that comes first: SDPO knows no λ and no C, GRPO no
+teacher at all, CREDIT with λ = 0 is SDPO, and an option at its default, or as in `config`, changes nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -155,6 +156,8 @@ class SweepSpec:
         for grid in grids:
             for point in _product(grid):
                 arm = make_arm(point, self.config)
+                if any(_is_same_training(arm, other, self.config) for other in arms.values()):
+                    continue
                 same = arms.setdefault(arm.slug, arm)
                 if same != arm:
                     raise ValueError(
@@ -214,6 +217,16 @@ def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
         raise ValueError(f"Method {method} decides {', '.join(sorted(decided))} itself; leave it out of its grid.")
     shown = [f"{_SYMBOLS.get(name, name)}={_short(value)}" for name, value in kept.items()]
     return Arm(" ".join([method, *shown]), method, {**METHODS[method], **kept})
+
+
+def _is_same_training(one: Arm, other: Arm, common: Mapping[str, Any]) -> bool:
+    """Whether all options have the same values, by the arm, the common ones or default."""
+    from credit_trl.config import CreditConfig
+
+    defaults = {known.name: known.default for known in fields(CreditConfig)}
+    named = one.options.keys() | other.options.keys()
+    values = ([arm.options.get(name, common.get(name, defaults.get(name))) for name in named] for arm in (one, other))
+    return operator.eq(*values)
 
 
 def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
