@@ -142,6 +142,34 @@ def test_a_run_that_resumes_ends_with_the_files_of_an_undisturbed_one(train, tmp
     assert results(killed) == results(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("failing", [2, 4])  # in the middle, and the last
+def test_a_verifier_that_fails_in_an_evaluation_costs_that_evaluation_and_not_the_run(
+    make_model, make_config, tokenizer, dataset, tmp_path, failing, caplog
+):
+    config = make_config(output_dir=str(tmp_path), max_steps=4, on_verifier_error="skip")
+    trainer = CreditTrainer(make_model(), TASK.reward, config, dataset, processing_class=tokenizer)
+
+    def broken_once(**columns):
+        if trainer.state.global_step == failing:
+            raise OSError("the verifier's service is away")
+        return TASK.reward(**columns)
+
+    trainer.add_callback(EvaluationCallback(trainer, Task("odd", questions, odd_length, broken_once), 2, eval_steps=2))
+    trainer.train()
+    assert trainer.state.global_step == 4
+    steps = [row["step"] for row in read_lines(tmp_path / "evaluations.jsonl")]
+    assert steps == [step for step in (0, 2, 4) if step != failing]
+    assert f"Step {failing} was not evaluated" in caplog.text
+    assert (tmp_path / "summary.json").is_file() == (failing == 2)
+
+
+def test_an_evaluation_in_training_keeps_the_template_that_it_was_sampled_with(train, tmp_path):
+    kwargs = {"enable_thinking": False}
+    train(tmp_path, max_steps=1, chat_template_kwargs=kwargs)
+    settings = json.loads((tmp_path / "evaluations" / "step-000000" / "settings.json").read_text())
+    assert settings["template"] == kwargs
+
+
 def test_an_evaluation_of_other_weights_is_measured_anew(train, tmp_path):
     train(tmp_path)
     first = (tmp_path / "evaluations" / "step-000004" / "samples.jsonl").read_bytes()

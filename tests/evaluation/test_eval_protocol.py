@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import multiprocessing
 import os
 import signal
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -15,6 +18,8 @@ from credit_trl import Verdict
 from credit_trl.evaluation import Evaluation, evaluate
 from credit_trl.evaluation.engines import Response
 from credit_trl.evaluation.protocol import OtherEvaluation, sample_seed, task_rows
+from credit_trl.evaluation.verdicts import VerifierFailed
+from credit_trl.grading import VerifierPolicy, VerifierTimeout
 from credit_trl.tasks.registry import Task, batch_of
 
 LETTERS = "ABCD"
@@ -199,6 +204,74 @@ def test_a_verifier_that_does_not_apply_is_refused_by_prompt():
     task = Task("silent", letters, silent, batch_of(silent, "silent"))
     with pytest.raises(ValueError, match="'q0'"):
         evaluate(FakeEngine(), task, 2, progress=False)
+
+
+def rewarded(reward) -> Task:
+    return Task("letters", letters, graded, reward)
+
+
+def test_a_verifier_that_is_a_coroutine_is_waited_for():
+    async def slow(completions, answer, **columns):
+        await asyncio.sleep(0)
+        return TASK.reward(completions, answer, **columns)
+
+    plain, waited = (evaluate(FakeEngine(), task, 3, progress=False) for task in (TASK, rewarded(slow)))
+    assert waited == plain
+
+
+@pytest.mark.parametrize("tries", [1, 2, 3])
+def test_what_a_verifier_leaves_undecided_is_asked_once_more_alone_and_then_counts_as_zero(tmp_path, tries, caplog):
+    """Only answers to q2 are ever undecided, `tries` times each."""
+    asked = []
+
+    def hesitant(completions, answer, id, **columns):
+        asked.append(list(id))
+        verdicts = TASK.reward(completions, answer, **columns)
+        hesitates = sum("q2" in ids for ids in asked) < tries
+        return [
+            Verdict(None, "too slow", {"undecided": 1.0}) if name == "q2" and hesitates else verdict
+            for name, verdict in zip(id, verdicts, strict=True)
+        ]
+
+    result = evaluate(FakeEngine(batch_size=30), rewarded(hesitant), 5, output_dir=tmp_path, progress=False)
+    plain = evaluate(FakeEngine(batch_size=30), TASK, 5, progress=False)
+    assert asked[1:] == ([] if tries == 1 else [["q2"] * 5])
+    scores, expected = ({p.id: p.score for p in one.prompts} for one in (result, plain))
+    assert scores == expected | ({"q2": 0.0} if tries == 3 else {})
+    assert result.metrics.get("undecided") == (1.0 if tries == 3 else None)
+    assert ("count as 0" in caplog.text) == (tries == 3)
+
+
+def test_numbers_and_characters_that_no_file_takes_do_not_end_an_evaluation_that_was_interrupted(tmp_path):
+    def odd(completions, answer, id, **columns):
+        return [Verdict(1.0, "half \ud800 a pair", {"ratio": math.nan, "n": 2.0}) for _ in id]
+
+    def interrupted(count):
+        if count > 8:
+            raise KeyboardInterrupt
+
+    whole = evaluate(FakeEngine(), rewarded(odd), 3, output_dir=tmp_path / "whole", progress=False)
+    engine = FakeEngine(on_generate=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(engine, rewarded(odd), 3, output_dir=tmp_path / "part", progress=False)
+    assert evaluate(FakeEngine(), rewarded(odd), 3, output_dir=tmp_path / "part", progress=False) == whole
+    assert files(tmp_path / "part") == files(tmp_path / "whole")
+    assert whole.metrics == {"n": 2.0}
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_finite_number_is_refused_by_prompt(reward):
+    with pytest.raises(ValueError, match="'q0'"):
+        evaluate(FakeEngine(), rewarded(lambda completions, **columns: [reward] * len(completions)), 2, progress=False)
+
+
+def test_a_verifier_that_hangs_ends_the_evaluation_as_the_policy_says():
+    def hanging(completions, **columns):
+        time.sleep(3.0)
+
+    for on_error, error in (("raise", VerifierTimeout), ("skip", VerifierFailed)):
+        with pytest.raises(error):
+            evaluate(FakeEngine(), rewarded(hanging), 1, policy=VerifierPolicy(on_error, 0.1), progress=False)
 
 
 def test_a_tiny_model_is_evaluated_end_to_end_and_continues(tmp_path, make_model, tokenizer):

@@ -16,7 +16,7 @@ from credit_trl.analysis.checkpoints import Checkpoint
 from credit_trl.config import CreditConfig
 from credit_trl.contexts import ContextBuilder, Evidence, Prompt, user_text
 from credit_trl.rollouts import Rollouts, draw_contrasts, gather_evidence
-from credit_trl.tasks.registry import Task
+from credit_trl.tasks.registry import Task, call_reward
 from credit_trl.verdict import Verdict
 
 
@@ -181,7 +181,7 @@ def grade(
     ends = checkpoint.end_ids()
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     columns["truncated"] = [not ids or ids[-1] not in ends for ids in token_ids]
-    verdicts = task.reward(completions=completions, prompts=[row["prompt"] for row in rows], **columns)
+    verdicts = call_reward(task.reward, completions=completions, prompts=[row["prompt"] for row in rows], **columns)
     return [v if isinstance(v, Verdict) else Verdict(v) for v in verdicts]
 
 

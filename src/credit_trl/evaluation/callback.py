@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import fields
@@ -21,6 +22,8 @@ from credit_trl.evaluation.engines import Sampling
 from credit_trl.evaluation.protocol import OtherEvaluation, evaluate, task_rows
 from credit_trl.evaluation.result import Evaluation
 from credit_trl.evaluation.trainer_engine import TrainerEngine
+from credit_trl.evaluation.verdicts import VerifierFailed
+from credit_trl.grading import VerifierPolicy
 from credit_trl.run_directory import (
     BEST_FILE,
     EVALUATIONS_FILE,
@@ -35,8 +38,10 @@ from credit_trl.run_directory import (
 )
 from credit_trl.tasks.registry import Task, load_task
 
+logger = logging.getLogger(__name__)
+
 # Arguments of `evaluate` that an evaluation during training decides itself.
-_OWN = {"model", "tokenizer", "engine", "engine_options", "output_dir"}
+_OWN = {"model", "tokenizer", "engine", "engine_options", "output_dir", "policy"}
 # A run that starts anew in a used directory keeps no line, not even those of step 0.
 BEFORE_ANY = -1
 
@@ -78,7 +83,8 @@ class EvaluationCallback(TrainerCallback):
     """avg@k every `eval_steps` optimizer steps, before the first and after the last, with sampling of its own.
 
     It draws from random streams of its own, so a run trains the same with it and without it. An evaluation that a
-    kill interrupted continues where it was if the weights are the same, and starts anew if they are not.
+    kill interrupted continues where it was if the weights are the same, and starts anew if they are not. The trainer's
+    `verifier_timeout` holds here too; with `on_verifier_error="skip"` a step whose verifier fails has no evaluation.
 
     Example:
 
@@ -131,8 +137,11 @@ class EvaluationCallback(TrainerCallback):
         self.eval_steps = eval_steps
         self.keep_best = keep_best
         self.first = first
+        args = trainer.args
+        policy = VerifierPolicy(args.on_verifier_error, args.verifier_timeout) if _has_policy(args) else None
         self.options = {
-            "progress": not trainer.args.disable_tqdm,
+            "policy": policy,
+            "progress": not args.disable_tqdm,
             "max_completion_length": trainer.max_completion_length,
             **options,
         }
@@ -167,12 +176,17 @@ class EvaluationCallback(TrainerCallback):
         self._evaluate(state.global_step)
         if self.engine.is_main:
             self._drop_other_models()
-            write_json(self.folder / SUMMARY_FILE, summary(self.history, state.global_step))
+            if any(row["step"] == state.global_step for row in self.history):
+                write_json(self.folder / SUMMARY_FILE, summary(self.history, state.global_step))
 
     def _evaluate(self, step: int) -> None:
         if any(row["step"] == step for row in self.history):
             return
-        result = self._measure(self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}")
+        try:
+            result = self._measure(self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}")
+        except VerifierFailed as error:
+            logger.warning(f"Step {step} was not evaluated: {error} With `on_verifier_error='skip'` the run goes on.")
+            return
         if self.keep_best and all(result.score > row["score"] for row in self.history):
             self._save_model(step)
         self.history.append({"step": step, **_row(result)})
@@ -224,6 +238,11 @@ class EvaluationCallback(TrainerCallback):
         for folder in self.folder.glob("best-step-*"):
             if folder.name != named:
                 shutil.rmtree(folder)
+
+
+def _has_policy(args: Any) -> bool:
+    """A `CreditConfig` says what is done about verifiers that fail, a `GRPOConfig` does not."""
+    return hasattr(args, "on_verifier_error")
 
 
 def check_options(k: int, options: Mapping[str, Any]) -> None:

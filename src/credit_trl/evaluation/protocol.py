@@ -21,9 +21,10 @@ from credit_trl.evaluation.engines import Engine, Request, Response, Sampling, T
 from credit_trl.evaluation.result import Evaluation, summarize
 from credit_trl.evaluation.samples import SAMPLES_FILE, Sample, SampleFile
 from credit_trl.evaluation.statistics import N_RESAMPLES
+from credit_trl.evaluation.verdicts import grade
+from credit_trl.grading import VerifierPolicy
 from credit_trl.run_directory import write_json
 from credit_trl.tasks.registry import Task, load_task
-from credit_trl.verdict import Verdict
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -58,6 +59,7 @@ def evaluate(
     output_dir: str | Path | None = None,
     success_threshold: float = 1.0,
     answer_of: Callable[[str], str | None] | None = None,
+    policy: VerifierPolicy | None = None,
     n_resamples: int = N_RESAMPLES,
     progress: bool = True,
 ) -> Evaluation:
@@ -81,6 +83,7 @@ def evaluate(
         success_threshold: reward from which a sample counts as a success in pass@k.
         answer_of: reads the answer off a text, for maj@k; by default what stands between `<answer>` tags, where all
             gold answers are single capital letters.
+        policy: what is done about a verifier that fails or hangs; by default its error passes through, without limit.
         n_resamples: of the intervals.
         progress: show a bar.
 
@@ -89,6 +92,7 @@ def evaluate(
 
     Raises:
         ValueError: settings out of range, no rows, or a verifier that does not apply to a row.
+        VerifierFailed: the verifier failed, and `policy` is to go on without what it was given.
         OtherEvaluation: `output_dir` holds another evaluation; the message says what differs.
     """
     if k < 1:
@@ -96,6 +100,7 @@ def evaluate(
     if max_prompts is not None and max_prompts < 1:
         raise ValueError(f"`max_prompts` must be at least 1, got {max_prompts}.")
     sampling = Sampling(temperature, top_p, top_k, max_completion_length)
+    policy = policy or VerifierPolicy()
     task = load_task(task) if isinstance(task, str) else task
     rows = task_rows(task, split, path, dataset, max_prompts)
     if batch_size is not None and batch_size < 1:
@@ -118,7 +123,7 @@ def evaluate(
     golds = letter_golds(rows) if answer_of is None else {row["id"]: row["answer"] for row in rows}
     read_answer = answer_of or (tagged_letter if golds else None)
     done = _on_main(sampler, lambda: _open(folder, settings, rows, k))
-    samples = _sample(sampler, task, rows, k, seed, sampling, done, read_answer, progress)
+    samples = _sample(sampler, task, rows, k, seed, sampling, done, read_answer, policy, progress)
 
     def finish() -> Evaluation:
         result = summarize(
@@ -246,6 +251,7 @@ def _sample(
     sampling: Sampling,
     file: SampleFile,
     read_answer: Callable[[str], str | None] | None,
+    policy: VerifierPolicy,
     progress: bool,
 ) -> list[Sample]:
     """Generate, grade and write what is missing, batch by batch. Only the main process grades."""
@@ -266,57 +272,14 @@ def _sample(
             requests = [Request(row["prompt"], sample_seed(seed, row["id"], number)) for row, number in batch]
             responses = engine.generate(requests, sampling)
 
-            def grade(batch: list[Any] = batch, responses: list[Response] = responses) -> None:
-                file.append(_grade(task, batch, responses, read_answer))
+            def write(batch: list[Any] = batch, responses: list[Response] = responses) -> None:
+                file.append(grade(task, batch, responses, read_answer, policy))
 
-            _on_main(engine, grade)
+            _on_main(engine, write)
             bar.update(len(batch))
             if engine.is_main:
                 bar.set_postfix_str(f"avg {sum(s.reward for s in file.samples) / len(file.samples):.3f}")
     return file.samples
-
-
-def _grade(
-    task: Task,
-    batch: Sequence[tuple[Mapping[str, Any], int]],
-    responses: Sequence[Response],
-    read_answer: Callable[[str], str | None] | None,
-) -> list[Sample]:
-    columns = {name: [row.get(name) for row, _ in batch] for name in batch[0][0] if name != "prompt"}
-    conversational = not isinstance(batch[0][0]["prompt"], str)
-    texts = [response.text for response in responses]
-    verdicts = task.reward(
-        completions=[[{"role": "assistant", "content": t}] for t in texts] if conversational else texts,
-        prompts=[row["prompt"] for row, _ in batch],
-        **{**columns, "truncated": [response.truncated for response in responses]},
-    )
-    return [
-        _graded(row, number, response, verdict, read_answer)
-        for (row, number), response, verdict in zip(batch, responses, verdicts, strict=True)
-    ]
-
-
-def _graded(
-    row: Mapping[str, Any],
-    number: int,
-    response: Response,
-    verdict: Verdict | float | None,
-    read_answer: Callable[[str], str | None] | None,
-) -> Sample:
-    verdict = verdict if isinstance(verdict, Verdict) else Verdict(verdict)
-    if verdict.reward is None or float(verdict) != float(verdict):
-        raise ValueError(f"The verifier gave no reward to prompt {row['id']!r}; avg@k needs one for every sample.")
-    return Sample(
-        prompt=row["id"],
-        sample=number,
-        text=response.text,
-        length=response.length,
-        truncated=response.truncated,
-        reward=float(verdict),
-        feedback=verdict.feedback,
-        metrics={name: float(value) for name, value in verdict.metrics.items()},
-        answer=read_answer(response.text) if read_answer else None,
-    )
 
 
 def _groups(rows: Sequence[Mapping[str, Any]], group_by: str | None) -> dict[str, str | None]:

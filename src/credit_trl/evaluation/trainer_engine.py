@@ -54,6 +54,7 @@ class TrainerEngine:
         self.batch_size = (batch_size or trainer.args.per_device_eval_batch_size) * self.processes
         self.is_main = trainer.accelerator.is_main_process
         self.eos_token_ids = end_of_turn_ids(trainer.accelerator.unwrap_model(trainer.model), self.tokenizer)
+        self.chat_template_kwargs = dict(trainer.chat_template_kwargs)
         self._policy: Any = None
 
     def identity(self) -> str:
@@ -80,7 +81,7 @@ class TrainerEngine:
         filled = [*requests, *[requests[-1]] * (share * self.processes - len(requests))]
         first = self.trainer.accelerator.process_index * share
         mine = filled[first : first + share]
-        template = {"chat_template": self.trainer.chat_template, **self.trainer.chat_template_kwargs}
+        template = {"chat_template": self.trainer.chat_template, **self.chat_template_kwargs}
         prompts = [encode_prompt(self.tokenizer, request.prompt, **template) for request in mine]
         seeds = [request.seed for request in filled]
         if self.trainer.use_vllm:

@@ -19,7 +19,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -186,15 +186,21 @@ def mixed_reward(
     verdicts: Rewards = [None] * count
     columns |= {"completions": completions, "task": task, "truncated": truncated}
     for name, rows in rows_of.items():
-        graded = _resolved(name).reward(**{key: _rows(value, rows, count) for key, value in columns.items()})
-        graded = _awaited(graded) if inspect.iscoroutine(graded) else graded
+        own_columns = {key: _rows(value, rows, count) for key, value in columns.items()}
+        graded = call_reward(_resolved(name).reward, **own_columns)
         for row, verdict in zip(rows, graded, strict=True):
             verdicts[row] = verdict
     return verdicts
 
 
-def _awaited(graded: Coroutine[Any, Any, Rewards]) -> Rewards:
-    """What an `async def` verifier says; in a thread of its own, since a notebook's has a running loop."""
+def call_reward(reward: Callable[..., Any], **arguments: Any) -> Rewards:
+    """What a reward function says of a batch; a coroutine is waited for.
+
+    That is done in a thread of its own, since a notebook's has a running loop.
+    """
+    graded = reward(**arguments)
+    if not inspect.iscoroutine(graded):
+        return graded
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(asyncio.run, graded).result()
 
