@@ -12,7 +12,7 @@ import pytest
 from credit_trl.comparison import compare, find_runs, read_run
 from credit_trl.comparison.compare import BASE, BEST, FINAL
 from credit_trl.comparison.report import tables_markdown
-from credit_trl.comparison.runs import method_of
+from credit_trl.comparison.runs import differing_options, method_of
 from credit_trl.comparison.tables import contrast_row, p_text, score_markdown, steps_row
 from credit_trl.evaluation.statistics import holm, paired_bootstrap, two_level_ci
 from credit_trl.run_directory import write_json
@@ -307,6 +307,56 @@ def test_evaluations_that_were_not_sampled_alike_are_told_by_setting_value_and_r
     tables = tables_markdown(result)
     assert tables.startswith("These evaluations were not sampled alike")
     assert told in tables
+
+
+def test_runs_of_one_name_that_differ_in_more_than_their_seed_are_told_by_option_and_value(write_run, tmp_path):
+    rate = {"learning_rate": 1e-6}
+    for seed in (1, 2):
+        folders = {"output_dir": f"runs/{seed}", "seed": seed, "save_steps": 10 * seed, "resume_from_checkpoint": None}
+        write_run(f"a-{seed}", {10: scores(0.6, 1)}, arm="A", seed=seed, config={**rate, **folders})
+    write_run("b", {10: scores(0.4, 1)}, arm="B", config={"learning_rate": 1e-4})  # another arm, another option
+    assert differing_options(compare([tmp_path]).runs) == []
+    write_run("a-3", {10: scores(0.6, 1)}, arm="A", seed=3, config={"learning_rate": 1e-4})
+    result = compare([tmp_path])
+    assert differing_options(result.runs) == ["A on letters: learning_rate (1e-06, 0.0001)"]
+    assert "these differ in more" in tables_markdown(result).partition("## ")[0]
+
+
+def test_prompts_without_a_group_are_a_column_of_their_own_beside_groups(write_run, tmp_path):
+    groups = {p: "hard" if i < 10 else None for i, p in enumerate(PROMPTS)}
+    write_run("a", {10: {p: float(groups[p] is None) for p in PROMPTS}}, arm="A", groups=groups)
+    result = compare([tmp_path])
+    assert result.prompts == {"letters: hard": 10, "letters: other": 30}
+    assert result.average("A", FINAL) == 0.5
+
+
+def test_an_arm_cannot_have_the_name_of_the_model_before_training(write_run, tmp_path):
+    write_run("a", {0: scores(0.2, 1), 10: scores(0.9, 1)}, arm=BASE)
+    with pytest.raises(ValueError, match=f"called '{BASE}'.*another name"):
+        compare([tmp_path])
+
+
+def test_a_metric_that_only_some_prompts_have_is_refused_by_one_that_has_none(write_run, tmp_path):
+    folder = write_run("a", {10: scores(0.5, 1)}, arm="A", metrics={"format": 1.0})
+    path = folder / "evaluations" / "step-000010" / "result.json"
+    result = json.loads(path.read_text())
+    result["prompts"][3]["metrics"] = {}
+    write_json(path, result)
+    with pytest.raises(ValueError, match=f"'format' of 39 prompts of 40, not of '{result['prompts'][3]['id']}'"):
+        compare([tmp_path], measure="format")
+
+
+def test_the_best_step_is_that_of_the_reward_whatever_measure_is_shown(write_run, tmp_path):
+    folder = write_run("a", {5: scores(0.9, 1), 10: scores(0.5, 1)}, arm="A")
+    for step, share in ((5, 0.2), (10, 0.95)):
+        path = folder / "evaluations" / f"step-{step:06d}" / "result.json"
+        result = json.loads(path.read_text())
+        for prompt in result["prompts"]:
+            prompt["metrics"] = {"format": share}
+        write_json(path, result)
+    compared = compare([tmp_path], measure="format")
+    assert compared.cells["A", "letters", BEST].interval.mean == pytest.approx(0.2)
+    assert "highest mean reward over all of these prompts, whatever the table shows" in tables_markdown(compared)
 
 
 def test_what_is_no_run_is_refused_by_name(tmp_path, write_run):

@@ -269,6 +269,8 @@ def _one_per_seed(table: _Table) -> _Table:
 
 def _arm_names(runs: Sequence[Run], wanted: Sequence[str] | None) -> list[str]:
     found = list(dict.fromkeys(run.arm for run in runs))
+    if BASE in found:
+        raise ValueError(f"An arm is called {BASE!r}, as the model before training is: give it another name.")
     if wanted is None:
         order = ["GRPO", "SDPO"]
         return sorted(found, key=lambda arm: (order.index(arm) if arm in order else len(order), _natural(arm)))
@@ -314,9 +316,9 @@ def _domains(runs: Sequence[Run]) -> dict[str, tuple[str, list[str]]]:
             raise ValueError(f"The runs on {task!r} share no prompt, so their scores cannot be paired.")
         prompts = [prompt for prompt in listed[0] if prompt["id"] in shared]
         groups = list(dict.fromkeys(prompt["group"] for prompt in prompts))
-        for group in groups if len(groups) > 1 else [None]:
-            name = task if group is None else f"{task}: {group}"
-            domains[name] = (task, [p["id"] for p in prompts if group is None or p["group"] == group])
+        for group in groups:
+            name = task if len(groups) == 1 else f"{task}: {'other' if group is None else group}"
+            domains[name] = (task, [p["id"] for p in prompts if p["group"] == group])
     return domains
 
 

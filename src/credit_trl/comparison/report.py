@@ -11,6 +11,7 @@ from typing import Any
 
 from credit_trl.comparison.compare import BEST, FINAL, Comparison
 from credit_trl.comparison.figures import THEMES, curves_figure, scores_figure
+from credit_trl.comparison.runs import differing_options
 from credit_trl.comparison.tables import (
     CONTRAST_COLUMNS,
     STEPS_COLUMNS,
@@ -22,7 +23,7 @@ from credit_trl.comparison.tables import (
     steps_markdown,
     steps_row,
 )
-from credit_trl.run_directory import write_atomically, write_json
+from credit_trl.run_directory import RUN_FILE, write_atomically, write_json
 
 REPORT_FILE = "report.html"
 NUMBERS_FILE = "comparison.json"
@@ -82,8 +83,9 @@ CAPTIONS = {
     FINAL: ("Final score", "The last evaluation of each run, not selected."),
     BEST: (
         "Best during training",
-        "The highest of each run's evaluations on these very prompts. It is selected by the number that it reports, "
-        "so it flatters, and more so the more evaluations a run has.",
+        "Each run at its evaluation with the highest mean reward over all of these prompts, whatever the table shows: "
+        "the step that is kept as the best. A reward that is selected so flatters, and more so the more evaluations a "
+        "run has.",
     ),
 }
 # The page's only script: it turns light into dark and back.
@@ -116,6 +118,11 @@ def remarks(comparison: Comparison) -> list[str]:
             f"These evaluations were not sampled alike, so a difference may be of the sampling: {listed}. Evaluate "
             "with the same settings (`trl credit-eval`)."
         )
+    if different := differing_options(comparison.runs):
+        told.append(
+            "Runs of one name count as its seeds, but these differ in more, which an interval takes for noise: "
+            f"{'. '.join(different)}. Give them names (`arm` in {RUN_FILE}), or leave some out."
+        )
     if comparison.unfinished:
         listed = ", ".join(str(run.folder) for run in comparison.unfinished)
         told.append(f"Left out, since their training has not come to its end: {listed}")
@@ -142,6 +149,7 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
         "runs": [str(run.folder) for run in comparison.runs],
         "unfinished": [str(run.folder) for run in comparison.unfinished],
         "differing_settings": list(comparison.differing_settings),
+        "differing_options": differing_options(comparison.runs),
     }
 
 

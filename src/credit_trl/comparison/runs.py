@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -88,7 +89,13 @@ class Run:
             ValueError: the run has no such measure.
         """
         values = {prompt["id"]: _measure(prompt, measure) for prompt in self.prompts(step)}
-        if any(value is None for value in values.values()):
+        lacking = [name for name, value in values.items() if value is None]
+        if lacking and len(lacking) < len(values):
+            raise ValueError(
+                f"{self.folder} has {measure!r} of {len(values) - len(lacking)} prompts of {len(values)}, not of "
+                f"{lacking[0]!r}: an average would be over other prompts. Let the verifier give it to every response."
+            )
+        if lacking:
             metrics = sorted({name for prompt in self.prompts(step) for name in prompt["metrics"]})
             raise ValueError(
                 f"{self.folder} has no measure {measure!r}; it has {', '.join([SCORE, MAJORITY, *metrics])}."
@@ -137,6 +144,28 @@ def differing_settings(runs: Sequence[Run]) -> list[str]:
             if len(runs_with) > 1:
                 told = "; ".join(f"{value} in {_first_of(folders)}" for value, folders in runs_with.items())
                 lines.append(f"{task}, {name}: {told}")
+    return lines
+
+
+# Options of a run that its training does not depend on, or that seeds differ in.
+_NOT_TRAINED_WITH = re.compile(
+    r"seed|data_seed|run_name|.*_dir|resume_from_checkpoint|disable_tqdm|project|trackio_.*|(dataloader|eval|hub|log|logging|"
+    r"push|report|save|wandb)_.*"
+)
+
+
+def differing_options(runs: Sequence[Run]) -> list[str]:
+    """The options that runs of one arm, which are taken for its seeds, do not share; one line an arm."""
+    lines = []
+    for arm, task in dict.fromkeys((run.arm, run.task) for run in runs):
+        configs = [run.config for run in runs if (run.arm, run.task) == (arm, task) and run.config]
+        told = []
+        for name in sorted({name for config in configs for name in config if not _NOT_TRAINED_WITH.fullmatch(name)}):
+            values = dict.fromkeys(json.dumps(config.get(name), sort_keys=True) for config in configs)
+            if len(values) > 1:
+                told.append(f"{name} ({', '.join(values)})")
+        if told:
+            lines.append(f"{arm} on {task}: {', '.join(told)}")
     return lines
 
 
