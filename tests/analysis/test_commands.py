@@ -128,6 +128,16 @@ def test_earlier_maps_are_drawn_together(tmp_path):
     assert '"checkpoints":["step-1","step-2"]' in (tmp_path / "out" / "maps.html").read_text("utf-8")
 
 
+def test_maps_that_two_runs_wrote_at_one_step_are_drawn_together(tmp_path):
+    files = [tmp_path / run / "credit_maps" / "step-000050.parquet" for run in ("a", "b")]
+    for file, tokens in zip(files, (["x", "y"], ["x", "y", "z"]), strict=True):
+        file.parent.mkdir(parents=True)
+        write_parquet([drawn_map(tokens, identifier="step 50, rollout 0", checkpoint="step-50")], file)
+    assert call(credit_map, "--maps", *files, "--output_dir", tmp_path / "out", "--pictures", 0) == 0
+    drawn = read_parquet(tmp_path / "out" / "maps.parquet")
+    assert [one.response.identifier for one in drawn] == ["a: step 50, rollout 0", "b: step 50, rollout 0"]
+
+
 def test_what_is_missing_is_named(capsys, tmp_path):
     assert call(credit_map, "--model", "x") == 1
     assert "--task or --responses" in capsys.readouterr().err
@@ -151,6 +161,14 @@ def test_a_runs_yaml_gives_templates_and_coefficients(tmp_path, capsys):
     (tmp_path / "bad.yaml").write_text("!!python/object/apply:os.system ['true']")
     assert call(credit_map, "--model", "m", "--task", "quickstart", "--config", tmp_path / "bad.yaml") == 1
     assert "could not determine a constructor" in capsys.readouterr().err
+
+
+def test_sdpos_switch_of_a_runs_yaml_settles_what_of_a_demonstration_is_shown(tmp_path):
+    parser = argparse.ArgumentParser()
+    credit_map.add_arguments(parser)
+    (tmp_path / "run.yaml").write_text("remove_thinking_from_demonstration: false\n")
+    args = parser.parse_args(["--config", str(tmp_path / "run.yaml")])
+    assert credit_map.measuring_config(args).teacher_context == "think+solution"
 
 
 def saved_run(saved, name: str, seed: int = 0, adapted: float | None = None, **config):

@@ -294,6 +294,8 @@ def test_the_figure_shows_every_residual_and_the_mean_teacher_matrix(told, tmp_p
         ("Which?\n(A) yes\n(B) no", "AB"),
         ("Which?\nA. yes\nB. no\nC. C is a letter\nE. skipped", "ABC"),
         ("No options here. A colon: none", ""),
+        ("E. coli was grown. Which?\nA: yes\nB: no\nC: both\nD: none", "ABCD"),
+        ("As in\nA: x\nB: y\nC: z\nnow: which?\nA: yes\nB: no", "AB"),
     ],
 )
 def test_options_are_read_off_the_prompt(text, letters):
@@ -317,6 +319,16 @@ def test_a_balanced_choice_has_as_many_of_each_letter():
     assert "q99" not in {q.identifier for q in chosen}  # it has other letters
     assert chosen == compat.balanced(with_all, per_letter=25)
     assert chosen != compat.balanced(with_all, per_letter=25, seed=1)
+
+
+def test_one_question_with_more_options_does_not_displace_the_others():
+    questions = [question(n, gold="ABCD"[n % 4]) for n in range(20)] + [question(99, letters="ABCDE", gold="E")]
+    assert len(compat.balanced(questions, per_letter=25)) == 20
+
+
+def test_a_choice_that_would_be_empty_is_refused_by_the_letter_that_no_answer_is():
+    with pytest.raises(ValueError, match="has C, D as its answer"):
+        compat.balanced([question(n, gold="AB"[n % 2]) for n in range(8)], per_letter=2)
 
 
 def test_every_token_that_reads_as_the_letter_counts(tokenizer):

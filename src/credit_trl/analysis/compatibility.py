@@ -8,6 +8,7 @@ for each feedback z = "the answer is A", "… B", …: `s = Tᵀ P` with P = P(z
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -233,10 +234,14 @@ class Record:
 
 
 def option_letters(prompt: Prompt) -> tuple[str, ...]:
-    """The letters that begin option lines (`A: …`, `(B) …`, `C. …`), as far as they run on from A."""
-    found = set(_OPTION.findall(user_text(prompt)))
-    letters = [chr(ord("A") + n) for n in range(26)]
-    return tuple(letters[: next((n for n, letter in enumerate(letters) if letter not in found), 26)])
+    """The letters that begin option lines (`A: …`, `(B) …`, `C. …`), as far as they run on from the last A."""
+    run: list[str] = []
+    for letter in _OPTION.findall(user_text(prompt)):
+        if letter == "A":
+            run = ["A"]
+        elif run and ord(letter) == ord(run[-1]) + 1:
+            run.append(letter)
+    return tuple(run)
 
 
 def questions_of(rows: Iterable[dict[str, Any]], letters: Sequence[str] | None = None) -> list[Question]:
@@ -262,12 +267,20 @@ def questions_of(rows: Iterable[dict[str, Any]], letters: Sequence[str] | None =
 def balanced(questions: Sequence[Question], per_letter: int, seed: int = 0) -> list[Question]:
     """As many questions of each gold letter, `per_letter` or what the scarcest letter has, in their order.
 
-    Only questions with the largest set of letters take part.
+    Only questions with the commonest letters take part.
+
+    Raises:
+        ValueError: none has one of these letters as its gold answer.
     """
-    letters = max((q.letters for q in questions), key=len)
+    letters, _ = max(Counter(q.letters for q in questions).items(), key=lambda item: (item[1], len(item[0])))
     order = np.random.default_rng(seed).permutation(len(questions))
     by_gold = {letter: [i for i in order if questions[i].gold == letter] for letter in letters}
     by_gold = {g: [i for i in rows if questions[i].letters == letters] for g, rows in by_gold.items()}
+    if without := [letter for letter, rows in by_gold.items() if not rows]:
+        raise ValueError(
+            f"None of the questions with the options {', '.join(letters)} has {', '.join(without)} as its answer, so "
+            "letters cannot be balanced. Take more rows, or another split."
+        )
     size = min(per_letter, *(len(rows) for rows in by_gold.values()))
     return [questions[i] for i in sorted(i for rows in by_gold.values() for i in rows[:size])]
 

@@ -51,14 +51,19 @@ def _run(args: argparse.Namespace) -> int:
     from credit_trl.analysis import compatibility as compat
     from credit_trl.analysis.checkpoints import Checkpoint
     from credit_trl.analysis.compatibility_report import format_table
+    from credit_trl.analysis.naming import short_names
     from credit_trl.analysis.responses import analysis_config
     from credit_trl.contexts import ContextBuilder
     from credit_trl.tasks.registry import load_task
 
     sys.path.insert(0, os.getcwd())
     rows = load_task(args.task).build(args.split, args.path)
-    questions = compat.balanced(compat.questions_of(rows, args.letters), args.per_letter, args.seed)
-    print(f"{len(questions)} questions of {len(rows)}, as many of each gold letter")
+    found = compat.questions_of(rows, args.letters)
+    questions = compat.balanced(found, args.per_letter, args.seed)
+    letters = questions[0].letters
+    others = sum(question.letters != letters for question in found)
+    left_out = f"; {others} with other options than {', '.join(letters)} are left out" if others else ""
+    print(f"{len(questions)} questions of {len(rows)}, as many of each gold letter{left_out}")
     templates = dict(compat.TEMPLATES)
     if args.feedback_template is not None:
         templates["feedback_template"] = args.feedback_template.replace("\\n", "\n")
@@ -66,8 +71,8 @@ def _run(args: argparse.Namespace) -> int:
     directory = Path(args.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     records = {}
-    for model in args.model:
-        checkpoint = Checkpoint.load(model, chat_template_kwargs=args.chat_template_kwargs)
+    for model, name in zip(args.model, short_names(args.model), strict=True):
+        checkpoint = Checkpoint.load(model, name=name, chat_template_kwargs=args.chat_template_kwargs)
         builder = ContextBuilder(checkpoint.tokenizer, analysis_config(**templates), sorted(checkpoint.end_ids()))
         records[checkpoint.name] = compat.measure(
             checkpoint, questions, builder, feedback=args.feedback or compat.FEEDBACK, prefix=prefix, progress=True

@@ -141,6 +141,7 @@ _MEASURED = (
     "include_environment_feedback",
     "max_completion_length",
     "max_reprompt_len",
+    "remove_thinking_from_demonstration",
     "seed",
     "success_reward_threshold",
     "teacher_context",
@@ -151,14 +152,16 @@ _MEASURED = (
 
 
 def _read_maps(paths: list[str]) -> list[TokenMap]:
+    from credit_trl.analysis.naming import tell_apart
     from credit_trl.analysis.tokenmap_parquet import read_parquet
 
-    return [token_map for path in paths for token_map in read_parquet(path)]
+    return tell_apart(paths, [read_parquet(path) for path in paths])
 
 
 def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
     from credit_trl.analysis.checkpoints import Checkpoint
     from credit_trl.analysis.formula import CreditFormula, coefficient
+    from credit_trl.analysis.naming import short_names
     from credit_trl.analysis.token_classes import default_classes, task_classes
     from credit_trl.analysis.tokenmap import map_response
     from credit_trl.tasks.registry import load_task
@@ -170,14 +173,10 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
     run_files = [Path(path).resolve().parent / RUN_FILE for path in args.checkpoint]
     configs = [measuring_config(args, file if file.is_file() else None) for file in run_files]
     configs = [configs[0] if configs else measuring_config(args), *configs]
+    names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
     checkpoints = [
-        Checkpoint.load(
-            args.model,
-            path,
-            name=None if path is None else _run_and_step(path),
-            chat_template_kwargs=config.chat_template_kwargs,
-        )
-        for path, config in zip([None, *args.checkpoint], configs, strict=True)
+        Checkpoint.load(args.model, path, name=name, chat_template_kwargs=config.chat_template_kwargs)
+        for path, name, config in zip([None, *args.checkpoint], names, configs, strict=True)
     ]
     if args.checkpoint:  # a run that adapts λ began at the model with this one
         checkpoints[0] = replace(checkpoints[0], contrastive_coef=configs[0].contrastive_auto_start)
@@ -193,11 +192,6 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
         for checkpoint, config in zip(checkpoints, configs, strict=True)
         for response in responses
     ]
-
-
-def _run_and_step(checkpoint: str) -> str:
-    """`runs/first/checkpoint-50` → `first/checkpoint-50`."""
-    return "/".join(Path(checkpoint).parts[-2:])
 
 
 def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Response]:
