@@ -140,7 +140,10 @@ def test_the_slurm_script_keeps_the_rollouts_of_a_step_on_any_number_of_nodes(tm
     (commands / "trl").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
     for command in commands.iterdir():
         command.chmod(0o755)
-    for nodes, accumulation in ((1, "4"), (2, "2"), (4, "1")):
+    recipe = "examples/recipes/livecodebench_qwen3_8b.yaml"  # 2 rollouts a GPU, 4 times
+    one, joined = ["--per_device_train_batch_size", "1"], ["--per_device_train_batch_size=1"]
+    cases = [(1, "4", []), (2, "2", []), (4, "1", []), (4, "2", one), (8, "1", joined), (8, "", [])]
+    for nodes, accumulation, further in cases:
         environment = {
             "PATH": f"{commands}:/usr/bin:/bin",
             "SLURM_JOB_NUM_NODES": str(nodes),
@@ -149,12 +152,16 @@ def test_the_slurm_script_keeps_the_rollouts_of_a_step_on_any_number_of_nodes(tm
             "SLURM_JOB_ID": "12",
             "SLURM_NODEID": "0",
         }
-        recipe = "examples/recipes/livecodebench_qwen3_8b.yaml"
-        line = ["bash", "examples/slurm/credit.sbatch", recipe, "--seed", "3"]
-        said = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30, check=True)
+        line = ["bash", "examples/slurm/credit.sbatch", recipe, "--seed", "3", *further]
+        said = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30, check=False)
+        if not accumulation:
+            assert said.returncode == 2
+            assert "add --per_device_train_batch_size with less" in said.stderr
+            continue
+        assert said.returncode == 0
         words = said.stdout.split()
         assert words[:3] == ["credit", "--config", recipe]
-        given = dict(zip(words[1::2], words[2::2], strict=True))
+        given = dict(zip(words[1::2], words[2::2], strict=further != joined))
         assert given["--gradient_accumulation_steps"] == accumulation
         assert (given["--num_processes"], given["--num_machines"]) == (str(8 * nodes), str(nodes))
         assert (given["--main_process_ip"], given["--resume_from_checkpoint"], given["--seed"]) == (
