@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from escape import PRELUDE, Escape
 
+import credit_trl
 from credit_trl.sandbox import Program
 from credit_trl.sandbox.observe import descendants
 from credit_trl.sandbox.pool import PoolSandbox
@@ -100,6 +101,7 @@ class Bait:
             trainer=os.getpid(),
             server=sandbox.server_pids[0],
             victim=self.victim.pid,
+            package=os.path.dirname(os.path.abspath(credit_trl.__file__)),
         )
 
     def state(self) -> list[tuple[object, ...]]:

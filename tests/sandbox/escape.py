@@ -38,6 +38,7 @@ PRELUDE = """
 import os, sys
 BAIT, SECRET, WRITABLE, SOCKET = {bait!r}, {secret!r}, {writable!r}, {socket!r}
 PORT, ABSTRACT, TRAINER, SERVER, VICTIM = {port}, {abstract!r}, {trainer}, {server}, {victim}
+PACKAGE = {package!r}
 
 def attempt(what, action):
     try:

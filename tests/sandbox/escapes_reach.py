@@ -155,6 +155,20 @@ FILES = [
         """,
     ),
     Escape(
+        "read installed packages",
+        r"""
+        import glob
+        roots = (os.path.dirname(os.__file__), "/usr/lib", "/usr/lib64", "/usr/local/lib")
+        kinds = ("site-packages", "dist-packages", "*/site-packages", "*/dist-packages")
+        places = [f"{root}/{kind}/**" for root in roots for kind in kinds]
+        for place in places:
+            for path in list(filter(os.path.isfile, glob.glob(place, recursive=True)))[:50]:
+                attempt(path, lambda: read(path))
+        for name in ("__init__.py", "tasks/examples/problems.jsonl"):
+            attempt(name, lambda: read(f"{PACKAGE}/{name}"))
+        """,
+    ),
+    Escape(
         "guess the expected output's file",
         r"""
         import glob

@@ -7,6 +7,7 @@ import shutil
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,50 @@ def test_an_interpreter_in_a_closed_directory_is_copied_for_programs(
     monkeypatch.setattr(interpreter, "COPIES", "/proc/copies")
     with pytest.raises(SandboxError, match="Pass python="):
         interpreter.public_copy(found)
+
+
+@pytest.fixture
+def relocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The home of an interpreter as images and conda have it: its packages lie inside the standard library."""
+    system = "/usr/bin/python3"
+    if not os.path.exists(system):
+        pytest.skip("needs an interpreter that can be copied alone")
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        home = Path(directory) / "python"
+        monkeypatch.setattr(interpreter, "COPIES", directory)
+        interpreter._copy(interpreter.find_interpreter(system), [], str(home))
+        [stdlib] = (home / "lib").glob("python*")
+        for kind in ("site-packages", "dist-packages"):
+            package = stdlib / kind / "planted"
+            package.mkdir(parents=True)
+            (package / "tests.jsonl").write_text("expected")
+        yield home
+
+
+@pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
+def test_packages_inside_the_standard_library_are_not_read_nor_written(tier: str, relocated: Path) -> None:
+    [executable] = (relocated / "bin").glob("python*")
+    source = """
+import os, string, xml.dom, _json, sys
+packages = [os.path.join(os.path.dirname(os.__file__), kind) for kind in ("site-packages", "dist-packages")]
+def attempt(action):
+    try:
+        return repr(action())
+    except OSError:
+        return "refused"
+def wrote(path):
+    with open(path, "w") as file:
+        return file.write("x")
+print(os.__file__)
+print([attempt(lambda: open(p + "/planted/tests.jsonl").read()) for p in packages])
+print([attempt(lambda: wrote(p + "/new")) for p in packages])
+"""
+    with PoolSandbox(tier, 1, str(executable)) as opened:
+        [outcome] = opened.run([Program(source)])
+    home, read, written = outcome.stdout.splitlines()
+    assert home.startswith(str(relocated))
+    assert read == written == "['refused', 'refused']"
 
 
 def test_readable_by_others_looks_at_the_whole_way(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 
 from credit_trl.sandbox import seccomp
-from credit_trl.sandbox.interpreter import Interpreter
+from credit_trl.sandbox.interpreter import Interpreter, package_directories
 from credit_trl.sandbox.launch import interpreter_command
 from credit_trl.sandbox.protocol import Program, SandboxError
 
@@ -94,7 +94,10 @@ def _namespaces() -> list[str]:
 
 
 def _mounts(interpreter: Interpreter) -> list[str]:
-    """Read-only binds of the interpreter and of every directory that its shared libraries come from."""
+    """Read-only binds of the interpreter and of every directory that its shared libraries come from.
+
+    Over the directories of installed packages in them lies an empty one.
+    """
     arguments: list[str] = []
     bound: list[str] = []
     for directory in _SYSTEM_LIBRARIES:
@@ -108,6 +111,9 @@ def _mounts(interpreter: Interpreter) -> list[str]:
         if not path.startswith(links) and not any(path.startswith(directory + "/") for directory in bound):
             arguments += ["--ro-bind", path, path]
             bound.append(path)
+    stdlib = (os.path.realpath(path) if path.startswith(links) else path for path in interpreter.stdlib)
+    for packages in package_directories((*bound, *stdlib)):
+        arguments += ["--tmpfs", packages, "--remount-ro", packages]
     for device in _DEVICES:
         arguments += ["--dev-bind", device, device]
     return arguments

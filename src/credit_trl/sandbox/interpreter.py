@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -9,12 +10,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from credit_trl.sandbox.protocol import SandboxError
 
 # Read by root only where the interpreter lies in a directory closed to others, such as /root.
 COPIES = "/var/cache/credit-trl"
+
+# Where installers put packages, this project with its tasks' tests and solutions among them.
+_PACKAGES = ("site-packages", "dist-packages")
 
 # Extension modules whose own shared libraries (libssl, libffi, libsqlite3, ...) a program may need.
 _QUERY = """
@@ -107,6 +112,23 @@ def _query(executable: str, environment: dict[str, str]) -> subprocess.Completed
         return subprocess.CompletedProcess([executable], 127, "", str(error))
 
 
+def package_directories(directories: Iterable[str]) -> list[str]:
+    """Where packages are installed in these directories or one level below them: no program may read there.
+
+    Many interpreters keep `site-packages` inside the standard library (python.org's images, conda, uv).
+    """
+    found = set()
+    for directory in directories:
+        root = os.path.realpath(directory)
+        for kind in _PACKAGES:
+            for below in ("", "*"):
+                for path in glob.glob(os.path.join(glob.escape(directory), below, kind)):
+                    real = os.path.realpath(path)
+                    if os.path.isdir(real) and real.startswith(root + "/"):
+                        found.add(directory + real[len(root) :])
+    return [path for path in sorted(found) if not any(path.startswith(other + "/") for other in found)]
+
+
 def readable_by_others(path: str) -> bool:
     """Whether any user may read this file or directory: read permission on it, search permission on the way."""
     path = os.path.realpath(path)
@@ -166,7 +188,7 @@ def _copy(interpreter: Interpreter, private: list[str], home: str) -> None:
     os.makedirs(COPIES, mode=0o755, exist_ok=True)
     os.chmod(COPIES, 0o755)
     version = "python" + ".".join(interpreter.version.split(".")[:2])
-    ignored = shutil.ignore_patterns("test", "tests", "idlelib", "ensurepip", "site-packages", "config-*", "tkinter")
+    ignored = shutil.ignore_patterns("test", "tests", "idlelib", "ensurepip", *_PACKAGES, "config-*", "tkinter")
     building = tempfile.mkdtemp(dir=COPIES)
     try:
         os.chmod(building, 0o755)

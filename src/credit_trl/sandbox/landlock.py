@@ -2,7 +2,8 @@
 
 A program may read the interpreter's library and the system's shared libraries and execute the interpreter, and
 nothing else: no other file opens, no directory lists, nothing can be written. Landlock does not hide names: `stat`
-tells whether a path exists. Signals, processes, sockets and file attributes are the seccomp filter's part.
+tells whether a path exists, and packages installed inside a library can be listed, though not read. Signals,
+processes, sockets and file attributes are the seccomp filter's part.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import fcntl
 import glob
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from credit_trl.sandbox import kernel, seccomp
-from credit_trl.sandbox.interpreter import Interpreter
+from credit_trl.sandbox.interpreter import Interpreter, package_directories
 from credit_trl.sandbox.launch import interpreter_command
 from credit_trl.sandbox.protocol import Program, SandboxError
 
@@ -43,6 +44,8 @@ def version() -> int:
 class Ruleset:
     """A Landlock ruleset that grants reading `readable` (files and directories) and executing `executable`.
 
+    What lies in `hidden` (real paths of directories) stays unreadable also inside of a readable directory.
+
     It handles every right that the kernel knows, so what no rule grants is refused. One ruleset serves any number of
     processes: each calls `restrict_self` after its fork.
 
@@ -50,7 +53,13 @@ class Ruleset:
         OSError: the kernel has no Landlock, or a path does not exist.
     """
 
-    def __init__(self, readable: Iterable[str], executable: Iterable[str], devices: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        readable: Iterable[str],
+        executable: Iterable[str],
+        devices: Iterable[str] = (),
+        hidden: Collection[str] = (),
+    ) -> None:
         abi = version()
         attributes = struct.pack("<Q", (1 << _FILE_RIGHTS[min(abi, 5)]) - 1 if abi else 0)
         if abi >= 4:
@@ -61,12 +70,24 @@ class Ruleset:
         # Out of the way of the low numbers that a program's own descriptors are moved to.
         self.descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64)
         os.close(descriptor)
-        for path in readable:
-            self._grant(path, _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0))
+        for path in dict.fromkeys(map(os.path.realpath, readable)):
+            self._grant_reading(path, hidden)
         for path in executable:
             self._grant(path, _READ_FILE | _EXECUTE)
         for path in devices:
             self._grant(path, _READ_FILE | _WRITE_FILE)
+
+    def _grant_reading(self, path: str, hidden: Collection[str]) -> None:
+        """A rule holds for all that is below its directory, so one with hidden parts is granted entry by entry."""
+        if not os.path.isdir(path):
+            self._grant(path, _READ_FILE)
+        elif not any(inside.startswith(path + "/") for inside in hidden):
+            self._grant(path, _READ_FILE | _READ_DIR)
+        else:
+            self._grant(path, _READ_DIR)
+            for entry in os.scandir(path):
+                if entry.path not in hidden and not entry.is_symlink():  # a link's target needs a grant of its own
+                    self._grant_reading(entry.path, hidden)
 
     def _grant(self, path: str, rights: int) -> None:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -108,6 +129,7 @@ class LandlockWalls:
             readable=[*interpreter.paths, *system],
             executable=[interpreter.executable, *_loaders()],
             devices=_DEVICES,
+            hidden=package_directories(map(os.path.realpath, (*system, *interpreter.paths, *interpreter.stdlib))),
         )
         self._command = interpreter_command(interpreter)
         self._environment = dict(interpreter.environment)

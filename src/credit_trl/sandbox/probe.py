@@ -37,8 +37,9 @@ def connect(family, address):
         stream.settimeout(1)
         stream.connect(address)
 
-def escapes(bait, port, abstract, trainer, server):
+def escapes(bait, port, abstract, trainer, server, package):
     found = []
+    attempt(found, "read this project's files", lambda: read(package + "/tasks/examples/problems.jsonl"))
     attempt(found, "read a file outside", lambda: read(bait + "/secret"))
     attempt(found, "wrote a file outside", lambda: write(bait + "/planted"))
     attempt(found, "removed a file outside", lambda: os.unlink(bait + "/removable"))
@@ -65,6 +66,7 @@ def may_signal(pid):
     return pid != os.getpid()
 '''
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIMITS = Limits(
     cpu_seconds=5,
     wall_seconds=20,
@@ -97,7 +99,7 @@ def probe(sandbox: PoolSandbox) -> None:
         abstract = f"credit-trl-canary-{os.getpid()}-{os.urandom(4).hex()}"
         local.bind("\0" + abstract)
         local.listen()
-        arguments = [bait, listener.getsockname()[1], abstract, os.getpid(), sandbox.server_pids[0]]
+        arguments = [bait, listener.getsockname()[1], abstract, os.getpid(), sandbox.server_pids[0], _PACKAGE]
         programs = [
             Program(_CANARY, fn_name="escapes", arguments=json.dumps(arguments), limits=_LIMITS),
             Program(_CANARY, fn_name="may_signal", arguments=json.dumps([os.getpid()]), limits=_LIMITS),
