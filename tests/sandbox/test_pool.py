@@ -135,6 +135,23 @@ def test_limits_give_their_own_statuses(sandbox) -> None:
     assert (one_more.status, len(one_more.stdout)) == ("output_limit", 5000)
 
 
+@pytest.mark.parametrize(
+    ("status", "ending", "limits"),
+    [
+        ("timeout", "while True: pass", Limits(wall_seconds=0.5)),
+        ("memory", "bytearray(300 * 1024 * 1024)", Limits(memory_bytes=128 * MIB)),
+        ("output_limit", "while True: print('x' * 1000)", Limits(output_bytes=3 * MIB)),
+        ("runtime_error", "1 / 0", Limits()),
+    ],
+)
+def test_a_program_that_fails_leaves_an_excerpt_of_what_it_printed(sandbox, status, ending, limits) -> None:
+    outcome = run_one(sandbox, f"print('first', 'x' * 2_000_000, 'last', flush=True)\n{ending}", limits=limits)
+    assert outcome.status == status
+    assert outcome.stdout.startswith("first x")
+    assert len(outcome.stdout) < 9000
+    assert status == "output_limit" or outcome.stdout.endswith("x last\n")
+
+
 def test_the_smallest_limits_still_run_a_program(sandbox) -> None:
     limits = Limits(cpu_seconds=1, memory_bytes=64 * MIB, processes=1, open_files=16, file_bytes=4096)
     assert run_one(sandbox, "import json; print(json.dumps([1]))", limits=limits).stdout == "[1]\n"

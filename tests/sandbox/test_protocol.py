@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from credit_trl.sandbox import STATUSES, Limits, Outcome, Program, SandboxError
 from credit_trl.sandbox.batch import Batch
 from credit_trl.sandbox.frames import Channel
+from credit_trl.sandbox.protocol import excerpt
 from credit_trl.sandbox.running import _parse_report
 
 
@@ -45,6 +46,14 @@ def test_too_little_for_an_interpreter_is_refused() -> None:
         Limits(memory_bytes=1 << 20)
     with pytest.raises(ValueError, match="at least 16"):
         Limits(open_files=3)
+
+
+@given(st.text(max_size=50), st.integers(0, 9000))
+def test_an_excerpt_is_short_texts_whole_and_both_ends_of_long_ones(text: str, middle: int) -> None:
+    text += "x" * middle + text
+    short = excerpt(text)
+    assert short == text if len(text) <= 8192 else len(short) < 8192 + 40
+    assert (short[:4096], short[-4096:]) == (text[:4096], text[-4096:])
 
 
 @given(

@@ -116,6 +116,17 @@ def test_scripts_and_calls_give_the_outcomes_that_the_local_tiers_give(service: 
     assert len(outcomes[10].stdout) == 1000
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [("Finished", 1, "runtime_error"), ("TimeLimitExceeded", None, "timeout"), ("Finished", 0, "ok")],
+)
+def test_a_program_that_fails_leaves_an_excerpt_of_what_it_printed(status: str, code, expected: str) -> None:
+    run = {"status": status, "return_code": code, "stdout": "x" * 100_000, "stderr": ""}
+    outcome = outcome_of(Program("pass"), {"status": "Success", "run_result": run}, mark="secret")
+    assert outcome.status == expected
+    assert (len(outcome.stdout) < 9000) == (expected != "ok")
+
+
 def test_the_request_has_the_fields_of_the_interface(service: Service) -> None:
     with RemoteSandbox(service.url) as sandbox:
         sandbox.run([Program("pass", stdin="in", limits=Limits(wall_seconds=7, memory_bytes=1 << 30))])

@@ -526,7 +526,8 @@ def test_limits_follow_from_the_tests():
     limits = box.programs[0].limits
     assert (limits.cpu_seconds, limits.wall_seconds) == (3, 6)
     assert limits.output_bytes == 65_536 + 400_000
-    assert box.options == {"deadline": 900.0, "skip_group_after": ("timeout",), "progress": False}
+    costly = ("timeout", "output_limit", "memory")
+    assert box.options == {"deadline": 900.0, "skip_group_after": costly, "progress": False}
     assert {program.group for program in box.programs} == {0}
 
 

@@ -25,6 +25,7 @@ Status = Literal[
 STATUSES: tuple[str, ...] = get_args(Status)
 
 MIB = 1024 * 1024
+_EXCERPT_CHARACTERS = 4096
 _MOST = 1 << 62  # the kernel takes limits as signed longs
 
 
@@ -122,7 +123,9 @@ class Outcome:
 
     Args:
         status: see `Status`.
-        stdout: standard output, UTF-8 with undecodable bytes replaced, at most `output_bytes` of it.
+        stdout: standard output, UTF-8 with undecodable bytes replaced, at most `output_bytes` of it; its beginning
+            and its end unless `status` is `"ok"` (`excerpt`), so that a batch does not hold the floods of all its
+            programs.
         value: the function's return value as JSON text (tuples become arrays), `None` unless `status` is `"ok"` and
             the program is a functional call. A program that exits with status 0 before its function returned, or
             whose return value JSON cannot express, has `status="runtime_error"` and no value.
@@ -144,6 +147,14 @@ class Outcome:
     def ok(self) -> bool:
         """Whether the program ended by itself without an error. It says nothing of the answer's correctness."""
         return self.status == "ok"
+
+
+def excerpt(text: str) -> str:
+    """A text's first and last 4096 characters, with a remark between them of what is left out."""
+    left_out = len(text) - 2 * _EXCERPT_CHARACTERS
+    if left_out <= 0:
+        return text
+    return f"{text[:_EXCERPT_CHARACTERS]}\n[... {left_out} characters ...]\n{text[-_EXCERPT_CHARACTERS:]}"
 
 
 @runtime_checkable

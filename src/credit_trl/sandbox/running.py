@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from credit_trl.sandbox.launch import Process
-from credit_trl.sandbox.protocol import Program
+from credit_trl.sandbox.protocol import Program, excerpt
 
 _ERROR_CHARACTERS = 4000
 
@@ -128,9 +128,10 @@ def _text(raw: bytes | bytearray) -> str:
 
 
 def _fields(run: Run, status: str, error: str, exit_code: int | None, seconds: float) -> dict[str, Any]:
+    stdout = _text(run.stdout[: run.program.limits.output_bytes])
     return {
         "status": status,
-        "stdout": _text(run.stdout[: run.program.limits.output_bytes]),
+        "stdout": stdout if status == "ok" else excerpt(stdout),
         "error": error,
         "exit_code": exit_code,
         "seconds": seconds,

@@ -41,6 +41,7 @@ OPTION = TaskOption(keyword="release", values=(*RELEASES, "examples"))
 TIME_LIMIT = 6.0  # seconds a test, LiveCodeBench's own
 BATCH_SECONDS = 900.0
 MEMORY_BYTES = 1 << 30
+COSTLY = ("timeout", "output_limit", "memory")  # statuses that the other tests of a program would cost again
 
 PROMPT = """\
 You are a coding expert. Read the problem below and write a correct Python program that passes all of its tests. Each \
@@ -173,7 +174,7 @@ def reward(
     for group, (source, cases) in enumerate(zip(sources, graded_by, strict=True)):
         programs += [] if source is None else _programs(source, cases, group)
     box = sandbox or (_sandbox() if programs else None)
-    run = {"deadline": deadline, "skip_group_after": ("timeout",), "progress": progress}
+    run = {"deadline": deadline, "skip_group_after": COSTLY, "progress": progress}
     outcomes = iter(box.run(programs, **run) if programs else ())
     verdicts = []
     for source, cases, flag in zip(sources, graded_by, flags, strict=True):
