@@ -214,6 +214,15 @@ RESOURCES = [
         attempt('POSIX', lambda: os.open('/dev/shm/bomb', os.O_RDWR | os.O_CREAT))
         attempt('message queue', lambda: called(c.mq_open(b'/bomb', 0o102, 0o600, None)))
         attempt('locked', lambda: called(c.mlockall(3)))
+        import mmap
+        anonymous = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+        attempt('anonymous shared', lambda: mmap.mmap(-1, 1 << 20, flags=anonymous))
+        attempt('huge pages', lambda: mmap.mmap(-1, 1 << 21, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000))
+        def zeros():
+            with open('/dev/zero', 'r+b', buffering=0) as file:
+                return mmap.mmap(file.fileno(), 1 << 20)
+        attempt('mapped zeros', zeros)
+        attempt('swapped out', lambda: mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).madvise(21))
         """,
     ),
     Escape(

@@ -385,7 +385,7 @@ PRIVILEGES = [
         "32-bit system calls",
         r"""
         import ctypes, mmap
-        code = mmap.mmap(-1, 4096, prot=7)
+        code = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)
         code.write(bytes.fromhex('b814000000cd80c3'))
         address = ctypes.addressof(ctypes.c_char.from_buffer(code))
         print('ESCAPED by an old call', ctypes.CFUNCTYPE(ctypes.c_int)(address)())

@@ -152,6 +152,20 @@ def test_a_program_that_fails_leaves_an_excerpt_of_what_it_printed(sandbox, stat
     assert status == "output_limit" or outcome.stdout.endswith("x last\n")
 
 
+def test_memory_may_be_mapped_where_it_counts(sandbox) -> None:
+    source = """
+    import mmap
+    print(mmap.mmap(0, 0, access=mmap.ACCESS_READ).readline())
+    private = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    private.madvise(mmap.MADV_DONTNEED)
+    try:
+        mmap.mmap(-1, 1 << 20)
+    except PermissionError:
+        print("refused")
+    """
+    assert run_one(sandbox, source, stdin="42\n").stdout == "b'42\\n'\nrefused\n"
+
+
 def test_the_smallest_limits_still_run_a_program(sandbox) -> None:
     limits = Limits(cpu_seconds=1, memory_bytes=64 * MIB, processes=1, open_files=16, file_bytes=4096)
     assert run_one(sandbox, "import json; print(json.dumps([1]))", limits=limits).stdout == "[1]\n"

@@ -126,6 +126,13 @@ def test_arguments_decide_where_the_number_cannot(machine: str) -> None:
         assert ask(policy, "ioctl", 0, 0x5412) == EPERM  # TIOCSTI: type on somebody's terminal
         assert ask(policy, "prctl", 15) == ALLOW
         assert ask(policy, "prctl", 1) == EPERM  # PR_SET_PDEATHSIG: outlive the server
+        for private, file, shared in ((0x22, 0x01, 0x21), (0x4022, 0x03, 0x23), (0x20022, 0x02, 0x8021)):
+            assert ask(policy, "mmap", 0, 4096, 3, private) == ALLOW
+            assert ask(policy, "mmap", 0, 4096, 3, file) == ALLOW
+            assert ask(policy, "mmap", 0, 4096, 3, shared) == EPERM  # MAP_SHARED | MAP_ANONYMOUS
+            assert ask(policy, "mmap", 0, 4096, 3, private | 0x40000) == EPERM  # MAP_HUGETLB
+        assert ask(policy, "madvise", 0, 4096, 4) == ALLOW
+        assert ask(policy, "madvise", 0, 4096, 21) == EPERM  # MADV_PAGEOUT
         assert decide(policies[policy], machine, call["read"], architecture=0x40000003) == KILL
     for name in ("kill", "tgkill"):
         assert ask("landlock", name, PID, 6) == ALLOW

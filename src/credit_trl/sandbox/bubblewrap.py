@@ -1,7 +1,7 @@
 """Tier one: namespaces, by bubblewrap.
 
 A program sees its own user, process, IPC, network, UTS and mount namespace: the interpreter, the system's shared
-libraries, four devices, and a scratch directory in memory, everything else read-only or absent. There is no /proc, no
+libraries, three devices, and a scratch directory in memory, everything else read-only or absent. There is no /proc, no
 /etc, no home, no network interface but a loopback that is down, and no process but its own.
 """
 
@@ -18,7 +18,7 @@ from credit_trl.sandbox.launch import interpreter_command
 from credit_trl.sandbox.protocol import Program, SandboxError
 
 _SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
 INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora)."
 
 

@@ -30,7 +30,7 @@ _NETWORK_RIGHTS = 0b11  # bind and connect TCP, from version 4
 _SCOPES = 0b11  # abstract Unix sockets and signals, from version 6
 
 _READABLE = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
 
 
 def version() -> int:

@@ -11,7 +11,9 @@ kernel that has it, so a program there gets no new processes, may signal itself 
 Deliberately absent from both: `socket`, `connect` and `bind` (network namespaces do not cover AF_VSOCK or AF_ALG),
 `memfd_create` and System V and POSIX shared memory (memory that no limit of the process counts), `ptrace`,
 `process_vm_*`, `unshare`, `setns`, `mount` and its successors, `keyctl`, `bpf`, `perf_event_open`, `io_uring_*`,
-`userfaultfd`, `vmsplice`, and every call that changes another process's scheduling or affinity.
+`userfaultfd`, `vmsplice`, and every call that changes another process's scheduling or affinity. For the same reason
+`mmap` gives no anonymous shared memory, whose pages stay allocated when they no longer count as resident, and no huge
+pages, which never count, and `madvise` swaps no pages out.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ futimesat 261 -; utimensat 280 88
 """
 _CHECKED = """
 clone 56 220; ioctl 16 29; fcntl 72 25; prctl 157 167; prlimit64 302 261; socketpair 53 199; clone3 435 435;
-kill 62 129; tgkill 234 131; open 2 -; openat 257 56
+kill 62 129; tgkill 234 131; open 2 -; openat 257 56; mmap 9 222; madvise 28 233
 """
 _NEWEST = 450  # numbers above this one are newer than the table
 
@@ -83,6 +85,8 @@ _FCNTL_COMMANDS = (
 _IOCTL_REQUESTS = (
     *(termios.TCGETS, termios.TIOCGWINSZ, termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX),
 )
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000
+_MADV_PAGEOUT = 21
 _PRCTL_OPTIONS = (15, 16)  # PR_SET_NAME, PR_GET_NAME
 
 # Stands for the program's own process id in the Landlock policy until the process exists; see `with_process_id`.
@@ -153,13 +157,27 @@ def _argument_checks() -> dict[str, list[Instruction]]:
             *_argument_equal_or_refuse(1, 0xF, socket.SOCK_STREAM),
             (_RETURN, 0, 0, _ALLOW),
         ],
+        "mmap": [
+            *_argument_equal_or_refuse(3, _MAP_HUGETLB, 0),
+            _load_argument(3),
+            (_AND, 0, 0, _MAP_SHARED | _MAP_ANONYMOUS),
+            (_JUMP_EQUAL, 0, 1, _MAP_SHARED | _MAP_ANONYMOUS),
+            (_RETURN, 0, 0, _EPERM),
+            (_RETURN, 0, 0, _ALLOW),
+        ],
+        "madvise": [
+            _load_argument(2),
+            (_JUMP_EQUAL, 0, 1, _MADV_PAGEOUT),
+            (_RETURN, 0, 0, _EPERM),
+            (_RETURN, 0, 0, _ALLOW),
+        ],
         # Its flags lie in memory, which a filter cannot read; the C library falls back to clone.
         "clone3": [(_RETURN, 0, 0, _ENOSYS)],
     }
 
 
 def _load_argument(index: int) -> Instruction:
-    # The kernel reads all arguments checked here as 32-bit integers; the low word comes first (little-endian).
+    # All that is checked here lies in the low 32 bits of an argument; the low word comes first (little-endian).
     return (_LOAD, 0, 0, 16 + 8 * index)
 
 
