@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from credit_trl.sandbox import Limits, Program, Sandbox, SandboxError, open_sandbox
+from credit_trl.sandbox import Limits, Program, Sandbox, SandboxError, open_sandbox, remote
 from credit_trl.sandbox.remote import RemoteSandbox, outcome_of
 
 PROBE = "print(6 * 7)"
@@ -42,9 +42,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.answer(200, run_code(body))
 
-    def answer(self, status: int, body: dict) -> None:
+    def answer(self, status: int, body: dict, headers: dict[str, str] | None = None) -> None:
         payload = json.dumps(body).encode()
         self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
         self.wfile.write(payload)
@@ -174,31 +176,82 @@ def test_a_flood_in_place_of_an_answer_is_cut(service: Service) -> None:
     assert outcome.status == "output_limit"
 
 
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that are waited between tries, recorded in place of waiting."""
+    waited: list[float] = []
+    monkeypatch.setattr(remote._Crew, "_wait", lambda crew, seconds, reason: waited.append(seconds))
+    return waited
+
+
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "tries"),
     [
-        (500, {"detail": "broken"}),
-        (200, {"status": "SandboxError", "message": "no container", "run_result": None}),
-        (200, {"unexpected": True}),
-        (200, []),
+        ((500, {"detail": "broken"}), 6),
+        ((400, {"detail": "unknown field"}), 2),
+        ((200, {"status": "SandboxError", "message": "no container", "run_result": None}), 2),
+        ((200, {"unexpected": True}), 2),
+        ((200, []), 2),
     ],
 )
-def test_a_failing_service_is_an_error_and_never_a_wrong_answer(service: Service, answer) -> None:
+def test_a_failing_service_is_an_error_and_never_a_wrong_answer(service: Service, waits, answer, tries: int) -> None:
     service.misbehave = lambda handler, body: handler.answer(*answer)
-    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="twice"):
+    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match=f"failed {tries} times"):
         sandbox.run([Program("print(1)")])
-    assert sum("print(1)" in request["code"] for request in service.requests) == 2
+    assert sum("print(1)" in request["code"] for request in service.requests) == tries
+    assert waits == [1, 2, 4, 8, 16][: tries - 1]
 
 
-def test_a_service_that_fails_once_is_asked_again(service: Service) -> None:
-    def once(handler: Handler, body: dict) -> None:
-        service.misbehave = None
-        handler.answer(503, {})
+@pytest.mark.parametrize("status", [429, 502, 503])
+def test_a_service_that_restarts_is_waited_for_and_no_outcome_is_lost(service: Service, waits, status: int) -> None:
+    started: list[str] = []
 
-    service.misbehave = once
+    def restarting(handler: Handler, body: dict) -> None:
+        started.append(body["code"])
+        if len(started) in (2, 3, 4, 5):  # in the midst of the batch
+            handler.answer(status, {}, {"Retry-After": "3"})
+        else:
+            handler.answer(200, run_code(body))
+
+    service.misbehave = restarting
     with RemoteSandbox(service.url, workers=1) as sandbox:
+        outcomes = sandbox.run([Program(f"print({n})") for n in range(3)])
+    assert [outcome.stdout for outcome in outcomes] == ["0\n", "1\n", "2\n"]
+    assert waits == [3, 3, 4, 8]
+
+
+def test_a_service_that_closes_connections_for_a_while_is_waited_for(service: Service, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(remote, "_FIRST_WAIT", 0.05)
+    asked: list[dict] = []
+
+    def closing(handler: Handler, body: dict) -> None:
+        asked.append(body)
+        if len(asked) < 4:
+            handler.close_connection = True  # without an answer
+        else:
+            handler.answer(200, run_code(body))
+
+    service.misbehave = closing
+    with RemoteSandbox(service.url, workers=1) as sandbox:
+        started = time.monotonic()
         [outcome] = sandbox.run([Program("print(1)")])
     assert (outcome.status, outcome.stdout) == ("ok", "1\n")
+    assert time.monotonic() - started > 0.05 + 0.1 + 0.2
+    assert caplog.text.count("Trying again") == 1
+
+
+def test_the_deadline_holds_while_an_overloaded_service_is_waited_for(service: Service) -> None:
+    service.misbehave = lambda handler, body: handler.answer(429, {}, {"Retry-After": "600"})
+    before = threading.active_count()
+    with RemoteSandbox(service.url, workers=2) as sandbox:
+        started = time.monotonic()
+        outcomes = sandbox.run([Program("print(1)")] * 3, deadline=0.5)
+        assert time.monotonic() - started < 2
+    assert [outcome.status for outcome in outcomes] == ["deadline"] * 3
+    give_up = time.monotonic() + 3
+    while threading.active_count() > before and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert threading.active_count() <= before  # none goes on waiting
 
 
 def test_nothing_listens_at_the_address() -> None:

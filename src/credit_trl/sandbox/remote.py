@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import secrets
 import threading
 import time
@@ -29,6 +30,12 @@ from credit_trl.sandbox.protocol import MIB, Outcome, Program, SandboxError, Sta
 # What a service may take on top of a program's own wall clock limit: queueing, starting, sending.
 _ALLOWANCE_SECONDS = 60.0
 _CHUNK = 1 << 16
+# Between tries of a program: doubled each time, longer where the service asks for it by `Retry-After`.
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
+# Of a service that cannot be reached, is overloaded or restarts, half a minute in all; of one that fails otherwise.
+_TRIES_UNAVAILABLE, _TRIES_FAILED = 6, 2
+
+_logger = logging.getLogger(__name__)
 
 # Follows the driver's functions in place of its `main`. The report goes to the end of standard error, behind a mark
 # that is new for every program.
@@ -89,7 +96,8 @@ class RemoteSandbox:
         self.workers = workers
         self.description = f"remote, {parts.scheme}://{parts.netloc}"
         self._parts = parts
-        [outcome] = self.run([Program("print(6 * 7)")], deadline=_ALLOWANCE_SECONDS)
+        # A wrong address is an error at once.
+        outcome = self.run_one(Program("print(6 * 7)"), until=None)
         if (outcome.status, outcome.stdout.strip()) != ("ok", "42"):
             raise SandboxError(f"The remote sandbox {url} does not run Python: {outcome}.")
 
@@ -109,8 +117,12 @@ class RemoteSandbox:
             return batch.outcomes()
 
     def run_one(self, program: Program, until: float | None) -> Outcome:
-        """One request. Raises `SandboxError` where the service fails, `TimeoutError` at `until`, and `ValueError` for
-        arguments that are not JSON.
+        """One request.
+
+        Raises:
+            SandboxError: the service failed; `_Unavailable` where it may be there again soon.
+            TimeoutError: at `until`.
+            ValueError: arguments that are not JSON.
         """
         if program.arguments is not None and not _readable(program.arguments):
             raise ValueError(f"Program.arguments are not JSON: {program.arguments[:80]!r}")
@@ -139,7 +151,9 @@ class RemoteSandbox:
             raise SandboxError(f"{self.url} did not answer in time") from None
         except _TooLong:
             return Outcome("output_limit", error=f"more than {limits.output_bytes} bytes of output")
-        except (OSError, http.client.HTTPException, ValueError, TypeError, RecursionError) as error:
+        except (OSError, http.client.HTTPException) as error:
+            raise _Unavailable(f"{self.url}: {type(error).__name__}: {error}") from error
+        except (ValueError, TypeError, RecursionError) as error:
             raise SandboxError(f"{self.url}: {type(error).__name__}: {error}") from error
 
     def _post(self, body: bytes, until: float, most: int) -> bytes:
@@ -159,7 +173,10 @@ class RemoteSandbox:
                 if len(received) > most:
                     raise _TooLong
             if response.status != 200:
-                raise SandboxError(f"{self.url} answered {response.status}: {received[:300].decode(errors='replace')}")
+                said = f"{self.url} answered {response.status}: {received[:300].decode(errors='replace')}"
+                if response.status == 429 or response.status >= 500:
+                    raise _Unavailable(said, _seconds(response.headers.get("Retry-After")))
+                raise SandboxError(said)
             return bytes(received)
         finally:
             connection.close()
@@ -172,6 +189,14 @@ class RemoteSandbox:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class _Unavailable(SandboxError):
+    """The service cannot be reached, or has too much to do. `retry_after`: seconds that it asks to be left alone."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class _TooLong(Exception):
@@ -187,6 +212,7 @@ class _Crew:
         self.until = until
         self.changed = threading.Condition()
         self.stopped = False
+        self.warned = False
         self.error: BaseException | None = None
 
     def work(self, count: int) -> None:
@@ -203,19 +229,19 @@ class _Crew:
                     self.changed.wait(left)
             finally:
                 self.stopped = True
+                self.changed.notify_all()
         if self.error is not None:
             raise self.error
 
     def _toil(self) -> None:
         while True:
             with self.changed:
-                while not self.stopped and (index := self.batch.take()) is None and not self.batch.finished:
-                    self.changed.wait(0.1)  # what another thread runs may fail and come back
-                if self.stopped or index is None:
+                index = None if self.stopped else self.batch.take()
+                if index is None:
                     self.changed.notify_all()
                     return
             try:
-                result: Outcome | BaseException = self.sandbox.run_one(self.batch.programs[index], self.until)
+                result: Outcome | BaseException = self._ask(self.batch.programs[index])
             except BaseException as error:
                 result = error
             with self.changed:
@@ -223,12 +249,34 @@ class _Crew:
                     self._record(index, result)
                 self.changed.notify_all()
 
+    def _ask(self, program: Program) -> Outcome:
+        """Ask the service until it answers, or has failed too often."""
+        tried = 0
+        while True:
+            try:
+                return self.sandbox.run_one(program, self.until)
+            except SandboxError as error:
+                tried += 1
+                unavailable = isinstance(error, _Unavailable)
+                if tried >= (_TRIES_UNAVAILABLE if unavailable else _TRIES_FAILED):
+                    raise SandboxError(f"The remote sandbox failed {tried} times on a program: {error}") from error
+                asked = error.retry_after if unavailable else 0.0
+                self._wait(min(_LONGEST_WAIT, max(asked, _FIRST_WAIT * 2 ** (tried - 1))), error)
+
+    def _wait(self, seconds: float, reason: SandboxError) -> None:
+        """Leave the service alone for a while, as long as somebody waits for the batch."""
+        with self.changed:
+            if not self.warned:
+                self.warned = True
+                _logger.warning("Trying again in %.0f s, and some times more: %s", seconds, reason)
+            self.changed.wait_for(lambda: self.stopped, seconds)
+            if self.stopped:
+                raise TimeoutError
+
     def _record(self, index: int, result: Outcome | BaseException) -> None:
         try:
             if isinstance(result, Outcome):
                 self.batch.done(index, result)
-            elif isinstance(result, SandboxError):
-                self.batch.failed(index, str(result))
             elif isinstance(result, TimeoutError):
                 self.batch.done(index, Outcome("deadline", error="the deadline came before it ended"))
             else:
@@ -289,6 +337,11 @@ def _readable(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _seconds(retry_after: str | None) -> float:
+    """`Retry-After` as seconds; 0 for a date or nothing, after which the usual wait is long enough."""
+    return float(retry_after) if retry_after is not None and retry_after.strip().isdecimal() else 0.0
 
 
 def _left(until: float) -> float:
