@@ -11,6 +11,7 @@ import torch
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.grading import VerifierPolicy, VerifierTimeout
+from credit_trl.sandbox.batch import seconds_left
 from credit_trl.verdict import VerdictLog
 from tiny import length_verdicts
 
@@ -66,6 +67,22 @@ def test_what_a_verifier_says_too_late_reaches_nobody():
     may_go_on.set()
     assert is_over.wait(30)
     assert logged == [("in time", 1.0)]
+
+
+def test_a_batch_of_a_verifier_that_is_given_up_ends_with_its_time():
+    left = []
+
+    async def later():
+        left.append(await asyncio.to_thread(seconds_left, 900.0))
+
+    assert seconds_left(900.0) == 900.0
+    call(VerifierPolicy(timeout=30.0), lambda: left.append(seconds_left(900.0)))
+    call(VerifierPolicy(timeout=30.0), lambda: left.append(seconds_left(None)))
+    asyncio.run(VerifierPolicy(timeout=30.0).call_async("f", later, {}))
+    assert len(left) == 3
+    assert all(25.0 < seconds <= 31.0 for seconds in left)  # a second after it was given up
+    assert call(VerifierPolicy(timeout=30.0), lambda: seconds_left(2.0)) == 2.0
+    assert call(VerifierPolicy(), lambda: seconds_left(None)) is None
 
 
 def test_a_failed_function_marks_every_sample_until_the_next_batch():

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from credit_trl.sandbox.batch import given_up_after
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +51,8 @@ class VerifierPolicy:
     async def call_async(self, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any | None:
         """The same of a coroutine function, which has to give way while it waits."""
         try:
-            return await asyncio.wait_for(reward_func(**arguments), self.timeout)
+            with given_up_after(self.timeout):
+                return await asyncio.wait_for(reward_func(**arguments), self.timeout)
         except asyncio.TimeoutError:
             return self._failed(name, _too_late(name, self.timeout))
         except Exception as error:
@@ -75,7 +78,8 @@ def _within(seconds: float, name: str, reward_func: Callable[..., Any], argument
 
     def run() -> None:
         try:
-            outcome.put((True, reward_func(**arguments)))
+            with given_up_after(seconds):
+                outcome.put((True, reward_func(**arguments)))
         except BaseException as error:
             outcome.put((False, error))
 

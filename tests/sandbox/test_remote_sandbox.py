@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from credit_trl.sandbox import Limits, Program, Sandbox, SandboxError, open_sandbox, remote
+from credit_trl.sandbox.batch import given_up_after
 from credit_trl.sandbox.remote import RemoteSandbox, outcome_of
 
 PROBE = "print(6 * 7)"
@@ -118,15 +119,20 @@ def test_scripts_and_calls_give_the_outcomes_that_the_local_tiers_give(service: 
     assert len(outcomes[10].stdout) == 1000
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "expected"),
-    [("Finished", 1, "runtime_error"), ("TimeLimitExceeded", None, "timeout"), ("Finished", 0, "ok")],
-)
-def test_a_program_that_fails_leaves_an_excerpt_of_what_it_printed(status: str, code, expected: str) -> None:
-    run = {"status": status, "return_code": code, "stdout": "x" * 100_000, "stderr": ""}
-    outcome = outcome_of(Program("pass"), {"status": "Success", "run_result": run}, mark="secret")
-    assert outcome.status == expected
-    assert (len(outcome.stdout) < 9000) == (expected != "ok")
+def test_a_program_that_fails_leaves_an_excerpt_of_what_it_printed(service: Service) -> None:
+    flood = "print('x' * 100_000, flush=True)\n"
+    with RemoteSandbox(service.url) as sandbox:
+        failed, slow, fine = sandbox.run(
+            [
+                Program(flood + "1 / 0"),
+                Program(flood + "while True: pass", limits=Limits(wall_seconds=1)),
+                Program(flood),
+            ]
+        )
+    assert (failed.status, slow.status, fine.status) == ("runtime_error", "timeout", "ok")
+    assert 8192 < len(failed.stdout) < 9000
+    assert len(slow.stdout) < 9000
+    assert len(fine.stdout) == 100_001
 
 
 def test_the_request_has_the_fields_of_the_interface(service: Service) -> None:
@@ -145,6 +151,15 @@ def test_the_deadline_holds_though_the_service_never_answers(service: Service) -
         outcomes = sandbox.run([Program("print(1)")] * 8, deadline=0.5)
         assert time.monotonic() - started < 2
     assert [outcome.status for outcome in outcomes] == ["deadline"] * 8
+
+
+def test_a_batch_that_is_given_up_ends_though_the_service_never_answers(service: Service) -> None:
+    service.misbehave = lambda handler, body: time.sleep(5)
+    with RemoteSandbox(service.url) as sandbox, given_up_after(0.2):
+        started = time.monotonic()
+        [outcome] = sandbox.run([Program("print(1)")])
+        assert time.monotonic() - started < 4
+    assert outcome.status == "deadline"
 
 
 def test_the_deadline_holds_though_the_service_drips(service: Service) -> None:
@@ -177,10 +192,10 @@ def test_a_flood_in_place_of_an_answer_is_cut(service: Service) -> None:
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that are waited between tries, recorded in place of waiting."""
-    waited: list[float] = []
-    monkeypatch.setattr(remote._Crew, "_wait", lambda crew, seconds, reason: waited.append(seconds))
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
+    """The seconds that are waited between tries, and why, recorded in place of waiting."""
+    waited: list[tuple[float, str]] = []
+    monkeypatch.setattr(remote._Crew, "_wait", lambda crew, seconds, reason: waited.append((seconds, str(reason))))
     return waited
 
 
@@ -199,7 +214,7 @@ def test_a_failing_service_is_an_error_and_never_a_wrong_answer(service: Service
     with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match=f"failed {tries} times"):
         sandbox.run([Program("print(1)")])
     assert sum("print(1)" in request["code"] for request in service.requests) == tries
-    assert waits == [1, 2, 4, 8, 16][: tries - 1]
+    assert [seconds for seconds, _ in waits] == [1, 2, 4, 8, 16][: tries - 1], waits
 
 
 @pytest.mark.parametrize("status", [429, 502, 503])
@@ -217,7 +232,7 @@ def test_a_service_that_restarts_is_waited_for_and_no_outcome_is_lost(service: S
     with RemoteSandbox(service.url, workers=1) as sandbox:
         outcomes = sandbox.run([Program(f"print({n})") for n in range(3)])
     assert [outcome.stdout for outcome in outcomes] == ["0\n", "1\n", "2\n"]
-    assert waits == [3, 3, 4, 8]
+    assert [seconds for seconds, reason in waits if f"answered {status}" in reason] == [3, 3, 4, 8], waits
 
 
 def test_a_service_that_closes_connections_for_a_while_is_waited_for(service: Service, caplog, monkeypatch) -> None:

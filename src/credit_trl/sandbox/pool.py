@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from credit_trl.sandbox.batch import Batch
+from credit_trl.sandbox.batch import Batch, seconds_left
 from credit_trl.sandbox.frames import Channel, wait
 from credit_trl.sandbox.protocol import Outcome, Program, SandboxError, Status
 
@@ -136,6 +136,7 @@ class PoolSandbox:
         """
         if os.getpid() != self._owner:
             raise SandboxError("This sandbox belongs to the process that opened it; open another one after a fork.")
+        deadline = seconds_left(deadline)
         until = math.inf if deadline is None else time.monotonic() + deadline
         if not self._lock.acquire(timeout=-1 if deadline is None else min(max(0.0, deadline), threading.TIMEOUT_MAX)):
             return [Outcome("deadline", error="the deadline came before another batch had ended") for _ in programs]

@@ -21,10 +21,11 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from credit_trl.sandbox.batch import Batch
+from credit_trl.sandbox.batch import Batch, seconds_left
 from credit_trl.sandbox.protocol import MIB, Outcome, Program, SandboxError, Status, excerpt
 
 # What a service may take on top of a program's own wall clock limit: queueing, starting, sending.
@@ -110,6 +111,7 @@ class RemoteSandbox:
         progress: bool | str = False,
     ) -> list[Outcome]:
         """See `Sandbox.run`. Requests still under way at the deadline are abandoned."""
+        deadline = seconds_left(deadline)
         until = None if deadline is None else time.monotonic() + deadline
         with Batch(programs, skip_group_after, progress) as batch:
             crew = _Crew(self, batch, until)
@@ -144,7 +146,8 @@ class RemoteSandbox:
         most = 12 * limits.output_bytes + MIB
         try:
             answer = json.loads(self._post(json.dumps(body).encode(), give_up, most))
-            return outcome_of(program, answer, mark)
+            outcome = outcome_of(program, answer, mark)
+            return outcome if outcome.ok else replace(outcome, stdout=excerpt(outcome.stdout))
         except TimeoutError:
             if until is not None and time.monotonic() >= until:
                 raise
@@ -310,25 +313,22 @@ def outcome_of(program: Program, answer: Any, mark: str) -> Outcome:
     stderr, _, report = str(run.get("stderr") or "").partition("\n" + mark)
     code = run.get("return_code")
     size = len(stdout.encode("utf-8", "replace"))
-    short = excerpt(stdout)
     if run["status"] == "TimeLimitExceeded":
-        return Outcome("timeout", short, error=f"more than {limits.wall_seconds:g} seconds", seconds=seconds)
+        return Outcome("timeout", stdout, error=f"more than {limits.wall_seconds:g} seconds", seconds=seconds)
     if size > limits.output_bytes or len(report) > limits.output_bytes + 4000:
         cut = stdout.encode("utf-8", "replace")[: limits.output_bytes].decode("utf-8", "ignore")
-        return Outcome(
-            "output_limit", excerpt(cut), error=f"more than {limits.output_bytes} bytes of output", seconds=seconds
-        )
+        return Outcome("output_limit", cut, error=f"more than {limits.output_bytes} bytes of output", seconds=seconds)
     kind, text = report[:1], report[1:]
     if kind in ("E", "M"):
         status: Status = "memory" if kind == "M" else "runtime_error"
-        return Outcome(status, short, error=text[:4000], exit_code=code, seconds=seconds)
+        return Outcome(status, stdout, error=text[:4000], exit_code=code, seconds=seconds)
     if program.fn_name is None and code == 0:
         return Outcome("ok", stdout, exit_code=code, seconds=seconds)
     if program.fn_name is not None and kind == "R" and _readable(text):
         return Outcome("ok", stdout, value=text, exit_code=code, seconds=seconds)
     before = "" if program.fn_name is None else f" before {program.fn_name} returned"
     error = f"{stderr[-2000:].strip()}\nexited with status {code}{before}".strip()
-    return Outcome("runtime_error", short, error=error, exit_code=code, seconds=seconds)
+    return Outcome("runtime_error", stdout, error=error, exit_code=code, seconds=seconds)
 
 
 def _readable(text: str) -> bool:
