@@ -177,7 +177,7 @@ def test_bubblewrap_without_bounded_scratch_has_no_scratch(monkeypatch: pytest.M
     ]
     monkeypatch.setattr(bubblewrap, "_version", lambda path: (0, 6, 1))
     without, _ = bubblewrap.Bubblewrap(found, b"").command(Program("pass"))
-    assert "--tmpfs" not in without
+    assert "/tmp" not in without
 
 
 def test_a_tier_that_the_kernel_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +314,19 @@ print([attempt(lambda: wrote(p + "/new")) for p in packages])
     home, read, written = outcome.stdout.splitlines()
     assert home.startswith(str(relocated))
     assert read == written == "['refused', 'refused']"
+
+
+def test_package_directories_are_named_where_they_lie_also_behind_links(tmp_path: Path) -> None:
+    library, outside, link = tmp_path / "lib", tmp_path / "outside", tmp_path / "link"
+    packages = library / "python3" / "dist-packages"
+    (packages / "site-packages").mkdir(parents=True)  # inside of what is left out already
+    outside.mkdir()
+    (library / "python").symlink_to("python3")
+    (library / "site-packages").symlink_to(outside)
+    link.symlink_to(library)
+    find = interpreter.package_directories
+    assert find(map(str, (library, library / "python3"))) == [str(packages)]
+    assert find([str(link)]) == [str(link / "python3" / "dist-packages")]
 
 
 def test_readable_by_others_looks_at_the_whole_way(tmp_path: Path) -> None:
