@@ -79,6 +79,16 @@ def run_code(body: dict) -> dict:
     return {"status": "Success" if run.returncode == 0 else "Failed", "message": "", "run_result": result}
 
 
+def asking_threads(within: float) -> int:
+    """How many threads of remote sandboxes there are, once none is left or the time is over."""
+    give_up = time.monotonic() + within
+    while True:
+        count = sum(thread.name == "credit-trl-remote-sandbox" for thread in threading.enumerate())
+        if not count or time.monotonic() > give_up:
+            return count
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def service() -> Iterator[Service]:
     with Service() as running:
@@ -176,6 +186,7 @@ def test_the_deadline_holds_though_the_service_drips(service: Service) -> None:
         [outcome] = sandbox.run([Program("print(1)")], deadline=0.5)
         assert time.monotonic() - started < 2
     assert outcome.status == "deadline"
+    assert asking_threads(within=2) == 0  # the service would go on for longer
 
 
 def test_a_flood_in_place_of_an_answer_is_cut(service: Service) -> None:
@@ -257,16 +268,12 @@ def test_a_service_that_closes_connections_for_a_while_is_waited_for(service: Se
 
 def test_the_deadline_holds_while_an_overloaded_service_is_waited_for(service: Service) -> None:
     service.misbehave = lambda handler, body: handler.answer(429, {}, {"Retry-After": "600"})
-    before = threading.active_count()
     with RemoteSandbox(service.url, workers=2) as sandbox:
         started = time.monotonic()
         outcomes = sandbox.run([Program("print(1)")] * 3, deadline=0.5)
         assert time.monotonic() - started < 2
     assert [outcome.status for outcome in outcomes] == ["deadline"] * 3
-    give_up = time.monotonic() + 3
-    while threading.active_count() > before and time.monotonic() < give_up:
-        time.sleep(0.02)
-    assert threading.active_count() <= before  # none goes on waiting
+    assert asking_threads(within=3) == 0  # none goes on waiting
 
 
 def test_nothing_listens_at_the_address() -> None:

@@ -168,8 +168,9 @@ class RemoteSandbox:
             response = connection.getresponse()
             received = bytearray()
             while True:
-                if connection.sock is not None:
-                    connection.sock.settimeout(_left(until))
+                left = _left(until)
+                if connection.sock is not None:  # it is None where the answer's end is the connection's
+                    connection.sock.settimeout(left)
                 if not (chunk := response.read1(_CHUNK)):
                     break
                 received += chunk
@@ -269,7 +270,7 @@ class _Crew:
     def _wait(self, seconds: float, reason: SandboxError) -> None:
         """Leave the service alone for a while, as long as somebody waits for the batch."""
         with self.changed:
-            if not self.warned:
+            if not self.warned and not self.stopped:
                 self.warned = True
                 _logger.warning("Trying again in %.0f s, and some times more: %s", seconds, reason)
             self.changed.wait_for(lambda: self.stopped, seconds)
