@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -40,7 +41,34 @@ BLOCKS = {  # reason: (response, code)
     "CRLF": ("```python\r\nprint(1)\r\nprint(2)\r\n```\r\n", "print(1)\nprint(2)"),
     "four back-quotes hold three": ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''"),
     "indented in a list": ("1. so:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),
-    "indented less inside": ("   ```python\n if x:\n   y\n```", "if x:\ny"),
+    "indented less inside": ("   ```python\n if x:\n   y\n```", "if x:\n  y"),
+    "indented in a list, the first line a blank one": ("- \n  ```python\n\n  a\n  b\n  ```", "\na\nb"),
+    "in tags": ("<answer>\n```python\nprint(1)\n```</answer>", "print(1)"),
+    "opened behind a tag": ("<answer>```python\nprint(1)\n```\n</answer>", "print(1)"),
+    "opened behind prose": ("Here is the solution: ```python\nif x:\n    y\n```\n", "if x:\n    y"),
+    "opened behind prose, untagged": ("The solution: ```\nprint(1)\n```\n", "print(1)"),
+    "opened behind prose, sample behind it": (
+        "Here is the solution: ```python\nprint(12)\n```\nIt runs in O(1). For the sample:\n```\n3\n```",
+        "print(12)",
+    ),
+    "opened behind code in prose": ("use ```x``` so: ```python\nprint(1)\n```", "print(1)"),
+    "opened behind a list's number": ("1. ```python\n   if x:\n       y\n   ```", "if x:\n    y"),
+    "opened behind a list's number, code not indented": ("1. ```python\nif x:\n    y\n```", "if x:\n    y"),
+    "closed before prose": ("```python\nprint(1)\n``` This is O(1).", "print(1)"),
+    "closed before one word": ("```python\nprint(1)\n``` Done\n\nIt works.\n```\n3\n```", "print(1)"),
+    "closed before a full stop": ("```python\nprint(1)\n``` .\n", "print(1)"),
+    "closed before prose, another behind it": (
+        "```python\nprint(1)\n``` First.\nThen:\n```python\nprint(12)\n```",
+        "print(12)",
+    ),
+    "closed by the next block": ("```python\nprint(1)\n```output\n1\n```\nIt prints 1.\n```\n1\n```", "print(1)"),
+    "prose behind a fence that opens nothing": ("``` So be it.\n```\nprint(1)\n```", "print(1)"),
+    "its wording repeated first": ("a block that starts with ```python.\n```python\nprint(1)\n```", "print(1)"),
+    "its wording repeated at a line's end": ("it starts with ```python\n\n```python\nprint(1)\n```", "print(1)"),
+    "four back-quotes hold a tagged three": (
+        "````python\ns = '''\n```text\n```\n'''\n````",
+        "s = '''\n```text\n```\n'''",
+    ),
     "tildes": ("~~~python\nprint(1)\n~~~", None),
     "two back-quotes": ("``python\nprint(1)\n``", None),
     "back-quotes in the code": ("```python\nprint('`')\n```", "print('`')"),
@@ -67,6 +95,21 @@ def test_blocks_are_read_back_whatever_stands_between_them(codes, tag, talk):
     response = "".join(f"{talk}\n```{tag}\n{code}\n```\n" for code in codes)
     longest = max(map(len, codes))
     assert find_program(response) == [code for code in codes if len(code) == longest][-1]
+
+
+LEADS = ["\n", "Here it is: ", "<answer>", "<answer>\n", "1. ", "- "]
+TAILS = ["\n", " This is O(1).\n", "</answer>\n", " .\n", "\nFor the sample:\n"]
+
+
+@given(
+    blocks=st.lists(st.tuples(st.sampled_from(LEADS), CODE, st.sampled_from(TAILS)), min_size=1, max_size=4),
+    tag=st.sampled_from(["", "python", "py"]),
+)
+def test_blocks_within_prose_are_those_of_the_fields_rule(blocks, tag):
+    response = "".join(f"{lead}```{tag}\nx{code}\n```{tail}" for lead, code, tail in blocks)
+    of_field = [code.removesuffix("\n") for _, code in re.findall(r"```(\w*)\n(.*?)```", response, re.DOTALL)]
+    longest = max(map(len, of_field))
+    assert find_program(response) == [code for code in of_field if len(code) == longest][-1]
 
 
 def bare(source: str) -> str:

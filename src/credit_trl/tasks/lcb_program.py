@@ -10,8 +10,14 @@ import builtins
 import functools
 import importlib
 import re
+from dataclasses import dataclass
 
 LANGUAGE = re.compile(r"((python|py)[\d.]*)?")
+_MARKS = re.compile(r"`{3,}")
+_NAME = r"\w+(?:[.-]\w+)*[+#]*"
+# Behind a fence at the start of a line: nothing, a language, or a language and attributes.
+_INFO = re.compile(rf"({_NAME})(?:[\s:{{][^`]*)?|\s+({_NAME})\s*|(?:\{{[^`]*)?\s*")
+_INFO_BEHIND_PROSE = re.compile(rf"({_NAME})?\s*")
 
 # LiveCodeBench runs every program after `from ... import *` of these modules, in this order, and then `import` of all
 # but the last two; later names win.
@@ -26,39 +32,78 @@ _ALWAYS = "import sys\nsys.setrecursionlimit(50000)\n"
 def find_program(response: str) -> str | None:
     """The code of the longest fenced block that is Python or says no language, the last of equals; or `None`.
 
-    A fence is a line that starts with three back-quotes or more. It closes at one with as many and nothing after
-    them; back-quotes right behind the last line of code close it too. A block that is never closed is none: the
-    response was cut off inside it, or another block was begun.
+    A fence is three back-quotes or more. It opens a block at the start of a line, or at the end of a line of prose,
+    with a language or none behind it. A line that begins with as many closes it, whatever prose follows them;
+    back-quotes right behind the last line of code close it too. A block that is never closed is none: the response was
+    cut off inside it, or another Python block was begun.
     """
     blocks = [code for language, code in _fenced_blocks(response) if LANGUAGE.fullmatch(language) and code.strip()]
     return max(reversed(blocks), key=len, default=None)
 
 
+@dataclass(frozen=True)
+class _Fence:
+    """What opens a block: its back-quotes, the language behind them in lower case, and its place in the line."""
+
+    marks: str
+    language: str
+    column: int
+
+
 def _fenced_blocks(response: str) -> list[tuple[str, str]]:
     """Each closed block's language (lower case) and code, in order."""
     blocks: list[tuple[str, str]] = []
-    fence, language, indent, code = "", "", 0, []
+    fence: _Fence | None = None
+    code: list[str] = []
     for line in response.replace("\r\n", "\n").split("\n"):
-        text = line.strip()
-        marks = text[: len(text) - len(text.lstrip("`"))]
-        info = text[len(marks) :].strip()
-        if len(marks) >= 3 and "`" not in info and (info or not fence):
-            fence, indent, code = marks, len(line) - len(line.lstrip()), []
-            language = (info.split() or [""])[0].lower()
-        elif fence and not info and len(marks) >= len(fence):
-            blocks.append((language, "\n".join(code)))
-            fence = ""
-        elif fence and text.endswith(fence):
-            blocks.append((language, "\n".join([*code, _unindented(line.rstrip().rstrip("`"), indent)])))
-            fence = ""
-        elif fence:
-            code.append(_unindented(line, indent))
+        if fence is None:
+            fence, code = _opening(line), []
+        elif line.lstrip().startswith(fence.marks):
+            closes, following = _closing(line)
+            if closes:
+                blocks.append((fence.language, _unindented(code, fence.column)))
+            fence, code = following, []
+        elif line.rstrip().endswith(fence.marks):
+            blocks.append((fence.language, _unindented([*code, line.rstrip().rstrip("`")], fence.column)))
+            fence = None
+        else:
+            code.append(line)
     return blocks
 
 
-def _unindented(line: str, indent: int) -> str:
-    """A line of a block whose fence is indented (in a list), without that indentation."""
-    return line[min(indent, len(line) - len(line.lstrip())) :]
+def _opening(line: str) -> _Fence | None:
+    """The fence with which a line opens a block, if it does; pairs of fences in a line are code inside prose."""
+    runs = list(_MARKS.finditer(line))
+    if len(runs) % 2 == 0:
+        return None
+    last = runs[-1]
+    form = _INFO_BEHIND_PROSE if line[: last.start()].strip() else _INFO
+    info = form.fullmatch(line, last.end())
+    return info and _Fence(last[0], next(filter(None, info.groups()), "").lower(), last.start())
+
+
+def _closing(line: str) -> tuple[bool, _Fence | None]:
+    """Of a line that begins with the fence of an open block: whether it closes that block, and what it opens.
+
+    Another Python block means that the open one was given up; one of another language follows upon it. What else
+    stands there is prose.
+    """
+    opening = _opening(line)
+    if opening is None or not opening.language:
+        return True, None
+    if LANGUAGE.fullmatch(opening.language):
+        return False, opening
+    is_prose = not line.rstrip().lower().endswith(opening.marks + opening.language)
+    return True, None if is_prose else opening
+
+
+def _unindented(code: list[str], column: int) -> str:
+    """The code of a block whose fence is indented (in a list), without that indentation as far as its first line has
+    it.
+    """
+    first = next((line for line in code if line.strip()), "")
+    indent = min(column, len(first) - len(first.lstrip()))
+    return "\n".join(line[min(indent, len(line) - len(line.lstrip())) :] for line in code)
 
 
 def prelude_for(source: str) -> str:
