@@ -166,6 +166,19 @@ def test_memory_may_be_mapped_where_it_counts(sandbox) -> None:
     assert run_one(sandbox, source, stdin="42\n").stdout == "b'42\\n'\nrefused\n"
 
 
+def test_what_is_said_beside_the_answer_does_not_count_against_the_answers_limit(sandbox) -> None:
+    limits = Limits(output_bytes=50_000, answer_bytes=5_000)
+    aside = run_one(sandbox, "import sys\nprint('x' * 40_000, file=sys.stderr)\nprint(1)", limits=limits)
+    assert (aside.status, aside.stdout) == ("ok", "1\n")
+    call = {"fn_name": "f", "limits": limits}
+    noisy = run_one(sandbox, "def f():\n    print('x' * 40_000)\n    return 1", **call)
+    assert (noisy.status, noisy.value, len(noisy.stdout)) == ("ok", "1", 5_000)
+    assert run_one(sandbox, "print('x' * 6_000)", limits=limits).error == "more than 5000 bytes of output"
+    assert run_one(sandbox, "def f():\n    return 'x' * 10_000", **call).error == "more than 5000 bytes of output"
+    flood = run_one(sandbox, "def f():\n    print('x' * 60_000)\n    return 1", **call)
+    assert (flood.status, flood.error) == ("output_limit", "more than 50000 bytes of output")
+
+
 def test_the_smallest_limits_still_run_a_program(sandbox) -> None:
     limits = Limits(cpu_seconds=1, memory_bytes=64 * MIB, processes=1, open_files=16, file_bytes=4096)
     assert run_one(sandbox, "import json; print(json.dumps([1]))", limits=limits).stdout == "[1]\n"

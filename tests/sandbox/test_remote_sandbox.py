@@ -145,6 +145,21 @@ def test_a_program_that_fails_leaves_an_excerpt_of_what_it_printed(service: Serv
     assert len(fine.stdout) == 100_001
 
 
+def test_a_services_answer_and_what_is_said_beside_it_have_limits_of_their_own(service: Service) -> None:
+    limits = Limits(output_bytes=50_000, answer_bytes=5_000)
+    programs = [
+        Program("print('x' * 6_000)", limits=limits),
+        Program("def f():\n    print('x' * 40_000)\n    return 1", fn_name="f", limits=limits),
+        Program("def f():\n    return 'x' * 10_000", fn_name="f", limits=limits),
+        Program("def f():\n    print('x' * 60_000)\n    return 1", fn_name="f", limits=limits),
+    ]
+    with RemoteSandbox(service.url) as sandbox:
+        outcomes = sandbox.run(programs)
+    assert [outcome.status for outcome in outcomes] == ["output_limit", "ok", "output_limit", "output_limit"]
+    assert outcomes[1].value == "1"
+    assert {len(outcome.stdout) for outcome in outcomes[:2]} == {5_000}
+
+
 def test_the_request_has_the_fields_of_the_interface(service: Service) -> None:
     with RemoteSandbox(service.url) as sandbox:
         sandbox.run([Program("pass", stdin="in", limits=Limits(wall_seconds=7, memory_bytes=1 << 30))])

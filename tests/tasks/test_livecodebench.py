@@ -350,6 +350,16 @@ ADVERSARIAL = {  # reason: (response, answer, reward)
         DOUBLE,
         1,
     ),
+    "12,000 debug lines on standard error": (
+        fenced("import sys\nfor i in range(12_000):\n    print('debug', i, file=sys.stderr)\nprint(2 * int(input()))"),
+        DOUBLE,
+        1,
+    ),
+    "standard error without end": (
+        fenced("import sys\nprint(2 * int(input()), flush=True)\nwhile True:\n    print('x' * 9999, file=sys.stderr)"),
+        DOUBLE,
+        0,
+    ),
     "the prompt echoed by input": (fenced("print(2 * int(input('n? ')))"), DOUBLE, 0),
     "rows, other spacing": (fenced("for i in range(int(input())):\n    print(i, '', i + 0.5)"), ROWS, 1),
     "rows in one line": (fenced("print('0 0.5 1 1.5')"), ROWS, 0),
@@ -370,6 +380,13 @@ ADVERSARIAL = {  # reason: (response, answer, reward)
     "a tuple for a list": (fenced("def turn(xs):\n    return tuple(xs[::-1])"), TURN, 1),
     "printed instead of returned": (fenced("def turn(xs):\n    print(xs[::-1])"), TURN, 0),
     "printed and returned": (fenced("def turn(xs):\n    print(xs)\n    return xs[::-1]"), TURN, 1),
+    "12,000 debug lines and the right value": (
+        fenced("def turn(xs):\n    for i in range(12_000):\n        print('debug', i)\n    return xs[::-1]"),
+        TURN,
+        1,
+    ),
+    "lines without end": (fenced("def turn(xs):\n    while True:\n        print('x' * 9999)"), TURN, 0),
+    "a huge value": (fenced("def turn(xs):\n    return 'x' * 200_000"), TURN, 0),
     "text of the list returned": (fenced("def turn(xs):\n    return str(xs[::-1])"), TURN, 0),
     "no value that is JSON": (fenced("def turn(xs):\n    return set(xs)"), TURN, 0),
     "an object that equals everything": (
@@ -426,6 +443,20 @@ def test_feedback_shows_two_wrong_answers(sandbox):
         "Test 2: Wrong Answer\nInput: 1\nOutput: 1\nExpected: 2\n\n"
         "Test 3: Wrong Answer\nInput: 3\nOutput: 3\nExpected: 6"
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("print('6' * 100_000)", DOUBLE),
+        ("import sys\nwhile True:\n    print('x' * 9999, file=sys.stderr)", DOUBLE),
+        ("def turn(xs):\n    return 'x' * 100_000", TURN),
+        ("def turn(xs):\n    while True:\n        print('x' * 9999)", TURN),
+    ],
+    ids=["script", "standard error", "value", "lines of a function"],
+)
+def test_answers_and_debug_lines_have_limits_of_their_own(sandbox, code, answer):
+    assert "Output Limit Exceeded" in livecodebench.verify(fenced(code), answer, sandbox=sandbox).feedback
 
 
 def test_a_time_out_is_told_with_the_limit_and_the_input(sandbox):
@@ -525,7 +556,8 @@ def test_limits_follow_from_the_tests():
     livecodebench.verify(fenced("print(1)"), stdin_answer(("3", "6"), ("4", "x" * 100_000), time_limit=2), sandbox=box)
     limits = box.programs[0].limits
     assert (limits.cpu_seconds, limits.wall_seconds) == (3, 6)
-    assert limits.output_bytes == 65_536 + 400_000
+    assert limits.answer_bytes == 65_536 + 400_000
+    assert limits.output_bytes == limits.answer_bytes + (8 << 20)
     costly = ("timeout", "output_limit", "memory")
     assert box.options == {"deadline": 900.0, "skip_group_after": costly, "progress": False}
     assert {program.group for program in box.programs} == {0}

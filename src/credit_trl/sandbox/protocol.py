@@ -18,7 +18,7 @@ Status = Literal[
     "runtime_error",  # an uncaught exception, a non-zero exit status, a signal, or no return value
     "timeout",  # the processor or the wall clock limit
     "memory",  # MemoryError, or killed because all its processes together held more than `memory_bytes`
-    "output_limit",  # standard output and error together, or the return value, passed `output_bytes`
+    "output_limit",  # standard output and error together passed `output_bytes`, or the answer `answer_bytes`
     "deadline",  # the batch's deadline came before the program had ended
     "skipped",  # never started: its group had already ended with a status in `skip_group_after`
 ]
@@ -47,6 +47,9 @@ class Limits:
             file for each 4 KiB of it.
         open_files: file descriptors of each process.
         output_bytes: standard output and standard error together; also the return value of a functional call.
+        answer_bytes: of it, the answer alone: a script's standard output, a functional call's return value; `None` for
+            as much as `output_bytes`. What a program says beside its answer does not count. An outcome's `stdout` is
+            cut to it.
 
     Raises:
         ValueError: a limit is not positive, not finite, or too small for an interpreter to start.
@@ -59,13 +62,13 @@ class Limits:
     file_bytes: int = 16 * MIB
     open_files: int = 64
     output_bytes: int = 8 * MIB
+    answer_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for limit in fields(self):
-            if not 0 < getattr(self, limit.name) < _MOST:
-                raise ValueError(
-                    f"Limits.{limit.name} must be positive and finite, below 2**62, got {getattr(self, limit.name)!r}."
-                )
+            value = getattr(self, limit.name)
+            if not (value is None and limit.name == "answer_bytes") and not 0 < value < _MOST:
+                raise ValueError(f"Limits.{limit.name} must be positive and finite, below 2**62, got {value!r}.")
         if self.memory_bytes < 64 * MIB:
             raise ValueError(
                 f"Limits.memory_bytes is {self.memory_bytes}; an interpreter needs 64 MiB of address space to start. "
@@ -73,6 +76,11 @@ class Limits:
             )
         if self.open_files < 16:
             raise ValueError(f"Limits.open_files is {self.open_files}; an interpreter needs 16. Give at least 16.")
+
+    @property
+    def longest_answer(self) -> int:
+        """Bytes of the answer, see `answer_bytes`."""
+        return self.output_bytes if self.answer_bytes is None else min(self.answer_bytes, self.output_bytes)
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ class Outcome:
 
     Args:
         status: see `Status`.
-        stdout: standard output, UTF-8 with undecodable bytes replaced, at most `output_bytes` of it; its beginning
+        stdout: standard output, UTF-8 with undecodable bytes replaced, at most `answer_bytes` of it; its beginning
             and its end unless `status` is `"ok"` (`excerpt`), so that a batch does not hold the floods of all its
             programs.
         value: the function's return value as JSON text (tuples become arrays), `None` unless `status` is `"ok"` and

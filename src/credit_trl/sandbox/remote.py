@@ -310,15 +310,18 @@ def outcome_of(program: Program, answer: Any, mark: str) -> Outcome:
         raise SandboxError(f"the remote sandbox failed: {json.dumps(answer)[:500]}")
     limits = program.limits
     seconds = float(run.get("execution_time") or 0.0)
-    stdout = str(run.get("stdout") or "")
+    printed = str(run.get("stdout") or "").encode("utf-8", "replace")
+    stdout = printed[: limits.longest_answer].decode("utf-8", "ignore")
     stderr, _, report = str(run.get("stderr") or "").partition("\n" + mark)
     code = run.get("return_code")
-    size = len(stdout.encode("utf-8", "replace"))
+    most = limits.longest_answer if program.fn_name is None else limits.output_bytes
+    passed = (
+        most if len(printed) > most else limits.longest_answer if len(report) > limits.longest_answer + 4000 else 0
+    )
     if run["status"] == "TimeLimitExceeded":
         return Outcome("timeout", stdout, error=f"more than {limits.wall_seconds:g} seconds", seconds=seconds)
-    if size > limits.output_bytes or len(report) > limits.output_bytes + 4000:
-        cut = stdout.encode("utf-8", "replace")[: limits.output_bytes].decode("utf-8", "ignore")
-        return Outcome("output_limit", cut, error=f"more than {limits.output_bytes} bytes of output", seconds=seconds)
+    if passed:
+        return Outcome("output_limit", stdout, error=f"more than {passed} bytes of output", seconds=seconds)
     kind, text = report[:1], report[1:]
     if kind in ("E", "M"):
         status: Status = "memory" if kind == "M" else "runtime_error"

@@ -47,9 +47,14 @@ class Run:
         return len(self.stdout) + len(self.stderr) + len(self.report)
 
     @property
-    def overflows(self) -> bool:
-        cap = self.program.limits.output_bytes
-        return len(self.stdout) + len(self.stderr) > cap or len(self.report) > cap + _ERROR_CHARACTERS
+    def limit_passed(self) -> int:
+        """The limit in bytes that what it wrote has passed, 0 for none."""
+        limits = self.program.limits
+        if len(self.stdout) + len(self.stderr) > limits.output_bytes:
+            return limits.output_bytes
+        printed = len(self.stdout) if self.program.fn_name is None else 0
+        answer = max(printed, len(self.report) - _ERROR_CHARACTERS)
+        return limits.longest_answer if answer > limits.longest_answer else 0
 
     def take(self, descriptor: int, chunk: bytes, now: float) -> None:
         """Store what came from one of the pipes."""
@@ -128,7 +133,7 @@ def _text(raw: bytes | bytearray) -> str:
 
 
 def _fields(run: Run, status: str, error: str, exit_code: int | None, seconds: float) -> dict[str, Any]:
-    stdout = _text(run.stdout[: run.program.limits.output_bytes])
+    stdout = _text(run.stdout[: run.program.limits.longest_answer])
     return {
         "status": status,
         "stdout": stdout if status == "ok" else excerpt(stdout),

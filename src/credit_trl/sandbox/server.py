@@ -174,8 +174,8 @@ class Server:
             run.pipes_open.discard(descriptor)
             return
         run.take(descriptor, chunk, time.monotonic())
-        if run.overflows:
-            self._kill(run, "output_limit", f"more than {run.program.limits.output_bytes} bytes of output")
+        if run.limit_passed:
+            self._kill(run, "output_limit", f"more than {run.limit_passed} bytes of output")
 
     def _forget(self, descriptor: int) -> None:
         if self.by_descriptor.pop(descriptor, None) is not None:
@@ -260,7 +260,7 @@ class Server:
     def _drain(self, run: Run) -> None:
         """Read what an ended program left in its pipes, without waiting for anybody who still holds them."""
         for descriptor in tuple(run.pipes_open):
-            while descriptor in run.pipes_open and not run.overflows:
+            while descriptor in run.pipes_open and not run.limit_passed:
                 before = run.received
                 self._read(run, descriptor)
                 if run.received == before:

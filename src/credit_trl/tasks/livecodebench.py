@@ -42,6 +42,7 @@ TIME_LIMIT = 6.0  # seconds a test, LiveCodeBench's own
 BATCH_SECONDS = 900.0
 MEMORY_BYTES = 1 << 30
 COSTLY = ("timeout", "output_limit", "memory")  # statuses that the other tests of a program would cost again
+DEBUG_BYTES = 8 << 20  # what a program may print beside its answer
 
 PROMPT = """\
 You are a coding expert. Read the problem below and write a correct Python program that passes all of its tests. Each \
@@ -210,12 +211,14 @@ def _programs(source: str, cases: Cases, group: int) -> list[Program]:
     from credit_trl.sandbox import Limits, Program
 
     source = source.encode("utf-8", "replace").decode("utf-8")
+    longest = 65_536 + 4 * max(len(output.encode("utf-8", "replace")) for output in cases.outputs)
     limits = Limits(
         cpu_seconds=cases.time_limit + 1,  # for the interpreter and its imports
         wall_seconds=2 * cases.time_limit + 2,  # a busy machine is not the program's fault
         memory_bytes=MEMORY_BYTES,
-        # what is much longer than every expected output is wrong and need not be kept
-        output_bytes=65_536 + 4 * max(len(output.encode("utf-8", "replace")) for output in cases.outputs),
+        # an answer much longer than every expected one is wrong and need not be kept; debug lines are no answer
+        answer_bytes=longest,
+        output_bytes=DEBUG_BYTES + longest,
     )
     common = {"source": source, "prelude": prelude_for(source), "limits": limits, "group": group}
     if cases.fn_name is None:
