@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.tasks.completions import response_text
-from credit_trl.tasks.math_worker import equivalent
+from credit_trl.tasks.math_worker import Comparison, equivalent
 from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
 from credit_trl.verdict import Verdict
 
@@ -24,6 +24,8 @@ HUB = "trl-lib/DeepMath-103K"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 QUESTION_FIELDS = ("problem", "question", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
+
+BATCH_SECONDS = 900.0
 
 NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}."
 CUT_OFF = "The response was cut off because it reached the maximum length."
@@ -73,29 +75,46 @@ def build(
     return dataset_of(list(accept(rows, convert, tally, on_malformed)), tally)
 
 
-def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
-    r"""Grade one response by its last `\boxed{...}`.
+def verify(response: str, answer: str, *, truncated: bool = False, deadline: float | None = BATCH_SECONDS) -> Verdict:
+    r"""Grade one response by its last `\boxed{...}`; see `reward`.
 
     Raises:
         ValueError: `answer` is not a text, or blank.
         ImportError: `math-verify` is not installed; the message names the extra.
     """
-    return reward([response], [answer], [truncated])[0]
+    return reward([response], [answer], [truncated], deadline=deadline)[0]
 
 
 def reward(
-    completions: Sequence[Any], answer: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Any
+    completions: Sequence[Any],
+    answer: Sequence[str],
+    truncated: Sequence[bool] | None = None,
+    *,
+    deadline: float | None = BATCH_SECONDS,
+    **columns: Any,
 ) -> list[Verdict]:
-    """The batch form of `verify`, for `reward_funcs`: comparisons run side by side."""
+    """Grade a batch, comparisons side by side; for `reward_funcs`.
+
+    Args:
+        completions: texts or conversations.
+        answer: the gold answers.
+        truncated: whether each response was cut off.
+        deadline: seconds after which no comparison goes on. A response that was not compared by then, or to which a
+            busy machine did not get, has the reward `None`.
+
+    Returns:
+        Verdicts with the metric `answer_format` (whether there was a box); `comparison_failed` where comparing used up
+        its processor time or crashed, which is the answer's fault; or `undecided` alone.
+    """
     flags = [False] * len(completions) if truncated is None else truncated
     for gold in answer:
         if not isinstance(gold, str) or not gold.strip():
             raise ValueError(f"A math answer is a text that is not blank, got {gold!r}.")
     given = [last_boxed(response_text(completion)) for completion in completions]
-    right = equivalent([(gold, box) for gold, box in zip(answer, given, strict=True)])
+    compared = equivalent(list(zip(answer, given, strict=True)), deadline)
     return [
-        _verdict(gold, box, bool(same), bool(flag))
-        for gold, box, same, flag in zip(answer, given, right, flags, strict=True)
+        _verdict(gold, box, comparison, bool(flag))
+        for gold, box, comparison, flag in zip(answer, given, compared, flags, strict=True)
     ]
 
 
@@ -112,12 +131,15 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _verdict(gold: str, box: str | None, right: bool, truncated: bool) -> Verdict:
+def _verdict(gold: str, box: str | None, comparison: Comparison, truncated: bool) -> Verdict:
+    if comparison == "undecided":
+        return Verdict(None, None, {"undecided": 1.0})
     remarks = [CUT_OFF] if truncated else [NO_BOX] if box is None else []
     return Verdict(
-        reward=float(right),
+        reward=float(comparison == "equal"),
         feedback=" ".join([*remarks, f"Correct answer: {gold}"]),
-        metrics={"answer_format": float(box is not None)},
+        metrics={"answer_format": float(box is not None)}
+        | ({"comparison_failed": 1.0} if comparison == "failed" else {}),
     )
 
 

@@ -2,8 +2,9 @@ r"""Comparing two answers as mathematics, in worker processes that may be killed
 
 What a model puts into `\boxed{}` can keep a computer algebra system busy for ever (`10^{10^{10}}`) or fill memory, and
 `math-verify`'s own time-outs are signals, which need the main thread and do not interrupt one long operation. So each
-comparison runs in a worker (`python -m credit_trl.tasks.math_worker`) with limited memory and a wall clock that kills
-it; a killed worker's comparison counts as different, and the next comparison gets a fresh worker.
+comparison runs in a worker (`python -m credit_trl.tasks.math_worker`) with limited memory and processor time. An
+answer that uses it up, or crashes the worker, has failed; one that a busy machine did not get to is left undecided.
+Either way the next comparison gets a fresh worker.
 """
 
 from __future__ import annotations
@@ -11,46 +12,66 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import json
+import math
 import os
 import queue
 import selectors
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 from credit_trl.cores import worker_count
 
-SECONDS = 5.0  # for one comparison, on the clock
+SECONDS = 5.0  # of processor time for one comparison
+WALL_SECONDS = 60.0  # on the clock, after which the machine is too busy to tell
 START_SECONDS = 120.0  # for a worker to import what it needs
 MEMORY_BYTES = 2 * 1024**3
+# What ends a worker that was brought down by what it compares; any other end came from outside.
+_OWN_ENDS = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 LONGEST = 1_000  # characters of an answer beyond which only equal text is equal
 
+Comparison = Literal[
+    "equal",
+    "different",
+    "failed",  # used up its processor time, or crashed its worker: the answer's doing
+    "undecided",  # the clock or the deadline came first, or somebody killed the worker: the machine's
+]
 
-def equivalent(pairs: Sequence[tuple[str, str | None]]) -> list[bool]:
+
+def equivalent(pairs: Sequence[tuple[str, str | None]], deadline: float | None = None) -> list[Comparison]:
     """Whether each pair (gold, given) is the same answer; `None` given is never.
+
+    Args:
+        pairs: compared side by side, equal pairs once.
+        deadline: seconds from now after which what is not compared stays undecided; `None` for no limit.
 
     Raises:
         ImportError: `math-verify` is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("The math task compares answers with math-verify: pip install 'credit-trl[math]'.")
+    until = None if deadline is None else time.monotonic() + deadline
     verdicts = {pair: _plainly(*pair) for pair in pairs}  # the rollouts of a group tend to agree: each pair once
     open_pairs = [pair for pair, same in verdicts.items() if same is None]
     if open_pairs:
         with ThreadPoolExecutor(max_workers=_WORKERS.limit) as threads:
-            verdicts |= zip(open_pairs, threads.map(lambda pair: _WORKERS.compare(*pair), open_pairs), strict=True)
-    return [bool(verdicts[pair]) for pair in pairs]
+            found = threads.map(lambda pair: _WORKERS.compare(*pair, until), open_pairs)
+            verdicts |= zip(open_pairs, found, strict=True)
+    return [verdicts[pair] for pair in pairs]
 
 
-def _plainly(gold: str, given: str | None) -> bool | None:
+def _plainly(gold: str, given: str | None) -> Comparison | None:
     """What can be said without mathematics; `None` for nothing."""
     if given is None or not given.strip():
-        return False
+        return "different"
     if gold.strip() == given.strip():
-        return True
-    return False if max(len(gold), len(given)) > LONGEST else None
+        return "equal"
+    return "different" if max(len(gold), len(given)) > LONGEST else None
 
 
 class Worker:
@@ -70,22 +91,32 @@ class Worker:
             self.close()
             raise RuntimeError("A math-verify worker did not start; try `python -c 'import math_verify'`.")
 
-    def compare(self, gold: str, given: str) -> bool | None:
-        """Whether the two are equal; `None` where the worker took too long or died, after which it is of no use."""
+    def compare(self, gold: str, given: str, seconds: float) -> Comparison | None:
+        """What the worker says within so many seconds, or its end, after which it is of no use; `None` where somebody
+        else ended it.
+        """
         try:
-            self.process.stdin.write(json.dumps([gold, given]).encode() + b"\n")
+            self.process.stdin.write(json.dumps([gold, given, SECONDS]).encode() + b"\n")
+            line = self._line(seconds)
         except OSError:
-            return None
-        line = self._line(SECONDS)
-        return None if line is None else line == b"true\n"
+            line = b""
+        if line:
+            return "equal" if line == b"true\n" else "different"
+        self.close()
+        if line is None:
+            return "undecided"
+        return "failed" if -self.process.returncode in _OWN_ENDS else None
 
     def _line(self, seconds: float) -> bytes | None:
-        """The next line of the worker, or `None` if none comes in time. Lines are far shorter than a pipe's buffer."""
+        """The worker's next line, empty where it has ended, or `None` if none comes in time.
+
+        Lines are far shorter than a pipe's buffer.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             if not selector.select(seconds):
                 return None
-        return self.process.stdout.readline() or None
+        return self.process.stdout.readline()
 
     def close(self) -> None:
         self.process.kill()
@@ -106,17 +137,30 @@ class Workers:
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._slots = threading.BoundedSemaphore(limit)
 
-    def compare(self, gold: str, given: str) -> bool:
+    def compare(self, gold: str, given: str, until: float | None = None) -> Comparison:
+        """Compare in an idle worker, and once more where somebody else ended that one; until then, on the monotonic
+        clock, or undecided.
+        """
         with self._slots:
-            worker, same = self._take(), None
-            try:
-                same = worker.compare(gold, given)
-            finally:
-                if same is None:
-                    worker.close()
-                else:
-                    self._idle.put(worker)
-        return bool(same)
+            for _ in range(2):
+                left = math.inf if until is None else until - time.monotonic()
+                if left <= 0:
+                    break
+                said = self._compare(gold, given, min(WALL_SECONDS, left))
+                if said is not None:
+                    return said
+        return "undecided"
+
+    def _compare(self, gold: str, given: str, seconds: float) -> Comparison | None:
+        worker, said = self._take(), None
+        try:
+            said = worker.compare(gold, given, seconds)
+        finally:
+            if said in ("equal", "different"):
+                self._idle.put(worker)
+            else:
+                worker.close()
+        return said
 
     def _take(self) -> Worker:
         """An idle worker that is still alive, or a new one."""
@@ -139,7 +183,7 @@ atexit.register(_WORKERS.close)
 
 
 def _serve() -> None:
-    """The worker: one JSON line [gold, given] in, one line `true` or `false` out, until the input ends."""
+    """The worker: one JSON line [gold, given, seconds] in, one line `true` or `false` out, until the input ends."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -149,7 +193,7 @@ def _serve() -> None:
     from math_verify import parse, verify
 
     def same(gold: str, given: str) -> bool:
-        # no time-outs here: the parent's clock is the limit
+        # no time-outs here: the kernel's limit of processor time and the parent's clock are the limits
         boxed = [rf"\boxed{{{text.strip().strip('$')}}}" for text in (gold, given)]
         sides = [parse(text, parsing_timeout=None) for text in boxed]
         return all(sides) and verify(*sides, timeout_seconds=None)
@@ -157,8 +201,13 @@ def _serve() -> None:
     same("1", "2")  # the first comparison loads what later ones have: that is no comparison's time
     print("ready", file=output, flush=True)
     for line in sys.stdin:
+        gold, given, seconds = json.loads(line)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        end = math.ceil(used.ru_utime + used.ru_stime + seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (end if hard == resource.RLIM_INFINITY else min(end, hard), hard))
         try:
-            answer = same(*json.loads(line))
+            answer = same(gold, given)
         except Exception:  # a comparison that fails, or runs out of memory, shows no equality
             answer = False
         print("true" if answer else "false", file=output, flush=True)
