@@ -108,6 +108,16 @@ ADVERSARIAL = {  # reason: (response, gold, reward)
     "NaN": (r"\boxed{NaN}", "7", 0),
     "NaN for NaN is the same text": (r"\boxed{NaN}", "NaN", 1),
     "infinity for a number": (r"\boxed{\infty}", "7", 0),
+    "the question boxed, an integral": (r"\boxed{\int_0^1 x\,dx}", r"\frac12", 0),
+    "the question boxed, a sum in an equation": (r"\boxed{s = \sum_{i=1}^3 i}", "6", 0),
+    "the question boxed, a limit": (r"\boxed{\lim_{x\to 0}\frac{\sin x}{x}}", "1", 0),
+    "the question boxed, a derivative": (r"\boxed{\frac{d}{dx}x^2}", "2x", 0),
+    "the question boxed, a determinant": (r"\boxed{\begin{vmatrix}1&2\\3&4\end{vmatrix}}", "-2", 0),
+    "the question boxed, a divisor": (r"\boxed{\gcd(10,15)}", "5", 0),
+    "the question boxed, inside a pair": (r"\boxed{(\int_0^1 1\,dx, 2)}", "(1,2)", 0),
+    "an integral and its value": (r"\boxed{\int_0^1 x\,dx = \frac12}", r"\frac12", 1),
+    "an integral and a wrong value": (r"\boxed{\int_0^1 x\,dx = \frac13}", r"\frac12", 0),
+    "an integral where the gold answer is one": (r"\boxed{2\int_0^x e^{-t^2} dt}", r"\int_0^x 2e^{-t^2}dt", 1),
     "not equal": (r"\boxed{7 \neq 8}", "7", 0),
     "empty box": (r"\boxed{}", "7", 0),
     "empty": ("", "7", 0),
@@ -132,6 +142,13 @@ def test_verdicts_compare_the_last_box_as_mathematics(response, gold, reward):
     verdict = math_task.verify(response, gold)
     assert verdict.reward == reward
     assert verdict.feedback.endswith(f"Correct answer: {gold}")
+
+
+@needs_math_verify
+def test_an_operation_left_undone_is_told_so():
+    verdict = math_task.verify(r"\boxed{\int_0^1 x\,dx}", r"\frac12")
+    assert verdict == Verdict(0.0, rf"{math_task.UNDONE} Correct answer: \frac12", {"answer_format": 1.0})
+    assert math_task.verify(r"\boxed{\frac13}", r"\frac12").feedback == r"Correct answer: \frac12"
 
 
 @needs_math_verify

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.tasks.completions import response_text
+from credit_trl.tasks.math_operations import finished_part
 from credit_trl.tasks.math_worker import Comparison, equivalent
 from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
 from credit_trl.verdict import Verdict
@@ -28,6 +29,7 @@ ANSWER_FIELDS = ("answer", "final_answer", "solution")
 BATCH_SECONDS = 900.0
 
 NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}."
+UNDONE = "The answer leaves an operation undone: the final answer must be its value."
 CUT_OFF = "The response was cut off because it reached the maximum length."
 
 
@@ -110,11 +112,12 @@ def reward(
     for gold in answer:
         if not isinstance(gold, str) or not gold.strip():
             raise ValueError(f"A math answer is a text that is not blank, got {gold!r}.")
-    given = [last_boxed(response_text(completion)) for completion in completions]
+    boxes = [last_boxed(response_text(completion)) for completion in completions]
+    given = [None if box is None else finished_part(gold, box) for gold, box in zip(answer, boxes, strict=True)]
     compared = equivalent(list(zip(answer, given, strict=True)), deadline)
     return [
-        _verdict(gold, box, comparison, bool(flag))
-        for gold, box, comparison, flag in zip(answer, given, compared, flags, strict=True)
+        _verdict(gold, comparison, _remark(box, part, bool(flag)), {"answer_format": float(box is not None)})
+        for gold, box, part, comparison, flag in zip(answer, boxes, given, compared, flags, strict=True)
     ]
 
 
@@ -131,16 +134,18 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _verdict(gold: str, box: str | None, comparison: Comparison, truncated: bool) -> Verdict:
+def _remark(box: str | None, part: str | None, truncated: bool) -> str:
+    if truncated:
+        return f"{CUT_OFF} "
+    return f"{NO_BOX} " if box is None else f"{UNDONE} " if part is None else ""
+
+
+def _verdict(gold: str, comparison: Comparison, remark: str, metrics: dict[str, float]) -> Verdict:
     if comparison == "undecided":
         return Verdict(None, None, {"undecided": 1.0})
-    remarks = [CUT_OFF] if truncated else [NO_BOX] if box is None else []
-    return Verdict(
-        reward=float(comparison == "equal"),
-        feedback=" ".join([*remarks, f"Correct answer: {gold}"]),
-        metrics={"answer_format": float(box is not None)}
-        | ({"comparison_failed": 1.0} if comparison == "failed" else {}),
-    )
+    if comparison == "failed":
+        metrics["comparison_failed"] = 1.0
+    return Verdict(float(comparison == "equal"), f"{remark}Correct answer: {gold}", metrics)
 
 
 def _file_of(path: Path, split: str) -> Path:

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from credit_trl.tasks.math_operations import finished_part, operations
+
+OPERATIONS = {  # text: names
+    r"\int_0^1 x\,dx": {"int"},
+    r"\iint x\,dA": {"int"},
+    r"\sum_{i=1}^3 i": {"sum"},
+    r"\prod_{i=1}^3 i": {"prod"},
+    r"\lim_{x\to 0} x": {"lim"},
+    r"\det A + \operatorname{tr} A": {"det", "tr"},
+    r"\begin{vmatrix}1\end{vmatrix}": {"det"},
+    r"\gcd(10,15)": {"gcd"},
+    r"\operatorname{lcm}(10,15)": {"lcm"},
+    r"\operatorname*{max}(3,5)": {"max"},
+    r"\frac{d}{dx}x^2": {"d"},
+    r"\dfrac{d}{dx}x^2": {"d"},
+    r"\frac d{dx}x^2": {"d"},
+    r"\frac{\mathrm{d}}{\mathrm{d}x}x^2": {"d"},
+    r"\frac{\mathrm d}{\mathrm d x}x^2": {"d"},
+    r"\frac{\partial}{\partial x}x^2": {"d"},
+    r"\tfrac{d (x^{2})}{dx}": {"d"},
+    r"\frac{d^2 y}{d\theta^{2}}": {"d"},
+    r"\frac{1}{2}": set(),
+    r"\frac{d}{2}": set(),
+    r"\frac{d}{d+1}": set(),
+    r"\frac{d}{d_1}": set(),
+    r"\frac{d-1}{dx}": set(),
+    r"\limits \text{max} \maximum \triangle \interior": set(),
+    "": set(),
+}
+
+
+@pytest.mark.parametrize(("text", "names"), OPERATIONS.items())
+def test_operations_are_known_by_their_names(text, names):
+    assert operations(text) == names
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "part"),
+    [
+        ("1", "1", "1"),
+        ("1", "x = 1", "x = 1"),
+        ("1", r"\int f", None),
+        ("1", r"x = \int f", None),
+        ("1", r"\int f = 1", " 1"),
+        ("1", r"\int f = \sum g = 1", " 1"),
+        ("1", r"\int f \approx 1", " 1"),
+        ("1", r"\int f = \int g", None),
+        ("1", r"\int f =", None),
+        ("1", r"\sum_{i=1}^3 i", None),
+        ("1", r"f(\sum_{i=1}, n=1)", None),
+        ("1", r"\{\int f, x=1\}", None),
+        (r"\int g", r"\int f", r"\int f"),
+        (r"\int g", r"\int\sum f", None),
+    ],
+)
+def test_what_counts_is_the_value_that_an_operation_is_said_to_have(gold, answer, part):
+    assert finished_part(gold, answer) == part
+
+
+@given(answer=st.text(alphabet=r"\{}()[]=d12x^ ", max_size=40) | st.text())
+def test_an_answer_without_operations_counts_whole(answer):
+    assert operations(answer) or finished_part("1", answer) == answer
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("piece", [r"\frac{d", r"\frac{d{}", "{", r"\frac{d ", " ", r"\frac{d}{d", r"\int="])
+def test_hostile_repetitions_take_no_time(piece):
+    finished_part("1", piece * 20_000)
+    finished_part("1", r"\frac{d" + piece * 20_000)
