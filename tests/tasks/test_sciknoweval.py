@@ -317,6 +317,51 @@ def test_dropping_malformed_rows_prints_each_counts_them_and_moves_no_split(writ
     assert "1 malformed in 'answerKey'" in printed
 
 
+BEYOND_RECOGNITION = {
+    "no JSON": "{",
+    "no object": "[]",
+    "no level": json.dumps(hub_row(details={})),
+    "no domain": json.dumps({key: value for key, value in hub_row().items() if key != "domain"}),
+    "no type": json.dumps(hub_row(type=None)),
+}
+
+
+def write_with_one_replaced(path, rows, place, line):
+    lines = [json.dumps(row) for row in rows]
+    lines[place] = line
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("line", BEYOND_RECOGNITION.values(), ids=BEYOND_RECOGNITION)
+def test_a_row_beyond_recognition_keeps_its_place_where_all_rows_count(tmp_path, write_jsonl, split, line):
+    rows = [hub_row(i) for i in range(40)]
+    whole = sciknoweval.build(split, write_jsonl(rows), domain="physics")
+    broken = int(whole["id"][1].split("-")[1])
+    path = write_with_one_replaced(tmp_path / "broken.jsonl", rows, broken, line)
+    rest = sciknoweval.build(split, path, domain="physics", on_malformed="drop")
+    kept = [place for place, name in enumerate(whole["id"]) if name != f"physics-{broken}"]
+    assert rest[:] == whole.select(kept)[:]
+
+
+@pytest.mark.parametrize("line", BEYOND_RECOGNITION.values(), ids=BEYOND_RECOGNITION)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [*(hub_row(i) for i in range(40)), hub_row(details={"level": "L1"})],
+        [hub_row(i, idx=i) for i in range(41)],
+    ],
+    ids=["rows that do not count", "rows that say their place"],
+)
+def test_where_a_row_beyond_recognition_may_count_or_not_there_is_no_split(tmp_path, rows, line):
+    path = write_with_one_replaced(tmp_path / "broken.jsonl", rows, 39, line)
+    for split in ("train", "test"):
+        with pytest.raises(ValueError, match=r"broken\.jsonl, row 40 was dropped .* split='all'"):
+            sciknoweval.build(split, path, domain="physics", on_malformed="drop")
+    assert len(sciknoweval.build("all", path, domain="physics", on_malformed="drop")) >= 39
+
+
 def test_surplus_texts_are_cut_as_published_and_noted(write_jsonl, capsys):
     row = hub_row(choices={"text": ["remark", "w", "x", "y", "z"], "label": list("ABCD")})
     built = sciknoweval.build("all", write_jsonl([row]), domain="physics")

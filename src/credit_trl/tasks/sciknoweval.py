@@ -7,13 +7,15 @@ Rewards follow the field's protocol (SDPO's, which the paper adopts): the text a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
+from credit_trl.tasks.records import Row, RowError, Tally, accept, data_files, dataset_of, hub_rows, read_rows
 from credit_trl.tasks.registry import TaskOption, batch_of
 from credit_trl.verdict import Verdict
 
@@ -68,10 +70,12 @@ def build(
         domain: one of `DOMAINS`; may be left out where `path` is a file.
         levels, types: which hub rows count, as the hub writes them; the rest is dropped and counted.
         hub: the hub repository, or a local folder in the hub's layout.
-        on_malformed: `"raise"`, or `"drop"` to leave malformed rows out, each printed and counted.
+        on_malformed: `"raise"`, or `"drop"` to leave malformed rows out, each printed and counted. They keep their
+            places in the split; where it cannot be told whether one has a place, the split cannot be told.
 
     Raises:
-        ValueError: an unknown split or domain, no rows left, or a file of the other split.
+        ValueError: an unknown split or domain, no rows left, a file of the other split, or a dropped row that may
+            have a place in it.
         RowError: a malformed row, by file, row and field.
     """
     if split not in SPLITS:
@@ -80,18 +84,21 @@ def build(
         raise ValueError(f"SciKnowEval has no domain {domain!r}; use one of {', '.join(DOMAINS)}.")
     name = f"sciknoweval:{domain}" if domain else "sciknoweval"
     tally = Tally(f"{name} {split}")
-    slots: dict[int, Row] = {}  # every row that counts, malformed ones too, by its place in the full set
+    places = _Places()
 
     def convert(row: Row) -> tuple[int, dict[str, str]] | None:
         from_hub = not row.data.keys().isdisjoint(("question", "choices", "answerKey"))
-        reason = _unwanted(row, domain, levels, types) if from_hub else _not_mcq(row)
-        if reason is not None:
-            return tally.drop(reason)
-        slot = _claim(row, slots)
+        with places.losing(row):
+            reason = _unwanted(row, domain, levels, types) if from_hub else _not_mcq(row)
+            if reason is not None:
+                places.are_all_rows = False
+                return tally.drop(reason)
+            slot = places.claim(row)
         return slot, _from_hub(row) if from_hub else _from_prepared(row)
 
-    examples = dict(accept(_rows(path, split, domain, hub), convert, tally, on_malformed))
-    chosen = [slot for slot in _part(slots, split) if slot in examples]
+    rows = places.watching(_rows(path, split, domain, hub))
+    examples = dict(accept(rows, convert, tally, on_malformed))
+    chosen = [slot for slot in places.of(split) if slot in examples]
     tally.drop("of the other split", len(examples) - len(chosen))
     tally.notes.update(examples[slot]["note"] for slot in chosen if "note" in examples[slot])
     prefix = f"{domain}-" if domain else ""
@@ -192,15 +199,70 @@ def _not_mcq(row: Row) -> str | None:
     return None if row.data.get("kind", "mcq") == "mcq" else f"of kind {row.data['kind']}"
 
 
-def _claim(row: Row, slots: dict[int, Row]) -> int:
-    """The row's place in the full set: its `idx` where it has one, else the next in reading order."""
-    slot = row.get("idx", int) if "idx" in row.data else len(slots)
-    if slot in slots:
-        raise row.error("idx", f"{slot} occurs before, in {slots[slot].source} row {slots[slot].number}")
-    if slot < 0:
-        raise row.error("idx", f"{slot} is negative")
-    slots[slot] = row
-    return slot
+@dataclass
+class _Places:
+    """Where rows stand in the full set, of which the split is a permutation.
+
+    Args:
+        taken: every row that counts, malformed ones too, by its place.
+        lost: rows so malformed that they may count or not, by the place that each has where all rows count.
+        are_all_rows: no row was left out because it does not count.
+        are_read_in_order: no row says its place itself.
+    """
+
+    taken: dict[int, Row] = field(default_factory=dict)
+    lost: dict[int, Row] = field(default_factory=dict)
+    are_all_rows: bool = True
+    are_read_in_order: bool = True
+
+    def watching(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows, those among them that could not be read noted as lost."""
+        for row in rows:
+            if row.fault is not None:
+                self._lose(row)
+            yield row
+
+    @contextlib.contextmanager
+    def losing(self, row: Row) -> Iterator[None]:
+        """Note a row as lost where it turns out malformed before it has a place."""
+        try:
+            yield
+        except RowError:
+            self._lose(row)
+            raise
+
+    def _lose(self, row: Row) -> None:
+        self.lost[len(self.taken) + len(self.lost)] = row
+
+    def claim(self, row: Row) -> int:
+        """The row's place: its `idx` where it has one, else the next in reading order."""
+        if "idx" in row.data:
+            self.are_read_in_order = False
+        slot = row.get("idx", int) if "idx" in row.data else len(self.taken) + len(self.lost)
+        if slot in self.taken:
+            earlier = self.taken[slot]
+            raise row.error("idx", f"{slot} occurs before, in {earlier.source} row {earlier.number}")
+        if slot < 0:
+            raise row.error("idx", f"{slot} is negative")
+        self.taken[slot] = row
+        return slot
+
+    def of(self, split: str) -> list[int]:
+        """The places that belong to a split, in its order.
+
+        Raises:
+            ValueError: see `_part`; also where it cannot be told which place a lost row has.
+        """
+        if split == "all" or not self.lost:
+            return _part(self.taken, split)
+        if not (self.are_all_rows and self.are_read_in_order):
+            first = next(iter(self.lost.values()))
+            raise ValueError(
+                f"{first.source}, row {first.number} was dropped as malformed, and whether and where it counts cannot "
+                "be told; without it other rows would be in each part of the split. Mend the row, or pass split='all' "
+                "to take the rows as they are."
+            )
+        return _part(self.taken | self.lost, split)
 
 
 def _from_hub(row: Row) -> dict[str, str]:
@@ -224,9 +286,9 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
     if isinstance(choices, list):  # a list of {label, text}, as some readers give it
         choices = {key: [one.get(key) for one in choices if isinstance(one, dict)] for key in ("label", "text")}
     labels, texts = choices.get("label"), choices.get("text")
-    for field, values in (("choices.label", labels), ("choices.text", texts)):
+    for name, values in (("choices.label", labels), ("choices.text", texts)):
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-            raise row.error(field, "not a list of texts")
+            raise row.error(name, "not a list of texts")
     if not all(re.fullmatch("[A-Z]", label) for label in labels) or len(set(labels)) != len(labels):
         raise row.error("choices.label", f"{labels} are not different capital letters")
     if len(texts) < len(labels):
