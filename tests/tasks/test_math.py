@@ -305,6 +305,26 @@ def test_the_usual_record_forms_are_understood(write_jsonl, row, answer):
     assert (built["answer"], built["task"], built["id"]) == (answer, "math", "math-1")
 
 
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"We add one and one, so that the answer is \boxed 2.", "2"),
+        (r"We add: $\boxed 2$, as $1 + 1$ is.", "2"),
+        (r"We add: \(x = \boxed 2\).", "2"),
+        (r"Half: $\boxed\frac12$.", r"\frac12"),
+        (r"We add: $\boxed {2}$.", "2"),
+        (r"We add: \fbox{3}? No, \fbox{2}.", "2"),
+        (r"We add: \fbox{3}? No, \boxed{2}.", "2"),
+        ("We add one and one, so that it is:\n#### 2", "2"),
+        (r"\text{There is no number at all that would do it}", r"\text{There is no number at all that would do it}"),
+        ("does not exist.", "does not exist."),
+        (r"(-\infty, \sin 2) \cup [3, \infty)", r"(-\infty, \sin 2) \cup [3, \infty)"),
+    ],
+)
+def test_a_solution_gives_what_it_marks_or_is_a_final_answer_itself(write_jsonl, solution, answer):
+    assert math_task.build("train", write_jsonl([{"problem": "q", "solution": solution}]))["answer"] == [answer]
+
+
 def test_a_system_turn_is_kept_and_fields_can_be_named(write_jsonl):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     path = write_jsonl([{"turns": turns, "gold": "2", "answer": "other", "id": "x7"}])
@@ -343,6 +363,18 @@ MALFORMED = {
     "answer true": ({"problem": "q", "answer": True}, "answer"),
     "blank answer": ({"problem": "q", "answer": ""}, "answer"),
     "empty box": ({"problem": "q", "solution": r"\boxed{}"}, "solution"),
+    "a box that is not closed": ({"problem": "q", "solution": r"We add: \boxed{2"}, "solution"),
+    "a box without braces that holds half a group": (
+        {"problem": "q", "solution": r"\boxed \text{two of}"},
+        "solution",
+    ),
+    "a worked solution in one sentence": ({"problem": "q", "solution": "We add one and one."}, "solution"),
+    "a worked solution of many words": (
+        {"problem": "q", "solution": "First we add one to one and find two"},
+        "solution",
+    ),
+    "a worked solution of many formulas": ({"problem": "q", "solution": "1 + 1 = " * 50 + "2"}, "solution"),
+    "a worked solution of two lines": ({"problem": "q", "solution": "1 + 1\n= 2"}, "solution"),
     "a worked solution without a final answer": ({"problem": "q", "solution": "First.\n\nThen."}, "solution"),
 }
 

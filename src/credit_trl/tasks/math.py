@@ -25,6 +25,7 @@ HUB = "trl-lib/DeepMath-103K"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 QUESTION_FIELDS = ("problem", "question", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
+LONGEST_SOLUTION = 300  # characters of a `solution` that is a final answer and no more
 
 BATCH_SECONDS = 900.0
 
@@ -50,7 +51,8 @@ def build(
         path: a file, or a folder with `<split>.*`; `None` loads from the hub.
         question_field: where the question is, text or messages; by default the first of `QUESTION_FIELDS` there is.
         answer_field: where the answer is; by default the first of `ANSWER_FIELDS` there is. Of a worked solution the
-            last `\boxed{...}` counts, or what follows the last `####` (GSM8K).
+            last box counts (`\boxed{x}`, `\boxed x` or `\fbox{x}`), or what follows the last `####` (GSM8K). A
+            `solution` that has neither must be a final answer itself.
         instruction: appended to the question; "" for none.
         hub: the hub data set, or a local folder in its layout.
         on_malformed: `"raise"`, or `"drop"` to leave malformed rows out, each printed and counted.
@@ -124,9 +126,12 @@ def reward(
 def last_boxed(text: str) -> str | None:
     r"""What the last `\boxed{...}` holds, braces balanced; `None` where there is none or it is not closed."""
     start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    depth, start = 0, start + len(r"\boxed{")
+    return None if start < 0 else _braced(text, start + len(r"\boxed{"))
+
+
+def _braced(text: str, start: int) -> str | None:
+    """What stands from here to the brace that closes, stripped; `None` where none does."""
+    depth = 0
     for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
         depth += 1 if brace[0] == "{" else -1
         if depth < 0:
@@ -188,10 +193,30 @@ def _is_turn(turn: Mapping[str, Any]) -> bool:
 def _gold(row: Row, field: str) -> str:
     value = row.get(field, (str, int, float))
     text = row.text(field) if isinstance(value, str) else str(value)
-    boxed = last_boxed(text)
-    gold = (text.rpartition("####")[2] if boxed is None else boxed).strip()
+    marked = _marked(text)
+    gold = text.strip() if marked is None else marked.strip()
     if not gold:
         raise row.error(field, "holds no final answer")
-    if "\n\n" in gold:
+    if "\n\n" in gold or (field == "solution" and marked is None and _is_prose(gold)):
         raise row.error(field, r"a worked solution without \boxed{...} or ####; name the field of the final answer")
     return gold
+
+
+def _marked(text: str) -> str | None:
+    r"""The final answer of a worked solution: the last box, also `\fbox{x}` and `\boxed x`, else what follows the last
+    `####`. "" where a box is not closed, `None` where nothing is marked.
+    """
+    *_, box = [None, *re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(\{?)", text)]
+    if box is None:
+        return text.rpartition("####")[2] if "####" in text else None
+    if box[1]:
+        return _braced(text, box.end()) or ""
+    bare = re.match(r"(?:(?!\\[)\]])[^\s$])*", text[box.end() :])[0].rstrip(".,;:")
+    return bare if bare.count("{") == bare.count("}") else ""
+
+
+def _is_prose(text: str) -> bool:
+    r"""Whether a text is too long or too wordy for a final answer; words in `\text{...}` belong to one."""
+    outside = re.sub(r"\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}", " ", text)
+    words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}", outside)
+    return "\n" in text or len(text) > LONGEST_SOLUTION or len(words) > (3 if text.endswith(".") else 8)
