@@ -135,7 +135,7 @@ INTERNAL = (
     "credit_trl.sharding",
     "credit_trl.sweeps.job",
     "credit_trl.tasks.lcb_",
-    "credit_trl.tasks.math_worker",
+    "credit_trl.tasks.math_",
     "credit_trl.tasks.quickstart_model",
     "credit_trl.tasks.records",
     "credit_trl.tasks.toolalpaca_protocols",
