@@ -118,6 +118,7 @@ INTERNAL = (
     "credit_trl.__main__",
     "credit_trl.analysis.compatibility_report",
     "credit_trl.analysis.formula",
+    "credit_trl.analysis.naming",
     "credit_trl.analysis.passes",
     "credit_trl.analysis.tokentext",
     "credit_trl.causal_lm",
@@ -129,6 +130,7 @@ INTERNAL = (
     "credit_trl.evaluation.fingerprints",
     "credit_trl.evaluation.samples",
     "credit_trl.evaluation.trainer_engine",
+    "credit_trl.evaluation.verdicts",
     "credit_trl.kernels",  # score_tokens and credit_loss are there
     "credit_trl.planning",
     "credit_trl.sandbox",
