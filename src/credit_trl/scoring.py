@@ -17,11 +17,11 @@ from dataclasses import dataclass, fields
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from trl.models.utils import _ForwardRedirection
 
 from credit_trl.causal_lm import backbone, head_input, lm_head, unwrap_adapters
 from credit_trl.kernels import Kernels, ReferenceStates, Scores, Support, Tail, score_tokens
 from credit_trl.objective import Baseline
+from credit_trl.sharding import call_inside
 from credit_trl.teacher import Reference
 
 ContextIds = Sequence[list[list[int]] | None]
@@ -343,7 +343,7 @@ def _forward(reference: Reference, model: nn.Module, inputs: dict[str, Tensor]) 
         with reference.autocast():
             return head_input(unwrapped, backbone(unwrapped)(**inputs, use_cache=False).last_hidden_state)
 
-    return _ForwardRedirection()(model, unwrapped, run, **inputs)
+    return call_inside(model, unwrapped, run, **inputs)
 
 
 def _layout(buckets: int, size: int, dtype: torch.dtype) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:

@@ -1,14 +1,15 @@
 """Weights that lie in parts on several processes, made whole for a moment: FSDP2's `DTensor`s and ZeRO-3's partitions.
 
-Every process of the run must call these functions, in the same order.
+And work that goes on inside their wrapper. Every process of the run must call these functions, in the same order.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.models.utils import _ForwardRedirection
+
+T = TypeVar("T")
 
 
 def is_zero3(accelerator: Accelerator) -> bool:
@@ -63,6 +67,29 @@ def copy_full(target: Tensor, value: Tensor) -> None:
 def full_shape(parameter: Tensor) -> torch.Size:
     """The shape of the whole parameter."""
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def call_inside(wrapper: nn.Module, unwrapped: nn.Module, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call `work` as the wrapper's forward, where DDP, FSDP and DeepSpeed see parameters used.
+
+    Args:
+        wrapper: the model as it was prepared for distributed training.
+        unwrapped: the model inside, perhaps the same.
+        work: returns tensors, perhaps in a tuple or a dictionary, and may bind others beforehand.
+        args, kwargs: of `work`: integers and masks, one at least (DDP on a GPU fails on none). FSDP2's mixed precision
+            rounds floats on their way in, those inside dataclasses too.
+
+    Returns:
+        What `work` returned, from before FSDP2 rounds it: the hooks of its backward pass are on those very tensors.
+    """
+    returned: list[T] = []
+
+    def keeping(*args: Any, **kwargs: Any) -> T:
+        returned.append(work(*args, **kwargs))
+        return returned[0]
+
+    output = _ForwardRedirection()(wrapper, unwrapped, keeping, *args, **kwargs)
+    return returned[0] if isinstance(unwrapped, FSDPModule) else output
 
 
 def reshard(module: nn.Module) -> None:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from trl.models.utils import _ForwardRedirection
 from trl.trainer.utils import get_config_model_id
 
 from credit_trl import checks
@@ -41,7 +40,7 @@ from credit_trl.rollouts import (
     withhold_rewards,
 )
 from credit_trl.scoring import check_packing, gather_states, score_completions, stored_scores
-from credit_trl.sharding import full_shape
+from credit_trl.sharding import call_inside, full_shape
 from credit_trl.teacher import ReferenceUpdate, make_reference
 from credit_trl.timing import StageClock
 from credit_trl.turns import place_turns, tell_turn, turn_starts
@@ -297,16 +296,14 @@ class CreditTrainer(ResumableTrainer):
         mode = "train" if self.model.training else "eval"
         mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
         contrasted = inputs["contrast_mask"][:, None].expand_as(mask)[mask]
-        loss, terms, aux_loss = _ForwardRedirection()(
-            model,
-            self.accelerator.unwrap_model(model),
+        student_loss = partial(
             self._student_loss,
             inputs,
-            mask,
             self._token_weights(inputs, mode)[mask],
             contrasted.to(self._loss_dtype) * self.contrastive_coef,
             self._reference_of(inputs, mask),
         )
+        loss, terms, aux_loss = call_inside(model, self.accelerator.unwrap_model(model), student_loss, mask)
         if aux_loss is not None:
             steps = self.current_gradient_accumulation_steps if mode == "train" else 1.0
             loss = loss + self.router_aux_loss_coef * aux_loss / steps
@@ -329,7 +326,7 @@ class CreditTrainer(ResumableTrainer):
         )
 
     def _student_loss(
-        self, inputs: dict[str, Any], mask: Tensor, weights: Tensor, coef: Tensor, reference: Scores | ReferenceStates
+        self, inputs: dict[str, Any], weights: Tensor, coef: Tensor, reference: Scores | ReferenceStates, mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Runs inside the wrapper's forward, so that DDP and FSDP see backbone and head used there."""
         model = self.accelerator.unwrap_model(self.model)

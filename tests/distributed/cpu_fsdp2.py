@@ -27,5 +27,7 @@ def install() -> None:
             self.distributed_type = DistributedType.FSDP
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
+            if self.mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self.mixed_precision)
 
     AcceleratorState.__init__ = patched

@@ -99,18 +99,30 @@ TASK = Task("odd", held_out, grade, batch_of(grade, "odd"))
 class LocalLosses(CreditTrainer):
     """Keeps each pass's loss as this process saw it; their mean over processes is the batch's.
 
-    And how many tokens each generation took here: those of the longest completion.
+    And how many tokens each generation took here: those of the longest completion; and of which dtypes the parts of a
+    loss were, and the loss.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.losses: list[float] = []
         self.longest: list[int] = []
+        self.dtypes: set[str] = set()
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate_single_turn(*args, **kwargs)
         self.longest.append(max(map(len, generated[0])))
         return generated
+
+    def _student_loss(self, inputs: Any, weights: Any, coef: Any, reference: Any, *args: Any) -> Any:
+        parts = (weights, coef, *vars(reference).values())
+        self.dtypes |= {str(part.dtype) for part in parts if torch.is_tensor(part) and part.is_floating_point()}
+        return super()._student_loss(inputs, weights, coef, reference, *args)
+
+    def _distillation_loss(self, *args: Any) -> torch.Tensor:
+        loss = super()._distillation_loss(*args)
+        self.dtypes.add(str(loss.dtype))
+        return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -258,6 +270,7 @@ def facts(made: LocalLosses) -> dict[str, Any]:
         "collectives": group._get_sequence_number_for_group() if group else 0,
         "losses": made.losses,
         "longest": made.longest,
+        "dtypes": sorted(made.dtypes),
         "alarms": sorted(made.alarms.raised),
         "synchronised": made.vllm_generation.llm.times if made.use_vllm else 0,
         "step": made.state.global_step,

@@ -1,0 +1,16 @@
+"""FSDP2 with bf16 mixed precision: it rounds weights and activations, and nothing that a loss is made of."""
+
+from __future__ import annotations
+
+import torch
+
+from distributed.launching import finished, launch
+
+
+def test_under_fsdp2_in_bf16_targets_and_loss_stay_in_fp32(tmp_path):
+    facts = finished(launch(tmp_path, 2, wrapper="fsdp2", bf16=True, max_steps=1))
+    assert [(f["distributed_type"], f["sharded"]) for f in facts] == [("FSDP", True)] * 2
+    assert [f["dtypes"] for f in facts] == [["torch.float32"]] * 2
+    losses = torch.tensor([f["losses"] for f in facts])
+    assert not torch.equal(losses, losses.bfloat16().float())
+    assert facts[0]["log"][0]["grad_norm"] > 0.0
