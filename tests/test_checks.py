@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from datasets import Dataset
-from trl import GRPOConfig
+import torch
+from datasets import Dataset, IterableDataset
+from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditTrainer, Verdict
+from credit_trl.checks import check_no_images
 from tiny import length_verdicts
 
 
@@ -103,6 +105,29 @@ def test_images_inside_messages(build):
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": content}], "answer": "x"}] * 4)
     with pytest.raises(ValueError, match="Prompts with images"):
         build(rows=rows).train()
+
+
+@pytest.mark.usefixtures("no_rollout")
+@pytest.mark.parametrize(("column", "value"), [("image", b"png"), ("images", [b"png"])])
+def test_images_in_a_stream_that_does_not_name_its_columns(build, dataset, column, value):
+    rows = IterableDataset.from_generator(lambda: ({**row, column: value} for row in dataset))
+    assert rows.column_names is None
+    with pytest.raises(ValueError, match="Prompts with images"):
+        build(rows=rows).train()
+
+
+@pytest.mark.parametrize("added", [{"pixel_values": torch.zeros(8, 3)}, {"num_images": [0] * 7 + [1]}])
+def test_images_that_an_environment_or_a_tool_brings(build, monkeypatch, added):
+    original = GRPOTrainer._generate_and_score_completions
+    monkeypatch.setattr(
+        GRPOTrainer, "_generate_and_score_completions", lambda self, inputs: original(self, inputs) | added
+    )
+    with pytest.raises(ValueError, match="environments and tools of text only"):
+        build().train()
+
+
+def test_fields_for_images_that_hold_none_are_no_images():
+    check_no_images([{"prompt": "2+2=", "image": None, "images": []}, {"images": [None], "num_images": [0, 0]}])
 
 
 @pytest.mark.usefixtures("no_rollout")

@@ -233,13 +233,31 @@ def _required(func: Callable[..., Any]) -> list[str]:
 
 _NO_IMAGES = (
     "Prompts with images cannot be contrasted or shown to the teacher: another question's text under this question's "
-    "image is neither. Use text-only prompts, or `distillation_weight=0` (GRPO)."
+    "image is neither. Use prompts, environments and tools of text only, or `distillation_weight=0` (GRPO)."
 )
 
 
-def check_no_images(inputs: list[dict[str, Any]]) -> None:
-    if any("prompt" in row and has_images(row["prompt"]) for row in inputs):
-        raise ValueError(_NO_IMAGES)
+# Where rows of the data, and what TRL makes of a rollout, hold images.
+_IMAGE_FIELDS = ("image", "images", "pixel_values", "num_images")
+
+
+def check_no_images(rows: list[dict[str, Any]]) -> None:
+    """Neither rows of the data nor a rollout, to which environments and tools may have added some, hold images.
+
+    Raises:
+        ValueError: one does.
+    """
+    for row in rows:
+        fields = (row.get(name) for name in _IMAGE_FIELDS)
+        if any(_is_there(field) for field in fields) or has_images(row.get("prompt") or ""):
+            raise ValueError(_NO_IMAGES)
+
+
+def _is_there(images: Any) -> bool:
+    """Whether a field holds any: it is not None, 0, or a list of such."""
+    if isinstance(images, list | tuple):
+        return any(map(_is_there, images))
+    return images is not None and not (isinstance(images, int) and images == 0)
 
 
 def _check_text_column(name: str, dataset: Any, column: str) -> None:

@@ -223,6 +223,7 @@ class CreditTrainer(ResumableTrainer):
         if mode == "train":
             self.alarms.check_rewards(self._metrics[mode]["frac_reward_zero_std"][-1] == 1.0)
         if self._distills:
+            checks.check_no_images([output])
             self._rollouts.turn_starts = [turn_starts(row) for row in loss_mask(output).tolist()]
             with self.clock.stage("contexts"):
                 contexts = self._build_contexts(mode)
