@@ -56,6 +56,7 @@ from credit_trl import CreditConfig
         ({"feedback_template": "{feedback_raw}{other}"}, "once and no other"),
         ({"feedback_template": "{feedback_raw} {"}, "not a format string"),
         ({"beta": 0.1}, "`beta=0.1` belongs to GRPO's loss"),
+        ({"use_transformers_continuous_batching": True}, "casts the whole model.*Set `use_vllm=True`"),
         ({"entropy_coef": 0.1}, "`entropy_coef=0.1` belongs to GRPO's loss"),
         ({"off_policy_mask_threshold": 0.5}, "`off_policy_mask_threshold=0.5` belongs to GRPO's loss"),
         (

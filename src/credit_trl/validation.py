@@ -157,6 +157,12 @@ def check_combinations(config: CreditConfig) -> None:
     """
     if config.distillation_weight == 0.0:
         return
+    if config.use_transformers_continuous_batching:
+        raise ValueError(
+            "`use_transformers_continuous_batching=True` casts the whole model at each rollout, the reference beside "
+            "the trained adapter too, whose average would then stand still. Set `use_vllm=True` for fast rollouts, or "
+            "`use_transformers_continuous_batching=False`."
+        )
     if config.distillation_support == "sampled":
         _check_sampled(config)
     if config.contrasts:
