@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trl.experimental.sdpo import SDPOConfig
 
 from credit_trl.contexts import ContextBuilder, Evidence, choose_demonstrations, demonstration_text, has_images
+from credit_trl.rollouts import total_rewards
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
@@ -159,6 +161,18 @@ def test_a_demonstration_is_the_first_other_success_of_the_group():
     rewards = [0.0, 1.0, 1.0, nan, 0.0, 0.0]
     assert choose_demonstrations(rewards, 3, 1.0, exclude_self=True) == [1, 2, 1, None, None, None]
     assert choose_demonstrations(rewards, 3, 1.0, exclude_self=False) == [1, 1, 1, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "threshold"),
+    [([0.7], [1.0], 0.7), ([1.0, 1.0, 1.0], [0.65, 0.15, 0.2], 1.0), ([1e3, 0.1], [1.0, 1.0], 1000.1)],
+)
+def test_a_reward_that_is_the_threshold_but_for_fp32_succeeds(rewards, weights, threshold):
+    missed = [0.9999 * reward for reward in rewards]
+    totals = total_rewards(torch.tensor([rewards, missed]), torch.tensor(weights))
+    assert totals[0] < threshold
+    assert choose_demonstrations(totals, 2, threshold, exclude_self=False) == [0, 0]
+    assert choose_demonstrations(totals[1:], 1, threshold, exclude_self=False) == [None]
 
 
 def test_structured_turns_and_images():

@@ -22,6 +22,8 @@ Prompt = str | list[dict[str, Any]]
 Render = Callable[..., str]  # of a conversation; `add_generation_prompt=False` leaves out what opens the model's turn
 
 _THINKING = re.compile(r"^(?:(?!</?think>).)*</think>|<think>.*?(?:</think>|\Z)", flags=re.DOTALL)
+# Of the threshold: what fp32 sums of rewards may lack.
+_REWARD_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,16 @@ def choose_demonstrations(
     Args:
         rewards: of the global generation batch, groups contiguous; NaN never succeeds.
         group_size: rollouts a group.
-        threshold: reward from which a rollout is successful.
+        threshold: reward from which a rollout is successful. A reward that lacks a millionth of it is enough: rewards
+            are weighted and summed in fp32, where 0.7 is a little less.
         exclude_self: a rollout is not its own demonstration.
     """
+    lowest = threshold - _REWARD_ROUNDING * abs(threshold)
     chosen: list[int | None] = []
     for index in range(len(rewards)):
         start = index // group_size * group_size
         group = range(start, min(start + group_size, len(rewards)))
-        successful = [i for i in group if rewards[i] >= threshold and not (exclude_self and i == index)]
+        successful = [i for i in group if rewards[i] >= lowest and not (exclude_self and i == index)]
         chosen.append(successful[0] if successful else None)
     return chosen
 
