@@ -80,6 +80,23 @@ def test_reward_functions_that_need_no_column_or_say_nothing_of_themselves_pass(
     build(rows=rows, reward_funcs=[lambda **columns: [1.0]])
 
 
+def test_fields_that_a_rollout_func_returns_reach_reward_functions(make_model, make_config, tokenizer, dataset):
+    def rollout(prompts, trainer):
+        ids = [tokenizer("7")["input_ids"] + [tokenizer.eos_token_id] for _ in prompts]
+        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": None, "score": [0.5] * len(prompts)}
+
+    trainer = CreditTrainer(
+        make_model(),
+        lambda completions, score, **columns: score,
+        make_config(max_steps=1),
+        dataset,
+        processing_class=tokenizer,
+        rollout_func=rollout,
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == 0.5
+
+
 @pytest.mark.usefixtures("no_rollout")
 def test_an_evaluation_dataset_is_checked_too(make_model, make_config, tokenizer, dataset):
     with pytest.raises(ValueError, match=r"`harder` has no column `prompt`"):

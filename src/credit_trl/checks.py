@@ -190,14 +190,16 @@ _PASSED = frozenset(
 )
 
 
-def check_reward_columns(reward_funcs: Any, train_dataset: Any) -> None:
+def check_reward_columns(reward_funcs: Any, train_dataset: Any, rollout_func: Callable[..., Any] | None) -> None:
     """Every parameter that a reward function needs is a column of the training data.
+
+    With a `rollout_func` nothing is known beforehand: TRL passes on what fields it returns.
 
     Raises:
         ValueError: it is not; without this check the first call would fail after a generation.
     """
     columns = getattr(train_dataset, "column_names", None)
-    if columns is None:
+    if columns is None or rollout_func is not None:
         return
     for func in reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]:
         if not callable(func) or isinstance(func, nn.Module):

@@ -114,7 +114,7 @@ class CreditTrainer(ResumableTrainer):
         self.clock = StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0
         checks.check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
-        checks.check_reward_columns(reward_funcs, train_dataset)
+        checks.check_reward_columns(reward_funcs, train_dataset, kwargs.get("rollout_func"))
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         keep_differentiable(self.model)
