@@ -85,6 +85,16 @@ def test_a_batch_of_a_verifier_that_is_given_up_ends_with_its_time():
     assert call(VerifierPolicy(), lambda: seconds_left(None)) is None
 
 
+def test_a_verifier_with_a_limit_runs_on_the_device_of_its_process(monkeypatch):
+    """Each thread of torch has a current device of its own, which begins as the first."""
+    device = threading.local()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: getattr(device, "index", 0))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(device, "index", index))
+    torch.accelerator.set_device_index(1)
+    assert call(VerifierPolicy(timeout=30.0), torch.accelerator.current_device_index) == 1
+
+
 def test_a_failed_function_marks_every_sample_until_the_next_batch():
     log = VerdictLog(VerifierPolicy("skip"))
 

@@ -66,6 +66,8 @@ class VerifierPolicy:
 
 def _within(seconds: float, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Call a function in a thread that is abandoned when the time is over: its late words reach nobody."""
+    import torch  # not above: verdicts are made where torch is not loaded, too
+
     is_late = threading.Event()
     outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
@@ -76,8 +78,12 @@ def _within(seconds: float, name: str, reward_func: Callable[..., Any], argument
         key: until_late(arguments[key]) for key in ("log_extra", "log_metric") if key in arguments
     }
 
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
     def run() -> None:
         try:
+            if device is not None:  # torch keeps the current one for each thread
+                torch.accelerator.set_device_index(device)
             with given_up_after(seconds):
                 outcome.put((True, reward_func(**arguments)))
         except BaseException as error:
