@@ -48,9 +48,18 @@ def test_a_head_that_trl_casts_to_fp32_gives_its_own_distribution_to_the_last_di
     assert trainer.state.log_history[0]["grad_norm"] > 0.0
 
 
-@pytest.mark.parametrize("support", ["teacher_topk", "full"])
-def test_in_mixed_precision_on_a_gpu_student_and_teacher_reach_the_head_in_bf16(
-    make_model, make_config, tokenizer, dataset, monkeypatch, support
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, BF16),
+        ({"distillation_support": "full"}, BF16),
+        ({"cast_lm_head_to_fp32": True}, FP32),
+        ({"cast_lm_head_to_fp32": True, "distillation_support": "full"}, FP32),
+    ],
+    ids=["teacher_topk", "full", "cast to fp32", "cast to fp32-full"],
+)
+def test_in_mixed_precision_on_a_gpu_student_and_teacher_reach_the_head_in_bf16_unless_it_is_cast_to_fp32(
+    make_model, make_config, tokenizer, dataset, monkeypatch, options, expected
 ):
     """The rule of a GPU, on a CPU."""
     entered = {"student": set(), "teacher": set()}
@@ -68,8 +77,8 @@ def test_in_mixed_precision_on_a_gpu_student_and_teacher_reach_the_head_in_bf16(
     monkeypatch.setattr(causal_lm, "head_dtype", lambda h, w, device, autocast: head_dtype(h, w, "cuda", autocast))
     monkeypatch.setattr(trainer_module, "credit_loss", recording_loss)
     monkeypatch.setattr(scoring, "reference_states", recording_states)
-    model, config = make_model(), make_config(bf16=True, distillation_support=support)
+    model, config = make_model(), make_config(bf16=True, **options)
     trainer = CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
     trainer.train()
-    assert entered == {"student": {BF16}, "teacher": {BF16}}
+    assert entered == {"student": {expected}, "teacher": {expected}}
     assert trainer.state.log_history[0]["grad_norm"] > 0.0

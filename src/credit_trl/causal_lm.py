@@ -44,6 +44,16 @@ def keep_differentiable(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def multiply_head_in_fp32(model: nn.Module) -> None:
+    """From now on, under mixed precision too: what TRL's `cast_lm_head_to_fp32` asks for. Copies do it as well."""
+    unwrap_adapters(model).get_output_embeddings().is_multiplied_in_fp32 = True
+
+
+def is_head_multiplied_in_fp32(model: nn.Module) -> bool:
+    """Whether `multiply_head_in_fp32` said so."""
+    return getattr(unwrap_adapters(model).get_output_embeddings(), "is_multiplied_in_fp32", False)
+
+
 def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") -> LMHead:
     """The head of a causal LM and what its family does to the logits; `gathered()` makes a sharded one whole."""
     causal_lm = unwrap_adapters(model)
@@ -54,7 +64,12 @@ def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") ->
 
 
 def head_input(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Last hidden states in the dtype that `head_dtype` says, under the autocast that they were computed under."""
+    """Last hidden states in the dtype that `head_dtype` says, under the autocast that they were computed under.
+
+    In fp32 after `multiply_head_in_fp32`, whatever the autocast.
+    """
+    if is_head_multiplied_in_fp32(model):
+        return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     weight = unwrap_adapters(model).get_output_embeddings().weight
@@ -66,7 +81,7 @@ def head_dtype(hidden: torch.dtype, weight: torch.dtype, device: str, autocast: 
 
     Args:
         hidden: what the backbone gives.
-        weight: the head's; fp32 over states of less is TRL's `cast_lm_head_to_fp32`, and then products are in fp32.
+        weight: the head's; where it is in fp32 and the states are in less, products are in fp32.
         device: its kind.
         autocast: the dtype of mixed precision, or None. bf16 on a GPU has products of bf16, as a linear layer would,
             with weights of fp32 too; fp16 has too little range for a token's share of a gradient.

@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.models.utils import _ForwardRedirection
 
+from credit_trl.causal_lm import is_head_multiplied_in_fp32, multiply_head_in_fp32
+
 T = TypeVar("T")
 
 
@@ -141,6 +143,8 @@ def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool)
     with no_init_weights(), prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=config):
         twin = type(model)(copy.deepcopy(model.config))
     twin.requires_grad_(False)
+    if is_head_multiplied_in_fp32(model):
+        multiply_head_in_fp32(twin)
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in twin.named_parameters():

@@ -16,7 +16,7 @@ from trl.trainer.utils import get_config_model_id
 
 from credit_trl import checks
 from credit_trl.adaptive import CoefficientUpdate, make_adaptive
-from credit_trl.causal_lm import completion_states, keep_differentiable, lm_head
+from credit_trl.causal_lm import completion_states, keep_differentiable, lm_head, multiply_head_in_fp32
 from credit_trl.checkpoints import ResumableTrainer
 from credit_trl.compat import check_trl
 from credit_trl.config import CreditConfig
@@ -118,6 +118,8 @@ class CreditTrainer(ResumableTrainer):
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         keep_differentiable(self.model)
+        if args.cast_lm_head_to_fp32:
+            multiply_head_in_fp32(self.model)
         if self.use_vllm:
             self.vllm_generation = PolicyGeneration.adopt(self.vllm_generation, args.seed)
         self.reward_funcs = [
