@@ -6,10 +6,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import TrainerCallback
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from credit_trl import CreditTrainer
-from credit_trl.teacher import AdapterReference, CopyReference, Reference, make_reference
+from credit_trl.teacher import CHECKPOINT_FILE, AdapterReference, CopyReference, Reference, make_reference
 from tiny import length_verdicts
 
 
@@ -187,6 +190,27 @@ def test_saved_and_loaded_references_are_equal_and_foreign_ones_are_named(make_m
     foreign = make_reference("ema", get_peft_model(make_model(), adapters()), accelerator)
     with pytest.raises(ValueError, match="full fine-tuning or LoRA"):
         foreign.load(tmp_path)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_activation_checkpointing_that_is_put_in_later_changes_no_names(make_model, tmp_path, lora):
+    """As accelerate does under FSDP2: layers are wrapped when the model is prepared, after the reference was made."""
+    model = get_peft_model(make_model(), adapters()) if lora else make_model()
+    reference = make_reference("ema", model, Accelerator(cpu=True))
+    names = reference.named_weights().keys()
+    before = {name: weight.clone() for name, weight in reference.named_weights().items()}
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Qwen3DecoderLayer))
+    assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 1.0
+    reference.update(0.5)
+    assert reference.named_weights().keys() == names
+    for name, weight in reference.named_weights().items():
+        torch.testing.assert_close(weight, before[name] + 0.5)
+    reference.save(tmp_path)
+    assert load_file(tmp_path / CHECKPOINT_FILE).keys() == names
 
 
 def test_prompt_learning_is_refused_with_what_to_use_instead(make_model):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import is_peft_model
+from accelerate.utils import fsdp2_canonicalize_names, is_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -161,12 +161,12 @@ class CopyReference(_StoredReference):
         yield self.model
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        student = dict(self.student.named_parameters())
+        student = _parameters(self.student)
         for name, reference in self.named_weights().items():
             yield reference, student[name]
 
     def named_weights(self) -> dict[str, Tensor]:
-        return dict(self.accelerator.unwrap_model(self.model).named_parameters())
+        return _parameters(self.accelerator.unwrap_model(self.model))
 
 
 class OffloadedReference(CopyReference):
@@ -219,7 +219,7 @@ class AdapterReference(_StoredReference):
             self.student.set_adapter(self.trained)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        parameters = dict(self.student.named_parameters())
+        parameters = _parameters(self.student)
         for name, reference in self.named_weights().items():
             yield reference, parameters[name.replace(f".{ADAPTER_NAME}", f".{self.trained}")]
 
@@ -244,7 +244,7 @@ class AdapterReference(_StoredReference):
 
     def _adapter(self) -> dict[str, Tensor]:
         mark = f".{ADAPTER_NAME}"
-        named = self.student.named_parameters()
+        named = _parameters(self.student).items()
         return {name: p for name, p in named if name.endswith(mark) or f"{mark}." in name}
 
 
@@ -307,6 +307,11 @@ class ReferenceUpdate(TrainerCallback):
             due = passes // batch > (passes - self.trainer.current_gradient_accumulation_steps) // batch
         if due:
             self.trainer.reference.update(args.teacher_update_rate)
+
+
+def _parameters(module: nn.Module) -> dict[str, Tensor]:
+    """By the names that they had before activation checkpointing or compilation wrapped modules inside."""
+    return fsdp2_canonicalize_names(dict(module.named_parameters()))
 
 
 @contextmanager
