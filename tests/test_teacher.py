@@ -150,6 +150,19 @@ def test_the_adapter_reference_is_frozen_isolated_and_gives_the_student_back(mak
     assert not torch.equal(student, start)
 
 
+def test_what_trains_of_an_adapter_trains_during_scoring_and_after_it(make_model):
+    model = get_peft_model(make_model(), adapters())
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:  # as in LoRA-FA
+            parameter.requires_grad_(False)
+    reference = make_reference("ema", model, Accelerator(cpu=True))
+    trains = {name: "lora_B.default" in name for name, _ in model.named_parameters()}
+    assert any(trains.values())
+    with reference.active():
+        assert {name: p.requires_grad for name, p in model.named_parameters()} == trains
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == trains
+
+
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_a_start_that_rewrites_the_base_rewrites_it_once(make_model, start):
     model = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start)).eval()

@@ -210,13 +210,23 @@ class AdapterReference(_StoredReference):
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        # `inference_mode`: the frozen adapter stays frozen while it is active.
-        self.student.set_adapter(ADAPTER_NAME, inference_mode=True)
+        self._switch(ADAPTER_NAME)
         try:
             with _eval_mode(self.student):
                 yield self.student
         finally:
-            self.student.set_adapter(self.trained)
+            self._switch(self.trained)
+
+    def _switch(self, adapter: str) -> None:
+        """Use this adapter, and leave what trains to whoever decided it.
+
+        PEFT's `set_adapter` freezes all other adapters and thaws all of its own; FSDP2 fixes at the first pass, which
+        may be one of scoring, in which precision it keeps what trains.
+        """
+        trains = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
+        self.student.set_adapter(adapter)
+        for parameter, requires_grad in trains.items():
+            parameter.requires_grad_(requires_grad)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         parameters = _parameters(self.student)

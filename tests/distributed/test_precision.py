@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from distributed.launching import finished, launch
@@ -13,4 +14,13 @@ def test_under_fsdp2_in_bf16_targets_and_loss_stay_in_fp32(tmp_path):
     assert [f["dtypes"] for f in facts] == [["torch.float32"]] * 2
     losses = torch.tensor([f["losses"] for f in facts])
     assert not torch.equal(losses, losses.bfloat16().float())
+    assert facts[0]["log"][0]["grad_norm"] > 0.0
+
+
+@pytest.mark.slow
+def test_under_fsdp2_in_bf16_an_adapter_trains_whose_first_pass_is_one_of_scoring(tmp_path):
+    """Rollouts are given, so FSDP2 sees the model first under the reference's adapter, and looks for what trains."""
+    options = {"lora": True, "from_path": True, "model_init_kwargs": {"dtype": "bfloat16"}}
+    facts = finished(launch(tmp_path, 2, wrapper="fsdp2", bf16=True, max_steps=1, **options))
+    assert [(f["distributed_type"], f["sharded"]) for f in facts] == [("FSDP", True)] * 2
     assert facts[0]["log"][0]["grad_norm"] > 0.0
