@@ -226,6 +226,30 @@ def test_activation_checkpointing_that_is_put_in_later_changes_no_names(make_mod
     assert load_file(tmp_path / CHECKPOINT_FILE).keys() == names
 
 
+def autocast_dtype(reference) -> torch.dtype | None:
+    with reference.autocast():
+        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def test_a_reference_computes_in_bf16_as_its_student_where_trl_casts_a_tied_head_to_fp32(
+    make_model, make_config, tokenizer, dataset
+):
+    model, config = make_model(dtype=torch.bfloat16, tie_word_embeddings=True), make_config(cast_lm_head_to_fp32=True)
+    trainer = CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
+    assert model.get_input_embeddings().weight.dtype is torch.float32
+    assert autocast_dtype(trainer.reference) is torch.bfloat16
+
+
+def test_a_reference_computes_in_its_bases_precision_whatever_that_of_adapters_and_quantised_weights(make_model):
+    model = get_peft_model(make_model(dtype=torch.bfloat16, tie_word_embeddings=True), adapters())
+    for module in model.modules():
+        if hasattr(module, "base_layer"):
+            module.base_layer.weight = torch.nn.Parameter(module.base_layer.weight.to(torch.int8), requires_grad=False)
+    reference = make_reference("ema", model, Accelerator(cpu=True))
+    assert all(weight.dtype is torch.float32 for weight in reference.named_weights().values())
+    assert autocast_dtype(reference) is torch.bfloat16
+
+
 def test_prompt_learning_is_refused_with_what_to_use_instead(make_model):
     model = get_peft_model(make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match="LoRA"):

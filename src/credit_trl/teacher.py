@@ -97,7 +97,7 @@ class Reference:
         """The precision that the student computes in: mixed precision, or that of its half-precision weights."""
         if self.accelerator.mixed_precision != "no":
             return self.accelerator.autocast()
-        dtype = next(self.student.parameters()).dtype
+        dtype = _layers_dtype(self.student)
         if dtype in (torch.bfloat16, torch.float16):
             return torch.autocast(self.accelerator.device.type, dtype=dtype)
         return nullcontext()
@@ -317,6 +317,18 @@ class ReferenceUpdate(TrainerCallback):
             due = passes // batch > (passes - self.trainer.current_gradient_accumulation_steps) // batch
         if due:
             self.trainer.reference.update(args.teacher_update_rate)
+
+
+def _layers_dtype(model: nn.Module) -> torch.dtype:
+    """Of the base's weights without the head, which TRL may have cast to fp32, and tied embeddings with it."""
+    head, adapters = model.get_output_embeddings(), tuple(getattr(model, "peft_config", ()))
+    return next(
+        parameter.dtype
+        for name, parameter in model.named_parameters()
+        if parameter is not head.weight
+        and parameter.is_floating_point()
+        and not any(f".{adapter}" in name for adapter in adapters)
+    )
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:
