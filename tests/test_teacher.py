@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -11,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from transformers import TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from credit_trl import CreditTrainer
+from credit_trl import CreditTrainer, teacher
 from credit_trl.teacher import CHECKPOINT_FILE, AdapterReference, CopyReference, Reference, make_reference
 from tiny import length_verdicts
 
@@ -224,6 +227,30 @@ def test_activation_checkpointing_that_is_put_in_later_changes_no_names(make_mod
         torch.testing.assert_close(weight, before[name] + 0.5)
     reference.save(tmp_path)
     assert load_file(tmp_path / CHECKPOINT_FILE).keys() == names
+
+
+def test_saving_and_loading_hold_one_tensor_at_a_time(make_model, tmp_path, monkeypatch):
+    reference = make_reference("ema", make_model(), Accelerator(cpu=True))
+    reference.save(tmp_path)
+    whole, most = [], []
+
+    def noted(tensor):
+        most.append(sum(held() is not None for held in whole))
+        whole.append(weakref.ref(tensor))
+        return tensor
+
+    copy = teacher.copy_full
+    monkeypatch.setattr(teacher, "copy_full", lambda target, value: copy(target, noted(value)))
+    reference.load(tmp_path)
+    assert len(most) == len(reference.named_weights()) > 2
+    assert max(most) <= 1
+
+    whole.clear(), most.clear()
+    monkeypatch.setattr(teacher, "full_tensor", lambda tensor: noted(tensor.clone()))
+    monkeypatch.setattr(reference, "accelerator", SimpleNamespace(is_main_process=False, unwrap_model=lambda m: m))
+    reference.save(tmp_path / "nowhere")
+    assert len(most) == len(reference.named_weights())
+    assert max(most) <= 1
 
 
 def autocast_dtype(reference) -> torch.dtype | None:

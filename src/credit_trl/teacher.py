@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_canonicalize_names, is_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainerCallback
@@ -124,8 +125,11 @@ class _StoredReference(Reference):
         raise NotImplementedError
 
     def save(self, directory: str | Path) -> None:
-        named = self.named_weights().items()
-        weights = {name: full_tensor(weight).detach().cpu().contiguous() for name, weight in named}
+        weights: dict[str, Tensor] = {}
+        for name, weight in self.named_weights().items():
+            whole = full_tensor(weight)  # every process joins, and one keeps it
+            if self.accelerator.is_main_process:
+                weights[name] = whole.detach().cpu().contiguous()
         if self.accelerator.is_main_process:
             save_file(weights, Path(directory) / CHECKPOINT_FILE)
 
@@ -137,14 +141,15 @@ class _StoredReference(Reference):
                 f"The checkpoint {directory} has no {CHECKPOINT_FILE}, so its reference cannot be restored. Resume "
                 "from a checkpoint of a run with the same `teacher_model_kind`, or start a new run from its weights."
             )
-        saved, own = load_file(path), self.named_weights()
-        if saved.keys() != own.keys():
-            raise ValueError(
-                f"{path} holds other parameters than this run's reference (for example "
-                f"{sorted(saved.keys() ^ own.keys())[:3]}): was the run full fine-tuning or LoRA with another config?"
-            )
-        for name, weight in own.items():
-            copy_full(weight, saved[name])
+        own = self.named_weights()
+        with safe_open(path, framework="pt") as saved:  # one tensor at a time
+            if differing := own.keys() ^ saved.keys():
+                raise ValueError(
+                    f"{path} holds other parameters than this run's reference (for example {sorted(differing)[:3]}): "
+                    "was the run full fine-tuning or LoRA with another config?"
+                )
+            for name, weight in own.items():
+                copy_full(weight, saved.get_tensor(name))
 
 
 class CopyReference(_StoredReference):
