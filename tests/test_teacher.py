@@ -253,6 +253,37 @@ def test_saving_and_loading_hold_one_tensor_at_a_time(make_model, tmp_path, monk
     assert max(most) <= 1
 
 
+@pytest.mark.parametrize("kind", ["ema", "base"])
+@pytest.mark.parametrize(
+    ("options", "thawed", "message"),
+    [
+        ({"bias": "lora_only"}, None, r"`bias='lora_only'`.*Set `bias=\"none\"`.*'live'"),
+        ({}, "norm", r"`.*norm\.weight` of the base trains.*`modules_to_save`.*'live'"),
+    ],
+    ids=["bias", "thawed"],
+)
+def test_parameters_of_the_base_that_train_are_refused(make_model, kind, options, thawed, message):
+    model = get_peft_model(make_model(), adapters(**options))
+    if thawed:
+        model.get_base_model().model.norm.requires_grad_(True)
+    with pytest.raises(ValueError, match=message):
+        make_reference(kind, model, Accelerator(cpu=True))
+    make_reference("live", model, Accelerator(cpu=True))
+
+
+def test_a_module_that_peft_copies_lags_with_the_adapter(make_model):
+    model = get_peft_model(make_model(), adapters(modules_to_save=["norm"]))
+    reference = make_reference("ema", model, Accelerator(cpu=True))
+    assert any("norm.modules_to_save.teacher" in name for name in reference.named_weights())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 1.0
+    reference.update(0.5)
+    for average, student in reference.pairs():
+        torch.testing.assert_close(student - average, torch.full_like(student, 0.5))
+
+
 def autocast_dtype(reference) -> torch.dtype | None:
     with reference.autocast():
         return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None

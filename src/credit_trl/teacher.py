@@ -278,8 +278,8 @@ def make_reference(
         offload: keep the copy in main memory between scoring phases.
 
     Raises:
-        ValueError: a PEFT method without tuner layers (prompt or prefix tuning), or `offload` where there is no whole
-            copy to move.
+        ValueError: a PEFT method without tuner layers (prompt or prefix tuning), one that trains parameters of the
+            base, which the reference shares, or `offload` where there is no whole copy to move.
     """
     sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if offload and (kind == "live" or is_peft_model(student) or sharded):
@@ -296,11 +296,28 @@ def make_reference(
                 "Prompt-learning adapters change the model's inputs and cannot be averaged beside each other; use "
                 "LoRA (or DoRA)."
             )
+        _check_trains_adapter_only(student)
         return AdapterReference(student, accelerator)
     precise = kind == "ema"
     if offload:
         return OffloadedReference(student, accelerator, frozen_copy(student, precise=precise))
     return CopyReference(student, accelerator, sharded_copy(student, accelerator, precise=precise))
+
+
+def _check_trains_adapter_only(student: nn.Module) -> None:
+    """What trains is the adapter, or what PEFT has copied for it (`modules_to_save`)."""
+    config, mark = student.peft_config[student.active_adapter], f".{student.active_adapter}"
+    base = [n for n, p in student.named_parameters() if p.requires_grad and f"{mark}." not in f"{n}."]
+    if getattr(config, "bias", "none") != "none":
+        what, fix = f"`bias={config.bias!r}` trains biases of the base", 'Set `bias="none"`'
+    elif base:
+        what, fix = f"`{base[0]}` of the base trains", "Freeze it, have its module copied by `modules_to_save`"
+    else:
+        return
+    raise ValueError(
+        f"{what}, and the reference shares the base: there it would neither lag nor stay as it was. {fix}, or set "
+        "`teacher_model_kind='live'`."
+    )
 
 
 class ReferenceUpdate(TrainerCallback):
