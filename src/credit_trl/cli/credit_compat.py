@@ -71,7 +71,8 @@ def _run(args: argparse.Namespace) -> int:
     directory = Path(args.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     records = {}
-    for model, name in zip(args.model, short_names(args.model), strict=True):
+    models = list(dict.fromkeys(args.model))
+    for model, name in zip(models, short_names(models), strict=True):
         checkpoint = Checkpoint.load(model, name=name, chat_template_kwargs=args.chat_template_kwargs)
         builder = ContextBuilder(checkpoint.tokenizer, analysis_config(**templates), sorted(checkpoint.end_ids()))
         records[checkpoint.name] = compat.measure(
