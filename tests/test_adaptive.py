@@ -145,9 +145,9 @@ def test_all_micro_batches_of_a_step_have_one_lambda_and_evaluation_does_not_mov
     seen = []
     loss = trainer._student_loss
 
-    def recording(inputs, mask, weights, coef, reference):
+    def recording(inputs, weights, coef, reference, mask):
         seen.append(coef.max().item())
-        return loss(inputs, mask, weights, coef, reference)
+        return loss(inputs, weights, coef, reference, mask)
 
     trainer._student_loss = recording
     trainer.train()

@@ -342,15 +342,19 @@ class ReferenceUpdate(TrainerCallback):
 
 
 def _layers_dtype(model: nn.Module) -> torch.dtype:
-    """Of the base's weights without the head, which TRL may have cast to fp32, and tied embeddings with it."""
+    """Of the base's weights without the head, which TRL may have cast to fp32, and tied embeddings with it.
+
+    Of the head where the model has nothing else.
+    """
     head, adapters = model.get_output_embeddings(), tuple(getattr(model, "peft_config", ()))
-    return next(
+    layers = (
         parameter.dtype
         for name, parameter in model.named_parameters()
         if parameter is not head.weight
         and parameter.is_floating_point()
         and not any(f".{adapter}" in name for adapter in adapters)
     )
+    return next(layers, head.weight.dtype)
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:
