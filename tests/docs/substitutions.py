@@ -62,10 +62,11 @@ LINES = {  # by the words that a line begins with; the longest counts
     "python examples/sciknoweval.py": (*_TRAINED, "rollouts", "score"),
     "python examples/toolalpaca.py": (*_TRAINED, "rollouts", "score"),
     "python notebooks/run.py": (),
-    "python run.py": ("sweep",),  # of examples/study, where the next three are too
+    "python run.py": ("sweep",),  # of examples/study, where the next four are too
     "python tokens.py": (),
     "python report.py": (),
     "python forms.py": (),
+    "python settled.py": (),
 }
 
 

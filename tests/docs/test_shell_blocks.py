@@ -209,17 +209,18 @@ def test_the_studys_lines_run_one_after_the_other_and_write_its_pages(checkout, 
     for spec in folder.glob("*.yaml"):
         spec.write_text(spec.read_text("utf-8").replace("  k: 4\n", "  k: 1\n"), encoding="utf-8")
     for world in ("plain", "shortcut", "style", "programs"):
-        for seed in (1, 6, 8, 13):  # the first of each sweep's
+        for seed in (1, 6, 8, 13, 25):  # the first of each sweep's
             shutil.copytree(SHIPPED, folder / "runs" / "study" / "bases" / f"{world}-seed{seed}")
-    written = [checkout / "docs" / name for name in ("study.md", "forms_study.md")]
+    written = [checkout / "docs" / name for name in ("study.md", "forms_study.md", "settled_study.md")]
     for page in written:
         page.unlink()
     variables = environment(tmp_path) | {"PYTHONPATH": str(checkout / "src")}
     for command in OF_THE_STUDY:
         bash(" ".join([command.text, *appended(command, "")]), folder, variables, timeout=1200)
-    study, forms = (page.read_text("utf-8") for page in written)
+    study, forms, settled = (page.read_text("utf-8") for page in written)
     assert "seeds 1." in study
     assert "### The same after" not in study  # the longer runs come after the line that writes the page
     sections = ("## At the end of learning", "## A first choice", "## Sources and gates")
     for heading in (*sections, "## The new worlds at the end of learning", "Style world, %", "Programs world, %"):
         assert heading in forms
+    assert "relabelled, against SDPO" in settled
