@@ -41,6 +41,37 @@ def test_what_a_verifier_raises_passes_through_or_is_skipped(timeout, caplog):
     assert "KeyError" in caplog.text
 
 
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_a_time_out_of_the_verifiers_own_is_told_as_it_is(timeout, caplog):
+    """A judge behind a slow network raises one; on Python 3.11 and later it is asyncio's too."""
+
+    async def slow_network():
+        raise TimeoutError("read timed out")
+
+    with pytest.raises(TimeoutError, match="read timed out") as caught:
+        asyncio.run(VerifierPolicy("raise", timeout).call_async("f", slow_network, {}))
+    assert not isinstance(caught.value, VerifierTimeout)
+    assert asyncio.run(VerifierPolicy("skip", timeout).call_async("f", slow_network, {})) is None
+    assert "read timed out" in caplog.text
+
+
+def test_a_coroutine_that_is_late_is_cancelled():
+    ended = []
+
+    async def late():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    async def grade():
+        assert await VerifierPolicy("skip", 0.1).call_async("f", late, {}) is None
+        await asyncio.sleep(0)
+        assert ended == [True]
+
+    asyncio.run(grade())
+
+
 def test_a_verifier_that_hangs_is_abandoned_after_its_time():
     forever, started = threading.Event(), time.perf_counter()
     with pytest.raises(VerifierTimeout, match=r"'f' has not returned within 0\.2 s.*on_verifier_error='skip'"):

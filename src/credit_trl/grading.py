@@ -52,9 +52,14 @@ class VerifierPolicy:
         """The same of a coroutine function, which has to give way while it waits."""
         try:
             with given_up_after(self.timeout):
-                return await asyncio.wait_for(reward_func(**arguments), self.timeout)
-        except asyncio.TimeoutError:
-            return self._failed(name, _too_late(name, self.timeout))
+                call = asyncio.ensure_future(reward_func(**arguments))
+            try:
+                await asyncio.wait({call}, timeout=self.timeout)
+                if call.done():  # not `wait_for`: a function may raise a TimeoutError of its own
+                    return call.result()
+            finally:
+                call.cancel()
+            raise _too_late(name, self.timeout)
         except Exception as error:
             return self._failed(name, error)
 
