@@ -5,6 +5,7 @@ import importlib.util
 import resource
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -44,6 +45,8 @@ def _patience(monkeypatch):
         (r"\boxed{7", None),
         (r"\boxed{1} and \boxed{2", None),
         (r"\boxed 7", None),
+        (r"\boxed {7}", "7"),
+        ("\\boxed{1} then \\boxed\n{2}", "2"),
         ("7", None),
         ("", None),
     ],
@@ -86,6 +89,13 @@ ADVERSARIAL = {  # reason: (response, gold, reward)
     "infinity of the other sign": (r"\boxed{-\infty}", r"\infty", 0),
     "dollar signs inside": (r"\boxed{$7$}", "7", 1),
     "gold in dollar signs": (r"\boxed{7}", "$7$", 1),
+    "an amount in dollars": (r"\boxed{20\$}", "20", 1),
+    "gold in dollars": (r"\boxed{20}", r"20\$", 1),
+    "gold as computers write it": (r"\boxed{1 \times 10^{-5}}", "1e-05", 1),
+    "the same as a decimal": (r"\boxed{0.00001}", "1e-05", 1),
+    "response as computers write it": (r"\boxed{6.02E23}", r"6.02 \times 10^{23}", 1),
+    "Euler's number less five": (r"\boxed{e-5}", "1e-05", 0),
+    "another power": (r"\boxed{1e-4}", "1e-05", 0),
     "unit": (r"\boxed{7 \text{ cm}}", "7", 1),
     "percent": (r"\boxed{50\%}", "0.5", 1),
     "named variable": (r"\boxed{x=7}", "7", 1),
@@ -193,6 +203,23 @@ def test_a_bomb_costs_its_limit_and_the_next_verdict_is_right(monkeypatch):
     assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 0.0, 0.0, 1.0]
     assert verdicts[0].metrics == {"answer_format": 1.0, "comparison_failed": 1.0}
     assert processor_time_of_ended_children() - used < 60
+
+
+@needs_math_verify
+def test_an_answer_that_fills_the_memory_is_different_and_its_worker_goes_on():
+    workers = math_worker.Workers(limit=1)
+    try:
+        assert workers.compare("1/2", "0.5") == "equal"
+        worker = workers._idle.get()
+        pages = int(Path(f"/proc/{worker.process.pid}/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize()  # what it has already
+        resource.prlimit(worker.process.pid, resource.RLIMIT_AS, (limit, limit))
+        workers._idle.put(worker)
+        assert workers.compare("3", r"2^{400000000}") == "different"  # math-verify catches the error itself
+        assert workers.compare("1/2", "0.5") == "equal"
+        assert worker.process.returncode is None
+    finally:
+        workers.close()
 
 
 @needs_math_verify
@@ -362,6 +389,7 @@ MALFORMED = {
     "answer a list": ({"problem": "q", "answer": ["2"]}, "answer"),
     "answer true": ({"problem": "q", "answer": True}, "answer"),
     "blank answer": ({"problem": "q", "answer": ""}, "answer"),
+    "answer not a number": ({"problem": "q", "answer": float("nan")}, "answer"),
     "empty box": ({"problem": "q", "solution": r"\boxed{}"}, "solution"),
     "a box that is not closed": ({"problem": "q", "solution": r"We add: \boxed{2"}, "solution"),
     "a box without braces that holds half a group": (

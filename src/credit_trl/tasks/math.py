@@ -7,6 +7,7 @@ simplifying what a model wrote, so it happens in worker processes with limits (`
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -125,8 +126,8 @@ def reward(
 
 def last_boxed(text: str) -> str | None:
     r"""What the last `\boxed{...}` holds, braces balanced; `None` where there is none or it is not closed."""
-    start = text.rfind(r"\boxed{")
-    return None if start < 0 else _braced(text, start + len(r"\boxed{"))
+    *_, box = [None, *re.finditer(r"\\boxed\s*\{", text)]
+    return None if box is None else _braced(text, box.end())
 
 
 def _braced(text: str, start: int) -> str | None:
@@ -192,6 +193,8 @@ def _is_turn(turn: Mapping[str, Any]) -> bool:
 
 def _gold(row: Row, field: str) -> str:
     value = row.get(field, (str, int, float))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise row.error(field, f"{value} is no final answer")
     text = row.text(field) if isinstance(value, str) else str(value)
     marked = _marked(text)
     gold = text.strip() if marked is None else marked.strip()

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import queue
+import re
 import selectors
 import signal
 import subprocess
@@ -182,6 +183,13 @@ _WORKERS = Workers(limit=worker_count())
 atexit.register(_WORKERS.close)
 
 
+def as_tex(text: str) -> str:
+    r"""An answer as `math-verify` reads it: without dollar signs around it, `1e-05` as `1\times 10^{-05}`."""
+    text = re.sub(r"^\$+|(?<!\\)\$+$", "", text.strip()).strip()
+    number = re.fullmatch(r"([+-]?\d+(?:\.\d*)?)[eE]([+-]?\d+)", text, re.ASCII)
+    return text if number is None else rf"{number[1]}\times 10^{{{number[2]}}}"
+
+
 def _serve() -> None:
     """The worker: one JSON line [gold, given, seconds] in, one line `true` or `false` out, until the input ends."""
     import resource
@@ -194,7 +202,7 @@ def _serve() -> None:
 
     def same(gold: str, given: str) -> bool:
         # no time-outs here: the kernel's limit of processor time and the parent's clock are the limits
-        boxed = [rf"\boxed{{{text.strip().strip('$')}}}" for text in (gold, given)]
+        boxed = [rf"\boxed{{{as_tex(text)}}}" for text in (gold, given)]
         sides = [parse(text, parsing_timeout=None) for text in boxed]
         return all(sides) and verify(*sides, timeout_seconds=None)
 
