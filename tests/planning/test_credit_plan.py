@@ -59,7 +59,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would(capsys):
         ((*LINE, "--gpu", "abacus"), "unknown GPU 'abacus'"),
         ((*LINE, "--learning_rte", "1"), "Did you mean --learning_rate?"),
         ((*LINE, "--contrastive_coef", "2"), "`contrastive_coef`"),
-        ((*LINE, "--num_processes", "3"), "does not split"),
+        ((*LINE, "--num_processes", "3"), "must be divisible by the global batch size (24)"),
         (("--model_name_or_path", "someone/unknown", "--generation_batch_size", "64"), "--model_config"),
         (("--generation_batch_size", "64"), "--model_name_or_path"),
         ((*LINE, "--accelerate_config", "fsdp1"), "fsdp_version: 2"),
@@ -80,6 +80,23 @@ def test_a_configuration_file_and_an_accelerate_file_are_read_as_the_run_would(t
     assert (launcher["num_processes"], launcher["deepspeed_config"]["zero_stage"], mixed) == (8, 2, False)
     *_, launcher, mixed = parse_run(["--config", str(config), "--num_processes", "4", "--bf16", "true"])
     assert (launcher["num_processes"], mixed) == (4, True)
+
+
+def test_batches_are_those_of_the_launchers_processes(tmp_path):
+    """As TRL computes them on each of these; the machine that plans is one."""
+    sizes = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "32")
+    line = ["--model_name_or_path", "Qwen/Qwen3-8B", *sizes]
+    training, *_ = parse_run([*line, "--accelerate_config", "fsdp2", "--num_processes", "8"])
+    assert (training.generation_batch_size, training.steps_per_generation) == (512, 32)
+    alone, *_ = parse_run(line)
+    assert alone.generation_batch_size == 64
+    small = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4", "--num_processes", "8"]
+    training, *_ = parse_run(["--model_name_or_path", "Qwen/Qwen3-8B", *small])
+    assert training.generation_batch_size == 32  # of four micro-batches alone no group of eight could be made
+    config = tmp_path / "run.yaml"
+    config.write_text("num_processes: 2\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 4\n")
+    training, _, launcher, _ = parse_run(["--config", str(config)])
+    assert (training.generation_batch_size, launcher["num_processes"]) == (32, 2)
 
 
 def run_of(*words, gpu="h20"):

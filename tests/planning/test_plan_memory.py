@@ -180,6 +180,33 @@ def test_every_change_lowers_the_peak_where_it_applies(make_config):
         assert any(lowered), change.words
 
 
+def test_an_offloaded_reference_is_on_the_gpu_while_it_scores(make_config):
+    shape = load_shape("Qwen/Qwen3-8B")
+    held = setup_of(make_config)
+    waits = replace(held, reference_offload=True)
+    there, away = memory.memory_of(shape, held), memory.memory_of(shape, waits)
+    saved = {phase: there.total(phase) - away.total(phase) for phase in memory.PHASES}
+    whole = memory.reference(shape, held)
+    assert whole == 4 * shape.parameters
+    assert saved == {"rollout": whole, "scores": 0, "update": whole}
+
+
+def test_more_processes_train_on_the_same_batches(make_config):
+    """What is advised names all that it changes: followed as it stands, a step takes as many rollouts as before."""
+    shape = load_shape("Qwen/Qwen3-8B")
+    one = setup_of(make_config, per_device=2, accumulation=32, generation_batch=64, checkpointing=True, flash=True)
+    (words,) = changes_that_fit(shape, one)
+    assert words == (
+        "num_processes: 8, accelerate_config: fsdp2, per_device_train_batch_size: 2, gradient_accumulation_steps: 4"
+    )
+    more = next(change for change in CHANGES if change.words.startswith("num_processes"))
+    halved = more.apply(replace(one, accumulation=4))
+    assert (halved.processes, halved.per_device, halved.accumulation) == (8, 1, 1)
+    assert more.apply(replace(one, accumulation=6)) is None  # 12 rollouts are no micro-batches of 8 processes
+    far = more.apply(replace(one, processes=8, strategy="fsdp2", accumulation=4))
+    assert (far.processes, far.machines, far.accumulation, far.strategy) == (16, 2, 2, "fsdp2")
+
+
 def test_the_change_that_is_named_makes_the_run_fit_and_is_needed(make_config):
     shape = load_shape("Qwen/Qwen3-8B")
     tight = setup_of(make_config, strategy="fsdp2", processes=8, checkpointing=False, flash=True)

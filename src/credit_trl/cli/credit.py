@@ -99,7 +99,7 @@ def check_names(parser: ArgumentParser, argv: list[str]) -> None:
     options = {name for one in (parser, launch_command_parser()) for name in one._option_string_actions}
     options |= {"--config", "--accelerate_config"}
     fields = {action.dest for action in parser._actions} | {"env"}
-    for key in _config_file(argv):
+    for key in config_file(argv):
         if key not in fields and f"--{key}" not in options:
             raise ValueError(_unknown(f"--{key}", options))
     for name in (word.split("=")[0] for word in argv if word.startswith("--") and " " not in word):
@@ -107,7 +107,7 @@ def check_names(parser: ArgumentParser, argv: list[str]) -> None:
             raise ValueError(_unknown(name, options))
 
 
-def _config_file(argv: list[str]) -> dict[str, Any]:
+def config_file(argv: list[str]) -> dict[str, Any]:
     """What the YAML file of a line holds; {} without one."""
     import yaml
 

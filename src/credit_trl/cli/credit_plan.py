@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from credit_trl.config import CreditConfig
     from credit_trl.planning.report import Plan
 
 NAME = "credit-plan"
@@ -81,42 +82,41 @@ def plan_of(args: argparse.Namespace, words: list[str]) -> Plan:
 def parse_run(words: list[str]) -> tuple[Any, Any, dict[str, Any], bool]:
     """(training configuration, model configuration, launcher's settings, bf16 or not) of `trl credit`'s words.
 
-    The machine that plans need not have a GPU, so precision is read beside the configuration, which is built for a
-    CPU.
+    The configuration is as each of the launcher's processes makes it. The machine that plans need not have a GPU, so
+    precision is read beside the configuration, which is built for a CPU.
     """
-    from credit_trl.cli.credit import parse
+    from credit_trl.cli.credit import config_file, parse
     from credit_trl.cli.training import make_parser
-    from credit_trl.planning.setup import read_launcher
 
-    parser = make_parser(prog=f"trl {NAME}")
+    in_file = config_file(words)
+    launcher = launcher_of(words, in_file)
+    parser = make_parser(prog=f"trl {NAME}", config=planned_config(int(launcher.get("num_processes") or 1)))
     on_cpu = [*words, "--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false"]
-    _, training, model, _, from_config, from_line = parse(parser, on_cpu)
-    rest = [*from_config, *from_line]
-    launch = argparse.ArgumentParser(add_help=False)
-    for name, kind in (
-        ("accelerate_config", str),
-        ("config_file", str),
-        ("num_processes", int),
-        ("num_machines", int),
-    ):
-        launch.add_argument(f"--{name}", type=kind)
-    given, _ = launch.parse_known_args(rest)
-    launcher = read_launcher(
-        given.accelerate_config or given.config_file,
-        {"num_processes": given.num_processes, "num_machines": given.num_machines},
-    )
+    _, training, model, *_ = parse(parser, on_cpu)
     wanted = argparse.ArgumentParser(add_help=False, argument_default=None)
     wanted.add_argument("--bf16")
-    asked = wanted.parse_known_args(words)[0].bf16 or _of_file(words).get("bf16", True)
+    asked = wanted.parse_known_args(words)[0].bf16 or in_file.get("bf16", True)
     return training, model, launcher, str(asked).lower() in ("true", "1", "yes")
 
 
-def _of_file(words: list[str]) -> dict[str, Any]:
-    """What the YAML file says, before the command line's overrides."""
-    import yaml
+def launcher_of(words: list[str], in_file: dict[str, Any]) -> dict[str, Any]:
+    """What accelerate is started with: its file, over it the words of the YAML file, over them those of the line."""
+    from credit_trl.planning.setup import read_launcher
 
-    for i, word in enumerate(words[:-1]):
-        if word == "--config":
-            with open(words[i + 1], encoding="utf-8") as file:
-                return yaml.safe_load(file) or {}
-    return {}
+    launch = argparse.ArgumentParser(add_help=False)
+    kinds = {"accelerate_config": str, "config_file": str, "num_processes": int, "num_machines": int}
+    for name, kind in kinds.items():
+        launch.add_argument(f"--{name}", type=kind, default=in_file.get(name))
+    given = vars(launch.parse_known_args(words)[0])
+    path = given.pop("accelerate_config") or given.pop("config_file")
+    return read_launcher(path, {name: given[name] for name in ("num_processes", "num_machines")})
+
+
+def planned_config(processes: int) -> type[CreditConfig]:
+    """`CreditConfig` as each of so many processes makes it, from which TRL computes the sizes of batches."""
+    from credit_trl.config import CreditConfig
+
+    class PlannedConfig(CreditConfig):
+        world_size = property(lambda self: processes)
+
+    return PlannedConfig

@@ -88,13 +88,14 @@ class CreditScriptArguments(ScriptArguments):
         choose_sandbox(self.sandbox, self.allow_unsandboxed)
 
 
-def make_parser(prog: str | None = None) -> TrlParser:
-    """TRL's parser over our script arguments, `CreditConfig`, and TRL's model and dataset options."""
+def make_parser(prog: str | None = None, config: type[CreditConfig] | None = None) -> TrlParser:
+    """TRL's parser over our script arguments, `CreditConfig` or `config`, and TRL's model and dataset options."""
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
     from credit_trl.config import CreditConfig
 
-    parser = TrlParser((CreditScriptArguments, CreditConfig, ModelConfig, DatasetMixtureConfig), prog=prog)
+    parts = (CreditScriptArguments, config or CreditConfig, ModelConfig, DatasetMixtureConfig)
+    parser = TrlParser(parts, prog=prog)
     parser.error = refuse  # its own prints four hundred options first
     return parser
 

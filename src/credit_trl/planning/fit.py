@@ -58,8 +58,15 @@ def _numbers(setup: Setup) -> dict[str, object]:
         "accumulation": setup.accumulation,
         "share": f"{setup.vllm_share:.2f}",
         "processes": setup.processes,
+        "launch": _launch(setup),
         "scoring": setup.scoring_tokens,
     }
+
+
+def _launch(setup: Setup) -> str:
+    """The accelerate file that TRL brings, and the machines where one is not enough."""
+    name = {"ddp": "multi_gpu"}.get(setup.strategy, setup.strategy)
+    return f"{name}, num_machines: {setup.machines}" if setup.machines > 1 else name
 
 
 def _checkpointing(setup: Setup) -> Setup | None:
@@ -127,13 +134,21 @@ def _four_bit(setup: Setup) -> Setup | None:
 
 
 def _more(setup: Setup) -> Setup | None:
-    wanted = max(8, setup.processes * 2)
-    if setup.processes >= 64 or setup.bits or setup.generation_batch % (setup.per_device * wanted):
+    """More processes, for generation batches and optimizer steps of as many rollouts as before."""
+    wanted, step = max(8, setup.processes * 2), setup.per_device * setup.accumulation * setup.processes
+    sizes = range(setup.per_device, 0, -1)
+    fitting = (size for size in sizes if not (step % (size * wanted) or setup.generation_batch % (size * wanted)))
+    per_device = next(fitting, None)
+    if setup.processes >= 64 or setup.bits or per_device is None:
         return None
-    strategy = "fsdp2" if setup.strategy == "single" else setup.strategy
-    accumulation = max(setup.accumulation * setup.processes // wanted, 1)
-    machines = -(-wanted // 8)
-    return replace(setup, processes=wanted, machines=machines, strategy=strategy, accumulation=accumulation)
+    return replace(
+        setup,
+        processes=wanted,
+        machines=-(-wanted // 8),
+        strategy="fsdp2" if setup.strategy == "single" else setup.strategy,
+        per_device=per_device,
+        accumulation=step // (per_device * wanted),
+    )
 
 
 # In the order in which they cost: first what changes no number of the training, last what changes the training.
@@ -148,7 +163,11 @@ CHANGES = (
     Change("teacher_offload: true", _offload),
     Change("accelerate_config: fsdp2", _shard),
     Change("optim: adamw_8bit", _eight_bit),
-    Change("num_processes: {processes} (accelerate_config: fsdp2)", _more),
+    Change(
+        "num_processes: {processes}, accelerate_config: {launch}, per_device_train_batch_size: {per_device}, "
+        "gradient_accumulation_steps: {accumulation}",
+        _more,
+    ),
     Change("use_peft: true, lora_r: 32, lora_target_modules: all-linear", _lora),
     Change("dtype: bfloat16", _half_weights),
     Change("load_in_4bit: true, use_vllm: false", _four_bit),

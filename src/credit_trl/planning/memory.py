@@ -62,6 +62,8 @@ def memory_of(shape: Shape, setup: Setup) -> Memory:
     if setup.vllm == "colocate" and not setup.vllm_sleeps:
         for phase in ("scores", "update"):
             phases[phase]["vLLM"] = phases["rollout"]["vLLM"]
+    if setup.reference_offload:  # it comes back to score
+        phases["scores"]["reference"] = reference(shape, setup)
     if not setup.distills:
         phases["scores"] = {}
     return Memory(steady, phases)
