@@ -112,6 +112,25 @@ def test_yaml_overrides_and_accelerate_arguments_go_where_they_belong(launched, 
     assert args.training_script_args == ["--config", str(config), "--contrastive_coef", "0.2", "--output_dir", "out"]
 
 
+def test_a_configuration_file_after_a_sign_of_equality_is_read_too(launched, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("use_cpu: true\nbf16: false\ngradient_accumulation_steps: 4\n")
+    assert credit.run([f"--config={config}", "--contrastive_coef=0.2"]) == 0
+    assert launched[0].training_script_args == ["--config", str(config), "--contrastive_coef=0.2"]
+
+
+def test_batches_are_checked_for_the_processes_that_will_train(launched, capsys):
+    """Of one process eight rollouts are one question, of two processes sixteen are two."""
+    line = ["--use_cpu", "true", "--bf16", "false", "--per_device_train_batch_size", "8"]
+    assert credit.run([*line, "--num_processes", "2"]) == 0
+    assert len(launched) == 1
+    assert credit.run(line) == 2
+    assert "holds one problem, so there is no other question to contrast with" in capsys.readouterr().err
+    assert credit.run([*line, "--num_processes", "two"]) == 2
+    assert "invalid int value: 'two'" in capsys.readouterr().err
+    assert len(launched) == 1
+
+
 def test_a_named_accelerate_config_is_resolved_as_trl_does(launched):
     line = ["--accelerate_config", "single_gpu", "--use_cpu", "true", "--bf16", "false"]
     assert credit.run([*line, "--gradient_accumulation_steps", "4"]) == 0

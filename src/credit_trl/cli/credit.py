@@ -25,8 +25,9 @@ PROG = "trl credit"
 def run(argv: list[str]) -> int:
     """Check the arguments, launch, and return the exit code of the run."""
     ignore_renamings()
-    parser = make_parser(prog=PROG)
+    argv = separate_config(argv)
     try:
+        parser = make_parser(prog=PROG, processes=processes_of(argv))
         script, *_, from_config, from_line = parse(parser, argv)
         if script.task is not None:
             check_name(script.task)
@@ -83,6 +84,41 @@ def launch_arguments(
     launcher.error = refuse
     options = resolve_accelerate_config_argument(from_config + from_line)
     return launcher, [*map(str, options), "--module", TRAINING_MODULE, *_subtract_subsequence(argv, from_line)]
+
+
+def separate_config(argv: list[str]) -> list[str]:
+    """`--config=FILE` as two words, the only form that TRL's parser reads a file by."""
+    return [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+
+
+def processes_of(argv: list[str]) -> int:
+    """How many processes accelerate is told to start, or will by itself: one a GPU."""
+    import torch
+
+    return int(launcher_of(argv).get("num_processes") or max(torch.cuda.device_count(), 1))
+
+
+def launcher_of(argv: list[str]) -> dict[str, Any]:
+    """What accelerate is started with: its file, over it the words of the YAML file, over them those of the line.
+
+    Raises:
+        ValueError: an accelerate configuration that is neither a file nor one of TRL's.
+        OSError, yaml.YAMLError: a file cannot be read.
+    """
+    from credit_trl.planning.setup import read_launcher
+
+    launch, in_file = ArgumentParser(add_help=False, allow_abbrev=False), config_file(argv)
+    launch.error = refuse
+    for name, kind in {
+        "accelerate_config": str,
+        "config_file": str,
+        "num_processes": int,
+        "num_machines": int,
+    }.items():
+        launch.add_argument(f"--{name}", type=kind, default=in_file.get(name))
+    given, _ = launch.parse_known_args(argv)
+    counts = {"num_processes": given.num_processes, "num_machines": given.num_machines}
+    return read_launcher(given.accelerate_config or given.config_file, counts)
 
 
 def check_names(parser: ArgumentParser, argv: list[str]) -> None:

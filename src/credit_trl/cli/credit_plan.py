@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from credit_trl.config import CreditConfig
     from credit_trl.planning.report import Plan
 
 NAME = "credit-plan"
@@ -85,38 +84,15 @@ def parse_run(words: list[str]) -> tuple[Any, Any, dict[str, Any], bool]:
     The configuration is as each of the launcher's processes makes it. The machine that plans need not have a GPU, so
     precision is read beside the configuration, which is built for a CPU.
     """
-    from credit_trl.cli.credit import config_file, parse
+    from credit_trl.cli.credit import config_file, launcher_of, parse, separate_config
     from credit_trl.cli.training import make_parser
 
-    in_file = config_file(words)
-    launcher = launcher_of(words, in_file)
-    parser = make_parser(prog=f"trl {NAME}", config=planned_config(int(launcher.get("num_processes") or 1)))
+    words = separate_config(words)
+    launcher = launcher_of(words)
+    parser = make_parser(prog=f"trl {NAME}", processes=int(launcher.get("num_processes") or 1))
     on_cpu = [*words, "--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false"]
     _, training, model, *_ = parse(parser, on_cpu)
     wanted = argparse.ArgumentParser(add_help=False, argument_default=None)
     wanted.add_argument("--bf16")
-    asked = wanted.parse_known_args(words)[0].bf16 or in_file.get("bf16", True)
+    asked = wanted.parse_known_args(words)[0].bf16 or config_file(words).get("bf16", True)
     return training, model, launcher, str(asked).lower() in ("true", "1", "yes")
-
-
-def launcher_of(words: list[str], in_file: dict[str, Any]) -> dict[str, Any]:
-    """What accelerate is started with: its file, over it the words of the YAML file, over them those of the line."""
-    from credit_trl.planning.setup import read_launcher
-
-    launch = argparse.ArgumentParser(add_help=False)
-    kinds = {"accelerate_config": str, "config_file": str, "num_processes": int, "num_machines": int}
-    for name, kind in kinds.items():
-        launch.add_argument(f"--{name}", type=kind, default=in_file.get(name))
-    given = vars(launch.parse_known_args(words)[0])
-    path = given.pop("accelerate_config") or given.pop("config_file")
-    return read_launcher(path, {name: given[name] for name in ("num_processes", "num_machines")})
-
-
-def planned_config(processes: int) -> type[CreditConfig]:
-    """`CreditConfig` as each of so many processes makes it, from which TRL computes the sizes of batches."""
-    from credit_trl.config import CreditConfig
-
-    class PlannedConfig(CreditConfig):
-        world_size = property(lambda self: processes)
-
-    return PlannedConfig

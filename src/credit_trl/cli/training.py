@@ -88,16 +88,31 @@ class CreditScriptArguments(ScriptArguments):
         choose_sandbox(self.sandbox, self.allow_unsandboxed)
 
 
-def make_parser(prog: str | None = None, config: type[CreditConfig] | None = None) -> TrlParser:
-    """TRL's parser over our script arguments, `CreditConfig` or `config`, and TRL's model and dataset options."""
+def make_parser(prog: str | None = None, processes: int | None = None) -> TrlParser:
+    """TRL's parser over our script arguments, `CreditConfig`, and TRL's model and dataset options.
+
+    Args:
+        prog: the command, for messages.
+        processes: how many will train; None for those that this one is of.
+    """
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
     from credit_trl.config import CreditConfig
 
-    parts = (CreditScriptArguments, config or CreditConfig, ModelConfig, DatasetMixtureConfig)
-    parser = TrlParser(parts, prog=prog)
+    config = CreditConfig if processes is None else _config_of(processes)
+    parser = TrlParser((CreditScriptArguments, config, ModelConfig, DatasetMixtureConfig), prog=prog)
     parser.error = refuse  # its own prints four hundred options first
     return parser
+
+
+def _config_of(processes: int) -> type[CreditConfig]:
+    """`CreditConfig` as each of so many processes makes it: TRL computes the sizes of batches from their number."""
+    from credit_trl.config import CreditConfig
+
+    class ConfigOfProcesses(CreditConfig):
+        world_size = property(lambda self: processes)
+
+    return ConfigOfProcesses
 
 
 def refuse(message: str) -> NoReturn:
