@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from credit_trl import CreditTrainer
-from credit_trl.contexts import without_question
+from credit_trl.contexts import Evidence, without_question
 from credit_trl.contrast import draw_nearest, draw_within_groups, prompt_key, text_similarity
-from credit_trl.rollouts import Rollouts, draw_contrasts
+from credit_trl.rollouts import Rollouts, draw_contrasts, draw_hints
 from tiny import length_verdicts
 
 words = st.sampled_from("the cat dog sat ran on a mat fast".split())
@@ -89,6 +89,20 @@ def test_a_row_whose_prompt_an_environment_completed_is_not_its_own_contrast(mak
     config = make_config(contrastive_source="dataset")
     for step in range(20):
         assert draw_contrasts(rollouts, config, data, step) == [[data[1]["prompt"]], [data[0]["prompt"]]]
+
+
+@pytest.mark.parametrize("source", ["batch", "hard", "same_task"])
+def test_rollouts_of_a_row_that_begin_differently_are_not_each_others_contrast(make_config, source):
+    """An environment's `reset` may show each of them another room."""
+    prompts = [f"Find {name}. You are in room {room}." for name in ("a door", "a key") for room in range(4)]
+    rows = [{"task": "rooms"}] * 8
+    rollouts = Rollouts(rows, prompts, [[1]] * 8, [0.0] * 8, [None] * 8, first=0, group_size=4)
+    config = make_config(contrastive_source=source)
+    for step in range(20):
+        draws = draw_contrasts(rollouts, config, None, step)
+        assert all(prompt.split(".")[0] != other.split(".")[0] for prompt, [other] in zip(prompts, draws, strict=True))
+        hints = draw_hints(rollouts, [Evidence(feedback=p) for p in prompts], 1, seed=0, step=step)
+        assert all(p.split(".")[0] != z.feedback.split(".")[0] for p, [z] in zip(prompts, hints, strict=True))
 
 
 @pytest.fixture

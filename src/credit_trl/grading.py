@@ -1,7 +1,8 @@
 """Verifiers that fail: they hang, raise, or answer too late, and the run goes on or ends as configured.
 
 One call of a reward function grades all rollouts of a process, so that is what is skipped: those rollouts have no
-reward, their tokens are in no loss and in none of its divisors, and they are nobody's demonstration.
+reward, their tokens are in no loss, and they are nobody's demonstration. Losses that divide by tokens count none of
+theirs; `grpo`, `sapo`, `dr_grpo` and `luspo` divide by rollouts, and count them.
 """
 
 from __future__ import annotations

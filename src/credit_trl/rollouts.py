@@ -49,6 +49,7 @@ class Rollouts:
         first: global index of the first local sample.
         turn_feedback: local, what the verdict said of single turns, by turn.
         turn_starts: local, the first columns of each completion's turns.
+        group_size: rollouts of a row; groups are contiguous in the global batch.
     """
 
     rows: list[dict[str, Any]]
@@ -59,6 +60,7 @@ class Rollouts:
     first: int
     turn_feedback: list[dict[int, str]] = field(default_factory=list)
     turn_starts: list[list[int]] = field(default_factory=list)
+    group_size: int = 1
 
     @property
     def indices(self) -> range:
@@ -125,21 +127,20 @@ def leave_out(output: dict[str, Any], is_skipped: list[bool], accelerator: Accel
 
 
 def gather_evidence(
-    rollouts: Rollouts, config: CreditConfig, group_size: int, decode: Callable[[list[list[int]]], list[str]]
+    rollouts: Rollouts, config: CreditConfig, decode: Callable[[list[list[int]]], list[str]]
 ) -> list[Evidence]:
     """z of each local sample. Every process must call it.
 
     Args:
         rollouts: the generation batch.
         config: which parts of z are used.
-        group_size: rollouts a prompt.
         decode: sampled ids → texts without special tokens.
     """
     demonstrations: list[str | None] = [None] * len(rollouts.prompts)
     if config.use_successful_as_teacher:
         chosen = choose_demonstrations(
             rollouts.rewards,
-            group_size,
+            rollouts.group_size,
             config.success_reward_threshold,
             exclude_self=config.dont_reprompt_on_self_success,
         )
@@ -179,7 +180,7 @@ def draw_contrasts(rollouts: Rollouts, config: CreditConfig, dataset: Any, step:
         return [[without_question(prompt)] for prompt in rollouts.prompts]
     from_dataset = config.contrastive_source == "dataset"
     prompts: Sequence[Prompt] = gather_object(rollouts.asked() if from_dataset else rollouts.prompts)
-    keys = [contrast.prompt_key(prompt) for prompt in prompts]
+    keys = _question_keys(prompts, 1 if from_dataset else rollouts.group_size)
     options = {"samples": rollouts.indices, "count": config.contrastive_count, "seed": config.seed, "step": step}
     if config.contrastive_source == "batch":
         draws = contrast.draw_from_batch(keys, **options)
@@ -191,6 +192,14 @@ def draw_contrasts(rollouts: Rollouts, config: CreditConfig, dataset: Any, step:
         prompts = dataset["prompt"] if isinstance(dataset, Dataset) else []
         draws = contrast.draw_from_dataset(prompts, keys, **options)
     return [[prompts[i] for i in drawn] for drawn in draws]
+
+
+def _question_keys(prompts: Sequence[Prompt], group_size: int) -> list[str]:
+    """What tells questions apart, for the global batch: the rollouts of a row ask the same one, in whatever words an
+    environment's `reset` put it for each.
+    """
+    firsts = [contrast.prompt_key(prompt) for prompt in prompts[::group_size]]
+    return [firsts[i // group_size] for i in range(len(prompts))]
 
 
 def draw_hints(
@@ -206,7 +215,7 @@ def draw_hints(
         count: hints a sample.
         seed, step: as in `contrast.draw_from_batch`.
     """
-    keys = [contrast.prompt_key(prompt) for prompt in gather_object(rollouts.prompts)]
+    keys = _question_keys(gather_object(rollouts.prompts), rollouts.group_size)
     hints: list[Evidence] = gather_object(list(evidence))
     shown = [bool(hint) for hint in hints]
     draws = contrast.draw_from_batch(keys, rollouts.indices, count, seed=seed, step=step, eligible=shown)

@@ -211,6 +211,7 @@ class CreditTrainer(ResumableTrainer):
             verdict_feedback=self._verdicts.feedback(len(prompts)),
             turn_feedback=self._verdicts.turn_feedback(len(prompts)),
             first=self.accelerator.process_index * len(prompts),
+            group_size=self.num_generations if self.model.training else self.num_generations_eval,
         )
         return rewards_per_func
 
@@ -236,9 +237,8 @@ class CreditTrainer(ResumableTrainer):
     def _build_contexts(self, mode: str) -> list[Contexts]:
         """Teacher and contrast prompts of the local samples, with feedback on turns where there is any."""
         rollouts = self._rollouts
-        group_size = self.num_generations if mode == "train" else self.num_generations_eval
         decode = partial(self.processing_class.batch_decode, skip_special_tokens=True)
-        evidence = gather_evidence(rollouts, self.args, group_size, decode)
+        evidence = gather_evidence(rollouts, self.args, decode)
         source = self._contrast_source(mode)
         built = build_contexts(rollouts, evidence, self.args, self.context_builder, self._renderer, *source)
         built = place_turns(built, rollouts, self.context_builder, self._renderer)

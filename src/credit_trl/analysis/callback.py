@@ -183,7 +183,7 @@ class CreditMapCallback(TrainerCallback):
         def decode(ids: list[list[int]]) -> list[str]:
             return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
-        evidence = gather_evidence(rollouts, config, trainer.num_generations, decode)
+        evidence = gather_evidence(rollouts, config, decode)
         builder = ContextBuilder(tokenizer, config, trainer.eos_token_ids)
         built = build_contexts(rollouts, evidence, config, builder, trainer._renderer, trainer.train_dataset, batch)
         built = place_turns(built, rollouts, builder, trainer._renderer)

@@ -221,9 +221,10 @@ def sample_responses(
         rewards=[float(verdict) for verdict in verdicts],
         verdict_feedback=[verdict.feedback for verdict in verdicts],
         first=0,
+        group_size=samples,
     )
     decode = lambda ids: checkpoint.tokenizer.batch_decode(ids, skip_special_tokens=True)  # noqa: E731
-    evidence = gather_evidence(rollouts, config, samples, decode)
+    evidence = gather_evidence(rollouts, config, decode)
     population = [row["prompt"] for row in rows] if population is None else population
     contrasts = draw(rollouts.prompts, population, config, [row.get("task") for row in repeated])
     return [
