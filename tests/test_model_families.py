@@ -32,7 +32,6 @@ FAMILIES = {
     "Cohere": {"logit_scale": 0.25},
     "Qwen3Moe": {"head_dim": 16, **EXPERTS, "output_router_logits": True},
     "Phi": {"num_key_value_heads": 2},  # a head with a bias
-    "RecurrentGemma": {"num_hidden_layers": 3, "logits_soft_cap": 3.0, "attention_window_size": 512},
 }
 CLASSES = {"Qwen3 tied": "Qwen3", "Gemma3": "Gemma3Text"}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts import has_images
 from credit_trl.kernels.chunks import accumulation_dtype
 from credit_trl.sharding import full_shape
+
+logger = logging.getLogger(__name__)
 
 
 def check_vocabulary(args: CreditConfig, model: nn.Module) -> int:
@@ -57,6 +61,90 @@ def check_kernels(args: CreditConfig, model: nn.Module, device: torch.device) ->
 
 # The finest eps that a family's own logits can be held to: TF32's, in which a GPU may multiply fp32.
 _FINEST_EPS = 2.0**-10
+# Of the largest logit: what padding before a prompt may change. A state that pads run through moves a little.
+_PADDING_TOLERANCE = 0.01
+_PADDING = 8
+
+
+def check_model(args: CreditConfig, model: nn.Module, accelerator: Accelerator) -> None:
+    """What distillation needs of a model, before anything is generated.
+
+    Raises:
+        ValueError: the model is spread over devices, its logits are not its head's (`check_logits`), or change with
+            what pads a prompt, or its positions are used up by completions.
+    """
+    _check_one_device(model)
+    check_logits(model, accelerator)
+    _check_padding(model, accelerator)
+    _fit_positions(args, model)
+
+
+def _check_one_device(model: nn.Module) -> None:
+    devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"The model is spread over the devices {', '.join(devices)} by `device_map`, which is how one process "
+            "loads a model by name where it sees several GPUs. Start one process a GPU (`accelerate launch`, `trl "
+            "credit`; with FSDP2 where a GPU is too small), or let it see one: `CUDA_VISIBLE_DEVICES=0`."
+        )
+
+
+def _check_padding(model: nn.Module, accelerator: Accelerator) -> None:
+    """Prompts of the student are padded on the left, and those of the reference are not."""
+    if not _is_whole(model, accelerator):
+        return
+    input_ids = _ordinary_ids(model, 4)
+    padded = torch.cat([input_ids[:, :1].repeat(1, _PADDING), input_ids], dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :_PADDING] = 0
+    with _at_rest(model), accelerator.autocast():
+        own = model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False).logits[0, -1]
+        behind = model(input_ids=padded, attention_mask=mask, use_cache=False).logits[0, -1]
+    eps = max(_FINEST_EPS, torch.finfo(own.dtype).eps)
+    own, behind = own.float().nan_to_num(), behind.float().nan_to_num()
+    changed, largest = (own - behind).abs().max().item(), own.abs().max().item()
+    if changed > (_PADDING_TOLERANCE + 4 * eps) * largest:
+        raise ValueError(
+            f"The logits of `{type(unwrap_adapters(model)).__name__}` change by {changed:.2g} when its prompt is "
+            "padded on the left, as those of learned positions and of some recurrent states do: the student would be "
+            "trained on another distribution than it answers with. Use a family with rotary or relative positions, "
+            "or TRL's `GRPOTrainer`."
+        )
+
+
+def _fit_positions(args: CreditConfig, model: nn.Module) -> None:
+    """Lower `max_reprompt_len` to what the model's positions leave beside a completion; what is cut is counted."""
+    config = unwrap_adapters(model).config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    factor = (getattr(config, "rope_parameters", None) or {}).get("factor", 1.0)
+    if not positions:
+        return
+    room = int(positions * max(factor, 1.0)) - args.max_completion_length
+    if room < 1:
+        raise ValueError(
+            f"`max_completion_length={args.max_completion_length}` takes all of the model's {positions} positions: "
+            "none is left for a prompt. Lower it."
+        )
+    if room < args.max_reprompt_len:
+        logger.info(f"`max_reprompt_len` is lowered from {args.max_reprompt_len} to {room}: the model's positions.")
+        args.max_reprompt_len = room
+
+
+@contextmanager
+def _at_rest(model: nn.Module) -> Iterator[None]:
+    """In eval mode and without gradients; modes and random states are left as they were."""
+    training = [module for module in model.modules() if module.training]
+    device = model.device
+    try:
+        model.eval()
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type),
+        ):
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
@@ -72,18 +160,8 @@ def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
     """
     if not _is_whole(model, accelerator):
         return
-    training = [module for module in model.modules() if module.training]
-    device = model.device
-    try:
-        model.eval()
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type),
-        ):
-            difference, tolerance = _compare_logits(model, accelerator)
-    finally:
-        for module in training:
-            module.training = True
+    with _at_rest(model):
+        difference, tolerance = _compare_logits(model, accelerator)
     if not difference <= tolerance:
         raise ValueError(
             f"`{type(unwrap_adapters(model)).__name__}` does more to its logits than to multiply its backbone's last "
