@@ -185,3 +185,15 @@ def test_structured_turns_and_images():
 def test_a_prompt_without_a_user_turn_is_named(builder, render):
     with pytest.raises(ValueError, match=r"needs a user turn.*\['system'\]"):
         builder.encode(PROMPT[:1], Evidence("4"), render)
+
+
+def test_a_contrast_of_no_token_is_none(tokenizer, make_config, render):
+    """Plain text whose question is left out, with feedback on turns only, has nothing to say before the completion."""
+    builder = ContextBuilder(tokenizer, make_config())
+    evidence = Evidence(turns={1: "The door is locked."})
+    assert builder.encode("", evidence, render) == []
+    built = builder.build(["Open the door.", ""], evidence, render)
+    assert len(built.ids) == 1
+    assert built.ids == builder.build(["Open the door."], evidence, render).ids
+    assert built.evidence == evidence
+    assert not built.cut

@@ -177,7 +177,8 @@ class ContextBuilder:
 
         All share the same z. If one is longer than `max_reprompt_len`, the feedback is cut in its middle for all of
         them, then dropped, then the same happens to the demonstration. Where nothing of z would be left beside another
-        question, there is no contrast, and z is fitted to the teacher's context alone.
+        question, or nothing at all is in its context, there is no contrast, and z is fitted to the teacher's context
+        alone.
 
         Args:
             prompts: x, x'_1, …, x'_C, conversational or plain text.
@@ -189,6 +190,8 @@ class ContextBuilder:
         while evidence:
             ids = [self.encode(prompt, evidence, render) for prompt in prompts]
             excess = max(map(len, ids)) - self.config.max_reprompt_len
+            if not all(ids[1:]):  # plain text without its question, with feedback on turns only: no token to begin from
+                break
             if excess <= 0:
                 return Contexts(ids, evidence, cut=evidence != whole)
             evidence = self._shorten(evidence, excess)
