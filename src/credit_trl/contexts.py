@@ -190,7 +190,9 @@ class ContextBuilder:
         while evidence:
             ids = [self.encode(prompt, evidence, render) for prompt in prompts]
             excess = max(map(len, ids)) - self.config.max_reprompt_len
-            if not all(ids[1:]):  # plain text without its question, with feedback on turns only: no token to begin from
+            if not all(
+                ids[1:]
+            ):  # plain text without its question, with feedback on turns only: no token to begin from
                 break
             if excess <= 0:
                 return Contexts(ids, evidence, cut=evidence != whole)

@@ -187,6 +187,26 @@ def test_a_resumed_run_keeps_its_first_rollouts(train):
     assert [i.split(",")[0] for i in identifiers] == ["step 4", "step 1"]
 
 
+def test_processes_that_had_no_part_in_the_first_rollouts_know_of_them(train, monkeypatch):
+    """A run that is resumed on more processes: all must score as many responses, or a sharded model waits for ever."""
+    trainer = train(CreditMapCallback(every=2, rollouts=1), save_strategy="steps", save_steps=2, max_steps=2)
+    folder = Path(trainer.args.output_dir)
+    (folder / "credit_maps" / "pinned-0.json").unlink()
+    monkeypatch.setattr("credit_trl.analysis.callback.gather_object", lambda own: [1, *own] if own == [None] else own)
+    scored = []
+    own_maps = CreditMapCallback._maps
+    monkeypatch.setattr(
+        CreditMapCallback,
+        "_maps",
+        lambda self, checkpoint, responses, count: (
+            scored.append((len(responses), count)) or own_maps(self, checkpoint, responses, count)
+        ),
+    )
+    train(CreditMapCallback(every=2, rollouts=1), resume=str(folder / "checkpoint-2"), max_steps=4)
+    assert scored == [(1, 1), (0, 1)]
+    assert not (folder / "credit_maps" / "pinned-0.json").exists()
+
+
 def test_a_run_that_starts_anew_sums_over_no_page_of_the_run_before(train):
     train(CreditMapCallback(every=3, rollouts=1), max_steps=6)
     again = train(CreditMapCallback(every=3, rollouts=1), max_steps=3)

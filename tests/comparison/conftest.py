@@ -35,10 +35,11 @@ def writer(root):
         metrics: dict[str, float] | None = None,
         finished: bool = True,
         settings: dict | None = None,
+        model: str = "",
     ):
         folder = root / name
         config = {"contrastive_coef": 0.1, "contrastive_count": 1, "distillation_weight": 1.0} | (config or {})
-        write_json(folder / "run.json", {"arm": arm, "seed": seed, "task": task, "config": config})
+        write_json(folder / "run.json", {"arm": arm, "seed": seed, "task": task, "config": config, "model": model})
         for row in log or []:
             append_line(folder / "log.jsonl", row)
         for step, by_prompt in scores.items():

@@ -322,6 +322,22 @@ def test_runs_of_one_name_that_differ_in_more_than_their_seed_are_told_by_option
     assert "these differ in more" in tables_markdown(result).partition("## ")[0]
 
 
+def test_runs_of_one_name_that_began_at_different_models_are_told_and_have_no_common_base(write_run, tmp_path):
+    trained = {0: scores(0.2, 1), 10: scores(0.6, 1)}
+    for seed in (1, 2):  # a base a seed, as a sweep's `bases/seed{seed}`
+        write_run(f"a-{seed}", trained, arm="A", seed=seed, model=f"bases/seed{seed}")
+        write_run(f"b-{seed}", trained, arm="B", seed=seed, model=f"bases/seed{seed}")
+    result = compare([tmp_path])
+    assert differing_options(result.runs) == []
+    assert BASE in result.arms
+    write_run("a-3", trained, arm="A", seed=3, model="org/other")
+    assert differing_options(compare([tmp_path]).runs) == ["A on letters: model (bases/seed{seed}, org/other)"]
+    write_run("b-3", trained, arm="B", seed=3, model="bases/seed3")
+    result = compare([tmp_path])
+    assert BASE not in result.arms
+    assert "began at different models" in tables_markdown(result).partition("## ")[0]
+
+
 def test_prompts_without_a_group_are_a_column_of_their_own_beside_groups(write_run, tmp_path):
     groups = {p: "hard" if i < 10 else None for i, p in enumerate(PROMPTS)}
     write_run("a", {10: {p: float(groups[p] is None) for p in PROMPTS}}, arm="A", groups=groups)

@@ -136,7 +136,7 @@ def test_the_slurm_script_keeps_the_rollouts_of_a_step_on_any_number_of_nodes(tm
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "scontrol").write_text("#!/bin/sh\necho node-a\necho node-b\n")
-    (commands / "srun").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    (commands / "srun").write_text('#!/bin/sh\necho "CPUs $SRUN_CPUS_PER_TASK" >&2\nshift\nexec "$@"\n')
     (commands / "trl").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
     for command in commands.iterdir():
         command.chmod(0o755)
@@ -151,6 +151,7 @@ def test_the_slurm_script_keeps_the_rollouts_of_a_step_on_any_number_of_nodes(tm
             "SLURM_JOB_NODELIST": "node-[a-b]",
             "SLURM_JOB_ID": "12",
             "SLURM_NODEID": "0",
+            "SLURM_CPUS_PER_TASK": "48",
         }
         line = ["bash", "examples/slurm/credit.sbatch", recipe, "--seed", "3", *further]
         said = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30, check=False)
@@ -159,6 +160,7 @@ def test_the_slurm_script_keeps_the_rollouts_of_a_step_on_any_number_of_nodes(tm
             assert "add --per_device_train_batch_size with less" in said.stderr
             continue
         assert said.returncode == 0
+        assert "CPUs 48" in said.stderr  # which srun takes from nowhere else since 22.05
         words = said.stdout.split()
         assert words[:3] == ["credit", "--config", recipe]
         given = dict(zip(words[1::2], words[2::2], strict=further != joined))

@@ -90,10 +90,8 @@ class CreditMapCallback(TrainerCallback):
         self.directory = Path(args.output_dir) / DIRECTORY
         if state.is_world_process_zero:
             self._drop_after(state.global_step)
-        if state.global_step > 0 and self._pin_file.exists():
-            kept = json.loads(self._pin_file.read_text("utf-8"))
-            self._pinned_step = kept["step"]
-            self._pinned = [Response.from_json(record) for record in kept["responses"]]
+        if state.global_step > 0:
+            self._read_pinned()
 
     def _drop_after(self, step: int) -> None:
         """Remove pages of steps that come again, or that another run left here: the summary sums over all pages."""
@@ -146,7 +144,9 @@ class CreditMapCallback(TrainerCallback):
         if first:
             self._pin(step, chosen)
         # Where weights are sharded every process must score as many responses as the others.
-        maps = self._maps(checkpoint, chosen, share) + ([] if first else self._maps(checkpoint, self._pinned, share))
+        maps = self._maps(checkpoint, chosen, share)
+        if not first:
+            maps += self._maps(checkpoint, self._pinned[:share], share)
         _reshard(trainer.model)
         maps = gather_object(maps)
         if trainer.accelerator.is_main_process:
@@ -218,6 +218,12 @@ class CreditMapCallback(TrainerCallback):
         self.directory.mkdir(parents=True, exist_ok=True)
         records = [response.to_json() for response in responses]
         self._pin_file.write_text(json.dumps({"step": step, "responses": records}), encoding="utf-8")
+
+    def _read_pinned(self) -> None:
+        """What this process pinned before the run was resumed, which may have been fewer processes, or more."""
+        kept = json.loads(self._pin_file.read_text("utf-8")) if self._pin_file.exists() else {}
+        self._pinned = [Response.from_json(record) for record in kept.get("responses", ())]
+        self._pinned_step = next((step for step in gather_object([kept.get("step")]) if step is not None), None)
 
     def _first_maps(self, step: int, maps: Sequence[TokenMap]) -> list[TokenMap]:
         """The pinned rollouts' maps under the first weights, as they were written then."""

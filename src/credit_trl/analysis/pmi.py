@@ -327,8 +327,15 @@ def measure(checkpoint: Checkpoint, response: Response, config: CreditConfig) ->
     """The report of one response under one checkpoint.
 
     Raises:
-        ValueError: the response has no teacher or no contrast, or λ is adapted and the checkpoint does not hold it.
+        ValueError: the response has no teacher or no contrast, or is of a trainer's own maps, whose contrasts hold z
+            already; or λ is adapted and the checkpoint does not hold it.
     """
+    if response.contexts is not None:
+        raise ValueError(
+            f"Response {response.identifier!r} comes from `CreditMapCallback`, which keeps the contexts (x', z) of "
+            "its contrasts and not the questions x' alone, so π(y|x') cannot be read. Sample responses "
+            "(`trl credit-map`), or give `contrasts` and no `contexts`."
+        )
     contexts = build_contexts(response, config, checkpoint)
     if not contexts.contrasts:
         raise ValueError(f"Response {response.identifier!r} has no other question to compare with.")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_trl.comparison.runs import RESULT_FILE, SCORE, Run, differing_settings, find_runs
+from credit_trl.comparison.runs import RESULT_FILE, SCORE, Run, differing_settings, find_runs, has_one_base
 from credit_trl.evaluation.statistics import (
     N_RESAMPLES,
     Difference,
@@ -103,7 +103,7 @@ class Comparison:
         runs: those that are compared.
         unfinished: those that are not, since their training has not come to its end.
         differing_settings: what their evaluations were not sampled alike with, one line each.
-        arms: in the order of the tables; `BASE` first, where step 0 was evaluated.
+        arms: in the order of the tables; `BASE` first, where step 0 was evaluated, of one model a seed.
         domains: tasks, or groups of one task's prompts.
         prompts: domain → how many prompts.
         measure: what is compared: the score, maj@k, or a metric of the verdicts.
@@ -183,7 +183,7 @@ def compare(
     domains = _domains(evaluated)
     baseline = _baseline(names, baseline)
     scores = _Scores(evaluated, domains, measure)
-    with_base = [BASE] if all(0 in run.steps and len(run.steps) > 1 for run in evaluated) else []
+    with_base = [BASE] if has_one_base(evaluated) and all(0 in r.steps and len(r.steps) > 1 for r in evaluated) else []
     all_arms = [*with_base, *names]
     tables = {
         (arm, domain, when): table

@@ -11,7 +11,7 @@ from typing import Any
 
 from credit_trl.comparison.compare import BEST, FINAL, Comparison
 from credit_trl.comparison.figures import THEMES, curves_figure, scores_figure
-from credit_trl.comparison.runs import differing_options
+from credit_trl.comparison.runs import differing_options, has_one_base
 from credit_trl.comparison.tables import (
     CONTRAST_COLUMNS,
     STEPS_COLUMNS,
@@ -123,6 +123,8 @@ def remarks(comparison: Comparison) -> list[str]:
             "Runs of one name count as its seeds, but these differ in more, which an interval takes for noise: "
             f"{'. '.join(different)}. Give them names (`arm` in {RUN_FILE}), or leave some out."
         )
+    if not has_one_base(comparison.runs):
+        told.append("Runs of one seed began at different models, so there is no one base to compare them with.")
     if comparison.unfinished:
         listed = ", ".join(str(run.folder) for run in comparison.unfinished)
         told.append(f"Left out, since their training has not come to its end: {listed}")

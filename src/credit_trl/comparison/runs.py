@@ -42,6 +42,7 @@ class Run:
         log_source: the file that they were read from.
         evaluations: rows of `evaluations.jsonl`, by step.
         finished: whether training came to its end, so that the last evaluation is the final one.
+        model: what training began at; "" where it is not known.
     """
 
     folder: Path
@@ -54,6 +55,7 @@ class Run:
     log_source: str
     evaluations: Sequence[Mapping[str, Any]]
     finished: bool = True
+    model: str = ""
 
     @property
     def steps(self) -> list[int]:
@@ -155,11 +157,13 @@ _NOT_TRAINED_WITH = re.compile(
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
-    """The options that runs of one arm, which are taken for its seeds, do not share; one line an arm."""
+    """Model and options that runs of one arm, which are taken for its seeds, do not share; one line an arm."""
     lines = []
     for arm, task in dict.fromkeys((run.arm, run.task) for run in runs):
-        configs = [run.config for run in runs if (run.arm, run.task) == (arm, task) and run.config]
-        told = []
+        mine = [run for run in runs if (run.arm, run.task) == (arm, task)]
+        models = dict.fromkeys(_model_at_any_seed(run) for run in mine if run.model)
+        told = [f"model ({', '.join(models)})"] if len(models) > 1 else []
+        configs = [run.config for run in mine if run.config]
         for name in sorted({name for config in configs for name in config if not _NOT_TRAINED_WITH.fullmatch(name)}):
             values = dict.fromkeys(json.dumps(config.get(name), sort_keys=True) for config in configs)
             if len(values) > 1:
@@ -167,6 +171,17 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
         if told:
             lines.append(f"{arm} on {task}: {', '.join(told)}")
     return lines
+
+
+def has_one_base(runs: Sequence[Run]) -> bool:
+    """Whether all runs of one task and seed began at the same model, as far as it is known."""
+    first = {(run.task, run.seed): run.model for run in reversed(runs)}
+    return all(run.model == first[run.task, run.seed] for run in runs)
+
+
+def _model_at_any_seed(run: Run) -> str:
+    """A sweep may have a base of its own for each seed, such as `bases/seed{seed}`: these are one model."""
+    return run.model if run.seed is None else re.sub(rf"(?<!\d){run.seed}(?!\d)", "{seed}", run.model)
 
 
 def _first_of(folders: Sequence[str]) -> str:
@@ -202,6 +217,7 @@ def read_run(folder: str | Path) -> Run:
         log_source=source,
         evaluations=evaluations,
         finished=(folder / SUMMARY_FILE).is_file(),
+        model=str(described.get("base") or described.get("model") or ""),
     )
 
 

@@ -55,19 +55,24 @@ def run_job(folder: str | Path) -> None:
         if is_done(folder):
             return
         checkpoints = complete_checkpoints(folder)
+        last_step = checkpoints[0].step if checkpoints else None
         if not (checkpoints and checkpoints[0].is_last and _is_evaluated(folder, checkpoints[0].step)):
             trainer = build_trainer(job, folder)
             # Not from the last step's, so that the log ends with what training itself has to sum up.
             trainer.train(resume_from_checkpoint=next((c.path for c in checkpoints if not c.is_last), None))
             trainer.accelerator.wait_for_everyone()
+            last_step = trainer.state.global_step
         if PartialState().is_main_process:
-            finish(folder)
+            finish(folder, last_step)
 
 
-def finish(folder: Path) -> None:
-    """Sum up a trained job, say that it is done, and only then drop what resuming needs."""
-    history = read_lines(folder / EVALUATIONS_FILE)
-    told = summary(history, max(row["step"] for row in history))
+def finish(folder: Path, last_step: int) -> None:
+    """Sum up a job that was trained to this step, say that it is done, and only then drop what resuming needs.
+
+    Raises:
+        ValueError: the last step was not evaluated, as where its verifier failed: the job is begun again there.
+    """
+    told = summary(read_lines(folder / EVALUATIONS_FILE), last_step)
     write_json(folder / SUMMARY_FILE, told)
     write_json(folder / DONE_FILE, told)
     drop_checkpoints(folder)
