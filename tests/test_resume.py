@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from credit_trl import CreditTrainer, contrast
-from credit_trl.resume import EpochRepeatSampler, load_progress, save_progress
+from credit_trl.resume import EpochRepeatSampler, Layout, load_progress, save_progress
 from tiny import length_verdicts
 
 
@@ -120,15 +122,44 @@ def test_every_epoch_has_trls_order_whichever_epoch_is_entered_first():
         assert list(ours) == epochs[entered]
 
 
+LAYOUT = Layout(processes=2, rollouts=4, passes=4)
+
+
 def test_progress_round_trips_and_names_a_missing_part(tmp_path):
-    assert load_progress(tmp_path, 0, torch.device("cpu")) is None
+    assert load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT) is None
     rollouts = [{"ids": torch.arange(3), "absent": None}]
-    save_progress(tmp_path, 7, rollouts, rank=0)
-    step, loaded = load_progress(tmp_path, 0, torch.device("cpu"))
+    save_progress(tmp_path, 7, rollouts, rank=0, layout=LAYOUT)
+    step, loaded = load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT)
     assert step == 7
     assert torch.equal(loaded[0]["ids"], rollouts[0]["ids"])
-    with pytest.raises(FileNotFoundError, match="number of processes"):
-        load_progress(tmp_path, 1, torch.device("cpu"))
+    with pytest.raises(FileNotFoundError, match=r"has no rollouts_1\.pt"):
+        load_progress(tmp_path, 1, torch.device("cpu"), LAYOUT)
+
+
+@pytest.mark.parametrize("change", [{"processes": 1}, {"rollouts": 2}, {"passes": 8}])
+def test_another_layout_begins_at_a_generation_boundary_and_nowhere_else(tmp_path, change):
+    """Two processes of four passes, one of eight: the twelfth pass of one is the twenty-fourth of the other."""
+    other = replace(LAYOUT, **change)
+    save_progress(tmp_path, 12, None, rank=0, layout=LAYOUT)
+    step, rollouts = load_progress(tmp_path, 0, torch.device("cpu"), other)
+    assert (step, rollouts) == (3 * other.passes, None)
+    save_progress(tmp_path, 13, [{"ids": torch.arange(3)}], rank=0, layout=LAYOUT)
+    with pytest.raises(ValueError, match="by 2 processes of 4 passes of 4 rollouts; this run has"):
+        load_progress(tmp_path, 0, torch.device("cpu"), other)
+
+
+def test_a_run_resumed_with_other_micro_batches_trains_on_whole_generation_batches(
+    make_model, make_config, tokenizer, dataset, tmp_path
+):
+    """As if it had fewer processes: each optimizer step takes its rollouts from the policy before it."""
+    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
+    train(*arguments, max_steps=3, save_steps=3, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    halved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    resumed = train(*arguments, resume=str(tmp_path / "checkpoint-3"), max_steps=5, save_steps=5, **halved)
+    assert resumed._step == 5 * 4
+    state = json.loads((tmp_path / "checkpoint-5" / "credit_state.json").read_text())
+    assert not state["inside_generation_batch"]
+    assert state["layout"] == {"processes": 1, "rollouts": 4, "passes": 4}
 
 
 def test_an_evaluation_draws_its_contrasts_whatever_was_evaluated_before(

@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from trl import GRPOTrainer
 
 from credit_trl.adaptive import AdaptiveCoefficient
-from credit_trl.resume import EpochRepeatSampler, load_progress, save_progress
+from credit_trl.resume import EpochRepeatSampler, Layout, load_progress, save_progress
 from credit_trl.teacher import Reference
 
 UNFINISHED = "unfinished"
@@ -58,6 +58,11 @@ class ResumableTrainer(GRPOTrainer):
             seed=self.args.seed,
         )
 
+    @property
+    def _layout(self) -> Layout:
+        passes = self.args.steps_per_generation * self.num_iterations
+        return Layout(self.accelerator.num_processes, self.args.per_device_train_batch_size, passes)
+
     # ------------------------------------------------------------------ writing
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -77,9 +82,9 @@ class ResumableTrainer(GRPOTrainer):
                 self.reference.save(unfinished)
             if self.adaptive_coef is not None and self.accelerator.is_main_process:
                 self.adaptive_coef.save(unfinished)
-            inside = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+            inside = self._step % self._layout.passes != 0
             rollouts = self._buffered_inputs if inside else None
-            save_progress(unfinished, self._step, rollouts, self.accelerator.process_index)
+            save_progress(unfinished, self._step, rollouts, self.accelerator.process_index, self._layout)
             if self.state.best_model_checkpoint == str(unfinished):
                 self.state.best_model_checkpoint = str(finished)
                 if self.args.should_save:
@@ -144,7 +149,8 @@ class ResumableTrainer(GRPOTrainer):
             self.reference.load(checkpoint)
         if self.adaptive_coef is not None:
             self.adaptive_coef.load(checkpoint)
-        progress = load_progress(checkpoint, self.accelerator.process_index, self.accelerator.device)
+        rank, device = self.accelerator.process_index, self.accelerator.device
+        progress = load_progress(checkpoint, rank, device, self._layout)
         if progress is not None:
             self._step, self._buffered_inputs = progress
 
