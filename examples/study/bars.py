@@ -36,7 +36,7 @@ def bar(world: World, arm: str) -> str:
         mean, low, high = interval(world, arm, measure)
         met = mean <= limit if relation == "<=" else mean >= limit
         lines.append([measure, f"{relation} {limit:g}", f"{mean:.3f} [{low:.3f}, {high:.3f}]", told_met(met)])
-    for baseline, group in product(baselines_of(world), compared_groups(world)):
+    for baseline, group in product(baselines_of(world), GROUPS[1:]):
         found = world.contrast(arm, group, baseline)
         name = f"{group}, against {baseline}"
         lines.append([name, "no lower by more than .02", told(found), told_loss(found.difference)])
@@ -51,7 +51,7 @@ def limits_of(world: World) -> list[tuple[str, str, float]]:
 def meets(world: World, arm: str) -> bool:
     """Whether the means of a setting are on the right side of every line of the bar."""
     means = [(interval(world, arm, measure)[0], *limit) for measure, *limit in limits_of(world)]
-    pairs = product(baselines_of(world), compared_groups(world))
+    pairs = product(baselines_of(world), GROUPS[1:])
     losses = [-world.contrast(arm, group, baseline).difference.difference for baseline, group in pairs]
     return all(mean <= limit if relation == "<=" else mean >= limit for mean, relation, limit in means) and all(
         loss <= LOSS_LIMIT for loss in losses
@@ -71,15 +71,8 @@ def told_loss(difference: Difference) -> str:
     return "met by the mean, not by the interval" if difference.difference >= -LOSS_LIMIT else "missed by the mean"
 
 
-def compared_groups(world: World) -> list[str]:
-    """The groups of prompts whose accuracy is held against SDPO's: all but the known ones."""
-    groups = dict.fromkeys(prompt["group"] for prompt in world.runs[0].prompts(world.runs[0].final_step()))
-    return [*GROUPS[1:], *(group for group in groups if group not in GROUPS)]
-
-
 def measures_of(world: World) -> list[str]:
-    measures = ["known", *compared_groups(world), *MEASURES[3:]]
-    return measures if world.name == "plain" else [*measures, "shortcut"]
+    return [*MEASURES[1:3], "holdout", *MEASURES[3:]] + ([] if world.name == "plain" else ["shortcut"])
 
 
 def seeds_table(world: World) -> str:

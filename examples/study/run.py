@@ -3,9 +3,9 @@
 Sweeps: `methods` (the paper's claims, within an hour), `controls` (another hint swapped or shown), `choice` (forms of
 the contrast on seeds of their own), `forms` (what was chosen beside all methods, on the seeds that are reported, for
 longer), `cross` (sources and gates beside them), `end_choice` and `end`, `long_choice` and `long` (the same two steps
-for runs to the end of learning, each second one on fresh seeds), `long_relabelled` and `settled` (the chosen one
-again, and until learning has settled, with hold-out cues tested under every topic). The worlds that nothing is chosen
-on, `style` and `programs`, keep their task and their seeds in every sweep.
+for runs to the end of learning, each second one on fresh seeds), `long_relabelled`, `settled` and `confirmed` (the
+chosen one again, until learning has settled, and at a rate of its own, with hold-out cues tested under every topic).
+The worlds that nothing is chosen on, `style` and `programs`, keep their task and their seeds in every sweep.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WORLDS = ("plain", "shortcut", "style", "programs")
 REPORTED = WORLDS[:2]  # what report.py and forms.py read
 TIME_FILE = "time.json"  # in the output directory
 SHORT = ("methods", "controls", "choice", "forms", "cross")
-SWEEPS = (*SHORT, "end_choice", "end", "long_choice", "long", "long_relabelled", "settled")
+SWEEPS = (*SHORT, "end_choice", "end", "long_choice", "long", "long_relabelled", "settled", "confirmed")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Hold-out cues without the luck of their labels, where learning has settled and before.
+"""Hold-out cues without the luck of their labels: the chosen setting again, at three recipes.
 
-Writes docs/settled_study.md, and the numbers of every run beside it, from the runs of the sweeps `settled` and
-`long_relabelled`.
+Adds the runs that it finds to docs/study/settled.csv, a row a run, and writes docs/settled_study.md from these rows
+alone. So seeds can be added by and by, and nobody needs all the runs to write the page anew.
 """
 
 from __future__ import annotations
@@ -9,20 +9,44 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from bars import arms_of, bar, baselines_of, final_mean, seeds_table
-from endings import FALLEN, KINDS, recipe_of
-from relabelled import GROUP, NAME
+import numpy as np
+from bars import LOWER_LIMITS, SHORTCUT_LIMIT, final_mean, told_loss, told_met
+from endings import schedule_of
+from relabelled import GROUP
 from report import table
-from results import GROUPS, WORLDS, World, read_world, world_of
+from results import GROUPS, WORLDS
+from scipy import stats
 
+from credit_trl.comparison.runs import find_runs
+from credit_trl.evaluation.statistics import Difference
 from credit_trl.run_directory import write_atomically
+from credit_trl.sweeps import read_spec
 
 HERE = Path(__file__).parent
+COMPARED = (*GROUPS[1:], GROUP)
 COLUMNS = (*GROUPS, GROUP, "format unknown", "format holdout", f"format {GROUP}", "shortcut")
-SWEEPS = {"settled": "Until learning has settled", "long_relabelled": "After 100 steps at twice the rate"}
+SWEEPS = {
+    "confirmed": "A rate of its own, on fresh seeds",
+    "settled": "Until learning has settled",
+    "long_relabelled": "After 100 steps at a larger rate",
+}
+
+
+class Key(NamedTuple):
+    """Which run a row is of."""
+
+    sweep: str
+    world: str
+    arm: str
+    seed: int
+
+
+Rows = dict[Key, dict[str, float]]
 
 
 def main() -> None:
@@ -30,89 +54,149 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/study"))
     parser.add_argument("--docs", type=Path, default=HERE.parents[1] / "docs")
     args = parser.parse_args()
-    sweeps = {sweep: read_sweep(args.output_dir, sweep) for sweep in SWEEPS}
-    write_atomically(args.docs / "settled_study.md", page(sweeps))
-    write_atomically(args.docs / "study" / "settled.csv", every_run(sweeps))
+    file = args.docs / "study" / "settled.csv"
+    rows = read_rows(file) | rows_of_runs(args.output_dir)
+    write_atomically(file, as_csv(rows))
+    write_atomically(args.docs / "settled_study.md", page(rows))
     print(args.docs / "settled_study.md")
 
 
-def read_sweep(root: Path, sweep: str) -> dict[str, World]:
-    """The worlds that a sweep was run in."""
-    folders = {name: root / f"{name}-{sweep}" for name in WORLDS}
-    return {name: read_world(name, folder, task=NAME) for name, folder in folders.items() if folder.is_dir()}
+def rows_of_runs(root: Path) -> Rows:
+    """The finished runs of these sweeps, with the mean of each measure at their end."""
+    folders = {(sweep, world): root / f"{world}-{sweep}" for sweep in SWEEPS for world in WORLDS}
+    return {
+        Key(sweep, world, run.arm, run.seed): {name: final_mean(run, name) for name in COLUMNS}
+        for (sweep, world), folder in folders.items()
+        if folder.is_dir()
+        for run in find_runs([folder])
+        if run.finished
+    }
 
 
-def page(sweeps: Mapping[str, Mapping[str, World]]) -> str:
+def read_rows(file: Path) -> Rows:
+    if not file.is_file():
+        return {}
+    with file.open(encoding="utf-8", newline="") as lines:
+        return {
+            Key(row["sweep"], row["world"], row["arm"], int(row["seed"])): {name: float(row[name]) for name in COLUMNS}
+            for row in csv.DictReader(lines)
+        }
+
+
+def as_csv(rows: Rows) -> str:
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow((*Key._fields, *COLUMNS))
+    lines.writerows((*key, *(f"{rows[key][name]:.4f}" for name in COLUMNS)) for key in sorted(rows))
+    return text.getvalue()
+
+
+# ------------------------------------------------------------------ the page
+
+
+def page(rows: Rows) -> str:
     parts = ["# Hold-out cues without luck", introduction()]
-    for sweep, worlds in sweeps.items():
-        if worlds:
-            parts += [f"## {SWEEPS[sweep]}", recipe_of(*worlds.values()), *told(worlds)]
+    for sweep, title in SWEEPS.items():
+        own = {key: values for key, values in rows.items() if key.sweep == sweep}
+        if own:
+            parts += [f"## {title}", recipe(sweep, own), *told(own)]
     return "\n\n".join(parts) + "\n"
-
-
-def told(worlds: Mapping[str, World]) -> list[str]:
-    """The bar for every setting of the contrast, and what each seed did."""
-    settings = dict.fromkeys(arm for world in worlds.values() for arm in arms_of(world) if arm.startswith("CREDIT"))
-    having = [(world, arm) for arm in settings for world in worlds.values() if arm in arms_of(world)]
-    return [
-        *(bar(world, arm) for world, arm in having),
-        *(bar_where_standing(world, arm) for world, arm in having if fallen_seeds(world)),
-        *(seeds_table(world) for world in worlds.values()),
-        fallen(worlds),
-    ]
 
 
 def introduction() -> str:
     return (
-        "Written by `examples/study/settled.py` from the run directories; no measured number in it was typed by hand. "
-        "In [Forms of the contrast, measured](forms_study.md#at-the-end-of-learning) the twelve hold-out cues are "
-        "right or wrong by luck, for all prompts of a cue alike, and intervals are wide. Here a group of prompts is "
-        f"added, `{GROUP}`: every hold-out cue under each of the twelve topics in turn, four prompts each. What a "
-        "hold-out cue is about is a label that nothing was trained on, so the expectation is that of the hold-out "
-        "prompts; the luck of twelve draws is gone.\n\n"
-        "SDPO has the frozen teacher of the settings beside it, so that they differ in the contrast alone (and in the "
-        "rate, where it is named). avg@4 at temperature 0.6; 64 rollouts a step for every arm. The numbers of every "
-        "run are in [settled.csv](study/settled.csv)."
+        "Written by `examples/study/settled.py`; no measured number in it was typed by hand. In [Forms of the "
+        "contrast, measured](forms_study.md#at-the-end-of-learning) the twelve hold-out cues are right or wrong by "
+        f"luck, for all prompts of a cue alike, and intervals are wide. Here a group of prompts is added, `{GROUP}`: "
+        "every hold-out cue under each of the twelve topics in turn, four prompts each. What a hold-out cue is about "
+        "is a label that nothing was trained on, so the expectation is that of the hold-out prompts; the luck of "
+        "twelve draws is gone.\n\n"
+        "SDPO has the frozen teacher of the settings beside it, so that they differ in the contrast alone, and in the "
+        "learning rate where it is named. avg@4 at temperature 0.6; 64 rollouts a step for every arm. Intervals are "
+        "Student's, over seeds; differences are paired by seed. The numbers of every run are in "
+        "[settled.csv](study/settled.csv)."
     )
 
 
-def fallen_seeds(world: World) -> list[int]:
-    """The seeds on which a run of SDPO ended without what its base knew."""
-    runs = [run for arm in baselines_of(world) for run in world.of(arm)]
-    return sorted({run.seed for run in runs if final_mean(run, "known") < FALLEN})
-
-
-def bar_where_standing(world: World, arm: str) -> str:
-    lost = fallen_seeds(world)
-    rest = world_of(world.name, [run for run in world.runs if run.seed not in lost], world.task)
+def recipe(sweep: str, rows: Rows) -> str:
+    """Seeds, steps and learning rate."""
+    spec = read_spec(HERE / f"{sweep}.yaml")
+    config, run = spec.config, {world: seeds_of(rows, world) for world in WORLDS}
+    seeds = "; ".join(f"{world} {', '.join(map(str, own))}" for world, own in run.items() if own)
+    left = max(len(spec.seeds) - len(own) for own in run.values() if own)
     return (
-        f"In the {world.name} world SDPO fell apart on {len(lost)} of the seeds ({', '.join(map(str, lost))}): the "
-        "mean gains by them, and the interval widens. Without them, which can only be harder for the setting:\n\n"
-        f"{bar(rest, arm)}"
+        f"Seeds, each with a base of its own: {seeds}{f' ({left} of a world are not run yet)' if left else ''}. "
+        f"{config['max_steps']} steps, learning rate {config['learning_rate']:g}, {schedule_of(config)} after "
+        f"{config['warmup_steps']} warm-up steps."
     )
 
 
-def fallen(worlds: Mapping[str, World]) -> str:
-    """How many runs of every arm ended without what the base knew."""
+def told(rows: Rows) -> list[str]:
+    """The bar for every setting of the contrast, and what each seed did."""
+    arms = sorted({key.arm for key in rows}, key=lambda arm: (arm.startswith("CREDIT"), arm))
+    worlds = [world for world in WORLDS if seeds_of(rows, world)]
+    having = [(world, arm) for arm in arms[1:] for world in worlds if of(rows, world, arm)]
+    return [*(bar(rows, world, arm, arms[0]) for world, arm in having), *(seeds_table(rows, w, arms) for w in worlds)]
+
+
+def bar(rows: Rows, world: str, arm: str, baseline: str) -> str:
+    """One setting against what it has to reach."""
+    limits = [(name, ">=", limit) for name, limit in LOWER_LIMITS.items()]
     lines = []
-    for arm in dict.fromkeys(arm for world in worlds.values() for arm in arms_of(world)):
-        runs = [run for world in worlds.values() for run in world.of(arm)]
-        lost = sum(final_mean(run, "known") < FALLEN for run in runs)
-        lines.append([arm, KINDS[runs[0].config["teacher_model_kind"]], str(len(runs)), str(lost)])
-    told = f"Runs whose accuracy on known cues ended below {100 * FALLEN:g} %:"
-    return f"{told}\n\n{table(('arm', 'teacher', 'runs', 'fell apart'), lines)}"
+    for name, relation, limit in limits if world == "plain" else [("shortcut", "<=", SHORTCUT_LIMIT), *limits]:
+        values = [row[name] for row in of(rows, world, arm).values()]
+        mean, low, high = statistics.fmean(values), *within_rates(interval(values))
+        met = mean <= limit if relation == "<=" else mean >= limit
+        lines.append([name, f"{relation} {limit:g}", f"{mean:.3f} [{low:.3f}, {high:.3f}]", told_met(met)])
+    for name in COMPARED:
+        found = paired(of(rows, world, arm), of(rows, world, baseline), name)
+        numbers = f"{100 * found.difference:+.1f} points [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+        lines.append([f"{name}, against SDPO", "no lower by more than .02", numbers, told_loss(found)])
+    return f"`{arm}`, {world} world:\n\n{table(('what', 'bar', 'measured', ''), lines)}"
 
 
-def every_run(sweeps: Mapping[str, Mapping[str, World]]) -> str:
-    """A row a run, as CSV: sweep, world, arm, seed and its final means."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("sweep", "world", "arm", "seed", *COLUMNS))
-    for sweep, worlds in sweeps.items():
-        runs = [(world, run) for world in worlds.values() for arm in arms_of(world) for run in world.of(arm)]
-        for world, run in runs:
-            rows.writerow((sweep, world.name, run.arm, run.seed, *(f"{final_mean(run, c):.4f}" for c in COLUMNS)))
-    return text.getvalue()
+def seeds_table(rows: Rows, world: str, arms: Sequence[str]) -> str:
+    """Every arm's mean, with the number of each seed."""
+    names = COLUMNS if world != "plain" else COLUMNS[:-1]
+    lines = []
+    for arm in arms:
+        own = of(rows, world, arm).values()
+        cells = ([100 * row[name] for row in own] for name in names)
+        if own:
+            lines.append([arm, *(f"{statistics.fmean(c):.1f} ({', '.join(f'{v:.0f}' for v in c)})" for c in cells)])
+    return f"{world.capitalize()} world, %, final, mean (each seed):\n\n{table(('arm', *names), lines)}"
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def of(rows: Rows, world: str, arm: str) -> dict[int, dict[str, float]]:
+    """Seed → measures, by seed."""
+    return {key.seed: rows[key] for key in sorted(rows) if (key.world, key.arm) == (world, arm)}
+
+
+def seeds_of(rows: Rows, world: str) -> list[int]:
+    return sorted({key.seed for key in rows if key.world == world})
+
+
+def paired(ours: Mapping[int, dict[str, float]], theirs: Mapping[int, dict[str, float]], name: str) -> Difference:
+    """Mean difference over the seeds that both have, with its t interval."""
+    differences = [ours[seed][name] - theirs[seed][name] for seed in ours if seed in theirs]
+    p_value = float(stats.ttest_1samp(differences, 0.0).pvalue) if np.ptp(differences) > 0 else float("nan")
+    return Difference(statistics.fmean(differences), *interval(differences), p_value)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Student's 95 % interval of the mean; of no width where nothing varies, without bounds for a single value."""
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return -np.inf, np.inf
+    half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+    return mean - half, mean + half
+
+
+def within_rates(bounds: tuple[float, float]) -> tuple[float, float]:
+    return max(bounds[0], 0.0), min(bounds[1], 1.0)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from credit_trl.tasks import load_task, quickstart
 
 STUDY = Path(__file__).parents[2] / "examples" / "study"
-SEEDS = range(21, 27)
-SDPO, FROZEN_SDPO = "SDPO", "SDPO teacher_model_kind=base"
+SEEDS = range(25, 31)
+FROZEN_SDPO = "SDPO teacher_model_kind=base"
 GUIDE = "CREDIT form=guide λ=1.5 teacher_model_kind=base"
 GROUP_SIZES = {"known": 12, "unknown": 12, "holdout": 6, "relabelled": 24}
 
@@ -69,98 +70,101 @@ def test_what_a_model_believes_of_holdout_cues_does_not_decide_its_score(study, 
     assert np.mean(rewards) == pytest.approx(1 / len(quickstart.TOPICS))
 
 
-def write_world(write, world: str, relabelled: dict[str, float], fallen: tuple[int, ...] = ()) -> None:
-    """Six seeds of three arms; SDPO's runs on the fallen seeds end with nothing."""
+def write_world(write, folder: str, relabelled: dict[str, float], seeds=SEEDS) -> None:
+    """Runs of two arms; the twelve labels' luck is another for each run, and what it is about is not."""
     rng = np.random.default_rng(0)
     prompts = {f"{group}{i}": group for group, size in GROUP_SIZES.items() for i in range(size)}
-    for arm in (SDPO, FROZEN_SDPO, GUIDE):
-        for seed in SEEDS:
-            goal = {"known": 1.0, "unknown": 0.97, "holdout": 0.2, "relabelled": relabelled[arm]}
-            luck = {"holdout": float(rng.normal(0, 0.15))}
-            kept = 0.0 if arm == SDPO and seed in fallen else 1.0
+    for arm in (FROZEN_SDPO, GUIDE):
+        for seed in seeds:
+            goal = {"known": 1.0, "unknown": 0.97, "holdout": float(rng.uniform(0.0, 0.5))}
+            goal["relabelled"] = relabelled[arm] + 0.001 * (seed % 2) * (arm == GUIDE)
             write(
-                f"{world}-settled/{arm.replace(' ', '-')}-{seed}",
-                {120: {p: kept * max(goal[g] + luck.get(g, 0.0), 0.0) for p, g in prompts.items()}},
+                f"{folder}/{arm.replace(' ', '-')}-{seed}",
+                {180: {prompt: goal[group] for prompt, group in prompts.items()}},
                 arm=arm,
                 seed=seed,
                 task="relabelled:TASK",
                 groups=prompts,
-                config={
-                    "max_steps": 120,
-                    "learning_rate": 2e-3,
-                    "warmup_steps": 10,
-                    "lr_scheduler_type": "warmup_stable_decay",
-                    "lr_scheduler_kwargs": {"num_decay_steps": 20},
-                    "teacher_model_kind": "base" if "base" in arm else "ema",
-                },
                 metrics={"format": 1.0, "shortcut": 0.0 if arm == GUIDE else 0.9},
             )
 
 
-@pytest.fixture(scope="module")
-def written(study, writer_at, tmp_path_factory) -> Path:
-    """The page's folder: in the shortcut world SDPO falls apart on two seeds, and the setting loses hold-out cues."""
-    root = tmp_path_factory.mktemp("settled")
-    write = writer_at(root / "runs")
-    even = {SDPO: 0.2, FROZEN_SDPO: 0.2, GUIDE: 0.2}
-    write_world(write, "plain", even)
-    write_world(write, "shortcut", even | {GUIDE: 0.12}, fallen=(22, 25))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["settled.py", "--output_dir", str(root / "runs"), "--docs", str(root)])
+@pytest.fixture
+def write_page(study, writer_at, tmp_path, monkeypatch):
+    """A function that writes runs of a sweep into a folder of their own, and the page with what is known by then."""
+
+    def write_them(name: str, *worlds: tuple, **options) -> str:
+        for world in worlds:
+            write_world(writer_at(tmp_path / name), *world, **options)
+        line = ["settled.py", "--output_dir", str(tmp_path / name), "--docs", str(tmp_path / "docs")]
+        monkeypatch.setattr(sys, "argv", line)
         study("settled").main()
-    return root
+        return (tmp_path / "docs" / "settled_study.md").read_text("utf-8")
+
+    return write_them
 
 
 def rows_of(text: str, beginning: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(f"| {beginning} |")]
 
 
-def test_holdout_cues_under_every_topic_are_held_to_the_bar_beside_the_drawn_ones(written):
-    page = (written / "settled_study.md").read_text("utf-8")
-    for baseline in (SDPO, FROZEN_SDPO):
-        plain, *_ = rows_of(page, f"relabelled, against {baseline}")
-        assert plain.endswith("| +0.0 points [+0.0, +0.0], p = 1.000 | met |")
-        drawn, *_ = rows_of(page, f"holdout, against {baseline}")
-        assert not drawn.endswith("| met |")  # by the luck of six draws the interval is wide
-    for missed in rows_of(page, f"relabelled, against {FROZEN_SDPO}")[1:]:
-        assert missed.endswith("| **missed** |")
+EVEN = {FROZEN_SDPO: 0.2, GUIDE: 0.2}
 
 
-def test_where_sdpo_fell_apart_the_bar_is_told_again_without_these_seeds(written):
-    page = (written / "settled_study.md").read_text("utf-8")
-    assert "In the shortcut world SDPO fell apart on 2 of the seeds (22, 25):" in page
-    assert "In the plain world SDPO fell apart" not in page
-    _, whole, standing = rows_of(page, f"unknown, against {SDPO}")
-    assert "+32.3 points" in whole
-    assert "+0.0 points [+0.0, +0.0]" in standing
-    assert page.count("## ") == 1  # of two sweeps one was run
-    assert f"| {SDPO} | averaged | 12 | 2 |" in page
-    assert f"| {GUIDE} | frozen | 12 | 0 |" in page
+def test_holdout_cues_under_every_topic_are_held_to_the_bar_beside_the_drawn_ones(write_page):
+    page = write_page("runs", ("plain-settled", EVEN), ("shortcut-settled", EVEN | {GUIDE: 0.12}))
+    plain, shortcut = rows_of(page, "relabelled, against SDPO")
+    assert plain.endswith(" points [-0.0, +0.1] | met |")
+    assert shortcut.endswith("| **missed** |")
+    for drawn in rows_of(page, "holdout, against SDPO"):
+        assert not drawn.endswith("| met |")  # luck
+    assert rows_of(page, "shortcut")[0].endswith("| 0.000 [0.000, 0.000] | met |")
+    assert page.count("\n## ") == 1  # of three sweeps one was run
+    assert "Seeds, each with a base of its own: plain 25, 26, 27, 28, 29, 30; shortcut 25" in page
+    assert "are not run yet" not in page
 
 
-def test_numbers_of_every_run_stand_beside_the_page(written):
-    with (written / "study" / "settled.csv").open(encoding="utf-8", newline="") as file:
+def test_the_interval_is_students_over_the_seeds_that_both_arms_have(study):
+    settled, rng = study("settled"), np.random.default_rng(3)
+    ours, theirs = ({seed: {"unknown": float(rng.normal())} for seed in seeds} for seeds in (range(7), range(2, 9)))
+    found = settled.paired(ours, theirs, "unknown")
+    reference = stats.ttest_rel([ours[s]["unknown"] for s in range(2, 7)], [theirs[s]["unknown"] for s in range(2, 7)])
+    low, high = reference.confidence_interval(0.95)
+    assert (found.low, found.high, found.p_value) == pytest.approx((low, high, reference.pvalue))
+    assert settled.interval([0.3]) == (-np.inf, np.inf)
+
+
+def test_seeds_that_are_run_later_join_those_that_were_written_down(write_page, tmp_path):
+    write_page("first", ("plain-confirmed", EVEN), seeds=(31, 32))
+    page = write_page("second", ("plain-confirmed", EVEN), seeds=(33,))
+    assert "plain 31, 32, 33 (17 of a world are not run yet)" in page
+    with (tmp_path / "docs" / "study" / "settled.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 3 * len(SEEDS)
-    lost = [row for row in rows if float(row["known"]) == 0]
-    assert {(row["world"], row["arm"], row["seed"]) for row in lost} == {("shortcut", SDPO, s) for s in ("22", "25")}
-    kept = next(row for row in rows if row["arm"] == GUIDE and row["world"] == "shortcut")
-    assert (kept["relabelled"], kept["shortcut"], kept["format relabelled"]) == ("0.1200", "0.0000", "1.0000")
+    assert [(row["arm"], row["seed"]) for row in rows] == [
+        (a, str(s)) for a in (GUIDE, FROZEN_SDPO) for s in (31, 32, 33)
+    ]
+    kept = rows[0]
+    assert (kept["relabelled"], kept["shortcut"], kept["format relabelled"]) == ("0.2010", "0.0000", "1.0000")
+    again = write_page("nothing")
+    assert again == page
 
 
-def test_these_runs_have_seeds_of_their_own_and_arms_that_differ_in_the_contrast():
+def test_these_runs_have_seeds_of_their_own_and_arms_that_differ_in_the_contrast_and_where_named_in_the_rate():
     from credit_trl.sweeps import read_spec
 
     specs = {spec.stem: read_spec(spec) for spec in STUDY.glob("*.yaml")}
-    settled, again = specs.pop("settled"), specs.pop("long_relabelled")
+    settled, again, confirmed = (specs.pop(name) for name in ("settled", "long_relabelled", "confirmed"))
     assert set(settled.seeds) == set(again.seeds)
-    assert not set(settled.seeds) & {seed for other in specs.values() for seed in other.seeds}
-    sdpo, guide, *slower = sorted((arm.options for arm in settled.arms()), key=len)
-    assert guide == sdpo | {"contrastive_form": "guide", "contrastive_coef": 1.5}
-    assert [options.keys() - guide.keys() for options in slower] == [{"learning_rate"}]
+    seen = {seed for other in specs.values() for seed in other.seeds}
+    assert not set(settled.seeds) & seen
+    assert not set(confirmed.seeds) & (seen | set(settled.seeds))  # its rate was chosen on those of `settled`
+    slower = f"{GUIDE} learning_rate=0.0011"
     assert {arm.name for arm in again.arms()} == {FROZEN_SDPO, GUIDE}
+    assert {arm.name for arm in confirmed.arms()} == {FROZEN_SDPO, slower}
+    assert {arm.name for arm in settled.arms()} == {FROZEN_SDPO, GUIDE, GUIDE.replace("1.5", "1"), slower}
+    assert confirmed.config == settled.config
     budget = ("per_device_train_batch_size", "num_generations", "temperature", "distillation_tail")
-    for spec in (settled, again):
+    for spec in (settled, again, confirmed):
         assert [spec.config[name] for name in budget] == [specs["long"].config[name] for name in budget]
     saving = {"save_steps"}
     assert {key for key in again.config if again.config[key] != specs["long"].config[key]} == saving
