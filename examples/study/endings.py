@@ -44,7 +44,8 @@ SWEEPS = (
         "SDPO with the frozen teacher is here as a second measure because of what the shorter recipe below had shown. "
         "The rule was written down before the first run of this choice had ended. That it reads those runs at step "
         "100, up to which their rate is constant, came of what they show at their own end: what hold-out cues lose "
-        "late. The reported seeds were not looked at before.",
+        "late. The reported seeds were not looked at before. What hold-out cues lose without the luck of their twelve "
+        "labels is measured in [another sweep](settled_study.md).",
     ),
     (
         "end",

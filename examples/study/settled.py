@@ -152,7 +152,8 @@ def bar(rows: Rows, world: str, arm: str, baseline: str) -> str:
         found = paired(of(rows, world, arm), of(rows, world, baseline), name)
         numbers = f"{100 * found.difference:+.1f} points [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
         lines.append([f"{name}, against SDPO", "no lower by more than .02", numbers, told_loss(found)])
-    return f"`{arm}`, {world} world:\n\n{table(('what', 'bar', 'measured', ''), lines)}"
+    count = len(of(rows, world, arm))
+    return f"`{arm}`, {world} world, {count} seeds:\n\n{table(('what', 'bar', 'measured', ''), lines)}"
 
 
 def seeds_table(rows: Rows, world: str, arms: Sequence[str]) -> str:
