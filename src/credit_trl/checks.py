@@ -116,10 +116,10 @@ def _fit_positions(args: CreditConfig, model: nn.Module) -> None:
     """Lower `max_reprompt_len` to what the model's positions leave beside a completion; what is cut is counted."""
     config = unwrap_adapters(model).config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
-    factor = (getattr(config, "rope_parameters", None) or {}).get("factor", 1.0)
+    factor = (getattr(config, "rope_parameters", None) or {}).get("factor") or 1.0
     if not positions:
         return
-    room = int(positions * max(factor, 1.0)) - args.max_completion_length
+    room = int(positions * max(factor, 1.0)) - (args.max_completion_length or 0)
     if room < 1:
         raise ValueError(
             f"`max_completion_length={args.max_completion_length}` takes all of the model's {positions} positions: "
