@@ -15,8 +15,9 @@ from credit_trl.analysis import pmi
 from credit_trl.analysis.checkpoints import Checkpoint
 from credit_trl.analysis.formula import PAPER, CreditFormula
 from credit_trl.analysis.passes import Reading
-from credit_trl.analysis.responses import ResponseContexts
+from credit_trl.analysis.responses import Response, ResponseContexts, analysis_config
 from credit_trl.analysis.tokenmap import score_response
+from credit_trl.contexts import Evidence
 from credit_trl.objective import ContrastRule
 
 EXACT = {"atol": 1e-10, "rtol": 0}
@@ -259,6 +260,19 @@ def test_appendix_c_through_the_models_with_a_lagged_reference():
     still = pmi.report("y", read(joint, x, z, y, 0.3))
     assert still.gap == pytest.approx(0.0, abs=1e-10)
     assert still.gap_bound == pytest.approx(0.0, abs=1e-10)
+
+
+def test_contexts_that_a_run_kept_are_no_questions():
+    """Their contrasts hold z: π(y|x'_k) would be read as π(y|x'_k,z), and the contrastive parts come out as zero."""
+    joint = random_joint(3)
+    x, z, y = response_of(joint, 0)
+    model = JointLM(joint, 0.0)
+    others = [model.context(k, z) for k in range(joint.sizes[0]) if k != x]
+    assert others
+    kept = ResponseContexts(model.context(x), model.context(x, z), others)
+    response = Response("kept", "x", y, Evidence(feedback="z"), ("x'",) * len(others), 1.0, kept)
+    with pytest.raises(ValueError, match="no other question to compare with"):
+        pmi.measure(Checkpoint.of(model, None), response, analysis_config())
 
 
 def test_masked_tokens_do_not_count():

@@ -327,18 +327,11 @@ def measure(checkpoint: Checkpoint, response: Response, config: CreditConfig) ->
     """The report of one response under one checkpoint.
 
     Raises:
-        ValueError: the response has no teacher or no contrast, or is of a trainer's own maps, whose contrasts hold z
-            already; or λ is adapted and the checkpoint does not hold it.
+        ValueError: it has no teacher or no contrast, or a trainer's contexts; λ is adapted and not in the checkpoint.
     """
-    if response.contexts is not None:
-        raise ValueError(
-            f"Response {response.identifier!r} comes from `CreditMapCallback`, which keeps the contexts (x', z) of "
-            "its contrasts and not the questions x' alone, so π(y|x') cannot be read. Sample responses "
-            "(`trl credit-map`), or give `contrasts` and no `contexts`."
-        )
     contexts = build_contexts(response, config, checkpoint)
-    if not contexts.contrasts:
-        raise ValueError(f"Response {response.identifier!r} has no other question to compare with.")
+    if not contexts.contrasts or response.contexts is not None:  # `CreditMapCallback` keeps (x', z) and not x' alone
+        raise ValueError(f"Response {response.identifier!r} has no other question to compare with: see `credit-map`.")
     plain = [checkpoint.encode(prompt) for prompt in response.contrasts]
     read = [contexts.teacher, *contexts.contrasts, contexts.student, *plain]
     columns = [*(contexts.columns or ()), *([0] * len(ids) for ids in (contexts.student, *plain))]
