@@ -132,10 +132,10 @@ def recipe(sweep: str, rows: Rows) -> str:
 
 
 def told(rows: Rows) -> list[str]:
-    """The bar for every setting of the contrast, and what each seed did."""
+    """The bar for every setting of the contrast that has two seeds, and what each seed did."""
     arms = sorted({key.arm for key in rows}, key=lambda arm: (arm.startswith("CREDIT"), arm))
     worlds = [world for world in WORLDS if seeds_of(rows, world)]
-    having = [(world, arm) for arm in arms[1:] for world in worlds if of(rows, world, arm)]
+    having = [(world, arm) for arm in arms[1:] for world in worlds if len(of(rows, world, arm)) > 1]
     return [*(bar(rows, world, arm, arms[0]) for world, arm in having), *(seeds_table(rows, w, arms) for w in worlds)]
 
 
