@@ -203,7 +203,8 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
     trainer.accelerator.print("Training completed.")
     if training_args.eval_strategy != "no":
         metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
+        # transformers cannot print None, which stands for a number that this evaluation did not have
+        trainer.log_metrics("eval", {name: value for name, value in metrics.items() if value is not None})
         trainer.save_metrics("eval", metrics, combined=False)
     trainer.save_state()
     trainer.save_model(training_args.output_dir)
