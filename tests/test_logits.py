@@ -81,12 +81,11 @@ PRECISIONS = [(torch.float32, "no"), (torch.float32, "bf16"), (torch.bfloat16, "
 
 @pytest.mark.parametrize(("dtype", "mixed"), PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rounding_is_no_difference(make_family, make_config, family, dtype, mixed):  # noqa: F811
-    config = make_config()
+def test_rounding_is_no_difference(make_family, family, dtype, mixed):  # noqa: F811
     accelerator = Accelerator(cpu=True)
     accelerator.state._mixed_precision = mixed  # one process has one state, whatever precision is asked for later
     try:
-        checks.check_model(config, make_family(family).to(dtype), accelerator)
+        checks.check_model(make_family(family).to(dtype), accelerator)
     finally:
         accelerator.state._mixed_precision = "no"
 
@@ -100,40 +99,24 @@ def test_rounding_is_no_difference(make_family, make_config, family, dtype, mixe
         ("RecurrentGemma", {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3, "lru_width": 32}),
     ],
 )
-def test_families_that_padding_changes_are_refused(make_config, monkeypatch, model_class, sizes, mixed):
+def test_families_that_padding_changes_are_refused(monkeypatch, model_class, sizes, mixed):
     """Learned positions count the pads, and the states of the other two run through them."""
-    args, accelerator = make_config(), Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     config = getattr(transformers, f"{model_class}Config")(vocab_size=64, initializer_range=0.5, **sizes)
     model = AutoModelForCausalLM.from_config(config)
     monkeypatch.setattr(accelerator.state, "_mixed_precision", mixed)
     with pytest.raises(ValueError, match=rf"The logits of `{model_class}\w+` change by .* padded on the left"):
-        checks.check_model(args, model, accelerator)
+        checks.check_model(model, accelerator)
 
 
-def test_a_model_that_is_spread_over_gpus_is_refused_and_one_on_a_single_one_is_not(make_model, make_config):
-    config, model, accelerator = make_config(), make_model(), Accelerator(cpu=True)
+def test_a_model_that_is_spread_over_gpus_is_refused_and_one_on_a_single_one_is_not(make_model):
+    model, accelerator = make_model(), Accelerator(cpu=True)
     model.hf_device_map = {"model": 0, "lm_head": 0}
-    checks.check_model(config, model, accelerator)
+    checks.check_model(model, accelerator)
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
     with pytest.raises(ValueError, match=r"devices 0, 1 by `device_map`.*accelerate launch"):
-        checks.check_model(config, model, accelerator)
-
-
-def test_contexts_are_fitted_to_the_positions_of_the_model(make_model, make_config):
-    wanted = ({}, {"max_reprompt_len": 50}, {}, {"max_completion_length": 400})
-    config, shorter, stretched, full = (make_config(**{"max_completion_length": 30} | options) for options in wanted)
-    model, accelerator = make_model(), Accelerator(cpu=True)
-    model.config.max_position_embeddings = 100
-    checks.check_model(config, model, accelerator)
-    assert config.max_reprompt_len == 70
-    checks.check_model(shorter, model, accelerator)
-    assert shorter.max_reprompt_len == 50
-    with pytest.raises(ValueError, match="takes all of the model's 100 positions"):
-        checks.check_model(full, model, accelerator)
-    model.config.rope_parameters = {**(model.config.rope_parameters or {}), "factor": 4.0}
-    checks.check_model(stretched, model, accelerator)
-    assert stretched.max_reprompt_len == 370
+        checks.check_model(model, accelerator)
 
 
 @pytest.mark.parametrize("value", [None, 4.0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,6 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts import has_images
 from credit_trl.kernels.chunks import accumulation_dtype
 from credit_trl.sharding import full_shape
-
-logger = logging.getLogger(__name__)
 
 
 def check_vocabulary(args: CreditConfig, model: nn.Module) -> int:
@@ -66,17 +63,16 @@ _PADDING_TOLERANCE = 0.01
 _PADDING = 8
 
 
-def check_model(args: CreditConfig, model: nn.Module, accelerator: Accelerator) -> None:
+def check_model(model: nn.Module, accelerator: Accelerator) -> None:
     """What distillation needs of a model, before anything is generated.
 
     Raises:
         ValueError: the model is spread over devices, its logits are not its head's (`check_logits`), or change with
-            what pads a prompt, or its positions are used up by completions.
+            what pads a prompt.
     """
     _check_one_device(model)
     check_logits(model, accelerator)
     _check_padding(model, accelerator)
-    _fit_positions(args, model)
 
 
 def _check_one_device(model: nn.Module) -> None:
@@ -110,24 +106,6 @@ def _check_padding(model: nn.Module, accelerator: Accelerator) -> None:
             "trained on another distribution than it answers with. Use a family with rotary or relative positions, "
             "or TRL's `GRPOTrainer`."
         )
-
-
-def _fit_positions(args: CreditConfig, model: nn.Module) -> None:
-    """Lower `max_reprompt_len` to what the model's positions leave beside a completion; what is cut is counted."""
-    config = unwrap_adapters(model).config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    factor = (getattr(config, "rope_parameters", None) or {}).get("factor") or 1.0
-    if not positions:
-        return
-    room = int(positions * max(factor, 1.0)) - (args.max_completion_length or 0)
-    if room < 1:
-        raise ValueError(
-            f"`max_completion_length={args.max_completion_length}` takes all of the model's {positions} positions: "
-            "none is left for a prompt. Lower it."
-        )
-    if room < args.max_reprompt_len:
-        logger.info(f"`max_reprompt_len` is lowered from {args.max_reprompt_len} to {room}: the model's positions.")
-        args.max_reprompt_len = room
 
 
 @contextmanager

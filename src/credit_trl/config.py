@@ -131,9 +131,8 @@ class CreditConfig(GRPOConfig):
             SDPO's switch: `True` is `teacher_context="solution"`, `False` is `"think+solution"`, `None` leaves it to
             `teacher_context`.
         max_reprompt_len (`int`, *optional*, defaults to `10240`):
-            Tokens of a teacher or contrast prompt, at most what the model's positions leave beside a completion. Over
-            budget, feedback is cut in its middle first, then the demonstration; the prompt and the generation prompt
-            never are.
+            Tokens of a teacher or contrast prompt. Over budget, feedback is cut in its middle first, then the
+            demonstration; the prompt and the generation prompt never are.
         reprompt_template, solution_template, feedback_template (`str`, *optional*):
             SDPO's wording. Placeholders: `{prompt}{solution}{feedback}`, `{successful_previous_attempt}`,
             `{feedback_raw}`.

@@ -147,7 +147,7 @@ class CreditTrainer(ResumableTrainer):
         self.reference = make_reference(
             self.args.teacher_model_kind, self.model, self.accelerator, self.args.teacher_offload
         )
-        checks.check_model(self.args, self.model, self.accelerator)
+        checks.check_model(self.model, self.accelerator)
         if self.args.scoring_packed:
             check_packing(self.model)
         self._scoring_options = {
