@@ -1,7 +1,7 @@
 """Hold-out cues without the luck of their labels: the chosen setting again, at three recipes.
 
-Adds the runs that it finds to docs/study/settled.csv, a row a run, and writes docs/settled_study.md from these rows
-alone. So seeds can be added by and by, and nobody needs all the runs to write the page anew.
+Adds the runs that it finds to docs/study/settled.csv, a row a run, and writes docs/settled_study.md with its figure
+from these rows alone. So seeds can be added by and by, and nobody needs all the runs to write the page anew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from relabelled import GROUP
 from report import table
 from results import GROUPS, WORLDS
 from scipy import stats
+from settled_figure import Line, differences_figure
 
+from credit_trl.comparison.figures import THEMES
 from credit_trl.comparison.runs import find_runs
 from credit_trl.evaluation.statistics import Difference
 from credit_trl.run_directory import write_atomically
@@ -35,6 +37,7 @@ SWEEPS = {
     "settled": "Until learning has settled",
     "long_relabelled": "After 100 steps at a larger rate",
 }
+LISTED_SEEDS = 6  # more of them are not listed in a table's cells
 
 
 class Key(NamedTuple):
@@ -46,7 +49,8 @@ class Key(NamedTuple):
     seed: int
 
 
-Rows = dict[Key, dict[str, float]]
+Measures = dict[str, float]
+Rows = dict[Key, Measures]
 
 
 def main() -> None:
@@ -57,6 +61,9 @@ def main() -> None:
     file = args.docs / "study" / "settled.csv"
     rows = read_rows(file) | rows_of_runs(args.output_dir)
     write_atomically(file, as_csv(rows))
+    if panels := panels_of(rows):
+        for theme in THEMES:
+            (args.docs / "study" / f"settled-{theme.name}.png").write_bytes(differences_figure(panels, theme))
     write_atomically(args.docs / "settled_study.md", page(rows))
     print(args.docs / "settled_study.md")
 
@@ -96,6 +103,8 @@ def as_csv(rows: Rows) -> str:
 
 def page(rows: Rows) -> str:
     parts = ["# Hold-out cues without luck", introduction()]
+    if panels_of(rows):
+        parts += ["\n".join(f"![differences](study/settled-{t.name}.png#only-{t.name})" for t in THEMES), caption()]
     for sweep, title in SWEEPS.items():
         own = {key: values for key, values in rows.items() if key.sweep == sweep}
         if own:
@@ -118,14 +127,52 @@ def introduction() -> str:
     )
 
 
+def caption() -> str:
+    return (
+        "Points that a setting of the contrast is above SDPO of the same seeds: a pale dot a seed, the diamond their "
+        "mean with its 95 % interval, dashed the loss of two points that the bar allows. Sweeps and settings are "
+        "those of the tables; a rate is named where it is not SDPO's."
+    )
+
+
+def panels_of(rows: Rows) -> dict[str, list[Line]]:
+    """What the figure shows: every setting and world with two seeds, for the groups that the bar is about."""
+    settings = sorted({(key.sweep, key.arm, key.world) for key in rows if key.arm.startswith("CREDIT")}, key=in_order)
+    panels: dict[str, list[Line]] = {"unknown cues": [], "hold-out cues, every topic": []}
+    for sweep, arm, world in settings:
+        own = {key: row for key, row in rows.items() if key.sweep == sweep}
+        baseline = min({key.arm for key in own}, key=lambda arm: arm.startswith("CREDIT"))
+        ours, theirs = of(own, world, arm), of(own, world, baseline)
+        if len(ours.keys() & theirs.keys()) > 1:
+            for name, lines in zip(("unknown", GROUP), panels.values(), strict=True):
+                found = differences_of(ours, theirs, name)
+                lines.append(
+                    Line(f"{sweep}: {label_of(arm)}, {world}, {len(found)} seeds", world, found, *interval(found))
+                )
+    return panels if any(panels.values()) else {}
+
+
+def in_order(setting: tuple[str, str, str]) -> tuple[int, str, str]:
+    sweep, arm, world = setting
+    return list(SWEEPS).index(sweep), world, arm
+
+
+def label_of(arm: str) -> str:
+    """The setting's λ, and its rate where it has one of its own."""
+    options = dict(part.split("=") for part in arm.split() if "=" in part)
+    rate = f" at {options['learning_rate']}" if "learning_rate" in options else ""
+    return f"λ = {options['λ']}{rate}"
+
+
 def recipe(sweep: str, rows: Rows) -> str:
     """Seeds, steps and learning rate."""
     spec = read_spec(HERE / f"{sweep}.yaml")
     config, run = spec.config, {world: seeds_of(rows, world) for world in WORLDS}
     seeds = "; ".join(f"{world} {', '.join(map(str, own))}" for world, own in run.items() if own)
     left = max(len(spec.seeds) - len(own) for own in run.values() if own)
+    missing = f" ({left} of a world are not run yet)" if left else ""
     return (
-        f"Seeds, each with a base of its own: {seeds}{f' ({left} of a world are not run yet)' if left else ''}. "
+        f"Sweep `{sweep}`. Seeds, each with a base of its own: {seeds}{missing}. "
         f"{config['max_steps']} steps, learning rate {config['learning_rate']:g}, {schedule_of(config)} after "
         f"{config['warmup_steps']} warm-up steps."
     )
@@ -157,21 +204,29 @@ def bar(rows: Rows, world: str, arm: str, baseline: str) -> str:
 
 
 def seeds_table(rows: Rows, world: str, arms: Sequence[str]) -> str:
-    """Every arm's mean, with the number of each seed."""
+    """Every arm's mean, with the number of each seed while they are few."""
     names = COLUMNS if world != "plain" else COLUMNS[:-1]
     lines = []
     for arm in arms:
         own = of(rows, world, arm).values()
         cells = ([100 * row[name] for row in own] for name in names)
         if own:
-            lines.append([arm, *(f"{statistics.fmean(c):.1f} ({', '.join(f'{v:.0f}' for v in c)})" for c in cells)])
-    return f"{world.capitalize()} world, %, final, mean (each seed):\n\n{table(('arm', *names), lines)}"
+            lines.append([arm, *(mean_of_seeds(list(cell)) for cell in cells)])
+    shown = f"mean (each seed, from {LISTED_SEEDS + 1} on their range)"
+    return f"{world.capitalize()} world, %, final, {shown}:\n\n{table(('arm', *names), lines)}"
+
+
+def mean_of_seeds(values: Sequence[float]) -> str:
+    """Mean, and each seed's value, or the least and the greatest of many."""
+    few = len(values) <= LISTED_SEEDS
+    shown = ", ".join(f"{value:.0f}" for value in values) if few else f"{min(values):.0f} to {max(values):.0f}"
+    return f"{statistics.fmean(values):.1f} ({shown})"
 
 
 # ------------------------------------------------------------------ numbers
 
 
-def of(rows: Rows, world: str, arm: str) -> dict[int, dict[str, float]]:
+def of(rows: Rows, world: str, arm: str) -> dict[int, Measures]:
     """Seed → measures, by seed."""
     return {key.seed: rows[key] for key in sorted(rows) if (key.world, key.arm) == (world, arm)}
 
@@ -180,11 +235,15 @@ def seeds_of(rows: Rows, world: str) -> list[int]:
     return sorted({key.seed for key in rows if key.world == world})
 
 
-def paired(ours: Mapping[int, dict[str, float]], theirs: Mapping[int, dict[str, float]], name: str) -> Difference:
+def paired(ours: Mapping[int, Measures], theirs: Mapping[int, Measures], name: str) -> Difference:
     """Mean difference over the seeds that both have, with its t interval."""
-    differences = [ours[seed][name] - theirs[seed][name] for seed in ours if seed in theirs]
+    differences = differences_of(ours, theirs, name)
     p_value = float(stats.ttest_1samp(differences, 0.0).pvalue) if np.ptp(differences) > 0 else float("nan")
     return Difference(statistics.fmean(differences), *interval(differences), p_value)
+
+
+def differences_of(ours: Mapping[int, Measures], theirs: Mapping[int, Measures], name: str) -> list[float]:
+    return [ours[seed][name] - theirs[seed][name] for seed in ours if seed in theirs]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

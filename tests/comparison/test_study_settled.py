@@ -119,6 +119,7 @@ def test_holdout_cues_under_every_topic_are_held_to_the_bar_beside_the_drawn_one
     for drawn in rows_of(page, "holdout, against SDPO"):
         assert not drawn.endswith("| met |")  # luck
     assert rows_of(page, "shortcut")[0].endswith("| 0.000 [0.000, 0.000] | met |")
+    assert "![differences](study/settled-light.png#only-light)" in page
     assert page.count("\n## ") == 1  # of three sweeps one was run
     assert "Seeds, each with a base of its own: plain 25, 26, 27, 28, 29, 30; shortcut 25" in page
     assert "are not run yet" not in page
@@ -134,9 +135,31 @@ def test_the_interval_is_students_over_the_seeds_that_both_arms_have(study):
     assert settled.interval([0.3]) == (-np.inf, np.inf)
 
 
+def test_the_figure_shows_the_differences_of_every_setting_that_has_an_interval(study, write_page, tmp_path):
+    write_page("runs", ("plain-settled", EVEN), ("shortcut-settled", EVEN | {GUIDE: 0.12}))
+    write_page("more", ("plain-confirmed", EVEN), seeds=(31,))  # of one seed, without interval
+    settled = study("settled")
+    rows = settled.read_rows(tmp_path / "docs" / "study" / "settled.csv")
+    unknown, relabelled = settled.panels_of(rows).values()
+    labels = ["settled: λ = 1.5, plain, 6 seeds", "settled: λ = 1.5, shortcut, 6 seeds"]
+    assert [line.label for line in unknown] == [line.label for line in relabelled] == labels
+    assert relabelled[1].differences == pytest.approx([-0.08 + 0.001 * (seed % 2) for seed in SEEDS])
+    assert settled.label_of(f"{GUIDE} learning_rate=0.0011") == "λ = 1.5 at 0.0011"
+    for theme in settled.THEMES:
+        assert (tmp_path / "docs" / "study" / f"settled-{theme.name}.png").read_bytes().startswith(b"\x89PNG")
+    assert settled.panels_of({}) == {}
+
+
+def test_of_many_seeds_a_cell_tells_the_range(study):
+    cell = study("settled").mean_of_seeds
+    assert cell([10.0, 20.0]) == "15.0 (10, 20)"
+    assert cell([float(value) for value in range(9)]) == "4.0 (0 to 8)"
+
+
 def test_seeds_that_are_run_later_join_those_that_were_written_down(write_page, tmp_path):
     write_page("first", ("plain-confirmed", EVEN), seeds=(31, 32))
     page = write_page("second", ("plain-confirmed", EVEN), seeds=(33,))
+    assert "(20, 20, 20)" in rows_of(page, FROZEN_SDPO)[0]
     assert "plain 31, 32, 33 (17 of a world are not run yet)" in page
     with (tmp_path / "docs" / "study" / "settled.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
