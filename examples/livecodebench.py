@@ -9,7 +9,7 @@ batches of eight. Where no sandbox holds on this machine, it stops and says what
 unprotected by itself.
 """
 
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.cli.training import CreditScriptArguments
@@ -42,7 +42,12 @@ DEFAULTS = {
 
 def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig) -> None:
     task = load_task(script.task)
-    config.model_init_kwargs = {"dtype": model.dtype, **(config.model_init_kwargs or {})}
+    config.model_init_kwargs = {
+        "dtype": model.dtype,
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        **(config.model_init_kwargs or {}),
+    }
     rows = task.build("train", script.dataset_path)
     with open_sandbox() as sandbox:
         livecodebench.use_sandbox(sandbox)
@@ -51,6 +56,7 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
             reward_funcs=task.reward,
             args=config,
             train_dataset=rows if script.max_train_rows is None else rows.take(script.max_train_rows),
+            quantization_config=get_quantization_config(model),
             peft_config=get_peft_config(model),
         )
         evaluation = EvaluationCallback(
@@ -65,7 +71,7 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
         )
         trainer.add_callback(RunLog(task=task.name))
         trainer.add_callback(evaluation)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(f"{config.output_dir}/final")
     for row in evaluation.history:
         print(f"step {row['step']:4}: avg@{row['k']} {row['score']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")

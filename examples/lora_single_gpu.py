@@ -45,6 +45,7 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
     task = load_task(script.task)
     config.model_init_kwargs = {
         "dtype": model.dtype,
+        "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         **(config.model_init_kwargs or {}),
     }

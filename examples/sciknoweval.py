@@ -6,7 +6,7 @@
 Defaults are the paper's column for science; every option of `CreditConfig` and of TRL's `ModelConfig` can be given.
 """
 
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.cli.training import CreditScriptArguments
@@ -38,13 +38,19 @@ DEFAULTS = {
 
 def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig) -> None:
     task = load_task(script.task)
-    config.model_init_kwargs = {"dtype": model.dtype, **(config.model_init_kwargs or {})}
+    config.model_init_kwargs = {
+        "dtype": model.dtype,
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        **(config.model_init_kwargs or {}),
+    }
     rows = task.build("train", script.dataset_path)
     trainer = CreditTrainer(
         model=model.model_name_or_path,
         reward_funcs=task.reward,
         args=config,
         train_dataset=rows if script.max_train_rows is None else rows.take(script.max_train_rows),
+        quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
     # avg@k on the test questions every five steps, the best model kept: the paper's protocol.
@@ -60,7 +66,7 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
     )
     trainer.add_callback(RunLog(task=task.name))
     trainer.add_callback(evaluation)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(f"{config.output_dir}/final")
     for row in evaluation.history:
         print(f"step {row['step']:4}: avg@{row['k']} {row['score']:.3f} [{row['low']:.3f}, {row['high']:.3f}]")

@@ -3,10 +3,11 @@
     accelerate launch examples/toolalpaca.py --dataset_path data/train_data.json --eval_dataset_path data/test.json
     python examples/toolalpaca.py --task toolalpaca:strict --model_name_or_path Qwen/Qwen3-0.6B --dataset_path t.jsonl
 
-At the end it writes, with the trained model, which tokens of a few answers got the credit (`maps.html`).
+Beside the checkpoints it leaves pages of token maps, which tokens of a few answers get the credit and how that changes
+(`credit_maps/step-….html`), and at the end the test questions' answers and score (`test/`).
 """
 
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.analysis import CreditMapCallback
@@ -38,18 +39,24 @@ DEFAULTS = {
 
 def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig) -> None:
     task = load_task(script.task)
-    config.model_init_kwargs = {"dtype": model.dtype, **(config.model_init_kwargs or {})}
+    config.model_init_kwargs = {
+        "dtype": model.dtype,
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        **(config.model_init_kwargs or {}),
+    }
     rows = task.build("train", script.dataset_path)
     trainer = CreditTrainer(
         model=model.model_name_or_path,
         reward_funcs=task.reward,
         args=config,
         train_dataset=rows if script.max_train_rows is None else rows.take(script.max_train_rows),
+        quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
     # A page of token maps at the first step and every fifty: which words the credit falls on, and how that changes.
     trainer.add_callback(CreditMapCallback(every=50, rollouts=4, trainer=trainer))
-    trainer.train()
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(f"{config.output_dir}/final")
     result = evaluate(
         trainer,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from credit_trl import CreditTrainer, checkpoints
 from credit_trl.checkpoints import CheckpointError, checkpoint_to_resume, rename_whole
@@ -22,13 +23,25 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path):
-    def make(**options):
+    def make(callbacks=None, **options):
         options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 3, **options}
         config = make_config(output_dir=str(tmp_path / "run"), **options)
         held_out = dataset.select(range(2)) if config.eval_strategy != "no" else None
-        return CreditTrainer(make_model(), length_verdicts, config, dataset, held_out, processing_class=tokenizer)
+        return CreditTrainer(
+            make_model(), length_verdicts, config, dataset, held_out, processing_class=tokenizer, callbacks=callbacks
+        )
 
     return make
+
+
+class StepCounter(TrainerCallback):
+    """Keeps the number of each step that was trained."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append(state.global_step)
 
 
 def names(folder: Path) -> list[str]:
@@ -134,8 +147,22 @@ def test_latest_is_the_newest_whole_checkpoint_or_none(tmp_path):
     for name in ("checkpoint-9", "checkpoint-10", "unfinished/checkpoint-11"):
         (tmp_path / name).mkdir(parents=True)
     assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-10")
-    assert checkpoint_to_resume("elsewhere", tmp_path) == "elsewhere"
+    assert checkpoint_to_resume(str(tmp_path / "checkpoint-9"), tmp_path) == str(tmp_path / "checkpoint-9")
     assert checkpoint_to_resume(None, tmp_path) is None
+
+
+@pytest.mark.parametrize("asked", ["true", "elsewhere"])
+def test_a_checkpoint_that_does_not_exist_is_told_with_the_word_that_finds_one(asked, tmp_path):
+    with pytest.raises(ValueError, match=r"no such folder.*`latest` for the newest"):
+        checkpoint_to_resume(asked, tmp_path)
+
+
+def test_a_script_may_say_latest_before_there_is_a_checkpoint_and_after(make_trainer):
+    trained = []
+    for max_steps in (1, 3):
+        trainer = make_trainer(max_steps=max_steps, callbacks=[StepCounter(trained)])
+        trainer.train(resume_from_checkpoint="latest")
+    assert trained == [1, 2, 3]
 
 
 def test_the_best_checkpoint_is_known_by_its_final_name(make_trainer, tmp_path):

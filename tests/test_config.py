@@ -142,6 +142,22 @@ def test_sdpos_thinking_switch_settles_the_teacher_context(make_config, switch, 
     assert make_config(remove_thinking_from_demonstration=switch, **options).teacher_context == context
 
 
+@pytest.mark.parametrize("text", ["{'enable_thinking': False}", "enable_thinking=false", "[1]"])
+def test_an_option_that_is_not_the_json_it_should_be_is_named(make_config, text):
+    with pytest.raises(ValueError, match=r"^`chat_template_kwargs` must be a JSON object, such as '\{"):
+        make_config(chat_template_kwargs=text)
+
+
+def test_an_option_in_json_is_read_and_one_that_may_be_a_file_is_left(make_config):
+    config = make_config(
+        chat_template_kwargs='{"enable_thinking": false}', lr_scheduler_kwargs='{"num_decay_steps": 3}'
+    )
+    assert config.chat_template_kwargs == {"enable_thinking": False}
+    assert config.lr_scheduler_kwargs == {"num_decay_steps": 3}
+    with pytest.raises(FileNotFoundError):  # transformers has looked for it
+        make_config(accelerator_config="no_such.json")
+
+
 def test_every_option_has_a_line_in_the_docstring():
     own = {f.name for f in dataclasses.fields(CreditConfig)} - {
         f.name for f in dataclasses.fields(CreditConfig.__mro__[1])

@@ -48,6 +48,21 @@ class ResumableTrainer(GRPOTrainer):
     _saves_to: str | None = None
     _to_push: str | None = None
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own, which also takes `"latest"`.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder; True for the newest of `output_dir`, which must have one;
+                `"latest"` for the newest if there is one.
+            *args, **kwargs: as in transformers.
+
+        Raises:
+            ValueError: a folder that does not exist.
+        """
+        if isinstance(resume_from_checkpoint, str):
+            resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
         return EpochRepeatSampler(
             data_source=self.train_dataset if dataset is None else dataset,
@@ -163,7 +178,16 @@ class ResumableTrainer(GRPOTrainer):
 
 
 def checkpoint_to_resume(asked: str | None, output_dir: str | Path) -> str | None:
-    """`"latest"` is the newest checkpoint of the output directory, or none where there is none yet."""
+    """`"latest"` is the newest checkpoint of the output directory, or none where there is none yet.
+
+    Raises:
+        ValueError: another name that is no folder.
+    """
+    if asked is not None and asked != LATEST and not Path(asked).is_dir():
+        raise ValueError(
+            f"`resume_from_checkpoint={asked}`: there is no such folder. Give a checkpoint (`<output_dir>/checkpoint-"
+            f"<step>`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
+        )
     if asked != LATEST:
         return asked
     return get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None

@@ -70,8 +70,8 @@ class CreditTrainer(ResumableTrainer):
             Verdict(float(a in c[-1]["content"]), f"Correct answer: {a}")
             for c, a in zip(completions, answer)
         ],
-        args=CreditConfig(output_dir="runs/first"),
-        train_dataset=dataset,  # columns `prompt` and `answer`
+        args=CreditConfig(output_dir="runs/first", gradient_accumulation_steps=8),
+        train_dataset=dataset,  # columns `prompt`, as messages, and `answer`
     )
     trainer.train()
     ```

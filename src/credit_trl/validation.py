@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import re
@@ -39,6 +40,9 @@ _CHOICES = {
     "on_verifier_error": ("raise", "skip"),
 }
 
+# Of transformers' options that are JSON, these may be the name of a file instead.
+_JSON_OR_FILE = ("accelerator_config", "fsdp_config", "deepspeed")
+
 # Sources that need another problem in the generation batch.
 _FROM_BATCH = ("batch", "hard", "same_task")
 
@@ -50,6 +54,7 @@ def check_values(config: CreditConfig) -> None:
         ValueError: a value of another type or out of range, or a template that loses or lacks something.
     """
     _check_types(config)
+    _check_json(config)
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"`{name}` must be one of {', '.join(choices)}; got {getattr(config, name)!r}.")
@@ -131,6 +136,24 @@ def _check_coefficient(config: CreditConfig) -> None:
             f"`contrastive_coef` must be in [0, 1], got {coefficient}. The paper finds 0.05 to 0.1 best; only "
             "`contrastive_form='guide'` takes more than 1."
         )
+
+
+def _check_json(config: CreditConfig) -> None:
+    """Options that a command line gives as text; transformers' own error does not name them."""
+    for name in config._VALID_DICT_FIELDS:
+        value = getattr(config, name)
+        if not isinstance(value, str) or (name in _JSON_OR_FILE and not value.startswith("{")):
+            continue
+        try:
+            read = json.loads(value)
+        except ValueError as error:
+            read = error
+        if not isinstance(read, dict):
+            why = f": {read}" if isinstance(read, ValueError) else ""
+            raise ValueError(
+                f"`{name}` must be a JSON object, such as '{{\"name\": false}}', got {value!r}{why}. Names stand in "
+                "double quotes, and true, false and null are written so."
+            )
 
 
 def _check_adapted(config: CreditConfig) -> None:

@@ -32,7 +32,8 @@ _START = (
 )
 _RESTART = (
     "Look at the server's log (running out of memory is the usual cause), start it again with the same model and "
-    "flags, and continue from the last checkpoint: `trainer.train(resume_from_checkpoint=True)`."
+    "flags, and continue from the last checkpoint: `trainer.train(resume_from_checkpoint=True)`, or "
+    "`trl credit --resume_from_checkpoint latest`."
 )
 
 T = TypeVar("T")

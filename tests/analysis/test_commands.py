@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 import pytest
 import torch
@@ -106,12 +107,28 @@ def test_responses_of_any_origin_are_mapped(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"feedback": "Wrong."}, "hold no other question, which S_t is measured against: give a record `contrasts`"),
+        ({}, "no record of .* has feedback or a demonstration"),
+    ],
+)
+def test_records_of_which_nothing_can_be_mapped_are_refused_with_the_fix(saved, tmp_path, capsys, record, message):
+    (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "2+2?", "response": "4", **record}))
+    line = ("--model", saved("m"), "--responses", tmp_path / "own.jsonl", "--output_dir", tmp_path / "out")
+    assert call(credit_map, *line) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("not json", "own.jsonl, line 1: not JSON"),
         ('{"prompt": "x"}', "needs `prompt`"),
         ('{"response": "x", "prompt": 5}', "must be text or a list of messages"),
         ('{"response": "x", "prompt": "y", "feedback": 5}', "`feedback` must be text"),
+        ('{"response": "x", "prompt": "y", "contrasts": "2+2?"}', "`contrasts` must be a list of prompts"),
     ],
 )
 def test_a_bad_record_is_named_by_its_line(saved, tmp_path, capsys, line, message):

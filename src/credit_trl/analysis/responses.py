@@ -326,4 +326,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
     for name in ("feedback", "demonstration"):
         if not isinstance(record.get(name), str | None):
             raise ValueError(f"{where}: `{name}` must be text.")
+    contrasts = record.get("contrasts", [])
+    if not isinstance(contrasts, list) or not all(isinstance(other, str | list) for other in contrasts):
+        raise ValueError(f"{where}: `contrasts` must be a list of prompts, each text or a list of messages.")
     return record

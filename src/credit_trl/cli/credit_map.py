@@ -199,7 +199,16 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
     from credit_trl.analysis.responses import read_responses, sample_responses
 
     if task is None:
-        return [r for r in read_responses(args.responses, checkpoint, config) if r.evidence]
+        responses = [r for r in read_responses(args.responses, checkpoint, config) if r.evidence]
+        if not responses:
+            raise ValueError(f"no record of {args.responses} has feedback or a demonstration: a teacher needs one.")
+        if not any(r.contrasts for r in responses):
+            raise ValueError(
+                f"the records of {args.responses} hold no other question, which S_t is measured against: give a record "
+                "`contrasts`, a list of prompts, or add records with other prompts, or leave the question out "
+                "(--contrastive_source none)."
+            )
+        return responses
     if min(args.max_prompts, args.samples) < 1:
         raise ValueError(f"--max_prompts {args.max_prompts} and --samples {args.samples} must be at least 1.")
     dataset = task.build(args.split, args.path)

@@ -168,8 +168,11 @@ def make_trainer(
     """Data, verifier, model and evaluation, checked against one another."""
     from trl import get_peft_config, get_quantization_config
 
+    from credit_trl.checkpoints import checkpoint_to_resume
     from credit_trl.trainer import CreditTrainer
 
+    asked, output_dir = training_args.resume_from_checkpoint, training_args.output_dir
+    training_args.resume_from_checkpoint = checkpoint_to_resume(asked, output_dir)
     wants_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset, reward_funcs = load_data(script_args, dataset_args, wants_eval)
     training_args.model_init_kwargs = {
@@ -194,12 +197,8 @@ def make_trainer(
 
 def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
     """Train, from a checkpoint where asked for, evaluate, save."""
-    from credit_trl.checkpoints import checkpoint_to_resume
-
     training_args = trainer.args
-    trainer.train(
-        resume_from_checkpoint=checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
-    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.accelerator.print("Training completed.")
     if training_args.eval_strategy != "no":
         metrics = trainer.evaluate()

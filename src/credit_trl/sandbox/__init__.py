@@ -2,7 +2,7 @@
 
 with open_sandbox() as sandbox:
     [outcome] = sandbox.run([Program("print(int(input()) + 1)", stdin="41")])
-assert outcome.stdout == "42"
+assert outcome.stdout == "42\\n"
 """
 
 from __future__ import annotations
