@@ -1,7 +1,8 @@
-"""Your own verifier: a reward function that returns verdicts. Here: sums, with the digit that is wrong as feedback.
+r"""Your own verifier: a reward function that returns verdicts. Here: sums, with the digit that is wrong as feedback.
 
     python examples/custom_verifier.py        # three steps of the model that the package brings, on any machine
-    python examples/custom_verifier.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name my/sums
+    python examples/custom_verifier.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name my/sums \
+        --max_completion_length 128
 
 Copy it, and change two things: where the rows come from (`prompt`, and whatever columns the verifier reads), and what
 `verifier` says. The reward is what GRPO would use; the feedback is what you would tell someone to get it right.
@@ -24,6 +25,7 @@ DEFAULTS = {
     "per_device_train_batch_size": 16,
     "num_generations": 4,
     "max_completion_length": 16,
+    "chat_template_kwargs": {"enable_thinking": False},  # for models that think, which needs thousands of tokens
     "use_cpu": not torch.accelerator.is_available(),
     "bf16": torch.accelerator.is_available(),
     "logging_steps": 1,

@@ -25,8 +25,8 @@ class CreditConfig(GRPOConfig):
     Configuration of [`CreditTrainer`]: TRL's [`~trl.GRPOConfig`] plus what turns feedback into credit.
 
     GRPO, SDPO and CREDIT are one trainer that differs only in the advantage: `distillation_weight=0` is GRPO,
-    `contrastive_coef=0` is SDPO. Names that TRL's `SDPOConfig` has are kept; defaults are the paper's LiveCodeBench
-    column.
+    `contrastive_coef=0` is SDPO. Options that TRL's `SDPOConfig` has too keep their names; defaults are the paper's
+    LiveCodeBench column.
 
     Parameters:
         > The contrast

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import inspect
 import json
 import re
 import runpy
@@ -46,6 +47,7 @@ from blocks import (
     commands_of,
     of_language,
 )
+from datasets import Dataset
 from page_files import MODULES, QUESTIONS, named_blocks
 from substitutions import QUESTIONS_OF_THE_HUB, is_left
 
@@ -148,7 +150,7 @@ def test_python_blocks_run_from_top_to_bottom(page, tiny_model, page_folder, mon
     monkeypatch.setattr(credit_trl, "CreditConfig", small, raising=False)
     namespace = {"__name__": "__main__"}
     if page in NEEDS_TRAINER:
-        namespace["trainer"] = _trainer(tiny_model, small)
+        namespace["trainer"] = _trainer(tiny_model)
     for block in of_language("python"):
         if block.page != page:
             continue
@@ -161,17 +163,24 @@ def test_python_blocks_run_from_top_to_bottom(page, tiny_model, page_folder, mon
             raise
 
 
+def test_the_example_of_the_trainers_docstring_trains(tiny_model, page_folder, monkeypatch):
+    small = functools.partial(_small_config, SMALL)
+    names = {"CreditTrainer": credit_trl.CreditTrainer, "CreditConfig": small, "Verdict": credit_trl.Verdict}
+    (block,) = blocks_of(inspect.getdoc(credit_trl.CreditTrainer), "docstring")
+    rows = Dataset.from_list(QUESTIONS)
+    exec(block.text.replace("Qwen/Qwen3-0.6B", tiny_model), {**names, "dataset": rows})
+
+
 def _small_config(small, *arguments, **options) -> CreditConfig:
-    """What a block asks for, small."""
+    """What a block asks for, small; it has to be a configuration as it stands too, on this machine."""
+    CreditConfig(*arguments, **{**options, "use_cpu": True, "bf16": False, "report_to": "none"})
     return CreditConfig(*arguments, **{**options, **small})
 
 
-def _trainer(model: str, config) -> credit_trl.CreditTrainer:
-    from datasets import Dataset
-
+def _trainer(model: str) -> credit_trl.CreditTrainer:
     from tiny import length_verdicts
 
-    return credit_trl.CreditTrainer(model, length_verdicts, config("run"), Dataset.from_list(QUESTIONS))
+    return credit_trl.CreditTrainer(model, length_verdicts, CreditConfig("run", **SMALL), Dataset.from_list(QUESTIONS))
 
 
 STEP = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]

@@ -344,3 +344,9 @@ def test_opening_and_probing_leaves_no_file_behind(tmp_path: Path, monkeypatch) 
     with open_sandbox(workers=1):
         pass
     assert not any(tmp_path.iterdir())
+
+
+def test_the_example_of_the_package_holds():
+    if not any(holds(tier) for tier in ("bubblewrap", "landlock")):
+        pytest.skip("neither bubblewrap nor Landlock holds on this machine")
+    exec(package.__doc__.split("\n\n", 1)[1], {"open_sandbox": open_sandbox, "Program": Program})

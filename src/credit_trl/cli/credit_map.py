@@ -204,8 +204,8 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
             raise ValueError(f"no record of {args.responses} has feedback or a demonstration: a teacher needs one.")
         if not any(r.contrasts for r in responses):
             raise ValueError(
-                f"the records of {args.responses} hold no other question, which S_t is measured against: give a record "
-                "`contrasts`, a list of prompts, or add records with other prompts, or leave the question out "
+                f"the records of {args.responses} hold no other question, which S_t is measured against: give a "
+                "record `contrasts`, a list of prompts, or add records with other prompts, or leave the question out "
                 "(--contrastive_source none)."
             )
         return responses
