@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from observing import run_one
 
-from credit_trl.sandbox import Limits, Program
+from credit_trl.sandbox import Limits, Outcome, Program
 
 MIB = 1024 * 1024
 
@@ -17,6 +18,24 @@ MIB = 1024 * 1024
 def test_outcomes_come_in_the_order_of_the_programs(sandbox) -> None:
     programs = [Program(f"import time; time.sleep({(7 * n) % 5 / 100}); print({n})") for n in range(12)]
     assert [outcome.stdout for outcome in sandbox.run(programs)] == [f"{n}\n" for n in range(12)]
+
+
+def test_outcomes_are_handed_over_one_by_one_and_the_batch_keeps_what_it_is_given(sandbox) -> None:
+    lengths: dict[int, int] = {}
+
+    def keep(index: int, outcome: Outcome) -> Outcome:
+        lengths[index] = len(outcome.stdout)
+        return replace(outcome, stdout="")
+
+    outcomes = sandbox.run([Program(f"print('x' * {n})") for n in range(5)], keep=keep)
+    assert lengths == {n: n + 1 for n in range(5)}
+    assert [(outcome.status, outcome.stdout) for outcome in outcomes] == [("ok", "")] * 5
+
+
+def test_an_error_in_what_is_done_with_an_outcome_reaches_the_caller_and_the_next_batch_runs(sandbox) -> None:
+    with pytest.raises(ZeroDivisionError):
+        sandbox.run([Program("print(1)")] * 3, keep=lambda index, outcome: 1 // 0)
+    assert run_one(sandbox, "print(2)").stdout == "2\n"
 
 
 def test_an_empty_batch_is_no_work(sandbox) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -112,6 +113,22 @@ def test_an_outcome_that_is_missing_is_an_error() -> None:
         batch.outcomes()
     batch.expire()
     assert batch.outcomes()[0].status == "deadline"
+
+
+def test_what_is_kept_of_an_outcome_stands_in_its_place_whatever_it_is() -> None:
+    seen: list[tuple[int, str]] = []
+
+    def keep(index: int, outcome: Outcome) -> Outcome:
+        seen.append((index, outcome.status))
+        return replace(outcome, stdout=outcome.stdout[:3])
+
+    batch = Batch([Program(name, group=name) for name in "aabc"], ["timeout"], keep=keep)
+    assert [batch.take(), batch.take()] == [0, 1]
+    batch.done(1, Outcome("ok", stdout="much"))
+    batch.done(0, Outcome("timeout", stdout="more"))
+    batch.expire()
+    assert [outcome.stdout for outcome in batch.outcomes()] == ["mor", "muc", "", ""]
+    assert seen == [(1, "ok"), (0, "timeout"), (2, "deadline"), (3, "deadline")]
 
 
 @given(st.lists(st.dictionaries(st.text(), st.text() | st.integers() | st.none(), max_size=3), max_size=10))

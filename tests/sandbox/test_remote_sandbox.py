@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -127,6 +128,15 @@ def test_scripts_and_calls_give_the_outcomes_that_the_local_tiers_give(service: 
     assert outcomes[4].exit_code == 3
     assert "before f returned" in outcomes[6].error
     assert len(outcomes[10].stdout) == 1000
+
+
+def test_outcomes_are_handed_over_as_they_come_and_an_error_in_that_reaches_the_caller(service: Service) -> None:
+    programs = [Program(f"print({n})") for n in range(3)]
+    with open_sandbox(url=service.url, workers=2) as sandbox:
+        kept = sandbox.run(programs, keep=lambda index, outcome: replace(outcome, error=f"{index}: {outcome.stdout}"))
+        assert [outcome.error for outcome in kept] == ["0: 0\n", "1: 1\n", "2: 2\n"]
+        with pytest.raises(ZeroDivisionError):
+            sandbox.run(programs, keep=lambda index, outcome: 1 // 0)
 
 
 def test_a_program_that_fails_leaves_an_excerpt_of_what_it_printed(service: Service) -> None:

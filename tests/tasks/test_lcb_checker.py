@@ -99,7 +99,13 @@ def test_agrees_with_a_plain_reading_of_the_rule(printed, expected):
     assert same_output(printed, expected) == same
 
 
+LONG = "9" * 5_000  # digits; `int` reads 4,300
 VALUES = {  # reason: (returned, expected, same)
+    "an integer that is too long for int": (LONG, LONG, True),
+    "another of that length": (LONG, f"{LONG[:-1]}8", False),
+    "one of the other sign, in a list": (f"[-{LONG}]", f"[{LONG}]", False),
+    "a text of these digits": (f'"{LONG}"', LONG, False),
+    "a list of a text of these digits": (f'["{LONG}"]', LONG, False),
     "equal": ("[1, 2]", "[1,2]", True),
     "order of a list": ("[2, 1]", "[1,2]", False),
     "order of an object": ('{"b": 1, "a": 2}', '{"a": 2, "b": 1}', True),

@@ -33,7 +33,12 @@ def test_nothing_is_said_of_a_program_that_passes():
 
 
 def test_the_first_runtime_error_comes_before_everything_else():
-    results = [Result("wrong", "x"), Result("timeout"), Result("runtime_error", error=TRACEBACK), Result("memory")]
+    results = [
+        Result.shortened("wrong", "x"),
+        Result("timeout"),
+        Result("runtime_error", error=TRACEBACK),
+        Result("memory"),
+    ]
     said = feedback(cases_of(4), results)
     assert said == (
         "Test 3: Runtime Error\n"
@@ -55,13 +60,15 @@ def test_other_limits_are_errors_too(status, heading):
 
 
 def test_a_time_out_comes_before_wrong_answers():
-    results = [Result("wrong", "x"), Result("timeout"), Result("skipped")]
+    results = [Result.shortened("wrong", "x"), Result("timeout"), Result("skipped")]
     assert feedback(cases_of(3), results) == "Test 2: Time Limit Exceeded (6 seconds)\nInput: in1"
 
 
 def test_of_wrong_answers_the_two_shortest_are_shown():
     cases = cases_of(3, inputs=["a" * 9, "b", "c\nc"], outputs=["1", "2", "3"])
-    said = feedback(cases, [Result("wrong", "x"), Result("wrong", "y"), Result("wrong", "z")])
+    said = feedback(
+        cases, [Result.shortened("wrong", "x"), Result.shortened("wrong", "y"), Result.shortened("wrong", "z")]
+    )
     assert said == (
         "Test 2: Wrong Answer\nInput: b\nOutput: y\nExpected: 2\n\n"
         "Test 3: Wrong Answer\nInput:\nc\nc\nOutput: z\nExpected: 3"
@@ -69,13 +76,13 @@ def test_of_wrong_answers_the_two_shortest_are_shown():
 
 
 def test_nothing_printed_is_shown_as_nothing():
-    assert feedback(cases_of(1), [Result("wrong", "\n")]) == (
+    assert feedback(cases_of(1), [Result.shortened("wrong", "\n")]) == (
         "Test 1: Wrong Answer\nInput: in0\nOutput:\nExpected: out0"
     )
 
 
 def test_a_cut_off_response_is_told_so_first():
-    said = feedback(cases_of(1), [Result("wrong", "x")], truncated=True)
+    said = feedback(cases_of(1), [Result.shortened("wrong", "x")], truncated=True)
     assert said.startswith(f"{CUT_OFF}\n\nTest 1: Wrong Answer")
     assert feedback(cases_of(1), [Result("passed", "out0")], truncated=True) is None
 
@@ -101,7 +108,7 @@ def test_whatever_happens_fields_and_the_whole_stay_short(rows, truncated):
 
 
 def test_a_field_has_at_most_250_characters():
-    said = feedback(cases_of(1, inputs=["i" * 999], outputs=["e" * 999]), [Result("wrong", "o" * 999)])
+    said = feedback(cases_of(1, inputs=["i" * 999], outputs=["e" * 999]), [Result.shortened("wrong", "o" * 999)])
     assert [len(line.partition(": ")[2]) for line in said.split("\n")[1:]] == [250, 250, 250]
     assert said.endswith("e...")
 

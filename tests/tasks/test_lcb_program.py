@@ -143,7 +143,9 @@ def test_builtins_win_over_modules_and_modules_over_what_they_hold():
 
 
 def test_only_names_that_occur_are_imported():
-    assert prelude_for("print(int(input()))") == "import sys\nsys.setrecursionlimit(50000)\n"
+    lines = prelude_for("print(int(input()))").splitlines()
+    assert [line for line in lines if "import" in line] == ["import sys"]
+    assert not [line for line in lines if "50000" not in line and "import" not in line]
     assert "statistics" not in prelude_for("print(deque())")
     assert "statistics" in prelude_for("exec(input())")
 

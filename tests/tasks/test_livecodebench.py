@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from credit_trl import Verdict
 from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import livecodebench, load_task, mixed_reward
+from credit_trl.tasks.lcb_cases import parse_answer
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT
 from credit_trl.tasks.records import RowError
 
@@ -226,6 +227,10 @@ MALFORMED = {
         ),
         "private_test_cases",
     ),
+    "a test whose type is a list": (
+        hub_row(1, private_test_cases='[{"input": "1", "output": "1", "testtype": []}]'),
+        "private_test_cases",
+    ),
     "a functional test that is no JSON": (
         functional_row(1, private_test_cases='[{"input": "x", "output": "1", "testtype": "functional"}]'),
         "private_test_cases",
@@ -402,6 +407,12 @@ ADVERSARIAL = {  # reason: (response, answer, reward)
     "another name": (fenced("def rotate(xs):\n    return xs[::-1]"), TURN, 0),
     "other parameters": (fenced("def turn():\n    return [2, 1]"), TURN, 0),
     "exit inside the function": (fenced("def turn(xs):\n    exit(0)"), TURN, 0),
+    "integers of 5,001 digits": (fenced("print(int(input()) + 1)"), stdin_answer(("9" * 5_000, f"1{'0' * 5_000}")), 1),
+    "one returned": (
+        fenced("def power(n):\n    return 10 ** n"),
+        functional_answer("power", ("5000", f"1{'0' * 5000}")),
+        1,
+    ),
     "a float": (fenced("def mean(xs):\n    return sum(xs) / len(xs)"), MEAN, 1),
     "a float a little off": (fenced("def mean(xs):\n    return 1.5000000000000002"), MEAN, 0),
     "NaN returned": (fenced("def mean(xs):\n    return float('nan')"), MEAN, 0),
@@ -516,9 +527,10 @@ class Told:
     def __init__(self, *outcomes: Outcome) -> None:
         self.outcomes, self.programs, self.options = list(outcomes), [], {}
 
-    def run(self, programs, **options) -> list[Outcome]:
+    def run(self, programs, keep, **options) -> list[Outcome]:
         self.programs, self.options = list(programs), options
-        return self.outcomes[: len(self.programs)]
+        self.kept = [keep(index, outcome) for index, outcome in enumerate(self.outcomes[: len(self.programs)])]
+        return self.kept
 
     def close(self) -> None:
         pass
@@ -549,6 +561,17 @@ def test_an_answer_may_be_an_object_too():
     answers = [json.loads(DOUBLE), DOUBLE]
     verdicts = livecodebench.reward([fenced("print(6)")] * 2, answers, sandbox=Told(*[ok("6"), ok("20")] * 2))
     assert [verdict.reward for verdict in verdicts] == [1.0, 1.0]
+
+
+def test_outputs_are_judged_as_they_come_in_and_not_held():
+    long = "7" * 100_000
+    box = Told(ok("6"), ok(long), Outcome("ok", value=json.dumps(long), stdout=long), Outcome("ok", value="[]"))
+    verdicts = livecodebench.reward([fenced("print(6)"), fenced("def turn(xs): pass")], [DOUBLE, TURN], sandbox=box)
+    assert [(outcome.stdout, outcome.value) for outcome in box.kept] == [("", None)] * 4
+    assert [verdict.reward for verdict in verdicts] == [0.0, 0.0]
+    assert "7" * 247 + "..." in verdicts[0].feedback
+    outcome = ok("\U0001f642" + long)
+    assert sys.getsizeof(livecodebench._result(parse_answer(DOUBLE), 0, outcome).output) < 2_000
 
 
 def test_limits_follow_from_the_tests():

@@ -45,6 +45,9 @@ def _patience(monkeypatch):
         (r"\boxed{7", None),
         (r"\boxed{1} and \boxed{2", None),
         (r"\boxed 7", None),
+        (r"\boxed{\begin{pmatrix}1\\{2}\end{pmatrix}}", r"\begin{pmatrix}1\\{2}\end{pmatrix}"),
+        (r"\boxed{42\\}", r"42\\"),
+        (r"\boxed{1\\\{2\}}", r"1\\\{2\}"),
         (r"\boxed {7}", "7"),
         ("\\boxed{1} then \\boxed\n{2}", "2"),
         ("7", None),
@@ -205,19 +208,43 @@ def test_a_bomb_costs_its_limit_and_the_next_verdict_is_right(monkeypatch):
     assert processor_time_of_ended_children() - used < 60
 
 
+def address_space(worker) -> int:
+    return int(Path(f"/proc/{worker.process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 @needs_math_verify
 def test_an_answer_that_fills_the_memory_is_different_and_its_worker_goes_on():
     workers = math_worker.Workers(limit=1)
     try:
         assert workers.compare("1/2", "0.5") == "equal"
         worker = workers._idle.get()
-        pages = int(Path(f"/proc/{worker.process.pid}/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize()  # what it has already
+        limit = address_space(worker)  # what it has already
         resource.prlimit(worker.process.pid, resource.RLIMIT_AS, (limit, limit))
         workers._idle.put(worker)
         assert workers.compare("3", r"2^{400000000}") == "different"  # math-verify catches the error itself
         assert workers.compare("1/2", "0.5") == "equal"
         assert worker.process.returncode is None
+    finally:
+        workers.close()
+
+
+@needs_math_verify
+def test_what_an_answer_leaves_in_memory_is_not_taken_from_later_ones(monkeypatch):
+    """The libraries keep huge numbers; a worker that they fill would call every later answer different."""
+    monkeypatch.setattr(math_worker, "KEPT_BYTES", 8 * 1024**2)
+    workers = math_worker.Workers(limit=1)
+    try:
+        assert workers.compare(r"\frac{157}{7}", r"\dfrac{314}{14}") == "equal"
+        worker = workers._idle.get()
+        fresh = address_space(worker)
+        workers._idle.put(worker)
+        for exponent in range(20_000_000, 20_000_010):  # of 2.5 MB each
+            assert workers.compare("3", rf"2^{{{exponent}}}") == "different"
+            if workers._idle.empty():
+                break
+            assert address_space(worker) <= fresh + math_worker.KEPT_BYTES
+        assert worker.process.returncode is not None
+        assert workers.compare(r"\frac{157}{7}", r"\dfrac{314}{14}") == "equal"
     finally:
         workers.close()
 
@@ -383,6 +410,9 @@ MALFORMED = {
     ),
     "a message without content": ({"prompt": [{"role": "user"}], "answer": "2"}, "prompt"),
     "no messages": ({"prompt": [], "answer": "2"}, "prompt"),
+    "a list of texts": ({"prompt": ["abc"], "answer": "2"}, "prompt"),
+    "a list of numbers": ({"prompt": [1], "answer": "2"}, "prompt"),
+    "messages of pairs": ({"prompt": [[["role", "user"], ["content", "x"]]], "answer": "2"}, "prompt"),
     "half a character": ({"problem": "q\ud800", "answer": "2"}, "problem"),
     "half a character in a message": ({"prompt": [{"role": "user", "content": "\udfff"}], "answer": "2"}, "prompt"),
     "half a character in the id": ({"problem": "q", "answer": "2", "id": "\ud800"}, "id"),

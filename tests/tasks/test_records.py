@@ -133,6 +133,13 @@ def test_there_is_no_third_way():
         list(accept(ROWS, refuse_odd, Tally("t"), "ignore"))
 
 
+def test_what_a_row_says_commands_no_terminal(capsys):
+    tally = Tally("rows")
+    tally.drop("of domain \x1b]0;owned\x07\nnext")
+    assert "1 of domain ⟨U+001B⟩]0;owned⟨U+0007⟩⟨U+000A⟩next" in str(tally)
+    assert str(RowError("a.jsonl", 1, "id", "the row has \x1b[2J")).endswith("the row has ⟨U+001B⟩[2J")
+
+
 def test_the_tally_is_printed_and_stays_with_the_data_set(capsys):
     tally = Tally("bench train")
     tally.drop("too long", 3)

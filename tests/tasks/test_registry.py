@@ -238,11 +238,25 @@ def test_a_mixed_batch_waits_for_a_task_whose_reward_is_a_coroutine(monkeypatch,
 def test_a_task_that_is_a_class_is_made_once_for_all_batches(own_package):
     import echo_env
 
+    load_task("echo_env:Echo")
     made = []
     echo_env.Echo.__init__ = lambda self: made.append(self)
     for _ in range(3):
         mixed_reward(completions=["a"], task=["echo_env:Echo"], answer=["a"])
     assert len(made) == 1
+
+
+def test_a_name_in_data_imports_nothing(tmp_path, monkeypatch):
+    (tmp_path / "planted.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = {"completions": ["a"], "answer": ["a"]}
+    with pytest.raises(ValueError, match=r"A name in data does not import a module.*load_task\('planted:Task'\)"):
+        mixed_reward(task=["planted:Task"], **rows)
+    with pytest.raises(ValueError, match="no part of the mixed task"):
+        load_task("quickstart,math").reward(task=["planted:Task"], **rows)
+    with pytest.raises(ValueError, match="no part of the mixed task"):
+        load_task("quickstart,math").reward(task=["toolalpaca"], **rows)
+    assert "planted" not in sys.modules
 
 
 def test_a_row_of_no_known_task_is_an_error():

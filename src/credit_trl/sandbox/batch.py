@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -45,19 +45,24 @@ def seconds_left(deadline: float | None) -> float | None:
 
 
 class Batch:
-    """The state of one `Sandbox.run`. A context manager: it closes its progress bar.
+    """The state of one `Sandbox.run`, whose arguments it takes. A context manager: it closes its progress bar.
 
     Raises:
         ValueError: `skip_group_after` names no status.
     """
 
     def __init__(
-        self, programs: Sequence[Program], skip_group_after: Collection[Status] = (), progress: bool | str = False
+        self,
+        programs: Sequence[Program],
+        skip_group_after: Collection[Status] = (),
+        progress: bool | str = False,
+        keep: Callable[[int, Outcome], Outcome] | None = None,
     ) -> None:
         unknown = set(skip_group_after) - set(STATUSES)
         if unknown:
             raise ValueError(f"skip_group_after has {sorted(unknown)}; the statuses are {', '.join(STATUSES)}.")
         self.programs = list(programs)
+        self._keep = keep
         self._skip_after = frozenset(skip_group_after)
         self._stopped: set[Any] = set()
         self._waiting = deque(range(len(self.programs)))
@@ -114,11 +119,11 @@ class Batch:
         self._waiting = deque(sorted({*self._waiting, *self._started}))
         self._started.clear()
 
-    def expire(self) -> None:
+    def expire(self, why: str = "the deadline came before it ended") -> None:
         """The deadline has come: what has no outcome yet gets `"deadline"`."""
         for index, outcome in enumerate(self._outcomes):
             if outcome is None:
-                self._set(index, Outcome("deadline", error="the deadline came before it ended"))
+                self._set(index, Outcome("deadline", error=why))
 
     def outcomes(self) -> list[Outcome]:
         """All outcomes, in the programs' order."""
@@ -128,7 +133,7 @@ class Batch:
         return [outcome for outcome in self._outcomes if outcome is not None]
 
     def _set(self, index: int, outcome: Outcome) -> None:
-        self._outcomes[index] = outcome
+        self._outcomes[index] = outcome if self._keep is None else self._keep(index, outcome)
         if self._bar is not None:
             self._bar.update()
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -128,6 +128,7 @@ class PoolSandbox:
         deadline: float | None = None,
         skip_group_after: Collection[Status] = (),
         progress: bool | str = False,
+        keep: Callable[[int, Outcome], Outcome] | None = None,
     ) -> list[Outcome]:
         """See `Sandbox.run`. Calls from several threads take turns; waiting for one's turn counts.
 
@@ -139,10 +140,12 @@ class PoolSandbox:
         deadline = seconds_left(deadline)
         until = math.inf if deadline is None else time.monotonic() + deadline
         if not self._lock.acquire(timeout=-1 if deadline is None else min(max(0.0, deadline), threading.TIMEOUT_MAX)):
-            return [Outcome("deadline", error="the deadline came before another batch had ended") for _ in programs]
+            batch = Batch(programs, keep=keep)
+            batch.expire("the deadline came before another batch had ended")
+            return batch.outcomes()
         try:
             self._check_open()
-            with Batch(programs, skip_group_after, progress) as batch:
+            with Batch(programs, skip_group_after, progress, keep) as batch:
                 try:
                     self._serve(batch, until)
                 except _ServerGone:

@@ -9,7 +9,7 @@ comparison makes a verdict of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, get_args, runtime_checkable
 
@@ -179,6 +179,7 @@ class Sandbox(Protocol):
         deadline: float | None = None,
         skip_group_after: Collection[Status] = (),
         progress: bool | str = False,
+        keep: Callable[[int, Outcome], Outcome] | None = None,
     ) -> list[Outcome]:
         """Run every program and return the outcomes in the same order.
 
@@ -191,6 +192,8 @@ class Sandbox(Protocol):
                 that have not been started come back as `"skipped"`; `("timeout",)` keeps an endless loop from
                 costing its limit once per test. Programs whose `group` is `None` are never skipped.
             progress: show a progress bar on standard error; a string is its description.
+            keep: called once a program, with its place and its outcome as soon as that is in, one call at a time; what
+                it returns stands in the outcome's place. So a batch need not hold all that its programs printed.
 
         Raises:
             SandboxError: the sandbox itself failed and one restart did not help. It is never reported as an outcome,

@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 import urllib.parse
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
@@ -109,11 +109,12 @@ class RemoteSandbox:
         deadline: float | None = None,
         skip_group_after: Collection[Status] = (),
         progress: bool | str = False,
+        keep: Callable[[int, Outcome], Outcome] | None = None,
     ) -> list[Outcome]:
         """See `Sandbox.run`. Requests still under way at the deadline are abandoned."""
         deadline = seconds_left(deadline)
         until = None if deadline is None else time.monotonic() + deadline
-        with Batch(programs, skip_group_after, progress) as batch:
+        with Batch(programs, skip_group_after, progress, keep) as batch:
             crew = _Crew(self, batch, until)
             crew.work(min(self.workers, len(batch.programs)))
             return batch.outcomes()
@@ -337,7 +338,7 @@ def outcome_of(program: Program, answer: Any, mark: str) -> Outcome:
 
 def _readable(text: str) -> bool:
     try:
-        json.loads(text)
+        json.loads(text, parse_int=str)  # a long integer is JSON, whether or not it is a number here
     except (ValueError, RecursionError):
         return False
     return True

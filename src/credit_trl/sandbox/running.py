@@ -98,7 +98,7 @@ def outcome(run: Run, exit_code: int, now: float) -> dict[str, Any]:
             reason = _ending(run, exit_code, f" before {run.program.fn_name} returned")
             return _fields(run, "runtime_error", reason, exit_code, seconds)
         try:
-            json.loads(text)
+            json.loads(text, parse_int=str)  # a long integer is JSON; making a number of it is refused, and costs
         except (ValueError, RecursionError):
             return _fields(run, "runtime_error", "the return value is not JSON that can be read", exit_code, seconds)
         return {**_fields(run, "ok", "", exit_code, seconds), "value": text}

@@ -13,6 +13,8 @@ from typing import Any
 
 LARGEST = 1 << 30  # bytes of unpacked tests; a few kilobytes can be packed to say any number of gigabytes
 
+_DIGITS = 4300  # of an integer that `int` reads by default
+
 # A pickle that holds one text and nothing else: how protocols 0 to 5 write `pickle.dumps("...")`.
 _TEXT = {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _AROUND_IT = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
@@ -84,6 +86,8 @@ def answer_of(cases: Sequence[dict[str, Any]], fn_name: str, time_limit: float) 
     for index, case in enumerate(cases):
         if not isinstance(case, dict) or not all(isinstance(case.get(key), str) for key in ("input", "output")):
             raise ValueError(f"Test {index} is no object with the texts `input` and `output`.")
+        if not isinstance(case.get("testtype"), str | None):
+            raise ValueError(f"Test {index} has a `testtype` that is no text.")
     kinds = {case.get("testtype") for case in cases}
     if len(kinds) != 1:
         raise ValueError(
@@ -156,10 +160,15 @@ def _texts(data: dict[str, Any], field: str) -> tuple[str, ...]:
     return tuple(values)
 
 
+def exact_integer(digits: str) -> int | tuple[str]:
+    """An integer in JSON; one with more digits than `int` takes is `(digits,)`, which equals nothing else in JSON."""
+    return int(digits) if len(digits) <= _DIGITS else (digits,)
+
+
 def _check_functional(index: int, given: str, expected: str) -> None:
     try:
         for line in given.split("\n"):
             json.loads(line)
-        json.loads(expected)
+        json.loads(expected, parse_int=exact_integer)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"Functional test {index} is not JSON, one argument a line: {error}") from error

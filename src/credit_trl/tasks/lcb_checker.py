@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from decimal import Decimal, InvalidOperation
 
+from credit_trl.tasks.lcb_cases import exact_integer
+
 
 def same_output(printed: str, expected: str) -> bool:
     """Whether what a program printed is the expected output."""
@@ -24,7 +26,8 @@ def same_value(returned: str, expected: str) -> bool:
     """
     try:
         # float makes a new object of every NaN: lists of one and the same NaN would be equal by identity
-        return bool(json.loads(returned, parse_constant=float) == json.loads(expected))
+        given = json.loads(returned, parse_constant=float, parse_int=exact_integer)
+        return bool(given == json.loads(expected, parse_int=exact_integer))
     except (ValueError, RecursionError):
         return False
 
@@ -36,7 +39,10 @@ def _lines(text: str) -> list[str]:
 def _same_line(printed: str, expected: str) -> bool:
     if printed == expected:
         return True
+    tokens, wanted = printed.split(), expected.split()
+    if len(tokens) != len(wanted):
+        return False
     try:
-        return list(map(Decimal, printed.split())) == list(map(Decimal, expected.split()))
+        return all(Decimal(token) == Decimal(other) for token, other in zip(tokens, wanted, strict=True))
     except (InvalidOperation, ValueError):  # not a number, or a signalling NaN, which does not even compare
         return False

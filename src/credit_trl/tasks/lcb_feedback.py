@@ -33,13 +33,20 @@ class Result:
     """One test's outcome: `"passed"`, `"wrong"`, or a status of the sandbox.
 
     Args:
-        output: what the program printed or returned (JSON).
+        output: what the program printed or returned (JSON); `shortened` keeps no more of it than is shown.
         error: the sandbox's traceback or remark.
+        length: characters of the whole output.
     """
 
     status: str
     output: str = ""
     error: str = ""
+    length: int = 0
+
+    @classmethod
+    def shortened(cls, status: str, output: str = "", error: str = "") -> Result:
+        """A batch's results are held until its end, and there are many: of each, what feedback may show."""
+        return cls(status, _field(output), error, len(output))
 
 
 def feedback(cases: Cases, results: Sequence[Result], truncated: bool = False) -> str | None:
@@ -62,7 +69,7 @@ def _failure(cases: Cases, results: Sequence[Result]) -> str:
         head = f"Test {slow + 1}: Time Limit Exceeded ({cases.time_limit:g} seconds)"
         return f"{head}\n{_shown('Input', cases.inputs[slow])}"
     wrong = [place for place in places if results[place].status == "wrong"]
-    wrong.sort(key=lambda place: len(cases.inputs[place]) + len(results[place].output) + len(cases.outputs[place]))
+    wrong.sort(key=lambda place: len(cases.inputs[place]) + results[place].length + len(cases.outputs[place]))
     return "\n\n".join(_wrong(place, cases, results[place]) for place in wrong[:SHOWN_WRONG])
 
 

@@ -26,7 +26,10 @@ _STARRED = (
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
 )
 _SITE_NAMES = {"exit", "quit", "copyright", "credits", "license", "help"}  # no builtins where `site` is not loaded
-_ALWAYS = "import sys\nsys.setrecursionlimit(50000)\n"
+# And under these two limits; an older interpreter has no limit of digits.
+_ALWAYS = (
+    "import sys\nsys.setrecursionlimit(50000)\ngetattr(sys, 'set_int_max_str_digits', lambda digits: None)(50000)\n"
+)
 
 
 def find_program(response: str) -> str | None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,16 +174,35 @@ def reward(
     flags = [False] * len(completions) if truncated is None else truncated
     sources = [find_program(response_text(completion)) for completion in completions]
     programs: list[Program] = []
+    tests: list[tuple[Cases, int]] = []
     for group, (source, cases) in enumerate(zip(sources, graded_by, strict=True)):
-        programs += [] if source is None else _programs(source, cases, group)
-    box = sandbox or (_sandbox() if programs else None)
-    run = {"deadline": deadline, "skip_group_after": COSTLY, "progress": progress}
-    outcomes = iter(box.run(programs, **run) if programs else ())
+        if source is not None:
+            programs += _programs(source, cases, group)
+            tests += [(cases, place) for place in range(len(cases))]
+    found = iter(_run(sandbox or _sandbox(), programs, tests, deadline, progress) if programs else ())
     verdicts = []
     for source, cases, flag in zip(sources, graded_by, flags, strict=True):
-        results = None if source is None else [_result(cases, place, next(outcomes)) for place in range(len(cases))]
+        results = None if source is None else list(itertools.islice(found, len(cases)))
         verdicts.append(_verdict(cases, results, bool(flag)))
     return verdicts
+
+
+def _run(
+    box: Sandbox,
+    programs: list[Program],
+    tests: list[tuple[Cases, int]],
+    deadline: float | None,
+    progress: bool | str,
+) -> list[Result]:
+    """The result of each program on its test. Outputs are judged as they come in, and not held."""
+    results = [Result("deadline")] * len(programs)
+
+    def judge(index: int, outcome: Outcome) -> Outcome:
+        results[index] = _result(*tests[index], outcome)
+        return replace(outcome, stdout="", value=None)
+
+    box.run(programs, deadline=deadline, skip_group_after=COSTLY, progress=progress, keep=judge)
+    return results
 
 
 def use_sandbox(sandbox: Sandbox | None) -> None:
@@ -229,13 +250,14 @@ def _programs(source: str, cases: Cases, group: int) -> list[Program]:
 
 def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
-        return Result(outcome.status, outcome.stdout, outcome.error)
+        return Result.shortened(outcome.status, outcome.stdout, outcome.error)
     if cases.fn_name is None:
         printed = outcome.stdout
-        return Result("passed" if same_output(printed, cases.outputs[place]) else "wrong", printed)
+        return Result.shortened("passed" if same_output(printed, cases.outputs[place]) else "wrong", printed)
     if outcome.value is None:
-        return Result("runtime_error", outcome.stdout, "the function returned no value")
-    return Result("passed" if same_value(outcome.value, cases.outputs[place]) else "wrong", outcome.value)
+        return Result.shortened("runtime_error", outcome.stdout, "the function returned no value")
+    same = same_value(outcome.value, cases.outputs[place])
+    return Result.shortened("passed" if same else "wrong", outcome.value)
 
 
 def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) -> Verdict:

@@ -133,8 +133,8 @@ def last_boxed(text: str) -> str | None:
 def _braced(text: str, start: int) -> str | None:
     """What stands from here to the brace that closes, stripped; `None` where none does."""
     depth = 0
-    for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
-        depth += 1 if brace[0] == "{" else -1
+    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):  # not `\{`, but the brace after `\\`
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth < 0:
             return text[start : start + brace.start()].strip()
     return None
@@ -177,18 +177,17 @@ def _field_of(row: Row, wanted: str | None, known: tuple[str, ...]) -> str:
 
 def _prompt(row: Row, field: str, instruction: str) -> list[dict[str, str]]:
     value = row.get(field, (str, list))
-    turns = (
-        [{"role": "user", "content": row.text(field)}] if isinstance(value, str) else [dict(turn) for turn in value]
-    )
+    turns = [{"role": "user", "content": row.text(field)}] if isinstance(value, str) else list(value)
     if not turns or not all(_is_turn(turn) for turn in turns) or turns[-1]["role"] != "user":
         raise row.error(field, "not a list of messages {role, content} that ends with the user's")
+    turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
     if instruction:
-        turns[-1]["content"] = f"{turns[-1]['content']}\n\n{instruction}"
-    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+        turns[-1]["content"] += f"\n\n{instruction}"
+    return turns
 
 
-def _is_turn(turn: Mapping[str, Any]) -> bool:
-    return isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
 
 
 def _gold(row: Row, field: str) -> str:

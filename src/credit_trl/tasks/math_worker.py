@@ -32,6 +32,7 @@ SECONDS = 5.0  # of processor time for one comparison
 WALL_SECONDS = 60.0  # on the clock, after which the machine is too busy to tell
 START_SECONDS = 120.0  # for a worker to import what it needs
 MEMORY_BYTES = 2 * 1024**3
+KEPT_BYTES = 512 * 1024**2  # more than that left by earlier answers, and a worker ends: later ones would lack it
 # What ends a worker that was brought down by what it compares; any other end came from outside.
 _OWN_ENDS = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 LONGEST = 1_000  # characters of an answer beyond which only equal text is equal
@@ -76,9 +77,14 @@ def _plainly(gold: str, given: str | None) -> Comparison | None:
 
 
 class Worker:
-    """One process that compares; it ends when its standard input does."""
+    """One process that compares; it ends when its standard input does, or after a comparison that left too much.
+
+    Args:
+        is_spent: whether it has said that it ends.
+    """
 
     def __init__(self) -> None:
+        self.is_spent = False
         self.process = subprocess.Popen(
             [sys.executable, "-m", "credit_trl.tasks.math_worker"],
             stdin=subprocess.PIPE,
@@ -97,12 +103,13 @@ class Worker:
         else ended it.
         """
         try:
-            self.process.stdin.write(json.dumps([gold, given, SECONDS]).encode() + b"\n")
+            self.process.stdin.write(json.dumps([gold, given, SECONDS, KEPT_BYTES]).encode() + b"\n")
             line = self._line(seconds)
         except OSError:
             line = b""
         if line:
-            return "equal" if line == b"true\n" else "different"
+            self.is_spent = line.endswith(b" last\n")
+            return "equal" if line.startswith(b"true") else "different"
         self.close()
         if line is None:
             return "undecided"
@@ -157,7 +164,7 @@ class Workers:
         try:
             said = worker.compare(gold, given, seconds)
         finally:
-            if said in ("equal", "different"):
+            if said in ("equal", "different") and not worker.is_spent:
                 self._idle.put(worker)
             else:
                 worker.close()
@@ -191,7 +198,10 @@ def as_tex(text: str) -> str:
 
 
 def _serve() -> None:
-    """The worker: one JSON line [gold, given, seconds] in, one line `true` or `false` out, until the input ends."""
+    """The worker: one JSON line [gold, given, seconds, bytes] in, a line `true` or `false` out, until the input ends.
+
+    The line goes on with `last` where more bytes are left over than that: libraries keep what they have computed.
+    """
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -207,9 +217,10 @@ def _serve() -> None:
         return all(sides) and verify(*sides, timeout_seconds=None)
 
     same("1", "2")  # the first comparison loads what later ones have: that is no comparison's time
+    first = _address_space()
     print("ready", file=output, flush=True)
     for line in sys.stdin:
-        gold, given, seconds = json.loads(line)
+        gold, given, seconds, most = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         end = math.ceil(used.ru_utime + used.ru_stime + seconds)
@@ -218,7 +229,19 @@ def _serve() -> None:
             answer = same(gold, given)
         except Exception:  # a comparison that fails, or runs out of memory, shows no equality
             answer = False
-        print("true" if answer else "false", file=output, flush=True)
+        is_spent = _address_space() > first + most
+        print(f"{'true' if answer else 'false'}{' last' if is_spent else ''}", file=output, flush=True)
+        if is_spent:
+            return
+
+
+def _address_space() -> int:
+    """Bytes that count towards `RLIMIT_AS`; 0 where the system does not say (no `/proc`)."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.printable import printable
+
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
@@ -27,7 +29,7 @@ class RowError(ValueError):
 
     def __init__(self, source: str, row: int, field: str, problem: str) -> None:
         self.source, self.row, self.field, self.problem = source, row, field, problem
-        super().__init__(f"{source}, row {row}, field {field!r}: {problem}")
+        super().__init__(printable(f"{source}, row {row}, field {field!r}: {problem}"))
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Tally:
 
     def drop(self, reason: str, count: int = 1) -> None:
         if count:
-            self.dropped[reason] += count
+            self.dropped[printable(reason)] += count
 
     @property
     def read(self) -> int:

@@ -44,6 +44,9 @@ BUILT_IN = {
 
 Rewards = list["Verdict | float | None"]
 
+# What this program asked for itself. A row may name no other import path, since data is not trusted.
+_asked_for: set[str] = set()
+
 
 @dataclass(frozen=True)
 class Task:
@@ -110,6 +113,11 @@ def load_task(name: str) -> Task:
     check_name(name)
     if "," in name:
         return _mixture(name)
+    _asked_for.add(name)
+    return _load(name)
+
+
+def _load(name: str) -> Task:
     head, colon, tail = name.partition(":")
     if head in BUILT_IN:
         return as_task(_import(BUILT_IN[head], name), name, tail if colon else None)
@@ -177,8 +185,20 @@ def mixed_reward(
     runs them as one batch. Verdicts come back in the order of `completions`. A reward function may be asynchronous.
 
     Raises:
-        ValueError: a row without a task, or with a name that `load_task` does not resolve.
+        ValueError: a row without a task, or with a name that is neither known (`known_tasks`) nor one that this
+            program has given to `load_task` or `mix_datasets`. Names in data import nothing.
     """
+    return _routed(_of_a_row, completions, task, truncated, columns)
+
+
+def _routed(
+    find: Callable[[str], Task],
+    completions: Sequence[Any],
+    task: Sequence[str],
+    truncated: Sequence[bool] | None,
+    columns: dict[str, Any],
+) -> Rewards:
+    """Verdicts of rows that are graded by several tasks, each found by its name."""
     count = len(completions)
     rows_of: dict[str, list[int]] = {}
     for row, name in enumerate(task):
@@ -187,7 +207,7 @@ def mixed_reward(
     columns |= {"completions": completions, "task": task, "truncated": truncated}
     for name, rows in rows_of.items():
         own_columns = {key: _rows(value, rows, count) for key, value in columns.items()}
-        graded = call_reward(_resolved(name).reward, **own_columns)
+        graded = call_reward(find(name).reward, **own_columns)
         for row, verdict in zip(rows, graded, strict=True):
             verdicts[row] = verdict
     return verdicts
@@ -205,7 +225,15 @@ def call_reward(reward: Callable[..., Any], **arguments: Any) -> Rewards:
         return thread.submit(asyncio.run, graded).result()
 
 
-_resolved = functools.lru_cache(maxsize=64)(load_task)  # a task that is a class is made once, not once a batch
+@functools.lru_cache(maxsize=64)  # a task that is a class is made once, not once a batch
+def _of_a_row(name: str) -> Task:
+    check_name(name)
+    if name not in _asked_for and name.partition(":")[0] not in known_tasks():
+        raise ValueError(
+            f"A row names the task {name!r}, which is not one of {', '.join(known_tasks())}. A name in data does not "
+            f"import a module: where this task is yours, call `load_task({name!r})` first."
+        )
+    return _load(name)
 
 
 def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
@@ -222,6 +250,7 @@ def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
     from credit_trl.tasks.records import row_features
 
     if isinstance(parts, Mapping):
+        _asked_for.update(parts)
         parts = [_named(part, name) for name, part in parts.items()]
     features = row_features()
     if not all("id" in part.column_names for part in parts):
@@ -241,12 +270,20 @@ def _mixture(name: str) -> Task:
         paths = {one: None if path is None else _own_path(Path(path), one) for one in parts}
         return mix_datasets({one: part.build(split, paths[one], **options) for one, part in parts.items()})
 
-    def verify(response: str, answer: Any, *, task: str, truncated: bool = False, **options: Any) -> Verdict:
+    def part_of(task: str) -> Task:
         if task not in parts:
             raise ValueError(f"{task!r} is no part of the mixed task {name!r}.")
-        return parts[task].verify(response, answer, truncated=truncated, **options)
+        return parts[task]
 
-    return Task(name=name, build=build, verify=verify, reward=_with_options(mixed_reward, {}, name))
+    def verify(response: str, answer: Any, *, task: str, truncated: bool = False, **options: Any) -> Verdict:
+        return part_of(task).verify(response, answer, truncated=truncated, **options)
+
+    def reward(
+        completions: Sequence[Any], task: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Any
+    ) -> Rewards:
+        return _routed(part_of, completions, task, truncated, columns)
+
+    return Task(name=name, build=build, verify=verify, reward=_with_options(reward, {}, name))
 
 
 def _own_path(path: Path, name: str) -> Path:
