@@ -74,7 +74,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(whole, 1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number} is not a JSON object.")

@@ -129,6 +129,8 @@ def test_records_of_which_nothing_can_be_mapped_are_refused_with_the_fix(saved, 
         ('{"response": "x", "prompt": 5}', "must be text or a list of messages"),
         ('{"response": "x", "prompt": "y", "feedback": 5}', "`feedback` must be text"),
         ('{"response": "x", "prompt": "y", "contrasts": "2+2?"}', "`contrasts` must be a list of prompts"),
+        ('{"response": "x", "prompt": "y", "reward": "<b>"}', "`reward` must be a number"),
+        ('{"a":' * 100_000, "own.jsonl, line 1: not JSON"),
     ],
 )
 def test_a_bad_record_is_named_by_its_line(saved, tmp_path, capsys, line, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -289,3 +290,5 @@ def test_reports_print_as_a_table():
     table = pmi.format_reports([report, report])
     assert len(table.splitlines()) == 4
     assert f"{report.pmi:+.2f}" in table
+    hostile = replace(report, identifier="a | b\n<img src=x onerror=y>")
+    assert pmi.format_reports([hostile]).splitlines()[2].startswith("| a \\| b⟨U+000A⟩&lt;img src=x onerror=y> |")

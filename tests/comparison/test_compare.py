@@ -386,6 +386,7 @@ def test_what_is_no_run_is_refused_by_name(tmp_path, write_run):
         compare([tmp_path], baseline="C")
     with pytest.raises(ValueError, match="No run of arm C"):
         compare([tmp_path], arms=["C"])
-    (folder / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"run\.json is not JSON"):
-        compare([tmp_path])
+    for broken in ("{", '{"a":' * 100_000):
+        (folder / "run.json").write_text(broken)
+        with pytest.raises(ValueError, match=r"run\.json is not JSON"):
+            compare([tmp_path])

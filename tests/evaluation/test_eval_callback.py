@@ -208,9 +208,10 @@ def test_unfinished_lines_are_left_out_and_broken_ones_named(tmp_path):
     assert read_lines(path) == [{"step": 1, "loss": None}, {"step": 2, "text": "line\u2028separator"}]
     keep_up_to(path, 1)
     assert path.read_text() == '{"step":1,"loss":null}\n'
-    path.write_text('{"step": 1}\nnot json\n')
-    with pytest.raises(ValueError, match=r"log\.jsonl, line 2"):
-        read_lines(path)
+    for broken in ("not json", '{"a":' * 100_000):
+        path.write_text(f'{{"step": 1}}\n{broken}\n')
+        with pytest.raises(ValueError, match=r"log\.jsonl, line 2"):
+            read_lines(path)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -240,6 +240,20 @@ def test_a_process_that_finds_another_at_its_job_says_busy(spec, tmp_path):
     assert not (folder / ERROR_FILE).exists()
 
 
+def test_a_job_whose_output_quotes_that_it_is_busy_has_failed(spec, tmp_path, monkeypatch):
+    one = SweepSpec(**{**vars(spec), "grid": {"method": "SDPO"}, "launcher": "process"})
+    (folder,) = launch.plan_sweep(one, tmp_path / "out")
+
+    def child(command, stdout, **options):
+        stdout.write(b"completion: credit_trl.sweeps.job.JobBusy: ha\nRuntimeError: CUDA error\n")
+        stdout.flush()
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(launch.subprocess, "run", child)
+    assert launch._run(folder, one) == "failed"
+    assert "CUDA error" in (folder / ERROR_FILE).read_text()
+
+
 def test_half_written_checkpoints_are_passed_over(tmp_path):
     def checkpoint(step, state=True, trainer_state=True):
         folder = tmp_path / f"checkpoint-{step}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import yaml
 
@@ -123,6 +125,18 @@ def test_the_file_is_checked_by_name_and_never_builds_objects(tmp_path):
         with pytest.raises(ValueError, match=message) as raised:
             read_spec(path)
         assert "sweep.yaml" in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["grid: *l8", "config: {options: *l8}"])
+def test_a_file_whose_anchors_expand_without_end_is_refused_at_once(tmp_path, form):
+    levels = [f"l0: &l0 [{', '.join('1' * 10)}]"]
+    levels += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 9)]
+    path = tmp_path / "bomb.yaml"
+    path.write_text("\n".join([*levels, "model: m", "task: t", "seeds: [1]", form]))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"bomb\.yaml expands to more than 100,000 values"):
+        read_spec(path)
+    assert time.monotonic() - began < 5
 
 
 def test_an_arm_that_cannot_train_is_refused_before_a_directory_is_made(tmp_path):

@@ -24,6 +24,7 @@ from credit_trl.analysis.passes import Reading, conditionals
 from credit_trl.analysis.responses import Response, build_contexts
 from credit_trl.config import CreditConfig
 from credit_trl.objective import Baseline, Form
+from credit_trl.printable import plain
 
 
 def trajectory_pmi(
@@ -396,5 +397,5 @@ def format_reports(reports: Sequence[PMIReport]) -> str:
     lines = ["| response | T | " + " | ".join(titles) + " |", "| --- |" + " ---: |" * (len(titles) + 1)]
     for one in reports:
         numbers = " | ".join(f"{getattr(one, name):+.2f}" for name in names)
-        lines.append(f"| {one.identifier} | {one.tokens} | {numbers} |")
+        lines.append(f"| {plain(one.identifier)} | {one.tokens} | {numbers} |")
     return "\n".join(lines) + "\n"

@@ -315,7 +315,7 @@ def read_responses(
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}.") from None
     if not isinstance(record, dict) or not isinstance(record.get("response"), str):
         raise ValueError(f"{where}: a record needs `prompt` (text or messages) and `response` (text).")
@@ -326,6 +326,8 @@ def _record(line: str, where: str) -> dict[str, Any]:
     for name in ("feedback", "demonstration"):
         if not isinstance(record.get(name), str | None):
             raise ValueError(f"{where}: `{name}` must be text.")
+    if isinstance(record.get("reward"), bool) or not isinstance(record.get("reward"), int | float | None):
+        raise ValueError(f"{where}: `reward` must be a number.")
     contrasts = record.get("contrasts", [])
     if not isinstance(contrasts, list) or not all(isinstance(other, str | list) for other in contrasts):
         raise ValueError(f"{where}: `contrasts` must be a list of prompts, each text or a list of messages.")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from credit_trl.comparison.compare import BASE, Comparison, Contrast, StepsTo
+from credit_trl.printable import plain
 
 AVERAGE = "Avg."
 
@@ -96,12 +96,6 @@ def steps_row(steps_to: StepsTo) -> list[str]:
 def steps_markdown(steps_to: Sequence[StepsTo]) -> str:
     lines = ["| " + " | ".join(STEPS_COLUMNS) + " |", "|" + " --- |" * len(STEPS_COLUMNS)]
     return "\n".join([*lines, *(_row(steps_row(row)) for row in steps_to)])
-
-
-def plain(text: str) -> str:
-    """A name from a run directory as text: no cell, tag or escape sequence of a terminal can begin in it."""
-    shown = "".join(c if c.isprintable() else f"⟨U+{ord(c):04X}⟩" for c in text)
-    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", shown).replace("|", "\\|")
 
 
 def _row(cells: Sequence[str]) -> str:

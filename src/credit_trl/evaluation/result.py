@@ -10,6 +10,7 @@ import numpy as np
 
 from credit_trl.evaluation.samples import Sample
 from credit_trl.evaluation.statistics import N_RESAMPLES, Interval, bootstrap_ci, majority_at_k, pass_at_k
+from credit_trl.printable import printable
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Evaluation:
             lines.append(f"  maj@{self.k}    {100 * self.majority:5.1f} %")
         for name, interval in self.groups.items():
             low, high = 100 * interval.low, 100 * interval.high
-            lines.append(f"  {name:<18}{100 * interval.mean:5.1f} %  [{low:.1f}, {high:.1f}]")
+            lines.append(f"  {printable(name):<18}{100 * interval.mean:5.1f} %  [{low:.1f}, {high:.1f}]")
         lines.append(f"  length {self.mean_length:.1f} tokens, {100 * self.truncated:.1f} % truncated")
         return "\n".join(lines)
 

@@ -31,7 +31,7 @@ from credit_trl.trainer import CreditTrainer
 
 DONE_FILE = "done.json"
 LOCK_FILE = ".lock"
-BUSY = "JobBusy: "  # how the traceback of a job's process ends that has found another one at it
+BUSY_FILE = ".busy"  # left by a job's process that has found another one at it, for who started it
 
 
 class JobBusy(RuntimeError):
@@ -144,4 +144,8 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    run_job(sys.argv[1])
+    try:
+        run_job(sys.argv[1])
+    except JobBusy:
+        (Path(sys.argv[1]) / BUSY_FILE).touch()
+        raise

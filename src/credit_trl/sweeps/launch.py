@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from credit_trl.evaluation.callback import EvaluationCallback, check_options
 from credit_trl.evaluation.protocol import RESULT_FILE
 from credit_trl.run_directory import EVALUATIONS_FOLDER, JOB_FILE, write_atomically, write_json
-from credit_trl.sweeps.job import BUSY, JobBusy, drop_checkpoints, is_done, run_job
+from credit_trl.sweeps.job import BUSY_FILE, JobBusy, drop_checkpoints, is_done, run_job
 from credit_trl.sweeps.spec import SweepSpec
 from credit_trl.tasks.registry import load_task
 
@@ -227,12 +227,14 @@ def _run_alone(folder: Path, spec: SweepSpec) -> str | None:
         command += ["accelerate.commands.launch", *spec.accelerate_args, "-m"]
     with (folder / OUTPUT_FILE).open("ab") as output:
         start = output.tell()
+        (folder / BUSY_FILE).unlink(missing_ok=True)
         finished = subprocess.run(
             [*command, "credit_trl.sweeps.job", str(folder)], stdout=output, stderr=subprocess.STDOUT, check=False
         )
     if finished.returncode == 0:
         return None
-    said = (folder / OUTPUT_FILE).read_bytes()[start:].decode(errors="replace")
-    if BUSY in said:
+    if (folder / BUSY_FILE).exists():  # not what the output says: it may quote completions
+        (folder / BUSY_FILE).unlink()
         raise JobBusy(str(folder))
+    said = (folder / OUTPUT_FILE).read_bytes()[start:].decode(errors="replace")
     return f"Exit code {finished.returncode}. The end of {OUTPUT_FILE}:\n\n{said[-4000:]}\n"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -35,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "hint-contrast": {"contrastive_swap": "hint"},
     "foreign-hint": {"teacher_hint": "foreign"},
 }
+LARGEST = 100_000  # values in a file
 LAUNCHERS = ("process", "inline", "accelerate")
 
 # Options that a method does not read, by the beginning of their names.
@@ -131,12 +133,14 @@ class SweepSpec:
     def _check_kinds(self) -> None:
         for name in ("model", "task"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"`{name}` is a name, got {getattr(self, name)!r}.")
+                raise ValueError(f"`{name}` is a name, got {reprlib.repr(getattr(self, name))}.")
         for name in ("config", "evaluation", "data"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(f"`{name}` maps options to values, got {getattr(self, name)!r}.")
         if not isinstance(self.grid, Mapping | list | tuple):
-            raise ValueError(f"`grid` is one mapping of options to lists of values, or a list; got {self.grid!r}.")
+            raise ValueError(
+                f"`grid` is one mapping of options to lists of values, or a list; got {reprlib.repr(self.grid)}."
+            )
         if not isinstance(self.seeds, list | tuple):
             raise ValueError(f"`seeds` is a list of whole numbers, at least one; got {self.seeds!r}.")
         try:
@@ -180,6 +184,7 @@ def read_spec(path: str | Path) -> SweepSpec:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
+    _check_size(content, path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a mapping of a sweep's fields.")
     known = {one.name for one in fields(SweepSpec)}
@@ -192,6 +197,16 @@ def read_spec(path: str | Path) -> SweepSpec:
         return SweepSpec(**content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _check_size(content: Any, path: Path) -> None:
+    """Refuse a file whose anchors expand to more than any sweep holds."""
+    waiting, count = [content], 0
+    while waiting:
+        value, count = waiting.pop(), count + 1
+        if count > LARGEST:
+            raise ValueError(f"{path} expands to more than {LARGEST:,} values; a sweep is far smaller.")
+        waiting += [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
@@ -231,7 +246,7 @@ def _is_same_training(one: Arm, other: Arm, common: Mapping[str, Any]) -> bool:
 
 def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if not isinstance(grid, Mapping):
-        raise ValueError(f"A grid maps options to lists of values, got {grid!r}.")
+        raise ValueError(f"A grid maps options to lists of values, got {reprlib.repr(grid)}.")
     values = [value if isinstance(value, list | tuple) else [value] for value in grid.values()]
     for chosen in itertools.product(*values):
         yield dict(zip(grid, chosen, strict=True))
