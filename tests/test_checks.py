@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.checks import check_no_images
+from credit_trl.checks import check_machine, check_no_images
 from tiny import length_verdicts
 
 
@@ -202,3 +204,14 @@ def test_a_reward_function_that_raises_stops_the_run_and_leaves_the_last_checkpo
     resumed = build(reward_funcs=fragile, max_steps=5, save_strategy="steps", save_steps=1)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert resumed.state.global_step == 5
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fsdp_of_version_1_is_refused_before_a_reference_is_made(make_config, make_model, version):
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
+    accelerator = SimpleNamespace(distributed_type="FSDP", state=state, device=torch.device("cpu"))
+    if version == 2:
+        check_machine(make_config(), make_model(), accelerator)
+        return
+    with pytest.raises(ValueError, match="set `fsdp_version: 2`"):
+        check_machine(make_config(), make_model(), accelerator)

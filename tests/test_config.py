@@ -58,6 +58,11 @@ from credit_trl import CreditConfig
         ({"beta": 0.1}, "`beta=0.1` belongs to GRPO's loss"),
         ({"use_transformers_continuous_batching": True}, "casts the whole model.*Set `use_vllm=True`"),
         ({"entropy_coef": 0.1}, "`entropy_coef=0.1` belongs to GRPO's loss"),
+        ({"importance_sampling_level": "sequence"}, "belongs to GRPO's loss.*importance_sampling_level='token'"),
+        ({"delta": 1.01}, "`delta=1.01` belongs to GRPO's loss"),
+        ({"epsilon_high": 0.28}, "`epsilon_high=0.28` belongs to GRPO's loss"),
+        ({"enable_jit_checkpoint": True}, "saves inside a step.*save_steps"),
+        ({"torch_compile": True}, "nothing would be compiled. Set `torch_compile=False`"),
         ({"off_policy_mask_threshold": 0.5}, "`off_policy_mask_threshold=0.5` belongs to GRPO's loss"),
         (
             {"use_successful_as_teacher": False, "include_environment_feedback": False},

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_generation
@@ -57,6 +58,28 @@ def test_an_engine_gets_the_trained_adapter_merged_and_the_model_stays_as_it_is(
     assert any(not torch.equal(sent[n], p) for n, p in make_model(dtype=dtype).named_parameters())
     for name, weight in expected.items():
         torch.testing.assert_close(sent[name], weight.detach(), rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_of_a_module_with_several_adapted_parameters_each_is_sent_merged_and_under_its_own_name():
+    """PEFT's way to adapt fused experts: a wrapper for each parameter, one inside the other."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, **sizes
+    )
+    plain = transformers.AutoModelForCausalLM.from_config(config)
+    adapted = {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
+    model = get_peft_model(copy.deepcopy(plain), LoraConfig(r=2, init_lora_weights=False, **adapted))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    sent = {name: weight.clone() for name, weight in merged_weights(model)}
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
+    expected, own = dict(model.merge_and_unload().named_parameters()), dict(plain.named_parameters())
+    assert sent.keys() == own.keys()
+    for name, weight in sent.items():
+        torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=1e-7)
+        assert torch.equal(weight, own[name]) == (not any(part in name for part in ("q_proj", "experts")))
 
 
 def test_control_merging_in_place_and_back_leaves_an_error_in_the_weights(make_model):

@@ -147,6 +147,16 @@ def test_no_teacher_is_warned_about_once_and_teaches_nothing(run, make_model):
         assert torch.equal(parameter, start)
 
 
+def test_an_evaluation_whose_batches_hold_one_question_each_is_warned_about_once(run):
+    trainer, warned = run(
+        max_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=4
+    )
+    assert len([w for w in warned if "has another question to contrast with" in w]) == 1
+    entries = trainer.state.log_history
+    assert {e["eval_credit/frac_without_contrast"] for e in entries if "eval_loss" in e} == {1.0}
+    assert {e["credit/frac_without_contrast"] for e in entries if "loss" in e} == {0.0}
+
+
 def test_feedback_that_is_switched_off_is_warned_about_once(run):
     _, warned = run(include_environment_feedback=False, max_steps=3)
     assert len([w for w in warned if "`include_environment_feedback=False`" in w]) == 1

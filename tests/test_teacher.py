@@ -308,6 +308,19 @@ def test_a_reference_computes_in_its_bases_precision_whatever_that_of_adapters_a
     assert autocast_dtype(reference) is torch.bfloat16
 
 
+def test_where_no_autocast_makes_mixed_precision_a_reference_computes_in_what_the_students_weights_were_cast_to(
+    make_model, monkeypatch
+):
+    """DeepSpeed's way: accelerate's own autocast does nothing there, and the average is in fp32."""
+    accelerator, model = Accelerator(cpu=True), make_model()
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", "bf16")
+    monkeypatch.setattr(accelerator, "native_amp", False)
+    reference = make_reference("ema", model, accelerator)
+    model.to(torch.bfloat16)  # as the engine does, after the copy was made
+    assert reference.named_weights()["lm_head.weight"].dtype is torch.float32
+    assert autocast_dtype(reference) is torch.bfloat16
+
+
 def test_prompt_learning_is_refused_with_what_to_use_instead(make_model):
     model = get_peft_model(make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match="LoRA"):

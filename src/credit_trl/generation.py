@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -121,14 +121,25 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
     adapter = model.active_adapter
     for name, parameter in list(model.named_parameters()):
         base_name = name.removeprefix("base_model.model.")
-        if _BASE in name:
-            layer = model.get_submodule(name.rpartition(_BASE)[0])
-            with _merged(layer, adapter):
-                yield base_name.replace(_BASE, "."), _whole(model.get_parameter(name))
+        if _BASE in name and model.prefix not in name.rpartition(_BASE)[2]:
+            with ExitStack() as merged:
+                for layer in _wrappers(model, name):
+                    merged.enter_context(_merged(layer, adapter))
+                yield base_name.replace(_BASE.rstrip("."), ""), _whole(model.get_parameter(name))
         elif f"{_SAVED}{adapter}." in name:
             yield base_name.replace(f"{_SAVED}{adapter}.", "."), _whole(parameter)
         elif model.prefix not in base_name and ".original_module." not in name and _SAVED not in name:
             yield base_name, _whole(parameter)
+
+
+def _wrappers(model: PeftModel, name: str) -> list[BaseTunerLayer]:
+    """The tuner layers around a base parameter, innermost first: several where a module's parameters are adapted."""
+    path = name.rpartition(_BASE)[0]
+    found = [path]
+    while path.endswith(_BASE.rstrip(".")):
+        path = path.removesuffix(_BASE.rstrip("."))
+        found.append(path)
+    return [model.get_submodule(one) for one in found]
 
 
 @contextmanager

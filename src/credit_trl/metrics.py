@@ -57,6 +57,14 @@ class Alarms:
                 "reward function, fill `privileged_context`, or lower the threshold. The batch teaches nothing.",
             )
 
+        if share["credit/frac_without_contrast"] == 1.0:
+            self.raise_once(
+                "no_contrast",
+                "No sample of this generation batch has another question to contrast with, so λ is 0 for all of it. "
+                "In an evaluation raise `per_device_eval_batch_size` or lower `num_generations_eval`; in training see "
+                "`contrastive_source`.",
+            )
+
     def check_unread(self, is_switched_off: bool, lost_turns: Sequence[int]) -> None:
         """Feedback that no teacher reads: `rollouts.unread_feedback`'s."""
         if is_switched_off:

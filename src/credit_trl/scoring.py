@@ -131,7 +131,7 @@ def score_completions(
     scores: dict[str, Tensor] = {}
     shape = completion_ids.shape
     with reference.active() as model:
-        head = lm_head(reference.unwrapped(model), temperature, kernels).gathered().detached()
+        head = lm_head(reference.unwrapped(model), temperature, kernels).gathered().detached().on(loss_mask.device)
         width = topk + 1 if tail == "bucket" else topk
         buckets, size = (1, 1) if support == "sampled" else (width, topk)
         for name, dtype, depth in _layout(buckets, size, head.weight.dtype):
@@ -178,7 +178,7 @@ def gather_states(
     order[loss_mask] = torch.arange(int(loss_mask.sum()), device=loss_mask.device)
     count = max((len(c) for c in contexts if c is not None), default=1)
     with reference.active() as model:
-        head = lm_head(reference.unwrapped(model), temperature, kernels).gathered().detached()
+        head = lm_head(reference.unwrapped(model), temperature, kernels).gathered().detached().on(loss_mask.device)
         hidden = head.weight.new_zeros(count, int(loss_mask.sum()), head.weight.shape[1])
         for states in reference_states(
             reference, model, contexts, completion_ids, completion_mask, loss_mask, batch_tokens, packed, columns

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
-from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.models import prepare_deepspeed
 from trl.models.utils import _ForwardRedirection
 
 from credit_trl.causal_lm import is_head_multiplied_in_fp32, multiply_head_in_fp32
@@ -124,8 +125,8 @@ def sharded_copy(model: PreTrainedModel, accelerator: Accelerator, *, precise: b
     if is_zero3(accelerator):
         return _zero3_copy(model, accelerator, precise)
     twin = frozen_copy(model, precise=precise)
-    if accelerator.distributed_type == "FSDP":
-        return prepare_fsdp(twin, accelerator)
+    if accelerator.distributed_type == "FSDP":  # layer by layer, as the model: TRL's own would gather it all at once
+        return fsdp2_prepare_model(accelerator, twin)
     if accelerator.distributed_type == "DEEPSPEED":  # stages 1 and 2 shard what a frozen model does not have
         return twin.to(accelerator.device)
     return accelerator.prepare_model(twin, evaluation_mode=True)
@@ -145,10 +146,12 @@ def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool)
     twin.requires_grad_(False)
     if is_head_multiplied_in_fp32(model):
         multiply_head_in_fp32(twin)
-    named = dict(model.named_parameters())
+    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             with gathered([named[name]]), gathered([parameter], write=True):
                 parameter.copy_(named[name])
+        for name, buffer in twin.named_buffers():  # whole on every process; some decide which expert a token goes to
+            buffer.copy_(buffers[name])
     plugin = SimpleNamespace(deepspeed_config=config)
     return prepare_deepspeed(twin, SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))

@@ -95,8 +95,11 @@ class Reference:
         return self.accelerator.unwrap_model(model)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The precision that the student computes in: mixed precision, or that of its half-precision weights."""
-        if self.accelerator.mixed_precision != "no":
+        """The precision that the student computes in: mixed precision, or that of its half-precision weights.
+
+        DeepSpeed trains in mixed precision without autocast: it casts the student's weights.
+        """
+        if self.accelerator.native_amp:
             return self.accelerator.autocast()
         dtype = _layers_dtype(self.student)
         if dtype in (torch.bfloat16, torch.float16):
@@ -163,7 +166,10 @@ class CopyReference(_StoredReference):
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        yield self.model
+        try:
+            yield self.model
+        finally:
+            reshard(self.model)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         student = _parameters(self.student)

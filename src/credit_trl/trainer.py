@@ -140,7 +140,7 @@ class CreditTrainer(ResumableTrainer):
         return torch.promote_types(self.model.dtype, torch.float32)
 
     def _init_distillation(self) -> None:
-        checks.check_kernels(self.args, self.model, self.accelerator.device)
+        checks.check_machine(self.args, self.model, self.accelerator)
         vocabulary = checks.check_vocabulary(self.args, self.model)
         is_complete = "topk" in self.args.distillation_support and self.args.distillation_topk == vocabulary
         self.support: Support = "full" if is_complete else self.args.distillation_support

@@ -178,8 +178,18 @@ def check_combinations(config: CreditConfig) -> None:
     Raises:
         ValueError: a combination that could not train, or that asks for something it would not get.
     """
+    if config.enable_jit_checkpoint:
+        raise ValueError(
+            "`enable_jit_checkpoint=True` saves inside a step, where weights, reference and generation batch are not "
+            "of one moment: a run resumed from there is another one. Set it to False and save often (`save_steps`)."
+        )
     if config.distillation_weight == 0.0:
         return
+    if config.torch_compile:
+        raise ValueError(
+            "`torch_compile=True` compiles the model's forward pass, and a distillation loss reads hidden states "
+            "below it: nothing would be compiled. Set `torch_compile=False`."
+        )
     if config.use_transformers_continuous_batching:
         raise ValueError(
             "`use_transformers_continuous_batching=True` casts the whole model at each rollout, the reference beside "
@@ -253,12 +263,15 @@ def _check_policy_terms_are_off(config: CreditConfig) -> None:
         "use_adaptive_entropy": False,
         "top_entropy_quantile": 1.0,
         "off_policy_mask_threshold": None,
+        "importance_sampling_level": "token",
+        "delta": None,
+        "epsilon_high": None,
     }
     for name, neutral in off.items():
         if getattr(config, name) != neutral:
             raise ValueError(
                 f"`{name}={getattr(config, name)}` belongs to GRPO's loss, which `distillation_weight=1` leaves "
-                f"out. Lower `distillation_weight`, or set `{name}={neutral}`."
+                f"out. Lower `distillation_weight`, or set `{name}={neutral!r}`."
             )
 
 

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 import tiny
@@ -158,9 +159,9 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         port: a free one.
         limit: seconds until the watchdog ends it.
         options: `wrapper` ("", "ddp", "fsdp2", "zero2" or "zero3"), `lora`, `completions` (of `ROLLOUTS`, or
-            "sampled"), `verdicts`, `from_path`, `stop_at` a step, `resume`, `evaluate`, `engine` (a stand-in for
-            vLLM's, which is sent the weights), `unequal` (the control of the watchdog); all others are
-            `CreditConfig`'s.
+            "sampled"), `verdicts`, `from_path`, `routed` (a model of experts), `stop_at` a step, `resume`, `evaluate`,
+            `engine` (a stand-in for vLLM's, which is sent the weights), `unequal` (the control of the watchdog); all
+            others are `CreditConfig`'s.
     """
     out = Path(folder)
     credit_run.begin(out, rank, limit)
@@ -214,7 +215,7 @@ def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLos
     lora, completions = options.pop("lora", False), options.pop("completions", "hashed")
     verdicts = VERDICTS[options.pop("verdicts", "some")]
     batch = options.pop("batch", 16)
-    model = tiny.build_model(tokenizer)
+    model = routed_model(tokenizer) if options.pop("routed", False) else tiny.build_model(tokenizer)
     if options.pop("from_path", False):  # ZeRO-3 partitions such a model while it is loaded
         model.save_pretrained(out / "model")
         model = str(out / "model")
@@ -267,6 +268,10 @@ def facts(made: LocalLosses) -> dict[str, Any]:
         "zero_stage": getattr(accelerator.state.deepspeed_plugin, "zero_stage", None),
         "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in made.model.parameters()),
         "parameters": sum(full_shape(p).numel() for p in made.model.parameters()),
+        "groups": fsdp_groups(made.model),
+        "reference_groups": fsdp_groups(getattr(made.reference, "model", made.model)),
+        "reference_computes_in": computing_dtype(made.reference),
+        "buffers_differ": differing_buffers(made),
         "collectives": group._get_sequence_number_for_group() if group else 0,
         "losses": made.losses,
         "longest": made.longest,
@@ -277,6 +282,47 @@ def facts(made: LocalLosses) -> dict[str, Any]:
         "log": [entry for entry in made.state.log_history if "loss" in entry],
         "evaluations": [entry for entry in made.state.log_history if "eval_avg@3" in entry],
     }
+
+
+def fsdp_groups(model: torch.nn.Module) -> list[str]:
+    """The modules that FSDP2 gathers one after the other."""
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def computing_dtype(reference: Reference) -> str:
+    """What a matrix product of the reference's weights is computed in."""
+    with reference.autocast():
+        weight = torch.ones(2, 2, dtype=next(iter(getattr(reference, "model", reference.student).parameters())).dtype)
+        return str((weight @ weight).dtype)
+
+
+def differing_buffers(made: LocalLosses) -> list[str]:
+    """Buffers of the reference that are not the student's."""
+    own = dict(made.accelerator.unwrap_model(made.model).named_buffers())
+    copied = made.accelerator.unwrap_model(getattr(made.reference, "model", made.model)).named_buffers()
+    return [name for name, buffer in copied if not torch.equal(buffer.float(), own[name].float())]
+
+
+def routed_model(tokenizer: Any) -> PreTrainedModel:
+    """A mixture of experts, with buffers that decide which of them a token goes to."""
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
+    config = Glm4MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=16,
+        num_key_value_heads=2,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            buffer.copy_(torch.randn_like(buffer))
+    return model
 
 
 def largest_gather(reference: Reference) -> list[int]:

@@ -117,10 +117,24 @@ def test_the_average_stays_in_fp32_where_deepspeed_trains_in_bf16(tmp_path, wrap
     facts = finished(launch(tmp_path, 2, wrapper=wrapper, **options))
     assert_wrapped(facts, wrapper)
     assert [f["dtype"] for f in facts] == ["torch.bfloat16"] * 2
+    assert [f["reference_computes_in"] for f in facts] == ["torch.bfloat16"] * 2
     reference = state(tmp_path)["reference"]
     assert {value.dtype for value in reference.values()} == {torch.float32}
     # Averages of bf16 weights at this rate need more digits than bf16 has.
     assert any((value != value.to(torch.bfloat16)).any() for value in reference.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["zero2", "zero3"])
+def test_a_reference_sends_tokens_to_the_experts_that_its_student_would(tmp_path, wrapper):
+    """Which is decided by buffers too; at a learning rate of 0 the reference is the student."""
+    options = {"routed": True, "from_path": True, "learning_rate": 0.0, "max_steps": 1}
+    facts = finished(launch(tmp_path / "two", 2, wrapper=wrapper, **options))
+    (alone,) = finished(launch(tmp_path / "one", 1, **options))
+    assert_wrapped(facts, wrapper)
+    assert [f["buffers_differ"] for f in facts] == [[], []]
+    for name in ("credit/delta_v_mean", "credit/s_mean", "loss"):
+        assert facts[0]["log"][0][name] == pytest.approx(alone["log"][0][name], rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.slow

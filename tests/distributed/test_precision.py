@@ -15,6 +15,10 @@ def test_under_fsdp2_in_bf16_targets_and_loss_stay_in_fp32(tmp_path):
     losses = torch.tensor([f["losses"] for f in facts])
     assert not torch.equal(losses, losses.bfloat16().float())
     assert facts[0]["log"][0]["grad_norm"] > 0.0
+    for f in facts:  # the reference is never gathered as a whole
+        assert f["reference_groups"] == f["groups"]
+        assert {"", "model.embed_tokens", "model.layers.0", "model.layers.1"} <= set(f["groups"])
+        assert f["reference_computes_in"] == "torch.bfloat16"
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ class Checkpoint:
 class OneProcess:
     """What `Reference` asks of an accelerator, for a model on one device: no wrapping, no collectives."""
 
-    mixed_precision = "no"
+    native_amp = False
     distributed_type = "NO"
     state = SimpleNamespace(deepspeed_plugin=None)
 

@@ -121,6 +121,10 @@ class LMHead:
         """This head with whole tensors in place of sharded ones. Gradients flow back, averaged over the mesh."""
         return replace(self, weight=_gather(self.weight), bias=None if self.bias is None else _gather(self.bias))
 
+    def on(self, device: torch.device) -> LMHead:
+        """This head where hidden states are: FSDP2 may keep its weights in main memory."""
+        return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
+
     def detached(self) -> LMHead:
         return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
 
