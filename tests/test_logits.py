@@ -110,6 +110,23 @@ def test_families_that_padding_changes_are_refused(monkeypatch, model_class, siz
         checks.check_model(model, accelerator)
 
 
+@pytest.mark.parametrize("changed_rows", [slice(0, 1), slice(None)])
+def test_what_padding_changes_for_one_prompt_alone_is_rounding_and_for_all_is_refused(make_model, changed_rows):
+    """A token on the edge between two experts may go to the other one."""
+    model, accelerator = make_model(), Accelerator(cpu=True)
+
+    def change(module, arguments, output):
+        if output.logits.shape[1] > 4:
+            output.logits[changed_rows] += output.logits.abs().max() * torch.linspace(0, 1, output.logits.shape[-1])
+
+    model.register_forward_hook(change)
+    if changed_rows == slice(0, 1):
+        checks.check_model(model, accelerator)
+        return
+    with pytest.raises(ValueError, match="padded on the left"):
+        checks.check_model(model, accelerator)
+
+
 def test_a_model_that_is_spread_over_gpus_is_refused_and_one_on_a_single_one_is_not(make_model):
     model, accelerator = make_model(), Accelerator(cpu=True)
     model.hf_device_map = {"model": 0, "lm_head": 0}
