@@ -393,9 +393,8 @@ def format_reports(reports: Sequence[PMIReport]) -> str:
     }
     if any(one.conditioning for one in reports):
         columns["conditioning"] = "conditioning"
-    names, titles = tuple(columns), tuple(columns.values())
-    lines = ["| response | T | " + " | ".join(titles) + " |", "| --- |" + " ---: |" * (len(titles) + 1)]
+    lines = [f"| response | T | {' | '.join(columns.values())} |", "| --- |" + " ---: |" * (len(columns) + 1)]
     for one in reports:
-        numbers = " | ".join(f"{getattr(one, name):+.2f}" for name in names)
+        numbers = " | ".join(f"{getattr(one, name):+.2f}" for name in columns)
         lines.append(f"| {plain(one.identifier)} | {one.tokens} | {numbers} |")
     return "\n".join(lines) + "\n"
