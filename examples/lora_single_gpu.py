@@ -43,12 +43,9 @@ DEFAULTS = {
 
 def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig) -> None:
     task = load_task(script.task)
-    config.model_init_kwargs = {
-        "dtype": model.dtype,
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        **(config.model_init_kwargs or {}),
-    }
+    loading = {"dtype": model.dtype, "revision": model.model_revision}
+    loading |= {"attn_implementation": model.attn_implementation, **(config.model_init_kwargs or {})}
+    config.model_init_kwargs = loading
     rows = task.build("train", script.dataset_path)
     trainer = CreditTrainer(
         model=model.model_name_or_path,

@@ -133,6 +133,7 @@ INTERNAL = (
     "credit_trl.evaluation.verdicts",
     "credit_trl.kernels",  # score_tokens and credit_loss are there
     "credit_trl.planning",
+    "credit_trl.printable",
     "credit_trl.sandbox",
     "credit_trl.sharding",
     "credit_trl.sweeps.job",
