@@ -24,7 +24,8 @@ from trl import GRPOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 
-_BASE = ".base_layer."
+_WRAPPED = ".base_layer"
+_BASE = f"{_WRAPPED}."
 _SAVED = ".modules_to_save."
 
 
@@ -125,7 +126,7 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
             with ExitStack() as merged:
                 for layer in _wrappers(model, name):
                     merged.enter_context(_merged(layer, adapter))
-                yield base_name.replace(_BASE.rstrip("."), ""), _whole(model.get_parameter(name))
+                yield base_name.replace(_WRAPPED, ""), _whole(model.get_parameter(name))
         elif f"{_SAVED}{adapter}." in name:
             yield base_name.replace(f"{_SAVED}{adapter}.", "."), _whole(parameter)
         elif model.prefix not in base_name and ".original_module." not in name and _SAVED not in name:
@@ -136,8 +137,8 @@ def _wrappers(model: PeftModel, name: str) -> list[BaseTunerLayer]:
     """The tuner layers around a base parameter, innermost first: several where a module's parameters are adapted."""
     path = name.rpartition(_BASE)[0]
     found = [path]
-    while path.endswith(_BASE.rstrip(".")):
-        path = path.removesuffix(_BASE.rstrip("."))
+    while path.endswith(_WRAPPED):
+        path = path.removesuffix(_WRAPPED)
         found.append(path)
     return [model.get_submodule(one) for one in found]
 

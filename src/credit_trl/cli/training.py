@@ -171,6 +171,7 @@ def make_trainer(
     from credit_trl.checkpoints import checkpoint_to_resume
     from credit_trl.trainer import CreditTrainer
 
+    # Before a model is loaded: a checkpoint that does not exist is told at once.
     asked, output_dir = training_args.resume_from_checkpoint, training_args.output_dir
     training_args.resume_from_checkpoint = checkpoint_to_resume(asked, output_dir)
     wants_eval = training_args.eval_strategy != "no"
