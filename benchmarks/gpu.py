@@ -28,7 +28,7 @@ LIGER = {"hidden": 4096, "vocabulary": 128_256, "tokens": 8192, "milliseconds": 
 
 def model_shape(name: str, **changes: Any) -> Workload:
     """A workload on the shape of a model that `trl credit-plan` knows."""
-    config = json.loads((files("credit_trl.planning") / "models" / f"{name}.json").read_text())
+    config = json.loads((files("credit_trl.lab.planning") / "models" / f"{name}.json").read_text())
     shape = Workload(
         vocabulary=config["vocab_size"],
         hidden=config["hidden_size"],
@@ -196,7 +196,7 @@ def build_pair(pair: Pair, kind: str) -> Callable[[], Sample | None]:
 
     `"full"` with α = 0.5 is what Liger's computes, the Jensen-Shannon divergence over the vocabulary.
     """
-    from credit_trl.kernels import LMHead, ReferenceStates, credit_loss, score_tokens
+    from credit_trl.loss import LMHead, TeacherStates, credit_loss, score_tokens
 
     support, kernels = kind.split(", ")
     torch.manual_seed(0)
@@ -212,7 +212,7 @@ def build_pair(pair: Pair, kind: str) -> Callable[[], Sample | None]:
     def answer() -> Sample:
         with measured(pair.device) as sample:
             if support == "full":
-                reference = ReferenceStates(teacher, no_contrast, heads[1])
+                reference = TeacherStates(teacher, no_contrast, heads[1])
             else:
                 reference = score_tokens(teacher, no_contrast, heads[1], ids, topk=pair.topk)
             result = credit_loss(

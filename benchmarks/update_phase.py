@@ -73,7 +73,8 @@ def _dataset() -> Dataset:
 
 def _credit(workload: Workload, directory: str) -> Callable[[Workload], tuple[Update, torch.nn.Module]]:
     from credit_trl import CreditConfig, CreditTrainer
-    from credit_trl.contexts import Contexts, Evidence
+    from credit_trl.contexts.privileged import PrivilegedContext
+    from credit_trl.contexts.tokens import TokenContexts
 
     config = CreditConfig(
         **_arguments(workload, directory),
@@ -88,7 +89,7 @@ def _credit(workload: Workload, directory: str) -> Callable[[Workload], tuple[Up
     def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
         trainer.args.distillation_topk = workload.topk
         batch = workload.rollouts()
-        contexts = [Contexts(ids, Evidence()) for ids in workload.contexts()]
+        contexts = [TokenContexts(ids, PrivilegedContext()) for ids in workload.contexts()]
 
         def update() -> None:
             inputs = batch | trainer._score(batch, contexts)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from credit_trl.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_responses
-from credit_trl.analysis.tokenmap import group_scales
-from credit_trl.analysis.tokenmap_png import draw_png
 from credit_trl.cli.quickstart import DEFAULTS, draw_curve, run_quickstart
-from credit_trl.run_directory import EVALUATIONS_FILE, SUMMARY_FILE, read_lines
+from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_responses
+from credit_trl.lab.analysis.tokenmap import group_scales
+from credit_trl.lab.analysis.tokenmap_png import draw_png
 from credit_trl.tasks import load_task
+from credit_trl.training.run_directory import EVALUATIONS_FILE, SUMMARY_FILE, read_lines
 
 IMAGES = Path(__file__).parent / "images"
 

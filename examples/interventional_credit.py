@@ -44,14 +44,15 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from credit_trl.analysis import interventional as iv
-from credit_trl.analysis.checkpoints import Checkpoint
-from credit_trl.analysis.formula import PAPER, CreditFormula
-from credit_trl.analysis.responses import Response, analysis_config, build_contexts, draw, generate, grade
-from credit_trl.contexts import ContextBuilder, Evidence
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.lab.analysis import interventional as iv
+from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.lab.analysis.formula import PAPER, CreditFormula
+from credit_trl.lab.analysis.responses import Response, analysis_config, build_contexts, draw, generate, grade
 from credit_trl.objective import ContrastRule
-from credit_trl.run_directory import write_json
 from credit_trl.tasks.registry import Task, load_task
+from credit_trl.training.run_directory import write_json
 
 # One token each in the embedded vocabulary, and without a meaning there: what they say is learnt here.
 VERDICTS = ("Expected.", "Correct.")
@@ -145,7 +146,7 @@ def load_student(args: argparse.Namespace, seed: int, name: str) -> Checkpoint:
 def graded_responses(
     checkpoint: Checkpoint, task: Task, rows: list[dict[str, Any]], seed: int
 ) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
-    """Contexts, sampled responses and whether each succeeds."""
+    """TokenContexts, sampled responses and whether each succeeds."""
     contexts = [checkpoint.encode(row["prompt"]) for row in rows]
     responses = generate(checkpoint, contexts, max_new_tokens=MAX_NEW_TOKENS, seed=seed, batch_size=256)
     verdicts = grade(checkpoint, task, rows, responses)
@@ -155,7 +156,7 @@ def graded_responses(
 def with_verdict(checkpoint: Checkpoint, row: dict[str, Any], z: int) -> list[int]:
     """Token ids of (x, z)."""
     builder = ContextBuilder(checkpoint.tokenizer, analysis_config(), sorted(checkpoint.end_ids()))
-    return builder.encode(row["prompt"], Evidence(feedback=VERDICTS[z]), checkpoint.render)
+    return builder.encode(row["prompt"], PrivilegedContext(feedback=VERDICTS[z]), checkpoint.render)
 
 
 def fine_tune(
@@ -257,7 +258,9 @@ def measure(args: argparse.Namespace, seed: int, name: str) -> dict[str, Any]:
     read = {
         feedback: [
             build_contexts(
-                Response(row["id"], row["prompt"], tuple(y), Evidence(feedback=z), tuple(drawn)), config, student
+                Response(row["id"], row["prompt"], tuple(y), PrivilegedContext(feedback=z), tuple(drawn)),
+                config,
+                student,
             )
             for row, y, z, drawn in zip(rows, responses, texts[feedback], others, strict=True)
         ]

@@ -10,9 +10,9 @@ Beside the checkpoints it leaves pages of token maps, which tokens of a few answ
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.analysis import CreditMapCallback
 from credit_trl.cli.training import CreditScriptArguments
 from credit_trl.evaluation import evaluate
+from credit_trl.lab.analysis import CreditMapCallback
 from credit_trl.tasks import load_task
 
 DEFAULTS = {

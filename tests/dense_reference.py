@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from credit_trl.kernels import CreditLoss, LMHead, ReferenceStates, Scores, credit_loss, score_tokens
+from credit_trl.loss import CreditLoss, LMHead, Scores, TeacherStates, credit_loss, score_tokens
 from credit_trl.objective import ContrastRule
 
 SUPPORTS = [
@@ -101,7 +101,7 @@ def ours(
     baseline: str = "mean_log",
 ) -> CreditLoss:
     head = case.head(case.reference_weight, case.reference_bias)
-    reference: Scores | ReferenceStates = ReferenceStates(case.teacher, case.contrasts, head, baseline)
+    reference: Scores | TeacherStates = TeacherStates(case.teacher, case.contrasts, head, baseline)
     if support in ("teacher_topk", "sampled"):
         reference = score_tokens(
             case.teacher,

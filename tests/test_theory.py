@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from credit_trl.kernels import LMHead, credit_loss, score_tokens
+from credit_trl.loss import LMHead, credit_loss, score_tokens
 from credit_trl.objective import credit_advantages, input_generic, input_specific, self_distillation_reward
 
 V, T, Z, X = 3, 3, 2, 4

@@ -28,8 +28,8 @@ def train(make_model, make_config, tokenizer, dataset):
         trainer.seen = []
         build = trainer.context_builder.build
 
-        def recording(prompts, evidence, render):
-            built = build(prompts, evidence, render)
+        def recording(prompts, privileged, render):
+            built = build(prompts, privileged, render)
             trainer.seen.append((prompts, built))
             return built
 
@@ -50,7 +50,7 @@ def moved(trainer, make_model):
     )
 
 
-# The realised token alone gives the reverse KL; the configuration refuses the rest.
+# The sampled token alone gives the reverse KL; the configuration refuses the rest.
 @pytest.mark.parametrize(
     ("support", "alpha"),
     [*itertools.product(["teacher_topk", "student_topk", "full"], [0.0, 0.3, 1.0]), ("sampled", 1.0)],
@@ -97,7 +97,7 @@ def test_a_contrast_replaces_the_question_and_keeps_the_feedback(train, tokenize
 
 def test_feedback_only_where_no_rollout_succeeded(train, tokenizer):
     trainer = train(environment_feedback_only_without_solution=True)
-    shown = [(b.evidence.demonstration, b.evidence.feedback) for _, b in trainer.seen]
+    shown = [(b.privileged.demonstration, b.privileged.feedback) for _, b in trainer.seen]
     assert any(d for d, _ in shown)
     assert all((d is None) != (f is None) for d, f in shown)
 
@@ -134,7 +134,7 @@ def test_coroutines_several_functions_and_rows_that_do_not_apply(train, tokenize
     logged = trainer.state.log_history[0]
     assert logged["rewards/judge/mean"] == 1.0
     assert logged["care"] == 0.25
-    feedback = {built.evidence.feedback for _, built in trainer.seen}
+    feedback = {built.privileged.feedback for _, built in trainer.seen}
     assert feedback <= {"judged", "judged\n\neven"}
 
 
@@ -229,14 +229,14 @@ def test_an_environments_reward_may_be_a_verdict(make_model, make_config, tokeni
     seen = []
     build = trainer.context_builder.build
 
-    def recording(prompts, evidence, render):
-        seen.append((evidence, build(prompts, evidence, render)))
+    def recording(prompts, privileged, render):
+        seen.append((privileged, build(prompts, privileged, render)))
         return seen[-1][1]
 
     trainer.context_builder.build = recording
     trainer.train()
     assert seen
-    assert all(evidence.feedback.startswith("The number was ") for evidence, _ in seen)
+    assert all(privileged.feedback.startswith("The number was ") for privileged, _ in seen)
     for _, built in seen:
         assert '"name": "guess"' in tokenizer.decode(built.ids[0])
 

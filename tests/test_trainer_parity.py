@@ -86,11 +86,11 @@ def test_gradient_is_algorithm_1s_policy_gradient_with_vocabulary_advantages(
     trainer = CreditTrainer(
         make_model(dtype=torch.float64), mixed_verdicts, config, dataset, processing_class=tokenizer
     )
-    perturb(trainer.reference.model)
+    perturb(trainer.teacher.model)
     inputs = prepared(trainer)
     ours = loss_and_gradients(trainer, inputs)[1]
 
-    student, teacher = trainer.model, trainer.reference.model
+    student, teacher = trainer.model, trainer.teacher.model
     student.zero_grad()
     contexts = [
         [ids[:n].tolist() for ids, n in zip(i, lengths, strict=True)]
@@ -156,8 +156,8 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
         )
         theirs.current_gradient_accumulation_steps = 1
         theirs.model.train()
-        perturb(ours.reference.model)
-        theirs.teacher_model.load_state_dict(ours.reference.model.state_dict())
+        perturb(ours.teacher.model)
+        theirs.teacher_model.load_state_dict(ours.teacher.model.state_dict())
         return ours, theirs
 
     return make
@@ -261,7 +261,7 @@ def test_a_support_of_the_whole_vocabulary_equals_full(
         contrast = {"contrastive_form": form, "contrastive_coef": 0.4, "contrastive_count": 2}
         config = make_config(distillation_alpha=alpha, **contrast, **options)
         trainer = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
-        perturb(trainer.reference.model)
+        perturb(trainer.teacher.model)
         return loss_and_gradients(trainer, prepared(trainer))
 
     full = run(distillation_support="full")
@@ -274,7 +274,7 @@ def test_a_support_of_the_whole_vocabulary_equals_full(
 def test_three_contrasts_are_the_mean_of_the_three(make_model, make_config, tokenizer, dataset):
     config = make_config(contrastive_count=3, per_device_train_batch_size=16, distillation_support="sampled")
     trainer = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
-    perturb(trainer.reference.model)
+    perturb(trainer.teacher.model)
     seen = []
     build = trainer.context_builder.build
 
@@ -289,8 +289,8 @@ def test_three_contrasts_are_the_mean_of_the_three(make_model, make_config, toke
         assert len({tuple(ids) for ids in others}) == 3
         column = torch.tensor(completion)[:, None]
         with torch.no_grad():
-            g = torch.stack([logps(trainer.reference.model, ids, completion).gather(-1, column) for ids in others])
-            f = logps(trainer.reference.model, own, completion).gather(-1, column)
+            g = torch.stack([logps(trainer.teacher.model, ids, completion).gather(-1, column) for ids in others])
+            f = logps(trainer.teacher.model, own, completion).gather(-1, column)
         width = len(completion)
         torch.testing.assert_close(inputs["generic_token_logps"][i, :width], g.mean(0)[:, 0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(inputs["teacher_token_logps"][i, :width], f[:, 0], rtol=1e-4, atol=1e-5)

@@ -10,9 +10,9 @@ from claims import told
 from report import contrasts_table, table
 from results import GROUPS, World
 
-from credit_trl.comparison import Run
-from credit_trl.comparison.compare import FINAL
 from credit_trl.evaluation.statistics import Difference
+from credit_trl.lab.comparison import Run
+from credit_trl.lab.comparison.compare import FINAL
 
 MEASURES = ("shortcut", "known", "unknown", "format unknown", "format holdout")
 SHORTCUT_LIMIT = 0.05

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from results import LAMBDAS, World, class_values, late, s_change, seed_difference
 
-from credit_trl.comparison.compare import Contrast
+from credit_trl.lab.comparison.compare import Contrast
 
 TOLERANCE = 0.05  # what counts as no difference that matters, in the claim that C = 1 suffices
 

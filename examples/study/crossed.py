@@ -11,7 +11,7 @@ from endings import recipe_of
 from report import figure, table
 from results import GROUPS, WORLDS, World, late, read_world, world_of
 
-from credit_trl.comparison.tables import contrast_row
+from credit_trl.lab.comparison.tables import contrast_row
 
 SWEEP = "cross"
 FORMS = ("CREDIT λ=0.1", "CREDIT λ=0.5", "CREDIT form=guide λ=1", "CREDIT form=guide λ=1.5")

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from results import World
 
-from credit_trl.comparison.figures import COLOURS, Theme
+from credit_trl.lab.comparison.figures import COLOURS, Theme
 
 FORM_COLOURS = {  # a colour a form, the weaker λ in its paler one
     "SDPO": COLOURS[7],

@@ -19,8 +19,8 @@ from endings import CLOSE, Ending, mean_unknown, read_endings, recipe_of, told, 
 from report import LONGER, table
 from results import TASK, WORLDS, World, of_sweep, read_world
 
-from credit_trl.comparison.figures import THEMES
-from credit_trl.run_directory import write_atomically
+from credit_trl.lab.comparison.figures import THEMES
+from credit_trl.training.run_directory import write_atomically
 
 HERE = Path(__file__).parent
 GUIDE = "CREDIT form=guide λ=1"

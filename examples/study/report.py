@@ -16,11 +16,11 @@ from typing import Any
 from claims import claim_controls, claim_count, claim_lambda, claim_methods, claim_rates, claims
 from results import GROUPS, LAMBDAS, TASK, WORLDS, World, early, late, read_world, step_seconds
 
-from credit_trl.comparison import Comparison
-from credit_trl.comparison.compare import FINAL, Contrast
-from credit_trl.comparison.figures import THEMES, ablation_figure, curves_figure, scores_figure
-from credit_trl.comparison.tables import contrast_row, score_markdown
-from credit_trl.run_directory import write_atomically
+from credit_trl.lab.comparison import Comparison
+from credit_trl.lab.comparison.compare import FINAL, Contrast
+from credit_trl.lab.comparison.figures import THEMES, ablation_figure, curves_figure, scores_figure
+from credit_trl.lab.comparison.tables import contrast_row, score_markdown
+from credit_trl.training.run_directory import write_atomically
 
 HERE = Path(__file__).parent
 TIME_FILE = "time.json"  # run.py's

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from credit_trl.comparison import Comparison, Run, compare
-from credit_trl.comparison.compare import FINAL, Contrast
+from credit_trl.lab.comparison import Comparison, Run, compare
+from credit_trl.lab.comparison.compare import FINAL, Contrast
 
 WORLDS = ("plain", "shortcut")
 TASK = "quickstart"

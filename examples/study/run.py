@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from filelock import FileLock, Timeout
 
 if TYPE_CHECKING:
-    from credit_trl.sweeps import SweepSpec
+    from credit_trl.lab.sweeps import SweepSpec
 
 os.environ["OMP_NUM_THREADS"] = "1"  # one thread a process is the fastest way to use two cores here
 
@@ -76,7 +76,7 @@ def sweep_folder(sweep: str, world: str) -> str:
 
 
 def read_sweep(sweep: str, world: str) -> SweepSpec:
-    from credit_trl.sweeps import read_spec
+    from credit_trl.lab.sweeps import read_spec
 
     own = read_spec(HERE / f"{world}.yaml")
     if sweep == "methods":
@@ -130,7 +130,7 @@ def base_maker(world: str) -> Callable[..., object]:
 
 def write_time(path: Path, seconds: dict[str, float], args: argparse.Namespace, seeds: dict[str, list[int]]) -> None:
     """What a run took from nothing: to its last base, and to its end; report.py tells it."""
-    from credit_trl.run_directory import write_json
+    from credit_trl.training.run_directory import write_json
 
     told = {"sweep": args.sweep, "seeds": seeds, "processes": args.processes, "cores": os.cpu_count()}
     write_json(path, told | {"steps": args.steps} | seconds)
@@ -142,7 +142,7 @@ def run_world(
     """All arms of a world's sweep; how many jobs failed."""
     import torch
 
-    from credit_trl.sweeps import run_sweep
+    from credit_trl.lab.sweeps import run_sweep
 
     torch.set_num_threads(1)
     config = dict(spec.config) | ({} if steps is None else {"max_steps": steps})

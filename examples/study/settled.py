@@ -23,11 +23,11 @@ from results import GROUPS, WORLDS
 from scipy import stats
 from settled_figure import Line, differences_figure
 
-from credit_trl.comparison.figures import THEMES
-from credit_trl.comparison.runs import find_runs
 from credit_trl.evaluation.statistics import Difference
-from credit_trl.run_directory import write_atomically
-from credit_trl.sweeps import read_spec
+from credit_trl.lab.comparison.figures import THEMES
+from credit_trl.lab.comparison.runs import find_runs
+from credit_trl.lab.sweeps import read_spec
+from credit_trl.training.run_directory import write_atomically
 
 HERE = Path(__file__).parent
 COMPARED = (*GROUPS[1:], GROUP)

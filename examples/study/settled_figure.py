@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from credit_trl.comparison.figures import COLOURS, Theme
+from credit_trl.lab.comparison.figures import COLOURS, Theme
 
 WORLD_COLOURS = {"plain": COLOURS[0], "shortcut": COLOURS[1]}
 

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from results import WORLDS
 
-from credit_trl.analysis.checkpoints import Checkpoint
-from credit_trl.analysis.responses import Response, analysis_config, build_contexts
-from credit_trl.analysis.tokenmap import TokenScores, score_response
-from credit_trl.contexts import Evidence
-from credit_trl.run_directory import write_json
-from credit_trl.sweeps import read_spec
+from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.lab.analysis.responses import Response, analysis_config, build_contexts
+from credit_trl.lab.analysis.tokenmap import TokenScores, score_response
+from credit_trl.lab.sweeps import read_spec
 from credit_trl.tasks.quickstart import GROUPS, SHORTCUT_THOUGHT, Question, draw_question, token_classes
+from credit_trl.training.run_directory import write_json
 
 HERE = Path(__file__).parent
 CLASSES = ("cue", "topic", "tool", "city", "generic", "shortcut")
@@ -88,7 +88,7 @@ def read(
     """One response's token ids, with the end of turn, and their scores."""
     tokenizer = checkpoint.tokenizer
     ids = tokenizer(question.response(thought), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    evidence = Evidence(feedback=question.feedback)
+    evidence = PrivilegedContext(feedback=question.feedback)
     response = Response(name, question.prompt, tuple(ids), evidence, (other.prompt,))
     contexts = build_contexts(response, config, checkpoint)
     return ids, score_response(checkpoint, contexts, ids, contrastive_coef=config.contrastive_coef)

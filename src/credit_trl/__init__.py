@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.verdict import Verdict
+from credit_trl.rollout.verdict import Verdict
 
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
-    from credit_trl.rewards import credit_rewards
+    from credit_trl.objective import credit_rewards
     from credit_trl.trainer import CreditTrainer
 
 __all__ = ["CreditConfig", "CreditTrainer", "Verdict", "credit_rewards"]
@@ -20,7 +20,7 @@ __all__ = ["CreditConfig", "CreditTrainer", "Verdict", "credit_rewards"]
 
 def __getattr__(name: str) -> Any:
     if name in ("CreditConfig", "CreditTrainer"):
-        from credit_trl.compat import check_trl
+        from credit_trl.training.trl_compat import check_trl
 
         check_trl()  # before anything private of TRL's is imported
     if name == "CreditTrainer":
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
         return CreditConfig
     if name == "credit_rewards":
-        from credit_trl.rewards import credit_rewards
+        from credit_trl.objective import credit_rewards
 
         return credit_rewards
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,37 +14,36 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl.trainer.utils import get_config_model_id
 
-from credit_trl import checks
-from credit_trl.adaptive import CoefficientUpdate, make_adaptive
-from credit_trl.causal_lm import completion_states, keep_differentiable, lm_head, multiply_head_in_fp32
-from credit_trl.checkpoints import ResumableTrainer
-from credit_trl.compat import check_trl
 from credit_trl.config import CreditConfig
-from credit_trl.contexts import ContextBuilder, Contexts, Render, chat_renderer
-from credit_trl.generation import PolicyGeneration, await_engine
-from credit_trl.grading import VerifierPolicy
-from credit_trl.kernels import CreditLoss, ReferenceStates, Scores, Support, credit_loss
-from credit_trl.metrics import Alarms, context_counts, context_metrics, token_metrics
-from credit_trl.rollouts import (
-    Rollouts,
-    build_contexts,
-    context_masks,
-    gather_evidence,
-    leave_out,
+from credit_trl.contexts.build import build_contexts
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.privileged import gather_privileged_contexts, unread_feedback
+from credit_trl.contexts.prompts import Render, chat_renderer
+from credit_trl.contexts.tokens import TokenContexts, context_masks, pack_contexts, unpack_contexts
+from credit_trl.contexts.turns import place_turns
+from credit_trl.loss import CreditLoss, Scores, Support, TeacherStates, credit_loss
+from credit_trl.loss.head import lm_head
+from credit_trl.loss.weights import token_weights
+from credit_trl.rollout.batch import (
+    GenerationBatch,
     loss_mask,
-    pack_contexts,
-    token_weights,
+    mask_skipped_rewards,
+    mask_skipped_tokens,
     total_rewards,
-    unpack_contexts,
-    unread_feedback,
-    withhold_rewards,
 )
-from credit_trl.scoring import check_packing, gather_states, score_completions, stored_scores
-from credit_trl.sharding import call_inside, full_shape
-from credit_trl.teacher import ReferenceUpdate, make_reference
-from credit_trl.timing import StageClock
-from credit_trl.turns import place_turns, tell_turn, turn_starts
-from credit_trl.verdict import VerdictLog
+from credit_trl.rollout.turns import set_current_turn, turn_starts
+from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
+from credit_trl.rollout.vllm import PolicyGeneration, await_engine
+from credit_trl.teacher.causal_lm import completion_states, keep_quantized_differentiable, use_fp32_lm_head
+from credit_trl.teacher.models import TeacherUpdate, make_teacher
+from credit_trl.teacher.scoring import check_packing, gather_states, score_completions, stored_scores
+from credit_trl.teacher.sharding import full_shape, run_in_wrapped_forward
+from credit_trl.training import checks
+from credit_trl.training.adaptive import CoefficientUpdate, make_adaptive
+from credit_trl.training.checkpoints import ResumableTrainer
+from credit_trl.training.metrics import Alarms, context_counts, context_metrics, token_metrics
+from credit_trl.training.timing import StageClock
+from credit_trl.training.trl_compat import check_trl
 
 check_trl()  # again, for those who import this module directly
 
@@ -117,9 +116,9 @@ class CreditTrainer(ResumableTrainer):
         checks.check_reward_columns(reward_funcs, train_dataset, kwargs.get("rollout_func"))
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
-        keep_differentiable(self.model)
+        keep_quantized_differentiable(self.model)
         if args.cast_lm_head_to_fp32:
-            multiply_head_in_fp32(self.model)
+            use_fp32_lm_head(self.model)
         if self.use_vllm:
             self.vllm_generation = PolicyGeneration.adopt(self.vllm_generation, args.seed)
         self.reward_funcs = [
@@ -144,7 +143,7 @@ class CreditTrainer(ResumableTrainer):
         vocabulary = checks.check_vocabulary(self.args, self.model)
         is_complete = "topk" in self.args.distillation_support and self.args.distillation_topk == vocabulary
         self.support: Support = "full" if is_complete else self.args.distillation_support
-        self.reference = make_reference(
+        self.teacher = make_teacher(
             self.args.teacher_model_kind, self.model, self.accelerator, self.args.teacher_offload
         )
         checks.check_model(self.model, self.accelerator)
@@ -159,7 +158,7 @@ class CreditTrainer(ResumableTrainer):
         }
         self.context_builder = ContextBuilder(self._tokenizer, self.args, self.eos_token_ids)
         if self.args.teacher_model_kind == "ema":
-            self.add_callback(ReferenceUpdate(self))
+            self.add_callback(TeacherUpdate(self))
         if self.args.contrastive_coef == "auto":
             self.adaptive_coef = make_adaptive(self.args)
             self.add_callback(CoefficientUpdate(self.adaptive_coef))
@@ -187,7 +186,7 @@ class CreditTrainer(ResumableTrainer):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Environments that have `current_turn` are told it: their tools run next."""
         generated = super()._generate_single_turn(*args, **kwargs)
-        tell_turn(self.environments or (), self._turn)
+        set_current_turn(self.environments or (), self._turn)
         self._turn += 1
         return generated
 
@@ -201,9 +200,9 @@ class CreditTrainer(ResumableTrainer):
         with self.clock.stage("verdict"):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.args.on_verifier_error == "skip":
-            share = withhold_rewards(rewards_per_func, self._verdicts.skipped(len(prompts)), self.accelerator)
+            share = mask_skipped_rewards(rewards_per_func, self._verdicts.skipped(len(prompts)), self.accelerator)
             self._metrics["train" if self.model.training else "eval"]["credit/frac_verifier_skipped"].append(share)
-        self._rollouts = Rollouts(
+        self._rollouts = GenerationBatch(
             rows=inputs,
             prompts=prompts,
             completion_ids=completion_ids_list,
@@ -220,7 +219,7 @@ class CreditTrainer(ResumableTrainer):
             checks.check_no_images(inputs)
         output = super()._generate_and_score_completions(inputs)
         if self.args.on_verifier_error == "skip":
-            leave_out(output, self._verdicts.skipped(len(inputs)), self.accelerator)
+            mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
         mode = "train" if self.model.training else "eval"
         self.alarms.check_engine(self._metrics[mode])
         if mode == "train":
@@ -234,13 +233,13 @@ class CreditTrainer(ResumableTrainer):
                 output.update(self._score(output, contexts))
         return output
 
-    def _build_contexts(self, mode: str) -> list[Contexts]:
+    def _build_contexts(self, mode: str) -> list[TokenContexts]:
         """Teacher and contrast prompts of the local samples, with feedback on turns where there is any."""
         rollouts = self._rollouts
         decode = partial(self.processing_class.batch_decode, skip_special_tokens=True)
-        evidence = gather_evidence(rollouts, self.args, decode)
+        privileged = gather_privileged_contexts(rollouts, self.args, decode)
         source = self._contrast_source(mode)
-        built = build_contexts(rollouts, evidence, self.args, self.context_builder, self._renderer, *source)
+        built = build_contexts(rollouts, privileged, self.args, self.context_builder, self._renderer, *source)
         built = place_turns(built, rollouts, self.context_builder, self._renderer)
         counts = context_counts(built, wants_contrast=self.args.contrasts).to(self.accelerator.device)
         shares = context_metrics(self.accelerator.reduce(counts, reduction="sum"))
@@ -264,14 +263,14 @@ class CreditTrainer(ResumableTrainer):
         tools = self._env_tools[self._batch_environments[sample]] if has_environments else self.tools
         return chat_renderer(self.processing_class, self._is_vlm, tools, self.chat_template, self.chat_template_kwargs)
 
-    def _score(self, output: dict[str, Any], contexts: list[Contexts]) -> dict[str, Tensor]:
+    def _score(self, output: dict[str, Any], contexts: list[TokenContexts]) -> dict[str, Tensor]:
         device = output["completion_ids"].device
         scores = context_masks(contexts, device)
         if self.support in _IN_STEP:
             return scores | pack_contexts(contexts, device)
         mask = loss_mask(output) & scores["teacher_mask"][:, None]
         return scores | score_completions(
-            self.reference,
+            self.teacher,
             [c.ids for c in contexts],
             output["completion_ids"],
             output["completion_mask"],
@@ -304,9 +303,9 @@ class CreditTrainer(ResumableTrainer):
             inputs,
             self._token_weights(inputs, mode)[mask],
             contrasted.to(self._loss_dtype) * self.contrastive_coef,
-            self._reference_of(inputs, mask),
+            self._teacher_of(inputs, mask),
         )
-        loss, terms, aux_loss = call_inside(model, self.accelerator.unwrap_model(model), student_loss, mask)
+        loss, terms, aux_loss = run_in_wrapped_forward(model, self.accelerator.unwrap_model(model), student_loss, mask)
         if aux_loss is not None:
             steps = self.current_gradient_accumulation_steps if mode == "train" else 1.0
             loss = loss + self.router_aux_loss_coef * aux_loss / steps
@@ -314,12 +313,12 @@ class CreditTrainer(ResumableTrainer):
         self._log_tokens(CreditLoss(loss=loss, **terms), contrasted, mode)
         return loss
 
-    def _reference_of(self, inputs: dict[str, Any], mask: Tensor) -> Scores | ReferenceStates:
+    def _teacher_of(self, inputs: dict[str, Any], mask: Tensor) -> Scores | TeacherStates:
         if self.support not in _IN_STEP:
             return stored_scores(inputs, mask)
         contexts, columns = unpack_contexts(inputs)
         return gather_states(
-            self.reference,
+            self.teacher,
             contexts,
             inputs["completion_ids"],
             inputs["completion_mask"],
@@ -329,7 +328,7 @@ class CreditTrainer(ResumableTrainer):
         )
 
     def _student_loss(
-        self, inputs: dict[str, Any], weights: Tensor, coef: Tensor, reference: Scores | ReferenceStates, mask: Tensor
+        self, inputs: dict[str, Any], weights: Tensor, coef: Tensor, teacher: Scores | TeacherStates, mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Runs inside the wrapper's forward, so that DDP and FSDP see backbone and head used there."""
         model = self.accelerator.unwrap_model(self.model)
@@ -341,7 +340,7 @@ class CreditTrainer(ResumableTrainer):
             lm_head(model, self.temperature, self.args.distillation_kernels),
             inputs["completion_ids"][mask],
             weights,
-            reference,
+            teacher,
             contrastive_coef=coef,
             rule=self.args.contrast_rule,
             alpha=self.args.distillation_alpha,
@@ -395,6 +394,6 @@ class CreditTrainer(ResumableTrainer):
             if self._distills:
                 lost = self.alarms.check_gradient(logs, self._metrics["train"])
                 self._metrics["train"]["credit/frac_lost_gradient"].append(lost)
-                self._metrics["train"]["credit/teacher_drift"].append(self.reference.drift())
+                self._metrics["train"]["credit/teacher_drift"].append(self.teacher.drift())
         self._eval_batches = 0  # every evaluation draws alike, one after a resumption too
         super().log(logs, start_time)

@@ -11,9 +11,9 @@ import pytest
 
 from credit_trl import cli
 from credit_trl.cli import quickstart
-from credit_trl.run_directory import EVALUATIONS_FILE, LOG_FILE, read_lines
 from credit_trl.tasks.quickstart_model import read_base
 from credit_trl.tasks.quickstart_model.probe import probe
+from credit_trl.training.run_directory import EVALUATIONS_FILE, LOG_FILE, read_lines
 
 README = Path(__file__).parents[2] / "README.md"
 PNG = b"\x89PNG\r\n\x1a\n"

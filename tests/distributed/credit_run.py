@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
-from credit_trl import rollouts as rollouts_module
+from credit_trl.contexts import build as rollouts_module
 from distributed import cpu_fsdp2
 
 GROUP = 4
@@ -174,7 +174,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     accelerator = trainer.accelerator
     weights = {n: whole(p) for n, p in accelerator.unwrap_model(trainer.model).named_parameters()}
     torch.save({"weights": weights, "gradients": gradients.gradients}, out / f"state_{rank}.pt")
-    reference = {} if options["kind"] == "live" else trainer.reference.named_weights()
+    reference = {} if options["kind"] == "live" else trainer.teacher.named_weights()
     torch.save({n: whole(p) for n, p in reference.items()}, out / f"reference_{rank}.pt")
     facts = {
         "num_processes": accelerator.num_processes,

@@ -23,9 +23,9 @@ from transformers.trainer_utils import get_last_checkpoint
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl.evaluation import EvaluationCallback
-from credit_trl.sharding import full_shape
 from credit_trl.tasks.registry import Task, batch_of
-from credit_trl.teacher import Reference
+from credit_trl.teacher.models import Teacher
+from credit_trl.teacher.sharding import full_shape
 from distributed import cpu_fsdp2, credit_run, standin_engine
 
 GROUP = credit_run.GROUP
@@ -189,10 +189,10 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     if unequal:
         made.add_callback(OneCollectiveMore())
     draws = credit_run.kept_draws()
-    gathered = largest_gather(made.reference) if wrapper == "zero3" else []
+    gathered = largest_gather(made.teacher) if wrapper == "zero3" else []
     made.train(resume_from_checkpoint=get_last_checkpoint(str(out / "run")) if resume else None)
     weights = {name: whole(p) for name, p in made.accelerator.unwrap_model(made.model).named_parameters()}
-    reference = getattr(made.reference, "named_weights", dict)()
+    reference = getattr(made.teacher, "named_weights", dict)()
     saved = {"weights": weights, "reference": {n: whole(p) for n, p in reference.items()}, "engine": {}}
     if made.use_vllm:
         saved["engine"] = made.vllm_generation.llm.weights
@@ -269,8 +269,8 @@ def facts(made: LocalLosses) -> dict[str, Any]:
         "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in made.model.parameters()),
         "parameters": sum(full_shape(p).numel() for p in made.model.parameters()),
         "groups": fsdp_groups(made.model),
-        "reference_groups": fsdp_groups(getattr(made.reference, "model", made.model)),
-        "reference_computes_in": computing_dtype(made.reference),
+        "reference_groups": fsdp_groups(getattr(made.teacher, "model", made.model)),
+        "reference_computes_in": computing_dtype(made.teacher),
         "buffers_differ": differing_buffers(made),
         "collectives": group._get_sequence_number_for_group() if group else 0,
         "losses": made.losses,
@@ -289,7 +289,7 @@ def fsdp_groups(model: torch.nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-def computing_dtype(reference: Reference) -> str:
+def computing_dtype(reference: Teacher) -> str:
     """What a matrix product of the reference's weights is computed in."""
     with reference.autocast():
         weight = torch.ones(2, 2, dtype=next(iter(getattr(reference, "model", reference.student).parameters())).dtype)
@@ -299,7 +299,7 @@ def computing_dtype(reference: Reference) -> str:
 def differing_buffers(made: LocalLosses) -> list[str]:
     """Buffers of the reference that are not the student's."""
     own = dict(made.accelerator.unwrap_model(made.model).named_buffers())
-    copied = made.accelerator.unwrap_model(getattr(made.reference, "model", made.model)).named_buffers()
+    copied = made.accelerator.unwrap_model(getattr(made.teacher, "model", made.model)).named_buffers()
     return [name for name, buffer in copied if not torch.equal(buffer.float(), own[name].float())]
 
 
@@ -325,7 +325,7 @@ def routed_model(tokenizer: Any) -> PreTrainedModel:
     return model
 
 
-def largest_gather(reference: Reference) -> list[int]:
+def largest_gather(reference: Teacher) -> list[int]:
     """Where it is noted, from now on, how many elements ZeRO-3 has made whole whenever the average is updated."""
     zero, update, noted, open_now = import_module("deepspeed.runtime.zero"), reference.update, [], []
 

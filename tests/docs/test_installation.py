@@ -65,7 +65,7 @@ def test_the_documented_installation_runs_as_it_stands(new_user, tmp_path):
         said[block.page] = bash(block.text, checkout, {**variables, "PIP_FIND_LINKS": links}, timeout=600)
     held_against_the_readme(said["docs/index.md"])
     assert "credit-trl[vllm]" in said["docs/vllm.md"]
-    bash("pip show vllm && python -c 'import credit_trl.vllm_server'", checkout, variables)
+    bash("pip show vllm && python -c 'import credit_trl.rollout.vllm_client'", checkout, variables)
 
 
 def held_against_the_readme(said: str) -> None:

@@ -13,8 +13,8 @@ from credit_trl import CreditTrainer, Verdict
 from credit_trl.evaluation import EvaluationCallback
 from credit_trl.evaluation.callback import RunLog, best_of, summary
 from credit_trl.evaluation.engines import weight_fingerprint
-from credit_trl.run_directory import append_line, keep_up_to, read_lines, write_atomically, write_json
 from credit_trl.tasks.registry import Task, batch_of
+from credit_trl.training.run_directory import append_line, keep_up_to, read_lines, write_atomically, write_json
 
 
 def odd_length(response: str, answer: str, *, truncated: bool = False) -> Verdict:

@@ -17,9 +17,9 @@ from datasets import Dataset
 from credit_trl import Verdict
 from credit_trl.evaluation import Evaluation, evaluate
 from credit_trl.evaluation.engines import Response
-from credit_trl.evaluation.protocol import OtherEvaluation, sample_seed, task_rows
+from credit_trl.evaluation.protocol import EvaluationMismatchError, sample_seed, task_rows
 from credit_trl.evaluation.verdicts import VerifierFailed
-from credit_trl.grading import VerifierPolicy, VerifierTimeout
+from credit_trl.rollout.verdict import VerifierPolicy, VerifierTimeout
 from credit_trl.tasks.registry import Task, batch_of
 
 LETTERS = "ABCD"
@@ -178,7 +178,7 @@ def test_kill_and_restart_gives_the_files_of_an_undisturbed_run(tmp_path):
 @pytest.mark.parametrize("change", [{"k": 6}, {"weights": "other"}])
 def test_another_evaluation_in_the_directory_is_refused_by_what_differs(tmp_path, change):
     run(tmp_path)
-    with pytest.raises(OtherEvaluation, match=next(iter(change))):
+    with pytest.raises(EvaluationMismatchError, match=next(iter(change))):
         run(tmp_path, **change)
 
 

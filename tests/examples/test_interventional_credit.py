@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from credit_trl.analysis.interventional import Branching, estimate, smoothed_rate
+from credit_trl.lab.analysis.interventional import Branching, estimate, smoothed_rate
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "interventional_credit.py"
 SMALL = (

@@ -23,9 +23,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
 
 import tiny
-from credit_trl import CreditConfig, CreditTrainer, checkpoints, rollouts, scoring, trainer
-from credit_trl.teacher import Reference
-from credit_trl.verdict import Verdict
+from credit_trl import CreditConfig, CreditTrainer, trainer
+from credit_trl.rollout import batch as rollouts
+from credit_trl.rollout.verdict import Verdict
+from credit_trl.teacher import scoring
+from credit_trl.teacher.models import Teacher
+from credit_trl.training import checkpoints
 from distributed import cpu_fsdp2
 
 STEPS = 5
@@ -39,7 +42,7 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
     "verdict, before": (GRPOTrainer, "_calculate_rewards", "before", 1),
     "verdict, inside": (sys.modules[__name__], "grade", "before", 3),
     "verdict, after": (GRPOTrainer, "_calculate_rewards", "after", 1),
-    "contexts": (trainer, "gather_evidence", "after", 1),
+    "contexts": (trainer, "gather_privileged_contexts", "after", 1),
     "contrast draw": (rollouts, "draw_contrasts", "after", 1),
     "scores, before": (trainer, "score_completions", "before", 1),
     "scores, first pass": (scoring, "_forward", "before", 1),
@@ -50,8 +53,8 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
     "update, before the backward pass": (CreditTrainer, "_compute_loss", "after", 1),
     "update, inside the optimizer": (torch.optim.AdamW, "step", "before", 1),
     "update, after the optimizer": (torch.optim.AdamW, "step", "after", 1),
-    "reference, before": (Reference, "update", "before", 1),
-    "reference, after": (Reference, "update", "after", 1),
+    "reference, before": (Teacher, "update", "before", 1),
+    "reference, after": (Teacher, "update", "after", 1),
     "checkpoint, before": (CreditTrainer, "_save_checkpoint", "before", 1),
     "checkpoint, after the weights": (CreditTrainer, "save_model", "after", 1),
     "checkpoint, half the optimizer": (torch, "save", "half", 1),
@@ -208,7 +211,7 @@ def digests(made: CreditTrainer) -> dict[str, Any]:
     moments = [s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     return {
         "weights": digest(p for _, p in sorted(made.accelerator.unwrap_model(made.model).named_parameters())),
-        "reference": digest(p for _, p in sorted(made.reference.named_weights().items())),
+        "reference": digest(p for _, p in sorted(made.teacher.named_weights().items())),
         "optimizer": digest(moments),
         "losses": [row["loss"] for row in made.state.log_history if "loss" in row],
         "rewards": [row.get("reward") for row in made.state.log_history if "loss" in row],

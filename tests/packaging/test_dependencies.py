@@ -91,7 +91,7 @@ def test_trainer_and_modules_import_with_the_declared_dependencies_alone():
     lacking = importing()
     for module, needed in lacking.items():
         assert module.split(".")[1] in OPTIONAL.get(needed.split(".")[0], ()), f"{module} needs {needed}"
-    assert lacking["credit_trl.vllm_server"] == "requests"
+    assert lacking["credit_trl.rollout.vllm_client"] == "requests"
 
 
 def test_the_refusal_refuses():

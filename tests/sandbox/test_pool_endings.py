@@ -16,7 +16,7 @@ import tracemalloc
 import pytest
 from observing import gone, run_one
 
-from credit_trl.grading import VerifierPolicy
+from credit_trl.rollout.verdict import VerifierPolicy
 from credit_trl.sandbox import Limits, Program, SandboxError, observe
 from credit_trl.sandbox.pool import PoolSandbox
 

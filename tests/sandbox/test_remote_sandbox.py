@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from credit_trl.rollout.deadline import given_up_after
 from credit_trl.sandbox import Limits, Program, Sandbox, SandboxError, open_sandbox, remote
-from credit_trl.sandbox.batch import given_up_after
 from credit_trl.sandbox.remote import RemoteSandbox, outcome_of
 
 PROBE = "print(6 * 7)"

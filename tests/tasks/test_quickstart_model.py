@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from credit_trl import CreditConfig
-from credit_trl.contexts import ContextBuilder, Evidence
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.tasks import quickstart, quickstart_model
 from credit_trl.tasks.quickstart import CITIES, GROUPS, LETTERS, SHORTCUT_THOUGHT, TOPIC_OF, TOPICS, draw_question
 from credit_trl.tasks.quickstart_model import architecture, curriculum
@@ -105,7 +106,7 @@ def test_pretraining_contexts_are_token_for_token_what_the_trainer_builds(tokeni
     if demonstration is None and feedback is None:
         assert own == render(prompt)
     else:
-        trained = builder.encode(prompt, Evidence(demonstration, feedback), render)
+        trained = builder.encode(prompt, PrivilegedContext(demonstration, feedback), render)
         assert tokenizer(own, add_special_tokens=False)["input_ids"] == trained
 
 

@@ -87,7 +87,7 @@ def test_no_phase_mixes_the_weights_of_engine_policy_and_reference(make_trainer,
             "engine": engine_weights(trainer),
             "policy": {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad},
             "base": {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad},
-            "reference": {n: p.detach().clone() for n, p in trainer.reference.named_weights().items()},
+            "reference": {n: p.detach().clone() for n, p in trainer.teacher.named_weights().items()},
         }
 
     def equal(a, b):
@@ -116,7 +116,7 @@ def test_no_phase_mixes_the_weights_of_engine_policy_and_reference(make_trainer,
         for weight_name, weight in policy.items():
             held = after["engine"][weight_name][: len(weight)]
             torch.testing.assert_close(held, weight, rtol=0, atol=0 if kind == "full" else 1e-6)
-        pairs = list(trainer.reference.pairs()) if name == "scores" else []
+        pairs = list(trainer.teacher.pairs()) if name == "scores" else []
         drifts.extend((reference - student).abs().max().item() for reference, student in pairs)
     assert max(drifts) > 1e-3  # reference and policy are different enough to be told apart
     assert equal(first["reference"], phases[-1][2]["reference"]) == (teacher == "base")

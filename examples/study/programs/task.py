@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 from datasets import Dataset
 
+from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.registry import Task, batch_of
-from credit_trl.verdict import Verdict
 
 NAME = "programs.task:TASK"
 LETTERS = "ABCD"

@@ -105,7 +105,7 @@ def launcher_of(argv: list[str]) -> dict[str, Any]:
         ValueError: an accelerate configuration that is neither a file nor one of TRL's.
         OSError, yaml.YAMLError: a file cannot be read.
     """
-    from credit_trl.planning.setup import read_launcher
+    from credit_trl.lab.planning.setup import read_launcher
 
     launch, in_file = ArgumentParser(add_help=False, allow_abbrev=False), config_file(argv)
     launch.error = refuse

@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from credit_trl.comparison import compare, write_report
-    from credit_trl.comparison.report import tables_markdown
+    from credit_trl.lab.comparison import compare, write_report
+    from credit_trl.lab.comparison.report import tables_markdown
 
     try:
         comparison = compare(

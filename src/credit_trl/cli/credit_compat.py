@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from credit_trl.cli.credit_eval import json_object
-from credit_trl.run_directory import json_line, write_atomically
+from credit_trl.training.run_directory import json_line, write_atomically
 
 if TYPE_CHECKING:
-    from credit_trl.analysis.compatibility import Record
+    from credit_trl.lab.analysis.compatibility import Record
 
 NAME = "credit-compat"
 
@@ -48,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from credit_trl.analysis import compatibility as compat
-    from credit_trl.analysis.checkpoints import Checkpoint
-    from credit_trl.analysis.compatibility_report import format_table
-    from credit_trl.analysis.naming import short_names
-    from credit_trl.analysis.responses import analysis_config
-    from credit_trl.contexts import ContextBuilder
+    from credit_trl.contexts.builder import ContextBuilder
+    from credit_trl.lab.analysis import compatibility as compat
+    from credit_trl.lab.analysis.checkpoints import Checkpoint
+    from credit_trl.lab.analysis.compatibility_report import format_table
+    from credit_trl.lab.analysis.naming import short_names
+    from credit_trl.lab.analysis.responses import analysis_config
     from credit_trl.tasks.registry import load_task
 
     sys.path.insert(0, os.getcwd())
@@ -86,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _write(directory: Path, records: Mapping[str, Sequence[Record]]) -> None:
     """Table, figure and records of the models that have been measured."""
-    from credit_trl.analysis.compatibility_report import draw_figure, format_table
+    from credit_trl.lab.analysis.compatibility_report import draw_figure, format_table
 
     lines = [json_line({"model": name, **record.to_json()}) for name, own in records.items() for record in own]
     write_atomically(directory / "records.jsonl", "".join(lines))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from yaml import YAMLError
 
 from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
-from credit_trl.run_directory import RUN_FILE
+from credit_trl.training.run_directory import RUN_FILE
 
 if TYPE_CHECKING:
-    from credit_trl.analysis.checkpoints import Checkpoint
-    from credit_trl.analysis.responses import Response
-    from credit_trl.analysis.tokenmap import TokenMap
     from credit_trl.config import CreditConfig
+    from credit_trl.lab.analysis.checkpoints import Checkpoint
+    from credit_trl.lab.analysis.responses import Response
+    from credit_trl.lab.analysis.tokenmap import TokenMap
 
 NAME = "credit-map"
 QUANTITIES = ("specific", "delta_v", "advantage", "generic", "student_logps")
@@ -94,8 +94,8 @@ def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> 
     Raises:
         ValueError: the file is no mapping of options, or an option has a value that no run could have.
     """
-    from credit_trl.analysis.responses import analysis_config
     from credit_trl.config import CreditConfig
+    from credit_trl.lab.analysis.responses import analysis_config
 
     given: dict[str, Any] = {}
     if path := args.config or run_file:
@@ -152,18 +152,18 @@ _MEASURED = (
 
 
 def _read_maps(paths: list[str]) -> list[TokenMap]:
-    from credit_trl.analysis.naming import tell_apart
-    from credit_trl.analysis.tokenmap_parquet import read_parquet
+    from credit_trl.lab.analysis.naming import tell_apart
+    from credit_trl.lab.analysis.tokenmap_parquet import read_parquet
 
     return tell_apart(paths, [read_parquet(path) for path in paths])
 
 
 def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
-    from credit_trl.analysis.checkpoints import Checkpoint
-    from credit_trl.analysis.formula import CreditFormula, coefficient
-    from credit_trl.analysis.naming import short_names
-    from credit_trl.analysis.token_classes import default_classes, task_classes
-    from credit_trl.analysis.tokenmap import map_response
+    from credit_trl.lab.analysis.checkpoints import Checkpoint
+    from credit_trl.lab.analysis.formula import CreditFormula, coefficient
+    from credit_trl.lab.analysis.naming import short_names
+    from credit_trl.lab.analysis.token_classes import default_classes, task_classes
+    from credit_trl.lab.analysis.tokenmap import map_response
     from credit_trl.tasks.registry import load_task
 
     if args.model is None or (args.task is None) == (args.responses is None):
@@ -196,10 +196,10 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
 
 def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Response]:
     """Responses with a teacher; the last checkpoint samples them."""
-    from credit_trl.analysis.responses import read_responses, sample_responses
+    from credit_trl.lab.analysis.responses import read_responses, sample_responses
 
     if task is None:
-        responses = [r for r in read_responses(args.responses, checkpoint, config) if r.evidence]
+        responses = [r for r in read_responses(args.responses, checkpoint, config) if r.privileged]
         if not responses:
             raise ValueError(f"no record of {args.responses} has feedback or a demonstration: a teacher needs one.")
         if not any(r.contrasts for r in responses):
@@ -216,7 +216,7 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
     sampled = sample_responses(
         checkpoint, task, rows, config, samples=args.samples, population=list(dataset["prompt"])
     )
-    responses = [r for r in sampled if r.evidence and r.token_ids]
+    responses = [r for r in sampled if r.privileged and r.token_ids]
     if config.contrasts and responses and not any(r.contrasts for r in responses):
         raise ValueError(
             f"the {len(rows)} prompts hold no other question for `contrastive_source={config.contrastive_source!r}`: "
@@ -229,8 +229,8 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
 def _write_pmi(
     args: argparse.Namespace, checkpoints: list[Checkpoint], responses: list[Response], configs: list[CreditConfig]
 ) -> None:
-    from credit_trl.analysis import pmi
-    from credit_trl.analysis.formula import CreditFormula, coefficient
+    from credit_trl.lab.analysis import pmi
+    from credit_trl.lab.analysis.formula import CreditFormula, coefficient
 
     texts = []
     for checkpoint, config in zip(checkpoints, configs, strict=True):
@@ -246,11 +246,11 @@ def _write_pmi(
 
 
 def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
-    from credit_trl.analysis.tokenmap import group_scales
-    from credit_trl.analysis.tokenmap_html import write_html
-    from credit_trl.analysis.tokenmap_parquet import write_parquet
-    from credit_trl.analysis.tokenmap_summary import format_summary, summarize
-    from credit_trl.analysis.tokenmap_terminal import print_map
+    from credit_trl.lab.analysis.tokenmap import group_scales
+    from credit_trl.lab.analysis.tokenmap_html import write_html
+    from credit_trl.lab.analysis.tokenmap_parquet import write_parquet
+    from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize
+    from credit_trl.lab.analysis.tokenmap_terminal import print_map
 
     directory, scales = _directory(args), group_scales(maps)
     write_html(maps, directory / "maps.html", title=args.title)
@@ -261,7 +261,7 @@ def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
     ]
     (directory / "summary.md").write_text("\n".join(summaries), encoding="utf-8")
     if args.pictures:
-        from credit_trl.analysis.tokenmap_png import draw_png
+        from credit_trl.lab.analysis.tokenmap_png import draw_png
 
         for number, one in enumerate(maps[: args.pictures], 1):
             draw_png(one, directory / f"map-{number:03d}.png", scales[one.response.group], palette=args.palette)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from credit_trl.planning.report import Plan
+    from credit_trl.lab.planning.report import Plan
 
 NAME = "credit-plan"
 # Whatever `trl credit` takes is taken here too: the words that this parser does not know are that command's.
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, others: list[str]) -> int:
-    from credit_trl.planning.report import format_plan, plan_dict
+    from credit_trl.lab.planning.report import format_plan, plan_dict
 
     try:
         plan = plan_of(args, others)
@@ -55,10 +55,10 @@ def plan_of(args: argparse.Namespace, words: list[str]) -> Plan:
     Raises:
         ValueError: an argument out of range, unknown to both, or a model whose sizes are not known.
     """
-    from credit_trl.planning.report import make_plan
-    from credit_trl.planning.setup import GIB, GPUS, make_setup
-    from credit_trl.planning.shape import load_shape
-    from credit_trl.planning.work import default_lengths
+    from credit_trl.lab.planning.report import make_plan
+    from credit_trl.lab.planning.setup import GIB, GPUS, make_setup
+    from credit_trl.lab.planning.shape import load_shape
+    from credit_trl.lab.planning.work import default_lengths
 
     if args.gpu not in GPUS:
         raise ValueError(

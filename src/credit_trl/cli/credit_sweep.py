@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from credit_trl.sweeps import read_spec, run_sweep
-    from credit_trl.sweeps.job import is_done
-    from credit_trl.sweeps.launch import plan_sweep
+    from credit_trl.lab.sweeps import read_spec, run_sweep
+    from credit_trl.lab.sweeps.job import is_done
+    from credit_trl.lab.sweeps.launch import plan_sweep
 
     sys.path.insert(0, os.getcwd())
     output_dir = Path(args.output_dir or Path("runs") / Path(args.spec).stem)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     report = run_sweep(spec, output_dir)
     print(report)
     if report.done and not args.no_report:
-        from credit_trl.comparison import compare, write_report
+        from credit_trl.lab.comparison import compare, write_report
 
         print(f"report: {write_report(compare([output_dir]), output_dir / 'report')}")
     return 1 if report.failed else 0

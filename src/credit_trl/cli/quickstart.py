@@ -19,13 +19,13 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from credit_trl.cli.mistakes import ignore_renamings
-from credit_trl.run_directory import EVALUATIONS_FILE, EVALUATIONS_FOLDER, LOG_FILE, read_lines
+from credit_trl.training.run_directory import EVALUATIONS_FILE, EVALUATIONS_FOLDER, LOG_FILE, read_lines
 
 if TYPE_CHECKING:
-    from credit_trl.analysis.responses import Response
-    from credit_trl.analysis.tokenmap import TokenMap
-    from credit_trl.analysis.tokenmap_summary import ClassShare
     from credit_trl.evaluation import Evaluation
+    from credit_trl.lab.analysis.responses import Response
+    from credit_trl.lab.analysis.tokenmap import TokenMap
+    from credit_trl.lab.analysis.tokenmap_summary import ClassShare
     from credit_trl.trainer import CreditTrainer
 
 STAGES = ("rollout", "verdict", "contexts", "scores", "update")
@@ -45,9 +45,9 @@ class Outcome:
     Args:
         run_directory: log, evaluations, model, figure and page.
         figure: the learning curve.
-        page: token maps of some first answers, as the model and its reference read them before and after.
+        page: token maps of some first answers, as the model and its teacher read them before and after.
         before, after: avg@4 on held-out prompts at temperature 1, by group of cues.
-        credit_before, credit_after: credit by token class under the first and the last reference.
+        credit_before, credit_after: credit by token class under the first and the last teacher.
         stage_seconds: seconds a step by stage, a mean over the steps; evaluations are not in it.
         steps: how many there were.
     """
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 # The recipe: what of `CreditConfig` differs from its defaults. 16 prompts of 4 rollouts a step; a learning rate for
-# half a million parameters, with the warm-up that it needs; a reference that follows within 50 steps.
+# half a million parameters, with the warm-up that it needs; a teacher that follows within 50 steps.
 DEFAULTS: dict[str, Any] = {
     "max_steps": 100,
     "per_device_train_batch_size": 64,
@@ -154,10 +154,10 @@ def run_quickstart(
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("The quickstart draws a learning curve: pip install 'credit-trl[viz]'.")
-    from credit_trl.analysis.tokenmap_summary import summarize
     from credit_trl.config import CreditConfig
     from credit_trl.evaluation import EvaluationCallback
     from credit_trl.evaluation.callback import RunLog
+    from credit_trl.lab.analysis.tokenmap_summary import summarize
     from credit_trl.tasks import quickstart
     from credit_trl.trainer import CreditTrainer
 
@@ -203,21 +203,21 @@ def run_quickstart(
 
 
 def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Response] | None = None) -> list[TokenMap]:
-    """S_t and ΔV_t of responses under the model and its reference as they are now; of fresh rollouts by default.
+    """S_t and ΔV_t of responses under the model and its teacher as they are now; of fresh rollouts by default.
 
     Tokens are of the task's kinds: what names something of the input (cue, topic, tool, city), and the template.
     """
-    from credit_trl.analysis.checkpoints import Checkpoint
-    from credit_trl.analysis.responses import sample_responses
-    from credit_trl.analysis.token_classes import task_classes
-    from credit_trl.analysis.tokenmap import map_response
+    from credit_trl.lab.analysis.checkpoints import Checkpoint
+    from credit_trl.lab.analysis.responses import sample_responses
+    from credit_trl.lab.analysis.token_classes import task_classes
+    from credit_trl.lab.analysis.tokenmap import map_response
     from credit_trl.tasks.registry import load_task
-    from credit_trl.teacher import Reference
+    from credit_trl.teacher.models import Teacher
 
     tokenizer, task = trainer.processing_class, load_task("quickstart")
-    student = Reference(trainer.model, trainer.accelerator)
-    # GRPO has no reference: the student is read as its own, as it would be at the first step.
-    checkpoint = Checkpoint(name, tokenizer, student, trainer.reference or student)
+    student = Teacher(trainer.model, trainer.accelerator)
+    # GRPO has no teacher: the student is read as its own, as it would be at the first step.
+    checkpoint = Checkpoint(name, tokenizer, student, trainer.teacher or student)
     if responses is None:
         rows = trainer.train_dataset.to_list()[:SCORED_PROMPTS]
         responses = sample_responses(checkpoint, task, rows, trainer.args, samples=SCORED_SAMPLES)
@@ -227,9 +227,9 @@ def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Response] 
 
 def draw_maps(trainer: CreditTrainer, before: Sequence[TokenMap], directory: Path) -> Path:
     """Put some answers of the start, wrong ones first, beside what the model makes of them now; the page's path."""
-    from credit_trl.analysis.tokenmap_html import write_html
+    from credit_trl.lab.analysis.tokenmap_html import write_html
 
-    shown = sorted((one for one in before if one.response.evidence), key=lambda one: one.response.reward)[:SHOWN]
+    shown = sorted((one for one in before if one.response.privileged), key=lambda one: one.response.reward)[:SHOWN]
     after = token_maps(trainer, "after", [one.response for one in shown])
     write_html([*shown, *after], directory / PAGE, title="Quickstart: the same answers before and after training")
     return directory / PAGE

@@ -168,8 +168,8 @@ def make_trainer(
     """Data, verifier, model and evaluation, checked against one another."""
     from trl import get_peft_config, get_quantization_config
 
-    from credit_trl.checkpoints import checkpoint_to_resume
     from credit_trl.trainer import CreditTrainer
+    from credit_trl.training.checkpoints import checkpoint_to_resume
 
     # Before a model is loaded: a checkpoint that does not exist is told at once.
     asked, output_dir = training_args.resume_from_checkpoint, training_args.output_dir
@@ -306,7 +306,7 @@ def resolve_model(name: str | None) -> str:
     """
     if name is None:
         raise ValueError("Name a model: `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
-    from credit_trl.causal_lm import model_path
+    from credit_trl.tasks.quickstart_model import model_path
 
     return model_path(name)
 

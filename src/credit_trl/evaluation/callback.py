@@ -19,12 +19,13 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from credit_trl.evaluation.engines import Sampling
-from credit_trl.evaluation.protocol import OtherEvaluation, evaluate, task_rows
+from credit_trl.evaluation.protocol import EvaluationMismatchError, evaluate, task_rows
 from credit_trl.evaluation.result import Evaluation
 from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.evaluation.verdicts import VerifierFailed
-from credit_trl.grading import VerifierPolicy
-from credit_trl.run_directory import (
+from credit_trl.rollout.verdict import VerifierPolicy
+from credit_trl.tasks.registry import Task, load_task
+from credit_trl.training.run_directory import (
     BEST_FILE,
     EVALUATIONS_FILE,
     EVALUATIONS_FOLDER,
@@ -36,7 +37,6 @@ from credit_trl.run_directory import (
     read_lines,
     write_json,
 )
-from credit_trl.tasks.registry import Task, load_task
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class EvaluationCallback(TrainerCallback):
         options = {"dataset": self.rows, "output_dir": folder, **self.options}
         try:
             return evaluate(self.engine, self.task, self.k, **options)
-        except OtherEvaluation:
+        except EvaluationMismatchError:
             if self.engine.is_main:
                 shutil.rmtree(folder)
             self.trainer.accelerator.wait_for_everyone()

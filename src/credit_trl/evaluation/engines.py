@@ -29,8 +29,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from credit_trl.causal_lm import model_path
 from credit_trl.evaluation.fingerprints import file_fingerprint, weight_fingerprint
+from credit_trl.tasks.quickstart_model import model_path
 
 Prompt = str | list[dict[str, Any]]
 

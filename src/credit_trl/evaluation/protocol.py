@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from credit_trl.contrast import prompt_key
+from credit_trl.contexts.contrast import prompt_key
 from credit_trl.evaluation.engines import Engine, Request, Response, Sampling, TransformersEngine, VLLMEngine
 from credit_trl.evaluation.result import Evaluation, summarize
 from credit_trl.evaluation.samples import SAMPLES_FILE, Sample, SampleFile
 from credit_trl.evaluation.statistics import N_RESAMPLES
 from credit_trl.evaluation.verdicts import grade
-from credit_trl.grading import VerifierPolicy
-from credit_trl.run_directory import write_json
+from credit_trl.rollout.verdict import VerifierPolicy
 from credit_trl.tasks.registry import Task, load_task
+from credit_trl.training.run_directory import write_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,7 +33,7 @@ SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
 
 
-class OtherEvaluation(ValueError):
+class EvaluationMismatchError(ValueError):
     """The directory to continue in holds an evaluation with other settings, data or weights."""
 
 
@@ -93,7 +93,7 @@ def evaluate(
     Raises:
         ValueError: settings out of range, no rows, or a verifier that does not apply to a row.
         VerifierFailed: the verifier failed, and `policy` is to go on without what it was given.
-        OtherEvaluation: `output_dir` holds another evaluation; the message says what differs.
+        EvaluationMismatchError: `output_dir` holds another evaluation; the message says what differs.
     """
     if k < 1:
         raise ValueError(f"`k` must be at least 1, got {k}.")
@@ -234,7 +234,7 @@ def _open(folder: Path | None, settings: Mapping[str, Any], rows: Sequence[Mappi
         differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if differing:
             told = "; ".join(f"{name}: {before.get(name)!r} there, {now.get(name)!r} now" for name in differing)
-            raise OtherEvaluation(
+            raise EvaluationMismatchError(
                 f"{folder} holds another evaluation ({told}). Use another `output_dir`, or remove it."
             )
     else:

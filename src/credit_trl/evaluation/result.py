@@ -10,7 +10,7 @@ import numpy as np
 
 from credit_trl.evaluation.samples import Sample
 from credit_trl.evaluation.statistics import N_RESAMPLES, Interval, bootstrap_ci, majority_at_k, pass_at_k
-from credit_trl.printable import printable
+from credit_trl.tasks.printable import printable
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from credit_trl.run_directory import json_line, read_lines
+from credit_trl.training.run_directory import json_line, read_lines
 
 SAMPLES_FILE = "samples.jsonl"
 

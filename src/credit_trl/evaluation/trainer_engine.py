@@ -26,8 +26,8 @@ from credit_trl.evaluation.engines import (
     read_responses,
 )
 from credit_trl.evaluation.fingerprints import weight_fingerprint
-from credit_trl.generation import seeded
-from credit_trl.sharding import reshard
+from credit_trl.rollout.vllm import seeded
+from credit_trl.teacher.sharding import reshard
 
 
 class TrainerEngine:

@@ -10,9 +10,8 @@ from typing import Any
 
 from credit_trl.evaluation.engines import Response
 from credit_trl.evaluation.samples import Sample
-from credit_trl.grading import VerifierPolicy
+from credit_trl.rollout.verdict import Verdict, VerifierPolicy
 from credit_trl.tasks.registry import Task, call_reward
-from credit_trl.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 

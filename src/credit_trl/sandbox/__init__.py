@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 
-from credit_trl.cores import worker_count
+from credit_trl.sandbox.cores import worker_count
 from credit_trl.sandbox.protocol import STATUSES, Limits, Outcome, Program, Sandbox, SandboxError, Status
 
 TIERS = ("auto", "bubblewrap", "landlock", "unprotected", "remote")

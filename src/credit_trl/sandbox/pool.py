@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from credit_trl.sandbox.batch import Batch, seconds_left
+from credit_trl.rollout.deadline import seconds_left
+from credit_trl.sandbox.batch import Batch
 from credit_trl.sandbox.frames import Channel, wait
 from credit_trl.sandbox.protocol import Outcome, Program, SandboxError, Status
 

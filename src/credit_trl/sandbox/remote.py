@@ -25,7 +25,8 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from credit_trl.sandbox.batch import Batch, seconds_left
+from credit_trl.rollout.deadline import seconds_left
+from credit_trl.sandbox.batch import Batch
 from credit_trl.sandbox.protocol import MIB, Outcome, Program, SandboxError, Status, excerpt
 
 # What a service may take on top of a program's own wall clock limit: queueing, starting, sending.

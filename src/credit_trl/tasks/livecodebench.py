@@ -17,6 +17,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.completions import response_text
 from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer
 from credit_trl.tasks.lcb_checker import same_output, same_value
@@ -24,7 +25,6 @@ from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedbac
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
 from credit_trl.tasks.registry import TaskOption
-from credit_trl.verdict import Verdict
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.completions import response_text
 from credit_trl.tasks.math_operations import finished_part
 from credit_trl.tasks.math_worker import Comparison, equivalent
 from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
-from credit_trl.verdict import Verdict
 
 if TYPE_CHECKING:
     from datasets import Dataset

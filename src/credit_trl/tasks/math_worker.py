@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from credit_trl.cores import worker_count
+from credit_trl.sandbox.cores import worker_count
 
 SECONDS = 5.0  # of processor time for one comparison
 WALL_SECONDS = 60.0  # on the clock, after which the machine is too busy to tell

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
+from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.completions import response_text
-from credit_trl.verdict import Verdict
 
 if TYPE_CHECKING:
     from pathlib import Path

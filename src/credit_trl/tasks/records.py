@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.printable import printable
+from credit_trl.tasks.printable import printable
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features

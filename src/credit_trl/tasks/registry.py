@@ -26,8 +26,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.completions import response_text
-from credit_trl.verdict import Verdict
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import PATH_OPTIONS, Row, Tally, accept, data_files, dataset_of, read_rows
 from credit_trl.tasks.registry import TaskOption, batch_of
 from credit_trl.tasks.toolalpaca_protocols import GRADE_BY, golden_calls
-from credit_trl.verdict import Verdict
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from credit_trl.verdict import Verdict
+from credit_trl.rollout.verdict import Verdict
 
 OPTIONAL = "[Optional]"
 SHOWN = 500  # characters of the response's own words that feedback repeats

@@ -22,11 +22,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalL
 if TYPE_CHECKING:
     from credit_trl.tasks.quickstart_model.pretrain import World
 
+EMBEDDED_MODEL = "quickstart"
 SHIPPED_WORLD, SHIPPED_SEED = "plain", 0
 SHIPPED = Path(__file__).parent / "plain"
 
 # The files that decide what a base is. A cached base made by others is not used.
 _SOURCES = ("../quickstart.py", "architecture.py", "curriculum.py", "pretrain.py")
+
+
+def model_path(name: str) -> str:
+    """Path of the embedded model for `"quickstart"`; any other path or hub name unchanged."""
+    return str(base_directory()) if name == EMBEDDED_MODEL else name
 
 
 def load_model(

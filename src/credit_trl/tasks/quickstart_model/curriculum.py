@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from credit_trl.config import CreditConfig
+from credit_trl.config import TEMPLATE_PLACEHOLDERS, CreditConfig
 from credit_trl.tasks.quickstart import (
     CITIES,
     GROUPS,
@@ -24,7 +24,6 @@ from credit_trl.tasks.quickstart import (
     group_of,
     tool,
 )
-from credit_trl.validation import TEMPLATE_PLACEHOLDERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM

@@ -1,0 +1,82 @@
+"""What kind of thing a token says: the classes that a summary sums credit over.
+
+The default looks at the word that a token is part of. A task may know better: a module with a function
+`token_classes(response_ids, tokenizer) -> list[str]` is asked instead (`task_classes`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from credit_trl.lab.analysis.responses import Response
+from credit_trl.lab.analysis.tokentext import NEWLINE, TAB, TokenText
+from credit_trl.tasks.registry import Task
+
+# (response, its tokens) → a class for each token.
+Classify = Callable[[Response, Sequence[TokenText]], list[str]]
+
+CLASSES = ("prompt word", "other word", "function word", "number", "punctuation", "white space", "control")
+
+_ENGLISH = """
+a about after all also an and any are as at be because been before but by can could do does each first for from
+had has have here how i if in into is it its itself let like may more most must need no not now of on one only
+or other our out over please same shall should since so some such sure than that the their them then there these
+they this those to too under until up use used using very was we were what when where which while who will with
+would yes you your
+"""
+_PYTHON = (word.lower() for word in (*keyword.kwlist, *keyword.softkwlist))
+_FUNCTION_WORDS = frozenset(_ENGLISH.split()) | frozenset(_PYTHON)
+_WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
+
+
+def default_classes(response: Response, tokens: Sequence[TokenText]) -> list[str]:
+    """One of `CLASSES` for each token, in this order: control, white space, then that of the token's own longest word.
+
+    A prompt word occurs in the last user turn, whatever its case; a function word is a frequent English word or a
+    keyword of Python, in the prompt or not. A piece of a word has the class of the whole word.
+    """
+    plain = [t.text.replace(f"{NEWLINE}\n", "\n").replace(TAB, "\t") for t in tokens]
+    starts, text = [], ""
+    for piece in plain:
+        starts.append(len(text))
+        text += piece
+    known = {word.lower() for word in _WORD.findall(response.problem)}
+    kinds: list[list[tuple[int, str]]] = [[] for _ in tokens]
+    owner = [index for index, piece in enumerate(plain) for _ in piece]
+    for match in _WORD.finditer(text):
+        kind = _word_class(match[0].lower(), known)
+        for index in dict.fromkeys(owner[match.start() : match.end()]):
+            begin, end = starts[index], starts[index] + len(plain[index])
+            kinds[index].append((min(end, match.end()) - max(begin, match.start()), kind))
+    return [_class_of(token, piece, words) for token, piece, words in zip(tokens, plain, kinds, strict=True)]
+
+
+def task_classes(task: Task, tokenizer: PreTrainedTokenizerBase) -> Classify:
+    """The task's own classes where its module has a function `token_classes`, else the default."""
+    module = sys.modules.get(getattr(inspect.unwrap(task.build), "__module__", ""))
+    own = getattr(module, "token_classes", None)
+    if own is None:
+        return default_classes
+    return lambda response, tokens: own(list(response.token_ids), tokenizer)
+
+
+def _word_class(word: str, known: set[str]) -> str:
+    if word in _FUNCTION_WORDS:
+        return "function word"
+    return "prompt word" if word in known else "other word"
+
+
+def _class_of(token: TokenText, piece: str, words: list[tuple[int, str]]) -> str:
+    if token.special:
+        return "control"
+    if not piece.strip():
+        return "white space"
+    if words:
+        return max(words)[1]
+    return "number" if any(c.isdigit() for c in piece) else "punctuation"

@@ -1,0 +1,135 @@
+"""A token map as a picture in the form of the paper's figure: the problem, ΔV_t and S_t on the response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
+from matplotlib.patches import Rectangle
+
+from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, colour_strength
+from credit_trl.lab.analysis.tokentext import display_width, visible
+
+PALETTES = {"red-blue": ("#d62f27", "#2166be"), "orange-purple": ("#e66101", "#6e46b4")}
+
+_FONTS = ("DejaVu Sans Mono", "DejaVu Sans")
+_COLUMNS = 100
+_FONT_SIZE = 7.0
+# Inches of one character cell of DejaVu Sans Mono at that size, and of one line.
+_CELL, _LINE = _FONT_SIZE / 72 * 0.602, _FONT_SIZE / 72 * 1.5
+_MARGIN = 0.15
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A run of text in the grid of characters, with its colour's strength."""
+
+    line: int
+    column: int
+    text: str
+    strength: float
+
+
+def draw_png(
+    token_map: TokenMap,
+    path: str | Path,
+    scales: dict[str, float],
+    *,
+    quantities: Sequence[str] = ("delta_v", "specific"),
+    palette: str = "red-blue",
+    max_lines: int = 60,
+    dpi: int = 160,
+) -> None:
+    """Draw one map: the problem on top, then the response once for each quantity.
+
+    Args:
+        token_map: what to draw.
+        path: of the picture.
+        scales: of the map's group, see `group_scales`.
+        quantities: of `QUANTITIES`.
+        palette: one of `PALETTES`.
+        max_lines: of each text; what is longer is cut, and the picture says so.
+        dpi: dots an inch.
+    """
+    problem = _lay_out([(visible(token_map.response.problem), 0.0)], max_lines)
+    panels = [("problem", problem)]
+    for quantity in quantities:
+        strengths = colour_strength(token_map.values(quantity), scales[quantity]).tolist()
+        texts = [token.text for token in token_map.tokens]
+        title = f"{QUANTITIES[quantity]}   {token_map.meaning(quantity)}"
+        panels.append((title, _lay_out(list(zip(texts, strengths, strict=True)), max_lines)))
+    heights = [(_lines(pieces) + 2.2) * _LINE for _, pieces in panels]
+    figure = Figure(figsize=(_COLUMNS * _CELL + 2 * _MARGIN, sum(heights) + 2 * _MARGIN), dpi=dpi, facecolor="white")
+    FigureCanvasAgg(figure)
+    top = figure.get_figheight() - _MARGIN
+    for letter, (title, pieces), own in zip("abcdefgh", panels, heights, strict=False):
+        _draw_panel(figure, f"({letter}) {title}", pieces, top, palette)
+        top -= own
+    # Without hinting a character's advance is not rounded to whole pixels, so text stays on its ground.
+    with rc_context({"text.hinting": "no_hinting", "text.hinting_factor": 1}):
+        figure.savefig(path, dpi=dpi)
+
+
+def _draw_panel(figure: Figure, title: str, pieces: list[_Piece], top: float, palette: str) -> None:
+    width, height = figure.get_size_inches()
+    figure.text(
+        _MARGIN / width, (top - _LINE) / height, title, fontsize=_FONT_SIZE + 1, weight="bold", parse_math=False
+    )
+    for piece in pieces:
+        x, y = _MARGIN + piece.column * _CELL, top - (piece.line + 2.2) * _LINE
+        columns = sum(map(display_width, piece.text))
+        if piece.strength:
+            colour = PALETTES[palette][0 if piece.strength > 0 else 1]
+            box = Rectangle(
+                (x / width, (y - 0.3 * _LINE) / height),
+                columns * _CELL / width,
+                0.96 * _LINE / height,
+                transform=figure.transFigure,
+                facecolor=colour,
+                alpha=0.75 * abs(piece.strength),
+                linewidth=0,
+            )
+            figure.add_artist(box)
+        figure.text(x / width, y / height, piece.text, fontsize=_FONT_SIZE, family=_FONTS, parse_math=False)
+
+
+def _lay_out(texts: Sequence[tuple[str, float]], max_lines: int) -> list[_Piece]:
+    """Break texts into lines of the grid, wherever a line is full."""
+    pieces: list[_Piece] = []
+    line = column = 0
+    for number, (text, strength) in enumerate(texts):
+        run, start = "", column
+        for character in _drawable(text):
+            width = display_width(character)
+            if character == "\n" or column + width > _COLUMNS:
+                pieces.append(_Piece(line, start, run, strength))
+                line, column, run, start = line + 1, 0, "", 0
+                if line >= max_lines:
+                    rest = f"… cut after {number} of {len(texts)} tokens" if len(texts) > 1 else "… cut"
+                    return [*pieces, _Piece(line, 0, rest, 0.0)]
+            if character != "\n":
+                run, column = run + character, column + width
+        pieces.append(_Piece(line, start, run, strength))
+    return [piece for piece in pieces if piece.text]
+
+
+def _drawable(text: str) -> str:
+    """The text with characters that the fonts lack spelled out, as `⟨U+4E2D⟩`, instead of as empty boxes."""
+    known = _characters()
+    return "".join(c if c == "\n" or ord(c) in known else f"⟨U+{ord(c):04X}⟩" for c in text)
+
+
+@cache
+def _characters() -> frozenset[int]:
+    """Code points of the fonts, which matplotlib brings."""
+    return frozenset(point for name in _FONTS for point in get_font(findfont(name)).get_charmap())
+
+
+def _lines(pieces: list[_Piece]) -> int:
+    return 1 + max((piece.line for piece in pieces), default=0)

@@ -1,0 +1,148 @@
+"""Which tokens carry generic credit and which specific: sums over maps of a response, a page or a whole run.
+
+`ΔV_t = S_t + (Ĝ_t − log π_θ)`, Eq. 7: the first part depends on the question, the second is what the token earns
+whatever the question. A token string is *specific* by its mean S_t, *generic* by its mean ΔV_t − S_t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from credit_trl.lab.analysis.tokenmap import TokenMap
+
+
+@dataclass(frozen=True)
+class ClassShare:
+    """One token class: how many tokens, its shares of all |ΔV| and all |S|, and its means, in nats."""
+
+    name: str
+    count: int
+    share_of_tokens: float
+    share_of_delta_v: float
+    share_of_specific: float
+    mean_delta_v: float
+    mean_specific: float
+
+
+@dataclass(frozen=True)
+class TokenString:
+    """One token string: how often it occurs, and its means, in nats."""
+
+    text: str
+    count: int
+    mean_delta_v: float
+    mean_specific: float
+
+    @property
+    def mean_generic_credit(self) -> float:
+        """Of ΔV_t − S_t = Ĝ_t − log π_θ."""
+        return self.mean_delta_v - self.mean_specific
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a set of maps says.
+
+    Args:
+        responses, tokens: how many were summed; those without contrast have no S_t and are left out.
+        classes: by share of |S|, the largest first.
+        most_specific, most_generic: token strings, the most first.
+    """
+
+    responses: int
+    tokens: int
+    classes: list[ClassShare]
+    most_specific: list[TokenString]
+    most_generic: list[TokenString]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarize(maps: Sequence[TokenMap], *, top: int = 10, min_count: int = 1) -> Summary:
+    """Sum maps of one checkpoint or of a run.
+
+    Args:
+        maps: any number; one without contrast does not count.
+        top: how many token strings to name on either side.
+        min_count: occurrences from which a token string can be named.
+    """
+    maps = [m for m in maps if len(m.scores.contrast_logps)]
+    labels = [name for m in maps for name in m.classes]
+    texts = [token.text for m in maps for token in m.tokens]
+    empty = torch.zeros(0, dtype=torch.float64)
+    delta_v = torch.cat([empty, *(m.scores.delta_v.double() for m in maps)])
+    specific = torch.cat([empty, *(m.scores.specific.double() for m in maps)])
+    shares = [_share(name, rows, delta_v, specific) for name, rows in _positions(labels).items()]
+    strings = [
+        TokenString(text, len(rows), delta_v[rows].mean().item(), specific[rows].mean().item())
+        for text, rows in _positions(texts).items()
+        if len(rows) >= min_count
+    ]
+    return Summary(
+        responses=len(maps),
+        tokens=len(labels),
+        classes=sorted(shares, key=lambda share: -share.share_of_specific),
+        most_specific=sorted(strings, key=lambda s: -s.mean_specific)[:top],
+        most_generic=sorted(strings, key=lambda s: -s.mean_generic_credit)[:top],
+    )
+
+
+def format_summary(summary: Summary) -> str:
+    """The summary as Markdown tables; token strings stand in code, with their line feeds taken out."""
+    lines = [
+        f"{summary.responses} responses, {summary.tokens} tokens",
+        "",
+        "| token class | tokens | share of tokens | share of \\|ΔV\\| | share of \\|S\\| | mean ΔV | mean S |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {c.name} | {c.count} | {c.share_of_tokens:.3f} | {c.share_of_delta_v:.3f} | {c.share_of_specific:.3f} "
+        f"| {c.mean_delta_v:+.3f} | {c.mean_specific:+.3f} |"
+        for c in summary.classes
+    ]
+    for title, strings in (("specific", summary.most_specific), ("generic", summary.most_generic)):
+        lines += [
+            "",
+            f"| most {title} token | times | mean S | mean ΔV − S | mean ΔV |",
+            "| --- | ---: | ---: | ---: | ---: |",
+        ]
+        lines += [
+            f"| {_code(s.text)} | {s.count} | {s.mean_specific:+.3f} | {s.mean_generic_credit:+.3f} "
+            f"| {s.mean_delta_v:+.3f} |"
+            for s in strings
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _positions(names: Sequence[str]) -> dict[str, list[int]]:
+    positions: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        positions.setdefault(name, []).append(index)
+    return positions
+
+
+def _share(name: str, rows: list[int], delta_v: torch.Tensor, specific: torch.Tensor) -> ClassShare:
+    def share(values: torch.Tensor) -> float:
+        total = values.abs().sum().item()
+        return values[rows].abs().sum().item() / total if total else 0.0
+
+    return ClassShare(
+        name,
+        len(rows),
+        len(rows) / len(delta_v),
+        share(delta_v),
+        share(specific),
+        delta_v[rows].mean().item(),
+        specific[rows].mean().item(),
+    )
+
+
+def _code(text: str) -> str:
+    """Inline code of Markdown that nothing inside can leave or lay out anew."""
+    text = text.replace("\n", "").replace("|", "\\|").replace("`", "ˋ")
+    return f"`{text}`"

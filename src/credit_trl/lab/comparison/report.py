@@ -1,0 +1,180 @@
+"""One self-contained HTML page, figures inside, and the same numbers as files beside it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from credit_trl.lab.comparison.compare import BEST, FINAL, Comparison
+from credit_trl.lab.comparison.figures import THEMES, curves_figure, scores_figure
+from credit_trl.lab.comparison.runs import differing_options, has_one_base
+from credit_trl.lab.comparison.tables import (
+    CONTRAST_COLUMNS,
+    STEPS_COLUMNS,
+    contrast_markdown,
+    contrast_row,
+    plain,
+    score_markdown,
+    score_rows,
+    steps_markdown,
+    steps_row,
+)
+from credit_trl.training.run_directory import RUN_FILE, write_atomically, write_json
+
+REPORT_FILE = "report.html"
+NUMBERS_FILE = "comparison.json"
+TABLES_FILE = "tables.md"
+
+
+def write_report(comparison: Comparison, folder: str | Path, *, title: str = "Comparison of runs") -> Path:
+    """Write `report.html`, `tables.md`, `comparison.json` and the figures as PNG; return the page's path.
+
+    The page needs no network and no other file, follows the reader's light or dark preference, and runs no script but
+    its own switch between the two. Text from run directories is escaped.
+
+    Raises:
+        ImportError: matplotlib or Jinja2 is not installed; the message names the extra.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = _figures(comparison)
+    for name, themed in figures.items():
+        for theme, image in themed.items():
+            (folder / f"{name}-{theme}.png").write_bytes(image)
+    write_atomically(folder / TABLES_FILE, tables_markdown(comparison))
+    write_json(folder / NUMBERS_FILE, comparison_dict(comparison))
+    write_atomically(folder / REPORT_FILE, report_html(comparison, figures, title))
+    return folder / REPORT_FILE
+
+
+def report_html(comparison: Comparison, figures: Mapping[str, Mapping[str, bytes]], title: str) -> str:
+    """The page's text."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise ImportError("The report is a Jinja2 template: pip install 'credit-trl[viz]'.") from error
+    source = files("credit_trl.lab.comparison").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(source)
+    return template.render(
+        title=title,
+        comparison=comparison,
+        remarks=remarks(comparison),
+        tables=[(*caption, *score_rows(comparison, when)) for when, caption in CAPTIONS.items()],
+        contrasts={when: [contrast_row(c) for c in comparison.contrasts if c.when == when] for when in (FINAL, BEST)},
+        contrast_columns=CONTRAST_COLUMNS,
+        steps=[steps_row(row) for row in comparison.steps_to],
+        steps_columns=STEPS_COLUMNS,
+        figures={
+            name: {theme: base64.b64encode(image).decode() for theme, image in themed.items()}
+            for name, themed in figures.items()
+        },
+        runs=[_run_row(run) for run in comparison.runs],
+        script=Markup(SCRIPT),
+        script_hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
+    )
+
+
+CAPTIONS = {
+    FINAL: ("Final score", "The last evaluation of each run, not selected."),
+    BEST: (
+        "Best during training",
+        "Each run at its evaluation with the highest mean reward over all of these prompts, whatever the table shows: "
+        "the step that is kept as the best. A reward that is selected so flatters, and more so the more evaluations a "
+        "run has.",
+    ),
+}
+# The page's only script: it turns light into dark and back.
+SCRIPT = (
+    'document.getElementById("theme").addEventListener("click",()=>{const r=document.documentElement,'
+    'd=r.dataset.theme||(matchMedia("(prefers-color-scheme: dark)").matches?"dark":"light");'
+    'r.dataset.theme=d==="dark"?"light":"dark"})'
+)
+
+
+def tables_markdown(comparison: Comparison) -> str:
+    """All tables in Markdown."""
+    parts = [f"{plain(remark)}\n" for remark in remarks(comparison)]
+    for when, (caption, explanation) in CAPTIONS.items():
+        parts.append(f"## {caption}\n\n{explanation}\n\n{score_markdown(comparison, when)}\n")
+        contrasts = [c for c in comparison.contrasts if c.when == when]
+        if contrasts:
+            parts.append(f"Against {plain(comparison.baseline)}:\n\n{contrast_markdown(contrasts)}\n")
+    if comparison.steps_to:
+        parts.append(f"## Steps to a score\n\n{steps_markdown(comparison.steps_to)}\n")
+    return "\n".join(parts)
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """What a reader has to know of the runs before the numbers."""
+    told = []
+    if comparison.differing_settings:
+        listed = ". ".join(comparison.differing_settings)
+        told.append(
+            f"These evaluations were not sampled alike, so a difference may be of the sampling: {listed}. Evaluate "
+            "with the same settings (`trl credit-eval`)."
+        )
+    if different := differing_options(comparison.runs):
+        told.append(
+            "Runs of one name count as its seeds, but these differ in more, which an interval takes for noise: "
+            f"{'. '.join(different)}. Give them names (`arm` in {RUN_FILE}), or leave some out."
+        )
+    if not has_one_base(comparison.runs):
+        told.append("Runs of one seed began at different models, so there is no one base to compare them with.")
+    if comparison.unfinished:
+        listed = ", ".join(str(run.folder) for run in comparison.unfinished)
+        told.append(f"Left out, since their training has not come to its end: {listed}")
+    return told
+
+
+def comparison_dict(comparison: Comparison) -> dict[str, Any]:
+    """Every number of the report, for other programs."""
+    return {
+        "measure": comparison.measure,
+        "baseline": comparison.baseline,
+        "prompts": dict(comparison.prompts),
+        "scores": [
+            {"arm": arm, "domain": domain, "when": when, **cell.interval._asdict(), "seeds": cell.seeds}
+            | {"steps": list(cell.steps), "by_seed": list(cell.by_seed)}
+            for (arm, domain, when), cell in comparison.cells.items()
+        ],
+        "contrasts": [
+            {"arm": c.arm, "baseline": c.baseline, "domain": c.domain, "when": c.when, **c.difference._asdict()}
+            | {"paired_seeds": c.paired_seeds, "adjusted_p": c.adjusted_p}
+            for c in comparison.contrasts
+        ],
+        "steps_to": [vars(row) for row in comparison.steps_to],
+        "runs": [str(run.folder) for run in comparison.runs],
+        "unfinished": [str(run.folder) for run in comparison.unfinished],
+        "differing_settings": list(comparison.differing_settings),
+        "differing_options": differing_options(comparison.runs),
+    }
+
+
+def _figures(comparison: Comparison) -> dict[str, dict[str, bytes]]:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError("The report's figures need matplotlib: pip install 'credit-trl[viz]'.") from error
+    figures = {"scores": {theme.name: scores_figure(comparison, theme) for theme in THEMES}}
+    curves = {theme.name: curves_figure(comparison, theme) for theme in THEMES}
+    if None not in curves.values():
+        figures["curves"] = {name: image for name, image in curves.items() if image is not None}
+    return figures
+
+
+def _run_row(run: Any) -> list[str]:
+    last = run.log[-1]["step"] if run.log else run.final_step()
+    return [
+        run.arm,
+        run.task,
+        "–" if run.seed is None else str(run.seed),
+        str(last),
+        str(len(run.evaluations)),
+        run.log_source or "no log",
+        str(run.folder),
+    ]

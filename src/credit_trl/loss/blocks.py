@@ -1,0 +1,134 @@
+"""Work on logits that come a block of the vocabulary at a time, and the top K of a row without sorting it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# What one chunk may take: of logits, and of gathered head rows (which pay only while they stay in cache).
+_CPU_LOGITS_BYTES = 160 * 2**20
+
+_CPU_COLUMNS_BYTES = 16 * 2**20
+
+_CPU_PASSING_CHUNK = 1024
+
+# On CUDA both get this share of the free memory.
+_CUDA_SHARE = 1 / 8
+
+_MAX_CHUNK = 4096
+
+
+def chunks(n: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` rows; one empty slice for n = 0, so that results keep their shapes."""
+    for start in range(0, max(n, 1), size):
+        yield slice(start, min(start + size, n))
+
+
+def logits_chunk(n: int, vocabulary_size: int, dtype: torch.dtype, device: torch.device, buffers: int = 1) -> int:
+    """How many of n tokens to project at once, when a chunk holds `buffers` tensors of (tokens, vocabulary)."""
+    return _rows_within(_CPU_LOGITS_BYTES, n, buffers * vocabulary_size * dtype.itemsize, device)
+
+
+def passing_chunk(n: int, vocabulary_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The same where no logits are kept: many on a CPU, so that the head is read from memory less often."""
+    if device.type == "cpu":
+        return min(_CPU_PASSING_CHUNK, max(n, 1))
+    return logits_chunk(n, vocabulary_size, dtype, device, buffers=2)
+
+
+def columns_chunk(n: int, columns: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many of n tokens to take at once, when `columns` rows of the head are gathered for each."""
+    return _rows_within(_CPU_COLUMNS_BYTES, n, columns * hidden_size * dtype.itemsize, device)
+
+
+def _rows_within(cpu_bytes: int, n: int, bytes_per_row: int, device: torch.device) -> int:
+    budget = cpu_bytes
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        budget = int((torch.cuda.mem_get_info(device)[0] + unused) * _CUDA_SHARE)
+    rows = min(max(budget // max(bytes_per_row, 1), 1), _MAX_CHUNK, max(n, 1))
+    # Powers of two, so that a little more or less free memory does not change the order of summation.
+    return 1 << (rows.bit_length() - 1)
+
+
+def accumulation_dtype(hidden: Tensor) -> torch.dtype:
+    """fp64 for fp64 hidden states, else fp32."""
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+# The top K of a row lie in the K groups with the largest maxima; this many columns make a group.
+_TOPK_GROUP = 32
+
+
+class Statistics:
+    """Running `log Σ exp z` and, if wanted, `Σ p z` of rows whose logits come in blocks."""
+
+    def __init__(self, wants_entropy: bool) -> None:
+        self.wants_entropy = wants_entropy
+        self.maxima: list[Tensor] = []
+        self.sums: list[Tensor] = []
+        self.weighted: list[Tensor] = []
+
+    def fold(self, logits: Float[Tensor, "n w"], scratch: Float[Tensor, "n w"]) -> None:
+        self.maxima.append(logits.amax(dim=-1))
+        mass = torch.sub(logits, self.maxima[-1].unsqueeze(-1), out=scratch).exp_()
+        self.sums.append(mass.sum(dim=-1))
+        if self.wants_entropy:
+            self.weighted.append(mass.mul_(logits).sum(dim=-1))
+
+    def result(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
+        """The log-normaliser and the entropy `log Σ exp z − Σ p z`."""
+        maxima = torch.stack(self.maxima)
+        top = maxima.amax(dim=0)
+        scale = torch.exp(maxima - top)
+        total = (torch.stack(self.sums) * scale).sum(dim=0)
+        log_normalizer = top + total.log()
+        if not self.wants_entropy:
+            return log_normalizer, None
+        return log_normalizer, log_normalizer - (torch.stack(self.weighted) * scale).sum(dim=0) / total
+
+
+class ByBlock:
+    """The entries of (n, K) token ids, by the block of the vocabulary that they lie in."""
+
+    def __init__(self, ids: Int[Tensor, "n K"], blocks: list[slice]) -> None:
+        flat = ids.flatten()
+        self.entries = [torch.arange(len(flat), device=ids.device)]
+        if len(blocks) > 1:
+            order = flat.argsort()
+            starts = torch.tensor([block.start for block in blocks[1:]], device=ids.device)
+            self.entries = order.tensor_split(torch.searchsorted(flat[order], starts).tolist())
+        self.cells = [
+            (entries // ids.shape[-1], flat[entries] - block.start)
+            for entries, block in zip(self.entries, blocks, strict=True)
+        ]
+
+    def take(self, block: int, tile: Float[Tensor, "n w"], out: Float[Tensor, "n K"]) -> None:
+        """Copy the tile's values at the ids in this block to their places in `out`."""
+        out.view(-1)[self.entries[block]] = tile[self.cells[block]]
+
+    def put(self, block: int, tile: Float[Tensor, "n w"], values: Float[Tensor, "n K"] | float) -> None:
+        """Set the tile's values at the ids in this block."""
+        is_number = not isinstance(values, Tensor)
+        tile[self.cells[block]] = values if is_number else values.view(-1)[self.entries[block]]
+
+
+def top_columns(logits: Float[Tensor, "n V"], k: int) -> Int[Tensor, "n K"]:
+    """Ids of the k largest logits of each row, the largest first.
+
+    Sorting a whole row for its top k is slow on a CPU. The k largest lie in the k groups of columns with the largest
+    maxima, so those are sought first.
+    """
+    size = logits.shape[-1]
+    grouped = size - size % _TOPK_GROUP
+    if logits.device.type != "cpu" or grouped // _TOPK_GROUP <= k:
+        return logits.topk(k, dim=-1).indices
+    maxima = logits[:, :grouped].unflatten(-1, (-1, _TOPK_GROUP)).amax(dim=-1)
+    groups = maxima.topk(k, dim=-1, sorted=False).indices
+    candidates = (groups.unsqueeze(-1) * _TOPK_GROUP + torch.arange(_TOPK_GROUP)).flatten(1)
+    rest = torch.arange(grouped, size).expand(len(logits), -1)
+    candidates = torch.cat([candidates, rest], dim=-1)
+    return candidates.gather(-1, logits.gather(-1, candidates).topk(k, dim=-1).indices)

@@ -1,0 +1,284 @@
+"""The language-model head: from hidden states to logits and back, one block of the vocabulary at a time.
+
+`(tokens × vocabulary)` is the tensor that self-distillation runs out of memory on. Nothing here forms it: `scores` and
+`loss` hand over one chunk of tokens, and within the chunk the arithmetic goes through the vocabulary in blocks that
+stay in cache, or touches the K columns of a support only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from credit_trl.loss.blocks import accumulation_dtype
+from credit_trl.teacher.causal_lm import unwrap_adapters
+
+# Elements of one block of logits on the CPU: 8 MB in fp32, so that exp and sums read it from cache.
+_CPU_BLOCK = 2**21
+
+# Rows of the head that are converted at once on an accelerator, where its dtype is not the product's.
+_CONVERTED_ROWS = 2**15
+
+# What runs the elementwise passes over a chunk of logits.
+Kernels = Literal["torch", "triton"]
+
+
+# Stands for −∞ in logits that were taken out: its exp is 0, and 0 times its square still is.
+BLANK = -1e15
+
+# The head's rows of K tokens a position, (n, K, H), and their biases, (n, K) or None.
+Columns = tuple[Float[Tensor, "n K H"], Float[Tensor, "n K"] | None]
+
+
+@dataclass
+class HeadGradients:
+    """Gradients of one loss, accumulated in place over chunks, in fp32 (fp64 for fp64 inputs); None where not wanted.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        bias: (V,).
+    """
+
+    hidden: Float[Tensor, "N H"] | None
+    weight: Float[Tensor, "V H"] | None
+    bias: Float[Tensor, " V"] | None
+
+    @classmethod
+    def zeros(cls, hidden: Tensor | None, head: LMHead, dtype: torch.dtype) -> HeadGradients:
+        """Buffers for the tensors that require a gradient."""
+        tensors = (hidden, head.weight, head.bias)
+        wanted = (t is not None and t.requires_grad for t in tensors)
+        return cls(*(torch.zeros_like(t, dtype=dtype) if w else None for t, w in zip(tensors, wanted, strict=True)))
+
+    def rows(self, rows: slice) -> HeadGradients:
+        """The same buffers for one chunk of tokens."""
+        return HeadGradients(None if self.hidden is None else self.hidden[rows], self.weight, self.bias)
+
+
+@dataclass
+class Projection:
+    """One chunk's distribution over the vocabulary, and what was asked of it about single tokens.
+
+    Args:
+        logits: (n, V), or None where they were not kept. Those of the support are blanked: they are in `columns`.
+        log_normalizer: (n,), `log Σ_v exp z_v`.
+        entropy: (n,), nats, where it was wanted.
+        ids: (n, K), the support; None where there is none, and then neither are the next two.
+        columns: (n, K), the support's logits.
+        log_outside: (n,), the log of the mass outside the support, summed there and not subtracted from 1.
+        token_logits: (n, 1), the sampled token's logits, where they were asked for.
+    """
+
+    logits: Float[Tensor, "n V"] | None
+    log_normalizer: Float[Tensor, " n"]
+    entropy: Float[Tensor, " n"] | None
+    ids: Int[Tensor, "n K"] | None = None
+    columns: Float[Tensor, "n K"] | None = None
+    log_outside: Float[Tensor, " n"] | None = None
+    token_logits: Float[Tensor, "n 1"] | None = None
+
+    @property
+    def logps(self) -> Float[Tensor, "n K"]:
+        """Log-probabilities of the support."""
+        return self.columns - self.log_normalizer.unsqueeze(-1)
+
+    @property
+    def token_logps(self) -> Float[Tensor, " n"]:
+        """Log-probabilities of the sampled tokens."""
+        return self.token_logits.squeeze(-1) - self.log_normalizer
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """The map from hidden states to the logits that are sampled from: `softcap(scale · (h Wᵀ + b)) / temperature`.
+
+    Args:
+        weight: (V, H), tied or not. A sharded `DTensor` is gathered once by each entry point.
+        bias: (V,) or None.
+        scale: `logit_scale`, or `1 / logits_scaling`.
+        softcap: Gemma's `final_logit_softcapping`, by whatever name of the family, or None.
+        temperature: the rollout temperature; scores and loss speak of the distribution that was sampled from.
+        kernels: `"triton"` takes `triton_rows` for chunks in fp32 on a GPU, or in Triton's interpreter; other chunks,
+            and all of them with `"torch"`, are torch's.
+    """
+
+    weight: Float[Tensor, "V H"]
+    bias: Float[Tensor, " V"] | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    kernels: Kernels = "torch"
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.weight.shape[0]
+
+    def gathered(self) -> LMHead:
+        """This head with whole tensors in place of sharded ones. Gradients flow back, averaged over the mesh."""
+        return replace(self, weight=_gather(self.weight), bias=None if self.bias is None else _gather(self.bias))
+
+    def on(self, device: torch.device) -> LMHead:
+        """This head where hidden states are: FSDP2 may keep its weights in main memory."""
+        return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
+
+    def detached(self) -> LMHead:
+        return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
+
+    # ------------------------------------------------------------------------------------------ the whole vocabulary
+
+    def logps(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
+        """Log-probabilities over the vocabulary, in fp32 (fp64 where the hidden states are), differentiable."""
+        dtype = accumulation_dtype(hidden)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = torch.nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), bias) * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return torch.log_softmax(logits / self.temperature, dim=-1)
+
+    # --------------------------------------------------------------------------------------------------- K columns
+
+    def gather_columns(self, ids: Int[Tensor, "n K"]) -> Columns:
+        """The rows of weight and bias that project onto the given tokens, in their own dtype."""
+        rows = self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
+        return rows, None if self.bias is None else self.bias[ids]
+
+    def column_logits(self, hidden: Float[Tensor, "n H"], columns: Columns) -> Float[Tensor, "n K"]:
+        """Logits of K tokens a position, from `gather_columns`."""
+        rows, bias = columns
+        dtype = accumulation_dtype(hidden)
+        logits = torch.bmm(rows.to(dtype), hidden.to(dtype).unsqueeze(-1)).squeeze(-1)
+        return self.finish(logits, bias)
+
+    def backward_columns(
+        self,
+        ids: Int[Tensor, "n K"],
+        rows: Float[Tensor, "n K H"],
+        logits: Float[Tensor, "n K"],
+        logit_grads: Float[Tensor, "n K"],
+        hidden: Float[Tensor, "n H"],
+        gradients: HeadGradients,
+    ) -> None:
+        """Backpropagate a gradient of K logits a position: no other row of the head is read or written."""
+        grads = logit_grads * (self.scale / self.temperature)
+        slope = self.softcap_slope(logits)
+        grads = grads if slope is None else grads * slope
+        if gradients.hidden is not None:
+            gradients.hidden += torch.bmm(grads.unsqueeze(1), rows.to(grads.dtype)).squeeze(1)
+        if gradients.weight is not None:
+            outer = grads.unsqueeze(-1) * hidden.to(grads.dtype).unsqueeze(1)
+            gradients.weight.index_add_(0, ids.flatten(), outer.flatten(0, 1))
+        if gradients.bias is not None:
+            gradients.bias.index_add_(0, ids.flatten(), grads.flatten())
+
+    # ------------------------------------------------------------------------------------------------------- blocks
+
+    def blocks(self, hidden: Tensor) -> list[slice]:
+        """The vocabulary cut into blocks, whose logits of all the given tokens stay in the CPU's cache."""
+        width = self.vocabulary_size
+        if hidden.device.type == "cpu":
+            width = min(width, max(1024, _CPU_BLOCK // max(len(hidden), 1)))
+        elif self.weight.dtype != matmul_dtype(hidden):
+            width = min(width, _CONVERTED_ROWS)
+        return [slice(i, min(i + width, self.vocabulary_size)) for i in range(0, self.vocabulary_size, width)]
+
+    def multiply_block(self, hidden: Tensor, block: slice, out: Tensor) -> None:
+        """Raw logits of one block, from hidden states in the product's dtype."""
+        weight = self.weight[block].to(hidden.dtype)
+        if hidden.dtype == out.dtype:
+            torch.mm(hidden, weight.T, out=out)
+        else:
+            torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
+
+    def finish(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        """Bias, scale, soft-cap and temperature, in place."""
+        if bias is not None:
+            logits += bias
+        if self.softcap is not None:
+            logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        elif self.scale != self.temperature:
+            logits.mul_(self.scale / self.temperature)
+        return logits
+
+    def softcap_slope(self, logits: Tensor) -> Tensor | None:
+        """d softcap(u) / du = 1 − tanh²(u / softcap), from the finished logits; None without soft-cap."""
+        if self.softcap is None:
+            return None
+        return torch.square(logits * (self.temperature / self.softcap)).neg_().add_(1.0)
+
+    def backward_block(self, grads: Tensor, block: slice, hidden: Tensor, gradients: HeadGradients) -> None:
+        """From the gradient of one block of raw logits, before scale, soft-cap and temperature."""
+        if gradients.bias is not None:
+            gradients.bias[block] += grads.sum(dim=0, dtype=gradients.bias.dtype)
+        dtype = matmul_dtype(hidden)
+        grads = grads.to(dtype)
+        if gradients.hidden is not None:
+            _addmm(gradients.hidden, grads, self.weight[block].to(dtype))
+        if gradients.weight is not None:
+            _addmm(gradients.weight[block], grads.T, hidden.to(dtype))
+
+
+def matmul_dtype(hidden: Tensor) -> torch.dtype:
+    """bf16 products go through CUDA's mixed-precision matmul; all else is computed in the accumulation dtype.
+
+    fp16 has too little range for a token's share of a gradient; the CPU's bf16 matmul would round the logits.
+    """
+    if hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda":
+        return hidden.dtype
+    return accumulation_dtype(hidden)
+
+
+def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b` without rounding the product to the factors' dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor. Each process's gradient is its own, and FSDP averages over processes.
+
+    ZeRO-3 has the weight whole wherever a forward pass asks for it, and its gradient is the parameter's; elsewhere a
+    copy without a gradient is made.
+    """
+    if getattr(tensor, "ds_status", None) is not None and tensor.ds_status.name != "AVAILABLE":
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
+
+
+def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") -> LMHead:
+    """The head of a causal LM and what its family does to the logits; `gathered()` makes a sharded one whole."""
+    causal_lm = unwrap_adapters(model)
+    config = causal_lm.config.get_text_config()
+    head = causal_lm.get_output_embeddings()
+    weight, bias = head.weight, getattr(head, "bias", None)
+    return LMHead(weight, bias, _logit_scale(config), _softcap(config), temperature, kernels)
+
+
+def _softcap(config: object) -> float | None:
+    """The c of `c · tanh(logits / c)`, as Gemma, RecurrentGemma or xLSTM name it; None where there is none."""
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return None
+
+
+def _logit_scale(config: object) -> float:
+    """What the logits are multiplied with; families name it differently, and some divide."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None:
+        return 1.0
+    return scaling if getattr(config, "model_type", "") == "hyperclovax" else 1.0 / scaling

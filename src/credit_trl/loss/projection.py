@@ -1,0 +1,137 @@
+"""Projection of hidden states on the vocabulary and its backward pass, one chunk of tokens at a time."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from credit_trl.loss.blocks import ByBlock, Statistics, accumulation_dtype, top_columns
+from credit_trl.loss.head import BLANK, HeadGradients, LMHead, Projection, matmul_dtype
+
+
+def project(
+    head: LMHead,
+    hidden: Float[Tensor, "n H"],
+    out: Float[Tensor, "n V"] | None = None,
+    tokens: Int[Tensor, "n 1"] | None = None,
+    ids: Int[Tensor, "n K"] | None = None,
+    topk: int | None = None,
+    wants_entropy: bool = True,
+) -> Projection:
+    """Project one chunk of tokens on the vocabulary.
+
+    Args:
+        hidden: (n, H).
+        out: (n, V) in the accumulation dtype, receives the logits; None keeps none of them.
+        tokens: (n, 1), the sampled tokens, if their logits are wanted.
+        ids: (n, K), a support to take out of the vocabulary.
+        topk: the same for the K likeliest tokens, where `ids` is not given; needs `out`.
+        wants_entropy: else the projection's is None.
+    """
+    if (rows := _triton_rows(head, hidden)) is not None:
+        return rows.project(head, hidden, out, tokens, ids, topk, wants_entropy)
+    dtype = accumulation_dtype(hidden)
+    blocks = head.blocks(hidden)
+    scratch = hidden.new_empty((1 if out is not None else 2, len(hidden), blocks[0].stop), dtype=dtype)
+    hidden = hidden.to(matmul_dtype(hidden))
+    statistics = Statistics(wants_entropy)
+    taken = [None if x is None else (ByBlock(x, blocks), torch.empty_like(x, dtype=dtype)) for x in (tokens, ids)]
+    for i, block in enumerate(blocks):
+        cells = block.stop - block.start
+        logits = _project_block(head, hidden, block, scratch[1, :, :cells] if out is None else out[:, block])
+        for which in taken:
+            if which is not None:
+                which[0].take(i, logits, which[1])
+        if ids is not None:
+            taken[1][0].put(i, logits, BLANK)
+        if topk is None:
+            statistics.fold(logits, scratch[0, :, :cells])
+    columns = None if ids is None else taken[1][1]
+    if topk is not None:
+        ids = top_columns(out, topk)
+        columns = out.gather(-1, ids)
+        out.scatter_(-1, ids, BLANK)
+        for block in blocks:
+            statistics.fold(out[:, block], scratch[0, :, : block.stop - block.start])
+    token_logits = None if tokens is None else taken[0][1]
+    if ids is None:
+        return Projection(out, *statistics.result(), token_logits=token_logits)
+    outside, _ = statistics.result()
+    statistics.fold(columns, torch.empty_like(columns))
+    log_normalizer, entropy = statistics.result()
+    return Projection(out, log_normalizer, entropy, ids, columns, outside - log_normalizer, token_logits)
+
+
+def backward_logps(
+    head: LMHead,
+    projection: Projection,
+    column_grads: Float[Tensor, "n K"],
+    outside_grads: Float[Tensor, " n"] | None,
+    hidden: Float[Tensor, "n H"],
+    gradients: HeadGradients,
+) -> None:
+    """Backpropagate gradients G of the support's log-probabilities and τ of `log_outside`; uses up the logits.
+
+    As `log p_k = z_k − log Σ_v exp z_v`, those of the logits are `G_k − c p_k` on the support, with
+    `c = Σ_k G_k + τ`, and `(τ / p_outside − c) p_v` outside.
+    """
+    total = column_grads.sum(dim=-1)
+    factor = -total
+    if outside_grads is not None:
+        total = total + outside_grads
+        # Where nothing is left outside nothing is to be shared out.
+        share = outside_grads * (-projection.log_outside).exp().nan_to_num(posinf=0.0)
+        factor = share - total
+    rate = head.scale / head.temperature
+    column_grads = (column_grads - total.unsqueeze(-1) * projection.logps.exp()) * rate
+    slope = head.softcap_slope(projection.columns)
+    column_grads = column_grads if slope is None else column_grads * slope
+    factor = factor * rate
+    if (rows := _triton_rows(head, hidden)) is not None:
+        rows.backward_logps(head, projection, column_grads, factor, hidden, gradients)
+        return
+    factor = factor.unsqueeze(-1)
+    blocks = head.blocks(hidden)
+    support = ByBlock(projection.ids, blocks)
+    for i, block in enumerate(blocks):
+        tile = projection.logits[:, block]
+        slope = head.softcap_slope(tile)
+        tile.sub_(projection.log_normalizer.unsqueeze(-1)).exp_().mul_(factor)
+        if slope is not None:
+            tile.mul_(slope)
+        support.put(i, tile, column_grads)
+        head.backward_block(tile, block, hidden, gradients)
+
+
+def backward_logits(
+    head: LMHead,
+    logits: Float[Tensor, "n V"],
+    logit_grads: Float[Tensor, "n V"],
+    hidden: Float[Tensor, "n H"],
+    gradients: HeadGradients,
+) -> None:
+    """Backpropagate a gradient of all the logits, which is used up."""
+    for block in head.blocks(hidden):
+        tile, slope = logit_grads[:, block], head.softcap_slope(logits[:, block])
+        if head.scale != head.temperature:
+            tile.mul_(head.scale / head.temperature)
+        if slope is not None:
+            tile.mul_(slope)
+        head.backward_block(tile, block, hidden, gradients)
+
+
+def _triton_rows(head: LMHead, hidden: Tensor) -> ModuleType | None:
+    """The kernels that take this chunk, or None where it is torch's."""
+    if head.kernels != "triton" or accumulation_dtype(hidden) != torch.float32:
+        return None
+    from credit_trl.loss import triton_rows
+
+    return triton_rows if triton_rows.runs_on(hidden.device) else None
+
+
+def _project_block(head: LMHead, hidden: Tensor, block: slice, out: Tensor) -> Tensor:
+    head.multiply_block(hidden, block, out)
+    return head.finish(out, None if head.bias is None else head.bias[block])

@@ -1,0 +1,1 @@
+"""What a run needs around the stages: checkpoints, checks, metrics, timing, the run directory."""

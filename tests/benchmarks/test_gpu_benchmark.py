@@ -1,0 +1,164 @@
+"""The benchmark for GPUs, on a CPU: what it would measure there, and all of it once at tiny shapes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import gpu
+import update_phase
+
+CAN_INTERPRET = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class InProcess:
+    """A `Trial` without a process of its own: what building raises comes with the first answer, too."""
+
+    def __init__(self, build, *arguments) -> None:
+        self.build = build, arguments
+        self.answer = None
+
+    def ask(self, *request):
+        build, arguments = self.build
+        self.answer = self.answer or build(*arguments)
+        return self.answer(*request)
+
+    def close(self) -> None:
+        pass
+
+
+def tiny_plan() -> gpu.Plan:
+    shape = gpu.model_shape(
+        "qwen3-0.6b",
+        vocabulary=300,
+        hidden=16,
+        layers=1,
+        heads=2,
+        key_value_heads=1,
+        head_dim=8,
+        intermediate=16,
+        prompt=4,
+        teacher_prompt=6,
+        topk=5,
+        dtype="float32",
+        device="cpu",
+    )
+    return gpu.Plan(
+        models={"tiny": shape},
+        points={"4 tokens": {"completion": 4}, "C = 2": {"completion": 4, "contrasts": 2}},
+        longest=(4, 8),
+        pair=gpu.Pair(tokens=4, hidden=8, vocabulary=50, topk=5, dtype="float32", device="cpu"),
+        kernels=("torch", "triton") if CAN_INTERPRET else ("torch",),
+    )
+
+
+def test_the_plan_has_the_shapes_that_are_to_be_measured():
+    plan = gpu.Plan()
+    large, small = plan.models["Qwen3-8B"], plan.models["Qwen3-0.6B"]
+    assert (large.hidden, large.layers, large.intermediate, large.tied) == (4096, 36, 12_288, False)
+    assert (small.hidden, small.layers, small.intermediate, small.tied) == (1024, 28, 3072, True)
+    for shape in (large, small):
+        assert (shape.vocabulary, shape.dtype, shape.device, shape.checkpointing) == (
+            151_936,
+            "bfloat16",
+            "cuda",
+            True,
+        )
+    longest = large.with_(**plan.points["18,944 tokens"])
+    assert longest.teacher_prompt + longest.completion == 18_944
+    assert (plan.pair.hidden, plan.pair.vocabulary, plan.pair.tokens) == (4096, 128_256, 8192)
+    trials = gpu.kinds(large, plan.kernels)
+    assert {name: (kind, of.kernels, of.tail) for name, (kind, of) in trials.items()} == {
+        "credit, torch": ("credit", "torch", "bucket"),
+        "credit, triton": ("credit", "triton", "bucket"),
+        "credit, triton, renormalize": ("credit", "triton", "renormalize"),
+        "sdpo": ("sdpo", "torch", "bucket"),
+        "grpo": ("grpo", "torch", "bucket"),
+    }
+
+
+@given(start=st.integers(1, 50), factor=st.integers(1, 100), limit=st.integers(0, 6000))
+def test_the_search_finds_the_longest_length_that_fits_to_a_sixteenth(start, factor, limit):
+    most, asked = start * factor, []
+    found = gpu.longest_that_fits(lambda t: asked.append(t) or t <= limit, start, most)
+    assert max(asked) <= most
+    if limit < start:
+        assert found == 0
+    elif limit >= most:
+        assert found == most
+    else:
+        assert found <= limit <= found + max(found // 16, 1)
+    assert len(asked) <= 20
+
+
+def test_what_does_not_fit_is_an_answer_and_other_errors_are_not():
+    def answer(tokens: int) -> gpu.Sample:
+        if tokens > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if tokens < 0:
+            raise RuntimeError("something else")
+        return gpu.Sample(1.0)
+
+    attempt = gpu.unless_it_does_not_fit(answer)
+    assert attempt(2) == gpu.Sample(1.0)
+    assert attempt(3) is None
+    with pytest.raises(RuntimeError, match="something else"):
+        attempt(-1)
+
+
+def test_models_that_do_not_fit_are_said_and_leave_no_ratio(monkeypatch):
+    def build(kind, workload):
+        if kind == "sdpo":
+            raise RuntimeError("build(...) failed: OutOfMemoryError('CUDA out of memory')")
+        return lambda changes: gpu.Sample(2.0 if workload.kernels == "torch" else 1.5, peak_mb=10.0)
+
+    monkeypatch.setattr(gpu, "Trial", InProcess)
+    monkeypatch.setattr(gpu, "build", build)
+    monkeypatch.setattr(gpu, "build_pair", lambda pair, kind: lambda: gpu.Sample(0.05, peak_mb=1000.0))
+    result = gpu.measure(replace(tiny_plan(), kernels=("torch", "triton")), rounds=1)
+    assert result["models"]["tiny"]["sdpo"] == {"points": {"4 tokens": None, "C = 2": None}, "longest_completion": 0}
+    assert result["ratios"] == {
+        "tiny, 4 tokens: credit, triton over credit, torch": 0.75,
+        "tiny, C = 2: credit, triton over credit, torch": 0.75,
+    }
+    lines = gpu.table(result).splitlines()
+    assert "| tiny, 4 tokens | sdpo | does not fit | |" in lines
+    assert "| tiny | sdpo | 0 |" in lines
+    assert "| full, triton | 50.0 | 1.0 |" in lines
+    assert "| Liger, as published for an H100 | 60.7 | 11.1 |" in lines
+
+
+def test_without_a_gpu_the_preset_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["update_phase.py", "--preset", "gpu"])
+    with pytest.raises(SystemExit):
+        update_phase.main()
+    assert "measures on a GPU, and torch finds none here" in capsys.readouterr().err
+
+
+def test_the_whole_preset_runs_at_tiny_shapes(monkeypatch, capsys, tmp_path):
+    plan = tiny_plan()
+    monkeypatch.setattr(gpu, "Trial", InProcess)
+    monkeypatch.setattr(gpu, "Plan", lambda: plan)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(update_phase, "provenance", dict)
+    output = tmp_path / "result"
+    monkeypatch.setattr(sys, "argv", ["update_phase.py", "--preset", "gpu", "--rounds", "1", "--output", str(output)])
+    update_phase.main()
+    result = json.loads(output.with_suffix(".json").read_text())
+    for of_kind in result["models"]["tiny"].values():
+        assert of_kind["longest_completion"] == 8
+        assert all(point["seconds"] > 0 for point in of_kind["points"].values())
+    assert set(result["pair"]) == set(gpu.pairs(plan.kernels))
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["tiny, 4 tokens: credit, torch over sdpo"] > 0

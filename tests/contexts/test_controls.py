@@ -1,0 +1,121 @@
+"""The two controls that experiments ask for: contrasting the hint instead of the input, and a foreign hint."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from datasets import Dataset
+
+from credit_trl import CreditTrainer, Verdict
+from credit_trl.contexts.contrast import draw_from_batch
+from credit_trl.contexts.privileged import PrivilegedContext
+
+
+@pytest.fixture
+def problems() -> Dataset:
+    return Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"Problem <{i}>"}], "answer": f"({i})"} for i in range(6)]
+    )
+
+
+def told(completions, answer, **kwargs) -> list[Verdict]:
+    """Feedback names the problem it is of; every rollout of problem 0 goes without."""
+    return [Verdict(0.0, None if a == "(0)" else f"Answer {a}.") for a in answer]
+
+
+@pytest.fixture
+def contexts_of(make_model, make_config, tokenizer, problems):
+    """The contexts of one generation batch as (problem, what the hint says) pairs, teacher first; None without one."""
+
+    def build(rows=range(4), **options):
+        config = make_config(per_device_train_batch_size=16, max_reprompt_len=400, **options)
+        trainer = CreditTrainer(make_model(), told, config, problems, processing_class=tokenizer)
+        trainer.model.train()
+        batch = [problems[i] for i in rows for _ in range(4)]
+        seen = []
+        trainer._score = lambda output, contexts: seen.extend(c.ids for c in contexts) or {}
+        trainer._generate_and_score_completions(batch)
+        texts = [None if c is None else [tokenizer.decode(ids) for ids in c] for c in seen]
+        return [None if t is None else [(number("<{}>", x), number("({})", x)) for x in t] for t in texts]
+
+    return build
+
+
+def number(form: str, text: str) -> int | None:
+    found = re.findall(re.escape(form).replace(r"\{\}", r"(\d)"), text)
+    assert len(found) <= 1
+    return int(found[0]) if found else None
+
+
+def test_hint_contrast_keeps_the_question_and_swaps_what_the_teacher_is_shown(contexts_of):
+    contexts = contexts_of(contrastive_swap="hint", contrastive_count=2)
+    for sample, context in enumerate(contexts):
+        problem = sample // 4
+        if problem == 0:
+            assert context is None
+            continue
+        assert context[0] == (problem, problem)
+        assert [question for question, _ in context[1:]] == [problem, problem]
+        assert {hint for _, hint in context[1:]} == {1, 2, 3} - {problem}
+
+
+def test_input_contrast_keeps_the_hint_and_swaps_the_question(contexts_of):
+    for sample, context in enumerate(contexts_of(contrastive_count=3)):
+        problem = sample // 4
+        if problem > 0:
+            assert [hint for _, hint in context] == [problem] * 4
+            assert {question for question, _ in context[1:]} == {0, 1, 2, 3} - {problem}
+
+
+def test_foreign_hint_is_another_problems_and_contrasts_share_it(contexts_of):
+    contexts = contexts_of(teacher_hint="foreign", contrastive_count=1)
+    for sample, (teacher, contrast) in enumerate(contexts):
+        assert teacher[0] == sample // 4 != contrast[0]
+        assert teacher[1] == contrast[1]
+        assert teacher[1] in {1, 2, 3} - {sample // 4}
+    assert len({teacher[1] for teacher, _ in contexts}) == 3
+
+
+def test_foreign_hints_are_drawn_apart_from_contrasts(contexts_of):
+    """Or the contrast question would always be the one that the hint belongs to."""
+    contexts = contexts_of(rows=range(1, 5), teacher_hint="foreign", contrastive_count=1)
+    same = [teacher[1] == contrast[0] for teacher, contrast in contexts]
+    assert 0 < sum(same) < len(same)
+
+
+def test_foreign_and_hint_together_compare_two_foreign_hints(contexts_of):
+    contexts = contexts_of(teacher_hint="foreign", contrastive_swap="hint")
+    for sample, ((asked, hint), (again, _)) in enumerate(contexts):
+        assert asked == again == sample // 4
+        assert hint != asked
+
+
+def test_only_samples_with_a_hint_are_drawn():
+    keys = ["a", "a", "b", "b", "c"]
+    for step in range(20):
+        draws = draw_from_batch(keys, range(5), 1, seed=0, step=step, eligible=[False, True, False, False, True])
+        assert draws == [[4], [4], draws[2], draws[3], [1]]
+        assert all(draw in ([1], [4]) for draw in draws[2:4])
+    assert draw_from_batch(keys, [0], 1, seed=0, step=0, eligible=[True] + [False] * 4) == [[]]
+
+
+def test_a_hint_that_does_not_fit_leaves_no_contrast(make_model, make_config, tokenizer, problems):
+    trainer = CreditTrainer(make_model(), told, make_config(), problems, processing_class=tokenizer)
+    builder, render, prompt = trainer.context_builder, trainer._renderer(0), problems[1]["prompt"]
+    short, long = PrivilegedContext(feedback="x"), PrivilegedContext(feedback="yyyyy")
+    whole = builder.build_hint_contrasts(prompt, short, [short, long], render)
+    assert [len(ids) - len(whole.ids[0]) for ids in whole.ids] == [0, 0, 4]
+    builder.config.max_reprompt_len = len(whole.ids[0])
+    assert builder.build_hint_contrasts(prompt, short, [short, long], render).ids == whole.ids[:1]
+    assert builder.build_hint_contrasts(prompt, short, [short, short], render).ids == whole.ids[:1] * 3
+
+
+def test_controls_refuse_what_they_cannot_do(make_config):
+    with pytest.raises(ValueError, match="contrastive_source='batch'"):
+        make_config(contrastive_swap="hint", contrastive_source="dataset")
+    with pytest.raises(ValueError, match="holds one problem"):
+        make_config(teacher_hint="foreign", contrastive_coef=0.0, per_device_train_batch_size=4)
+    for name in ("contrastive_swap", "teacher_hint"):
+        with pytest.raises(ValueError, match=name):
+            make_config(**{name: "neither"})

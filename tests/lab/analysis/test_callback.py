@@ -1,0 +1,260 @@
+"""`CreditMapCallback` on real runs of the trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import test_turns
+import torch
+from drawn import drawn_map
+
+from credit_trl import CreditTrainer, Verdict
+from credit_trl.lab.analysis.callback import CreditMapCallback, _choose
+from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.lab.analysis.responses import Response
+from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
+from credit_trl.lab.analysis.tokenmap_html import write_html
+from credit_trl.lab.analysis.tokenmap_parquet import read_parquet
+from credit_trl.rollout.batch import loss_mask
+
+talk = test_turns.talk  # the fixture
+
+
+def verdicts(completions, answer, **kwargs) -> list[Verdict]:
+    return [Verdict(float(len(c[-1]["content"]) % 2), f"It is {a}.") for c, a in zip(completions, answer, strict=True)]
+
+
+@pytest.fixture
+def train(make_model, make_config, dataset, tokenizer):
+    """A function that trains a tiny model in fp64, and returns the trainer and what it logged."""
+    dataset = dataset.add_column("task", ["sums"] * len(dataset))
+
+    def run(callback: CreditMapCallback | None, resume: str | None = None, **overrides) -> CreditTrainer:
+        args = make_config(
+            **{
+                "max_steps": 3,
+                "distillation_support": "sampled",
+                "teacher_update_rate": 0.5,
+                "learning_rate": 0.01,
+                **overrides,
+            }
+        )
+        trainer = CreditTrainer(
+            model=make_model(dtype=torch.float64),
+            reward_funcs=verdicts,
+            args=args,
+            train_dataset=dataset,
+            eval_dataset=dataset.select(range(4)),
+            processing_class=tokenizer,
+            callbacks=[] if callback is None else [callback],
+        )
+        if callback is not None:
+            callback.attach(trainer)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    return run
+
+
+def pages(trainer: CreditTrainer) -> dict[str, list[TokenMap]]:
+    directory = Path(trainer.args.output_dir) / "credit_maps"
+    return {path.stem: read_parquet(path) for path in sorted(directory.glob("*.parquet"))}
+
+
+def of_this_step(maps: list[TokenMap]) -> list[TokenMap]:
+    return [m for m in maps if m.response.identifier.startswith(m.checkpoint.replace("-", " ") + ",")]
+
+
+def test_the_maps_are_the_credit_that_the_loss_used_and_do_not_disturb_training(train):
+    trainer = train(CreditMapCallback(every=2, rollouts=8))
+    logged = {entry["step"]: entry for entry in trainer.state.log_history if "credit/advantage_mean" in entry}
+    written = pages(trainer)
+    assert list(written) == ["step-000001", "step-000002"]
+    for name, maps in written.items():
+        step = int(name[-6:])
+        current = of_this_step(maps)
+        assert len(current) == 8
+        for metric, quantity in (
+            ("advantage", "advantage"),
+            ("s", "specific"),
+            ("delta_v", "delta_v"),
+            ("generic", "generic"),
+        ):
+            values = torch.cat([m.values(quantity) for m in current])
+            assert values.mean().item() == pytest.approx(logged[step][f"credit/{metric}_mean"], abs=1e-6), metric
+    alone = train(None)
+    for own, other in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"contrastive_form": "guide", "contrastive_coef": 1.5, "distillation_topk": 6},
+        {"contrastive_gate": 0.004, "contrastive_coef": 0.5, "distillation_topk": 6},
+        {"contrastive_plausibility": 0.6, "contrastive_coef": 0.5, "distillation_support": "student_topk"},
+        {"contrastive_baseline": "log_mean", "contrastive_count": 3, "contrastive_gate": 0.008},
+        {"distillation_tail": "renormalize", "distillation_topk": 6, "contrastive_form": "guide"},
+        {"distillation_support": "full", "contrastive_plausibility": 0.6, "contrastive_coef": 0.5},
+        {"contrastive_source": "none"},
+        {"contrastive_source": "hard", "contrastive_count": 2},
+        {"contrastive_source": "same_task"},
+        {"contrastive_coef": "auto", "contrastive_auto_level": 0.01, "contrastive_auto_rate": 1.0},
+    ],
+    ids=lambda options: " ".join(f"{key[key.index('_') + 1 :]}={value}" for key, value in options.items()),
+)
+def test_maps_show_what_each_kind_of_run_uses(train, options):
+    trainer = train(CreditMapCallback(every=2, rollouts=8), **{"distillation_support": "teacher_topk"} | options)
+    logged = {entry["step"]: entry for entry in trainer.state.log_history if "credit/advantage_mean" in entry}
+    decided = []
+    for name, maps in pages(trainer).items():
+        entry, current = logged[int(name[-6:])], of_this_step(maps)
+        shown = torch.cat([m.scores.advantage for m in current])
+        assert shown.mean().item() == pytest.approx(entry["credit/advantage_mean"], abs=2e-6)
+        [coef] = {m.scores.contrastive_coef for m in current}
+        assert coef == pytest.approx(entry.get("credit/contrastive_coef", trainer.args.contrastive_coef))
+        if "contrastive_gate" in options:
+            shut = torch.cat([m.scores.entered_coef for m in current]) == 0
+            assert shut.float().mean().item() == pytest.approx(entry["credit/frac_gated"])
+            decided.append(shut)
+        if options.get("contrastive_source") == "none":
+            assert {len(m.response.contrasts) for m in current} == {1}
+            assert not any(m.response.problem in m.response.contrasts[0] for m in current)
+    if decided:
+        shut = torch.cat(decided)
+        assert 0 < shut.sum() < len(shut), "the gate decides nothing here"
+    if options.get("contrastive_coef") == "auto":
+        coefs = [pages(trainer)[name][0].scores.contrastive_coef for name in ("step-000001", "step-000002")]
+        assert coefs[0] == trainer.args.contrastive_auto_start != coefs[1]
+
+
+def test_feedback_on_single_turns_is_read_where_the_loss_read_it(talk, monkeypatch, tmp_path):
+    trainer = talk(contrastive_form="guide", contrastive_coef=0.7, teacher_model_kind="live", loss_type="bnpo")
+    inputs, built = test_turns.batch(trainer)
+    trainer._step = 1  # one micro-batch of this generation batch has been seen
+    responses = CreditMapCallback(trainer=trainer)._responses(1)
+    assert any(contexts.columns for contexts in built)
+    for response, contexts in zip(responses, built, strict=True):
+        assert [response.contexts.teacher, *response.contexts.contrasts] == contexts.ids
+        assert response.contexts.columns == contexts.columns
+        assert Response.from_json(json.loads(json.dumps(response.to_json()))) == response
+    logged = []
+    monkeypatch.setattr(trainer, "_log_tokens", lambda terms, contrasted, mode: logged.append(terms.advantages))
+    trainer.compute_loss(trainer.model, inputs)
+    checkpoint = Checkpoint.of(trainer.model, trainer.processing_class)
+    maps = [map_response(checkpoint, response, trainer.args) for response in responses]
+    in_loss = [mask[: len(m.tokens)] for mask, m in zip(loss_mask(inputs), maps, strict=True)]
+    shown = torch.cat([m.scores.advantage[mask] for m, mask in zip(maps, in_loss, strict=True)])
+    torch.testing.assert_close(shown, logged[0], atol=1e-4, rtol=1e-3)
+    write_html(maps, tmp_path / "turns.html")
+    assert "turn 1: Turn 1 added 3." in (tmp_path / "turns.html").read_text("utf-8")
+
+
+def test_a_run_that_adapts_nothing_is_told_to_state_a_coefficient(train):
+    options = {"contrastive_coef": "auto", "contrastive_auto_level": 0.01, "distillation_weight": 0.0}
+    with pytest.raises(ValueError, match="set `contrastive_coef` to a number"):
+        train(CreditMapCallback(every=2), **options)
+
+
+def test_the_first_rollouts_come_back_under_later_weights(train):
+    trainer = train(CreditMapCallback(every=3, rollouts=2))
+    written = pages(trainer)
+    first = {m.response.identifier: m for m in written["step-000001"]}
+    again = [m for m in written["step-000003"] if m.response.identifier in first]
+    assert len(again) == 2
+    for token_map in again:
+        before = first[token_map.response.identifier]
+        assert token_map.response == before.response
+        assert token_map.checkpoint == "step-3"
+        assert not torch.equal(token_map.scores.advantage, before.scores.advantage)
+    page = (Path(trainer.args.output_dir) / "credit_maps" / "step-000003.html").read_text("utf-8")
+    assert '"checkpoints":["step-1","step-3"]' in page
+    summary = (Path(trainer.args.output_dir) / "credit_maps" / "summary.md").read_text("utf-8")
+    assert "6 responses" in summary  # two at the first step, two and two at the third
+
+
+def test_a_resumed_run_keeps_its_first_rollouts(train):
+    trainer = train(CreditMapCallback(every=2, rollouts=1), save_strategy="steps", save_steps=2, max_steps=2)
+    kept = json.loads((Path(trainer.args.output_dir) / "credit_maps" / "pinned-0.json").read_text("utf-8"))
+    callback = CreditMapCallback(every=2, rollouts=1)
+    resumed = train(callback, resume=str(Path(trainer.args.output_dir) / "checkpoint-2"), max_steps=4)
+    assert [r.to_json() for r in callback._pinned] == [
+        {**r, "token_ids": tuple(r["token_ids"]), "contrasts": tuple(r["contrasts"])} for r in kept["responses"]
+    ]
+    identifiers = [m.response.identifier for m in pages(resumed)["step-000004"]]
+    assert [i.split(",")[0] for i in identifiers] == ["step 4", "step 1"]
+
+
+def test_processes_that_had_no_part_in_the_first_rollouts_know_of_them(train, monkeypatch):
+    """A run that is resumed on more processes: all must score as many responses, or a sharded model waits for ever."""
+    trainer = train(CreditMapCallback(every=2, rollouts=1), save_strategy="steps", save_steps=2, max_steps=2)
+    folder = Path(trainer.args.output_dir)
+    (folder / "credit_maps" / "pinned-0.json").unlink()
+    monkeypatch.setattr(
+        "credit_trl.lab.analysis.callback.gather_object", lambda own: [1, *own] if own == [None] else own
+    )
+    scored = []
+    own_maps = CreditMapCallback._maps
+    monkeypatch.setattr(
+        CreditMapCallback,
+        "_maps",
+        lambda self, checkpoint, responses, count: (
+            scored.append((len(responses), count)) or own_maps(self, checkpoint, responses, count)
+        ),
+    )
+    train(CreditMapCallback(every=2, rollouts=1), resume=str(folder / "checkpoint-2"), max_steps=4)
+    assert scored == [(1, 1), (0, 1)]
+    assert not (folder / "credit_maps" / "pinned-0.json").exists()
+
+
+def test_a_run_that_starts_anew_sums_over_no_page_of_the_run_before(train):
+    train(CreditMapCallback(every=3, rollouts=1), max_steps=6)
+    again = train(CreditMapCallback(every=3, rollouts=1), max_steps=3)
+    assert pages(again).keys() == {"step-000001", "step-000003"}
+    summary = (Path(again.args.output_dir) / "credit_maps" / "summary.md").read_text("utf-8")
+    assert "3 responses" in summary
+
+
+def test_evaluation_rollouts_are_not_taken_for_those_of_the_run(train):
+    # A generation batch serves two updates, and an evaluation comes between them.
+    trainer = train(
+        CreditMapCallback(every=2, rollouts=8),
+        max_steps=4,
+        steps_per_generation=2,
+        per_device_train_batch_size=4,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+    )
+    written = pages(trainer)
+    assert list(written) == ["step-000001", "step-000003"]  # 2 is put off to the next generation batch
+    assert len(of_this_step(written["step-000003"])) == 8
+
+
+def test_without_a_contrast_in_the_loss_s_is_still_measured(train):
+    trainer = train(CreditMapCallback(every=5, rollouts=2), max_steps=1, contrastive_coef=0.0)
+    for token_map in pages(trainer)["step-000001"]:
+        assert torch.equal(token_map.scores.advantage, token_map.scores.delta_v)
+        assert token_map.scores.specific.isfinite().all()
+
+
+def test_a_callback_without_a_trainer_or_with_nonsense_says_so(make_model, make_config, dataset, tokenizer):
+    with pytest.raises(ValueError, match="at least 1"):
+        CreditMapCallback(every=0)
+    trainer = CreditTrainer(
+        model=make_model(),
+        reward_funcs=verdicts,
+        args=make_config(max_steps=1),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+    )
+    callback = CreditMapCallback(every=1)
+    with pytest.raises(RuntimeError, match="attach"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+def test_rollouts_of_all_groups_come_before_second_ones():
+    responses = [drawn_map(["a"], identifier=str(i)).response for i in range(6)]
+    assert [r.identifier for r in _choose(responses, 4, group_size=3)] == ["0", "3", "1", "4"]

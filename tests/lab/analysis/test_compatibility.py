@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.lab.analysis import compatibility as compat
+from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.lab.analysis.compatibility_report import draw_figure, format_table, make_figure, summary
+from credit_trl.lab.analysis.responses import analysis_config
+
+few = settings(max_examples=25, deadline=None)
+
+
+def random_teachers(seed: int, records: int, letters: int, focus: float = 4.0) -> tuple[np.ndarray, np.ndarray]:
+    """(weights, teachers) with a diagonal, as of a model that follows its hints."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(records, letters, letters)) + focus * np.eye(letters)
+    teachers = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    return rng.dirichlet(np.ones(letters), size=records), teachers
+
+
+def mix(weights: np.ndarray, teachers: np.ndarray) -> np.ndarray:
+    return np.array(
+        [sum(w * row for w, row in zip(p, t, strict=True)) for p, t in zip(weights, teachers, strict=True)]
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- the fit
+
+
+@few
+@given(seed=st.integers(0, 10**6), records=st.integers(1, 20), letters=st.integers(2, 6))
+def test_a_mixture_of_teachers_is_found_with_its_weights(seed, records, letters):
+    weights, teachers = random_teachers(seed, records, letters)
+    posterior, residual = compat.fit_posterior(mix(weights, teachers), teachers)
+    assert residual.max() < 1e-8
+    np.testing.assert_allclose(posterior, weights, atol=1e-8)
+
+
+@few
+@given(seed=st.integers(0, 10**6), letters=st.integers(2, 5), focus=st.floats(0.0, 6.0))
+def test_the_fit_is_no_worse_than_any_other_point_nor_than_two_other_solvers(seed, letters, focus):
+    _, teachers = random_teachers(seed, 4, letters, focus)
+    rng = np.random.default_rng(seed + 1)
+    student = rng.dirichlet(np.ones(letters), size=4)
+    posterior, residual = compat.fit_posterior(student, teachers)
+    assert (posterior >= 0).all()
+    np.testing.assert_allclose(posterior.sum(-1), 1.0)
+    np.testing.assert_allclose(np.abs(student - mix(posterior, teachers)).sum(-1), residual, atol=1e-12)
+    for point in rng.dirichlet(np.ones(letters), size=200):
+        assert (residual <= compat.residual(student, teachers, np.tile(point, (4, 1))) + 1e-12).all()
+    highs = compat.fit_posterior(student, teachers, "highs")[1]
+    np.testing.assert_allclose(residual, highs, atol=1e-8)
+    assert (residual <= compat.fit_posterior(student, teachers, "slsqp")[1] + 1e-9).all()
+
+
+def test_a_planted_incompatible_record_is_found_among_compatible_ones():
+    weights, teachers = random_teachers(0, 50, 4)
+    student = mix(weights, teachers)
+    student[17] = [0.0, 0.0, 0.0, 1.0]
+    teachers[17] = np.array([0.4, 0.3, 0.2, 0.1])  # all teachers alike, and none like the student
+    residual = compat.fit_posterior(student, teachers)[1]
+    assert residual[17] == pytest.approx(1.8)
+    assert np.delete(residual, 17).max() < 1e-8
+
+
+def test_shapes_are_free_in_front_and_rows_are_teachers():
+    weights, teachers = random_teachers(1, 6, 3)
+    student = mix(weights, teachers)
+    whole = compat.fit_posterior(student.reshape(2, 3, 3), teachers.reshape(2, 3, 3, 3))
+    assert whole[0].shape == (2, 3, 3)
+    assert whole[1].shape == (2, 3)
+    one, residual = compat.fit_posterior(student[4], teachers[4])
+    np.testing.assert_allclose(one, whole[0].reshape(6, 3)[4])
+    assert residual.shape == ()
+    # Rows are indexed by z: a student like the second teacher has all its weight there.
+    np.testing.assert_allclose(compat.fit_posterior(teachers[0, 1], teachers[0])[0], [0.0, 1.0, 0.0], atol=1e-12)
+    assert compat.fit_posterior(np.zeros((0, 4)) + 0.25, np.zeros((0, 4, 4)) + 0.25)[0].shape == (0, 4)
+
+
+def test_degenerate_teachers_still_have_an_exact_fit():
+    teachers = np.full((3, 4, 4), 0.25)
+    student = np.array([[0.25] * 4, [1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]])
+    np.testing.assert_allclose(compat.fit_posterior(student, teachers)[1], [0.0, 1.5, 1.0], atol=1e-12)
+    hard = np.broadcast_to(np.eye(4), (3, 4, 4))
+    posterior, residual = compat.fit_posterior(student, hard)
+    np.testing.assert_allclose(posterior, student, atol=1e-12)
+    np.testing.assert_allclose(residual, 0.0, atol=1e-12)
+
+
+def test_many_letters_go_to_the_solver():
+    weights, teachers = random_teachers(2, 3, 10)
+    posterior, residual = compat.fit_posterior(mix(weights, teachers), teachers)
+    assert residual.max() < 1e-8
+    np.testing.assert_allclose(posterior, weights, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("student", "teachers", "message"),
+    [
+        (np.ones(4) / 4, np.ones((2, 4, 4)) / 4, "Shapes"),
+        (np.ones(3) / 3, np.ones((4, 4)) / 4, "other letters"),
+        (np.ones(4), np.ones((4, 4)) / 4, "distributions"),
+        (np.array([np.nan, 0.5, 0.25, 0.25]), np.ones((4, 4)) / 4, "distributions"),
+    ],
+)
+def test_what_is_no_distribution_is_refused(student, teachers, message):
+    with pytest.raises(ValueError, match=message):
+        compat.fit_posterior(student, teachers)
+
+
+# --------------------------------------------------------------------------------------------------- the measurement
+
+
+def question(number: int, letters: str = "ABCD", gold: str = "A") -> compat.Question:
+    options = "\n".join(f"{letter}: option {letter.lower()}{number}" for letter in letters)
+    prompt = [
+        {"role": "system", "content": "Choose."},
+        {"role": "user", "content": f"Question {number}?\n\n{options}"},
+    ]
+    return compat.Question(prompt, tuple(letters), gold, f"q{number}")
+
+
+def builder_for(checkpoint: Checkpoint) -> ContextBuilder:
+    return ContextBuilder(checkpoint.tokenizer, analysis_config(**compat.TEMPLATES), sorted(checkpoint.end_ids()))
+
+
+def test_a_question_costs_one_batched_pass(make_model, tokenizer):
+    model = make_model(dtype=torch.float64)
+    checkpoint = Checkpoint.of(model, tokenizer)
+    passes = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: passes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    questions = [question(n, gold="ABCD"[n % 4]) for n in range(100)]
+    records = compat.measure(checkpoint, questions, builder_for(checkpoint))
+    assert passes == [5] * 100
+    assert [r.question.identifier for r in records] == [f"q{n}" for n in range(100)]
+
+
+def test_the_letters_are_those_of_plain_forward_passes(make_model, tokenizer):
+    model = make_model(dtype=torch.float64)
+    checkpoint = Checkpoint.of(model, tokenizer)
+    asked = question(3, letters="AB", gold="B")
+    [record] = compat.measure(checkpoint, [asked], builder_for(checkpoint))
+
+    def letters_of(messages: list[dict[str, str]]) -> torch.Tensor:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) + "<answer>\n"
+        logits = model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1]
+        return logits.softmax(-1)[[tokenizer.convert_tokens_to_ids(letter) for letter in "AB"]]
+
+    def told(letter: str) -> list[dict[str, str]]:
+        system, user = asked.prompt
+        z = f"\n\nPrevious assessment: The correct answer is \\boxed{{{letter}}}. Now solve this problem step by step."
+        return [system, {**user, "content": user["content"] + z}]
+
+    with torch.no_grad():
+        student, *teachers = (letters_of(m).numpy() for m in (asked.prompt, told("A"), told("B")))
+    np.testing.assert_allclose(record.student, student / student.sum(), atol=1e-10)
+    np.testing.assert_allclose(record.teachers, [t / t.sum() for t in teachers], atol=1e-10)
+    assert record.student_mass == pytest.approx(student.sum())
+    np.testing.assert_allclose(record.teacher_mass, [t.sum() for t in teachers], atol=1e-10)
+
+
+def test_a_question_may_bring_its_own_feedback_and_prefix(make_model, tokenizer):
+    checkpoint = Checkpoint.of(make_model(dtype=torch.float64), tokenizer)
+    own = replace(question(1, letters="AB"), feedback=("It is A!", "It is B!"), prefix="So: ")
+    wording = {"feedback": "It is {letter}!", "prefix": "So: "}
+    [record] = compat.measure(checkpoint, [own], builder_for(checkpoint))
+    [same] = compat.measure(checkpoint, [question(1, letters="AB")], builder_for(checkpoint), **wording)
+    [other] = compat.measure(checkpoint, [question(1, letters="AB")], builder_for(checkpoint))
+    assert np.array_equal(record.teachers, same.teachers)
+    assert not np.allclose(record.teachers, other.teachers)
+
+
+class LetterLM(nn.Module):
+    """A model that looks the question's number and the hint up in its context, and answers as told."""
+
+    def __init__(self, tokenizer, students: np.ndarray, teachers: np.ndarray) -> None:
+        super().__init__()
+        self.tokenizer, self.students, self.teachers = tokenizer, students, teachers
+        self.head = nn.Linear(len(tokenizer), len(tokenizer), bias=False, dtype=torch.float64)
+        self.head.weight.data = torch.eye(len(tokenizer), dtype=torch.float64)
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
+        self.letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "ABCD"]
+        self.base_model = self.read
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, *args):
+        raise AssertionError("only the backbone is run")
+
+    def read(self, input_ids, attention_mask, use_cache):
+        hidden = torch.full((*input_ids.shape, len(self.tokenizer)), -60.0, dtype=torch.float64)
+        for row, text in enumerate(self.tokenizer.batch_decode(input_ids)):
+            number = int(re.search(r"Question (\d+)", text)[1])
+            hint = re.search(r"boxed\{(\w)\}", text)
+            p = self.teachers[number, "ABCD".index(hint[1])] if hint else self.students[number]
+            hidden[row][:, self.letters] = torch.from_numpy(np.log(p + 1e-300))[None]
+        return SimpleNamespace(last_hidden_state=hidden)
+
+
+@pytest.fixture
+def told(tokenizer) -> tuple[Checkpoint, np.ndarray, np.ndarray]:
+    """A model that is compatible on every question but number 5."""
+    weights, teachers = random_teachers(3, 12, 4)
+    students = mix(weights, teachers)
+    teachers[5] = teachers[5, :1]
+    students[5] = [0.01, 0.01, 0.01, 0.97]
+    return Checkpoint.of(LetterLM(tokenizer, students, teachers), tokenizer, name="told"), weights, teachers
+
+
+def test_the_check_finds_the_incompatible_question_of_a_model(told):
+    checkpoint, weights, teachers = told
+    questions = [question(n, gold="ABCD"[n % 4]) for n in range(12)]
+    records = compat.measure(checkpoint, questions, builder_for(checkpoint))
+    residuals = np.array([r.residual for r in records])
+    assert residuals.argmax() == 5
+    assert residuals[5] > 0.1
+    assert np.delete(residuals, 5).max() < 1e-8
+    for n in (0, 7):
+        np.testing.assert_allclose(records[n].posterior, weights[n], atol=1e-8)
+        np.testing.assert_allclose(records[n].teachers, teachers[n], atol=1e-9)
+        np.testing.assert_allclose(records[n].fidelity, np.diag(teachers[n]), atol=1e-9)
+        assert records[n].is_self_consistent == (weights[n].argmax() == mix(weights, teachers)[n].argmax())
+
+
+def test_the_table_has_the_papers_rows_and_the_records_numbers(told):
+    checkpoint, _, _ = told
+    records = compat.measure(checkpoint, [question(n, gold="ABCD"[n % 4]) for n in range(12)], builder_for(checkpoint))
+    numbers = summary(records)
+    residuals = np.array([r.residual for r in records])
+    uniform = [np.abs(r.student - r.teachers.mean(0)).sum() for r in records]
+    fidelity = np.median([np.diag(r.teachers) for r in records], axis=0)
+    expected = {
+        "# records": 12,
+        "Gold balance (A / B / C / D)": "3 / 3 / 3 / 3",
+        "Letter-token mass (median)": 1.0,
+        "Teacher fidelity (median, worst z)": fidelity.min(),
+        "Teacher fidelity (median, best z)": fidelity.max(),
+        "LS L1 residual (median)": np.median(residuals),
+        "Fraction residual < 0.001": 11 / 12,
+        "Uniform-P L1 baseline (median)": np.median(uniform),
+        "Self-consistency argmax P̂ = argmax s": np.mean([r.posterior.argmax() == r.student.argmax() for r in records]),
+        "P̂ mass on student's argmax (median)": np.median([r.posterior[r.student.argmax()] for r in records]),
+    }
+    for name, value in expected.items():
+        assert numbers[name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-6, abs=1e-12)), name
+    table = format_table({"one": records, "two": records})
+    assert "| Metric | one | two |" in table
+    assert "| Fraction residual < 0.001 | 92% | 92% |" in table
+
+
+def test_options_with_other_names_are_counted_by_their_position(make_model, tokenizer):
+    checkpoint = Checkpoint.of(make_model(dtype=torch.float64), tokenizer)
+    asked = [question(0, letters="ABC", gold="C"), question(1, letters="XYZ", gold="X")]
+    records = compat.measure(checkpoint, asked, builder_for(checkpoint))
+    assert summary(records)["Gold balance (1 / 2 / 3)"] == "1 / 0 / 1"
+    _, matrix = make_figure({"m": records}).axes
+    assert matrix.texts[0].get_text() == f"{np.mean([r.teachers[0, 0] for r in records]):.2f}"
+
+
+def test_the_figure_shows_every_residual_and_the_mean_teacher_matrix(told, tmp_path):
+    checkpoint, _, _ = told
+    records = compat.measure(checkpoint, [question(n, gold="ABCD"[n % 4]) for n in range(12)], builder_for(checkpoint))
+    figure = make_figure({"told": records})
+    residuals, matrix = figure.axes
+    x, y = residuals.lines[0].get_data()
+    assert y[-1] == 1.0
+    assert x[np.searchsorted(y, 11.5 / 12)] == pytest.approx(max(r.residual for r in records))
+    shown = [text.get_text() for text in matrix.texts[:16]]
+    assert shown == [f"{value:.2f}" for value in np.mean([r.teachers for r in records], axis=0).ravel()]
+    draw_figure({"told": records}, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+# ------------------------------------------------------------------------------------------------------- the questions
+
+
+@pytest.mark.parametrize(
+    ("text", "letters"),
+    [
+        ("Which?\n\nA: yes\nB: no\nC: both\nD: none\nPlease reason.", "ABCD"),
+        ("Which?\n(A) yes\n(B) no", "AB"),
+        ("Which?\nA. yes\nB. no\nC. C is a letter\nE. skipped", "ABC"),
+        ("No options here. A colon: none", ""),
+        ("E. coli was grown. Which?\nA: yes\nB: no\nC: both\nD: none", "ABCD"),
+        ("As in\nA: x\nB: y\nC: z\nnow: which?\nA: yes\nB: no", "AB"),
+    ],
+)
+def test_options_are_read_off_the_prompt(text, letters):
+    assert "".join(compat.option_letters(text)) == letters
+
+
+def test_rows_that_are_no_multiple_choice_are_refused():
+    with pytest.raises(ValueError, match="no multiple choice"):
+        compat.questions_of([{"prompt": "Which?\nA: yes\nB: no", "answer": "C"}])
+    with pytest.raises(ValueError, match="no multiple choice"):
+        compat.questions_of([{"prompt": "How many?", "answer": "7"}])
+    assert compat.questions_of([{"prompt": "How many?", "answer": "B"}], "ABC")[0].letters == ("A", "B", "C")
+
+
+def test_a_balanced_choice_has_as_many_of_each_letter():
+    questions = [question(n, gold="AAAB"[n % 4]) for n in range(40)] + [question(99, letters="AB", gold="B")]
+    with_all = questions + [question(100 + n, gold="CD"[n % 2]) for n in range(30)]
+    chosen = compat.balanced(with_all, per_letter=25)
+    golds = [q.gold for q in chosen]
+    assert {g: golds.count(g) for g in "ABCD"} == dict.fromkeys("ABCD", 10)
+    assert "q99" not in {q.identifier for q in chosen}  # it has other letters
+    assert chosen == compat.balanced(with_all, per_letter=25)
+    assert chosen != compat.balanced(with_all, per_letter=25, seed=1)
+
+
+def test_one_question_with_more_options_does_not_displace_the_others():
+    questions = [question(n, gold="ABCD"[n % 4]) for n in range(20)] + [question(99, letters="ABCDE", gold="E")]
+    assert len(compat.balanced(questions, per_letter=25)) == 20
+
+
+def test_a_choice_that_would_be_empty_is_refused_by_the_letter_that_no_answer_is():
+    with pytest.raises(ValueError, match="has C, D as its answer"):
+        compat.balanced([question(n, gold="AB"[n % 2]) for n in range(8)], per_letter=2)
+
+
+def test_every_token_that_reads_as_the_letter_counts(tokenizer):
+    ids = compat.letter_ids(tokenizer, ["A", "B"])
+    assert ids == [[tokenizer.convert_tokens_to_ids("A")], [tokenizer.convert_tokens_to_ids("B")]]
+    with pytest.raises(ValueError, match="no token for Ω"):
+        compat.letter_ids(tokenizer, ["A", "Ω"])
+
+
+def test_questions_with_other_numbers_of_letters_are_fitted_apart(make_model, tokenizer):
+    checkpoint = Checkpoint.of(make_model(dtype=torch.float64), tokenizer)
+    mixed = [question(0), question(1, letters="AB", gold="B"), question(2), question(3, letters="ABC", gold="C")]
+    records = compat.measure(checkpoint, mixed, builder_for(checkpoint))
+    assert [len(r.posterior) for r in records] == [4, 2, 4, 3]
+    alone = compat.measure(checkpoint, mixed[1:2], builder_for(checkpoint))[0]
+    np.testing.assert_allclose(records[1].posterior, alone.posterior)
+    assert summary(records)["# records"] == 4

@@ -1,0 +1,280 @@
+"""Proposition 4 and Corollary 5 on joints with an outcome, and the Monte-Carlo estimate against exact values."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from joints import Joint, JointLM
+
+from credit_trl.lab.analysis import interventional as iv
+from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.lab.analysis.formula import CreditFormula
+from credit_trl.lab.analysis.responses import ResponseContexts
+from credit_trl.lab.analysis.tokenmap import score_response
+from credit_trl.objective import ContrastRule
+from credit_trl.tasks.registry import load_task
+
+VOCABULARY, LENGTH, Z = 4, 2, 1  # the observed feedback is z = 1
+few = settings(max_examples=15, deadline=None)
+
+
+def outcome_joint(seed: int, q: tuple[float, float], leak: float = 0.0) -> tuple[Joint, torch.Tensor]:
+    """A joint whose feedback is a noisy function of the outcome, and the outcome O(y), (V, V).
+
+    Args:
+        q: (P(z = 1 | O = 0), P(z = 1 | O = 1)).
+        leak: how much the feedback also depends on the first token: breaks outcome sufficiency.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    policy = torch.rand(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64) + 0.02
+    policy /= policy.sum()
+    outcome = torch.rand(VOCABULARY, VOCABULARY, generator=generator) < 0.5
+    told = torch.where(outcome, q[1], q[0]).double()
+    told = (told + leak * torch.linspace(-1, 1, VOCABULARY, dtype=torch.float64)[:, None]).clamp(0.0, 1.0)
+    return Joint(torch.stack([policy * (1 - told), policy * told])[None]), outcome
+
+
+def exact_credit(joint: Joint, outcome: torch.Tensor) -> np.ndarray:
+    """r^cf of the first token, by enumeration."""
+    policy = joint.table[0].sum(0)
+    success = (policy * outcome).sum(1) / policy.sum(1)
+    return iv.interventional_credit(success.numpy(), (policy * outcome).sum().numpy())
+
+
+def feedback_reward(joint: Joint) -> np.ndarray:
+    """r^z of the first token, as the token map measures it."""
+    model = JointLM(joint)
+    contexts = ResponseContexts(model.context(0), model.context(0, Z), [])
+    scores = score_response(
+        Checkpoint.of(model, None), contexts, [0] * LENGTH, contrastive_coef=0.0, alternatives=VOCABULARY
+    )
+    rewards = torch.empty(VOCABULARY, dtype=torch.float64)
+    rewards[scores.alternative_ids[0]] = scores.alternative_advantages[0]
+    return rewards.numpy()
+
+
+def has_ties_or_zeros(outcome: torch.Tensor, joint: Joint) -> bool:
+    policy = joint.table[0].sum(0)
+    success = (policy * outcome).sum(1) / policy.sum(1)
+    return bool((success == 0).any()) or len(set(success.tolist())) < VOCABULARY
+
+
+@few
+@given(seed=st.integers(0, 10**6), q0=st.floats(0.01, 0.45), gain=st.floats(0.05, 0.5))
+def test_proposition_4_feedback_that_tells_of_the_outcome_ranks_candidates_as_the_intervention_does(seed, q0, gain):
+    joint, outcome = outcome_joint(seed, (q0, q0 + gain))
+    assume(not has_ties_or_zeros(outcome, joint))
+    assert feedback_reward(joint).argsort().tolist() == exact_credit(joint, outcome).argsort().tolist()
+
+
+@few
+@given(seed=st.integers(0, 10**6), q1=st.floats(0.05, 1.0))
+def test_corollary_5_feedback_seen_on_success_only_equals_the_intervention(seed, q1):
+    joint, outcome = outcome_joint(seed, (0.0, q1))
+    assume(not has_ties_or_zeros(outcome, joint))
+    np.testing.assert_allclose(feedback_reward(joint), exact_credit(joint, outcome), atol=1e-10)
+
+
+def test_proposition_4_is_reversed_by_feedback_that_speaks_for_failure():
+    joint, outcome = outcome_joint(4, (0.6, 0.2))
+    assert feedback_reward(joint).argsort().tolist() == exact_credit(joint, outcome).argsort().tolist()[::-1]
+
+
+def test_proposition_4_is_empty_for_feedback_that_does_not_depend_on_the_outcome():
+    joint, _ = outcome_joint(4, (0.3, 0.3))
+    np.testing.assert_allclose(feedback_reward(joint), 0.0, atol=1e-10)
+
+
+def test_proposition_4_fails_for_feedback_that_tells_of_the_candidate_itself():
+    joint, outcome = outcome_joint(4, (0.4, 0.5), leak=0.35)
+    assert feedback_reward(joint).argsort().tolist() != exact_credit(joint, outcome).argsort().tolist()
+
+
+def test_corollary_5_fails_for_feedback_that_failure_shows_too():
+    joint, outcome = outcome_joint(4, (0.2, 0.8))
+    assert np.abs(feedback_reward(joint) - exact_credit(joint, outcome)).max() > 0.05
+
+
+def plan_of(joint: Joint, samples: int, baseline: int) -> iv.BranchPlan:
+    rewards = torch.from_numpy(feedback_reward(joint))
+    policy = joint.table[0].sum(0).sum(1).log()
+    branching = iv.Branching((), tuple(range(VOCABULARY)), rewards, -rewards, policy)
+    return iv.BranchPlan([branching], samples, baseline, max_new_tokens=LENGTH)
+
+
+def sampler(joint: Joint, rng: np.random.Generator):
+    policy = joint.table[0].sum(0).numpy()
+    first, then = policy.sum(1), policy / policy.sum(1, keepdims=True)
+
+    def continue_(questions, beginnings):
+        whole = []
+        for beginning in beginnings:
+            y = list(beginning)
+            y += [] if y else [rng.choice(VOCABULARY, p=first)]
+            whole.append([*y, rng.choice(VOCABULARY, p=then[y[0]])])
+        return whole
+
+    return continue_
+
+
+def test_branching_estimates_the_credit_within_its_standard_error():
+    joint, outcome = outcome_joint(4, (0.1, 0.8))
+    exact = exact_credit(joint, outcome)
+    rng = np.random.default_rng(0)
+    plan = plan_of(joint, samples=200, baseline=400)
+    deviations = []
+    for _ in range(60):
+        [credit] = iv.run_plan(plan, sampler(joint, rng), lambda questions, ys: [bool(outcome[tuple(y)]) for y in ys])
+        deviations.append((credit.credit - exact) / credit.standard_error)
+    deviations = np.array(deviations)
+    assert np.abs(deviations.mean(axis=0)).max() < 0.5
+    assert 0.8 < deviations.std() < 1.2
+
+
+def test_what_is_rolled_out_is_what_the_cost_says():
+    joint, _ = outcome_joint(4, (0.1, 0.8))
+    plan = plan_of(joint, samples=3, baseline=5)
+    seen, announced = [], []
+
+    def continue_(questions, beginnings):
+        assert announced == [plan.cost()], "the cost is said first"
+        seen.extend(beginnings)
+        return [[*beginning, 0, 0] for beginning in beginnings]
+
+    iv.run_plan(plan, continue_, lambda questions, ys: [True] * len(ys), announce=announced.append)
+    assert len(seen) == plan.rollouts == VOCABULARY * 3 + 5
+    assert f"{plan.rollouts} rollouts of at most {LENGTH} new tokens" in plan.cost()
+    assert seen.count(()) == 5
+    assert all(seen.count((v,)) == 3 for v in range(VOCABULARY))
+
+
+def test_agreement_is_perfect_for_the_exact_ranking_and_reversed_for_its_opposite():
+    joint, outcome = outcome_joint(4, (0.1, 0.8))
+    rng = np.random.default_rng(1)
+    plan = plan_of(joint, samples=2000, baseline=10)
+    credits = iv.run_plan(plan, sampler(joint, rng), lambda questions, ys: [bool(outcome[tuple(y)]) for y in ys])
+    agreement = iv.rank_agreement(credits, "rewards")
+    assert (agreement.prefixes, agreement.kendall, agreement.spearman, agreement.top) == (1, 1.0, 1.0, 1.0)
+    assert agreement.concordance == 1.0
+    assert np.isnan(agreement.concordance_interval).all()  # one question leaves nothing to resample
+    turned = iv.rank_agreement(credits, "advantages")  # plan_of turned them round
+    assert (turned.kendall, turned.concordance) == (-1.0, 0.0)
+
+
+def test_prefixes_of_one_question_count_as_one_in_the_interval():
+    """Ten copies of each prefix say nothing new."""
+    three = [torch.tensor([0.0, 1.0]) for _ in range(3)]
+    rates = [np.array(pair) for pair in ([0, 9], [9, 0], [0, 9], [0, 9], [9, 0])]
+    once, copied = (
+        iv.rank_agreement(
+            [
+                iv.estimate(iv.Branching((), (0, 1), *three, question), counts, 10, 3, 10)
+                for question, counts in enumerate(rates)
+                for _ in range(copies)
+            ]
+        )
+        for copies in (1, 10)
+    )
+    assert copied.concordance == once.concordance == pytest.approx(0.6)
+    assert copied.concordance_interval == pytest.approx(once.concordance_interval)
+    assert copied.kendall_interval == pytest.approx(once.kendall_interval)
+
+
+def test_prefixes_whose_candidates_do_not_differ_rank_nothing():
+    branching = iv.Branching((), (0, 1), *(torch.tensor([0.0, 1.0]) for _ in range(3)))
+    flat = iv.estimate(branching, np.array([3, 3]), 10, 3, 10)
+    noisy = iv.estimate(branching, np.array([3, 4]), 10, 3, 10)
+    clear = iv.estimate(branching, np.array([0, 9]), 10, 3, 10)
+    assert [c.is_informative for c in (flat, noisy, clear)] == [False, True, True]
+    assert [c.is_resolved for c in (flat, noisy, clear)] == [False, False, True]
+    assert iv.rank_agreement([flat]).prefixes == 0
+    assert iv.rank_agreement([flat, noisy, clear], resolved=True).prefixes == 1
+    assert np.isfinite(clear.credit).all()  # no success is no infinite loss
+
+
+def test_a_quantity_that_says_the_same_of_every_candidate_agrees_with_nothing():
+    branching = iv.Branching((), (0, 1), *(torch.tensor([0.5, 0.5]) for _ in range(3)))
+    agreement = iv.rank_agreement([iv.estimate(branching, np.array([0, 9]), 10, 3, 10)])
+    assert (agreement.kendall, agreement.spearman, agreement.concordance) == (0.0, 0.0, 0.5)
+
+
+def test_pairs_that_succeed_equally_often_do_not_count_in_the_concordance():
+    outcomes = np.array([9, 0, 0, 0])
+    assert iv.concordance(outcomes, np.array([1.0, 0.3, 0.2, 0.1])) == 1.0
+    assert iv.concordance(outcomes, np.array([0.25, 0.3, 0.2, 0.1])) == pytest.approx(2 / 3)
+    assert iv.concordance(outcomes, np.array([0.3, 0.3, 0.2, 0.1])) == pytest.approx(2.5 / 3)
+
+
+def test_candidates_come_from_the_least_certain_prefixes_and_are_the_policys_likeliest():
+    generator = torch.Generator().manual_seed(2)
+    table = torch.rand(2, 2, 4, 4, 4, generator=generator, dtype=torch.float64) ** 3 + 1e-4
+    joint = Joint(table / table.flatten(1).sum(-1).view(-1, 1, 1, 1, 1))
+    model = JointLM(joint)
+    y = (1, 2, 0)
+    contexts = ResponseContexts(model.context(0), model.context(0, 1), [model.context(1, 1)])
+    found = iv.candidates_of(
+        Checkpoint.of(model, None), contexts, list(y), contrastive_coef=0.5, positions=2, candidates=3
+    )
+    logps = [joint.next_logps(0, y[:t]) for t in range(3)]
+    entropies = [-(p.exp() * p).sum().item() for p in logps]
+    assert [len(b.prefix) for b in found] == sorted(sorted(range(3), key=lambda t: -entropies[t])[:2])
+    for branching in found:
+        t = len(branching.prefix)
+        assert branching.candidates == tuple(logps[t].topk(3).indices.tolist())
+        chosen = list(branching.candidates)
+        teacher, contrast = joint.next_logps(0, y[:t], 1)[chosen], joint.next_logps(1, y[:t], 1)[chosen]
+        torch.testing.assert_close(branching.rewards, teacher - logps[t][chosen])
+        torch.testing.assert_close(branching.advantages, teacher - 0.5 * contrast - logps[t][chosen])
+    guide = iv.candidates_of(
+        Checkpoint.of(model, None),
+        contexts,
+        list(y),
+        contrastive_coef=0.5,
+        formula=CreditFormula(ContrastRule("guide")),
+        positions=2,
+        candidates=3,
+    )
+    for one, other in zip(found, guide, strict=True):
+        teacher = torch.stack([joint.next_logps(0, one.prefix, 1)[v] for v in one.candidates])
+        # r + λ S against r − λ Ĝ: they differ by λ f.
+        torch.testing.assert_close(other.advantages - one.advantages, 0.5 * teacher)
+        torch.testing.assert_close(other.rewards, one.rewards)
+
+
+def test_unlikely_tokens_are_no_candidates():
+    table = torch.tensor([[[0.995, 0.005], [0.995, 0.005]]], dtype=torch.float64)
+    joint = Joint(table / table.sum())
+    model = JointLM(joint)
+    contexts = ResponseContexts(model.context(0), model.context(0, 1), [])
+    options = {"contrastive_coef": 0.1, "positions": 1, "candidates": 2}
+    assert not iv.candidates_of(Checkpoint.of(model, None), contexts, [0], **options)
+    [kept] = iv.candidates_of(Checkpoint.of(model, None), contexts, [0], min_probability=1e-4, **options)
+    assert len(kept.candidates) == 2
+
+
+def test_rates_without_successes_have_a_finite_logarithm():
+    assert iv.smoothed_rate(np.array([0, 5, 10]), 10) == pytest.approx([0.5 / 11, 0.5, 10.5 / 11])
+
+
+def test_the_policy_goes_on_from_each_beginning_and_the_tasks_verifier_decides(make_model, tokenizer):
+    checkpoint = Checkpoint.of(make_model(), tokenizer)
+    task = load_task("quickstart")
+    rows = list(task.build("test").take(2))
+    contexts = [checkpoint.encode(row["prompt"]) for row in rows]
+    continue_ = iv.policy_rollouts(checkpoint, contexts, max_new_tokens=4, seed=1)
+    end = tokenizer.eos_token_id
+    wholes = continue_([0, 1, 0], [[5], [6, 7], [8, end]])
+    assert [whole[:2] for whole in wholes][2] == [8, end]
+    assert wholes[0][0] == 5
+    assert wholes[1][:2] == [6, 7]
+    assert 2 <= len(wholes[0]) <= 5
+    gold = json.loads(rows[1]["answer"])
+    text = f'Thought: so.\nAction: {gold["tool"]}\nAction Input: {{"city": "{gold["city"]}"}}'
+    right = [*tokenizer(text)["input_ids"], end]
+    succeeds = iv.graded_by(checkpoint, task, rows)
+    assert succeeds([1, 0, 1], [right, right, right[:-1]]) == [True, False, False]

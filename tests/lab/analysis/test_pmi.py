@@ -1,0 +1,294 @@
+"""The paper's identities on joints that can be enumerated, in the functions that users call, and their failures."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from joints import Joint, JointLM, random_joint
+
+from credit_trl import objective
+from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.lab.analysis import pmi
+from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.lab.analysis.formula import PAPER, CreditFormula
+from credit_trl.lab.analysis.passes import Reading
+from credit_trl.lab.analysis.responses import Response, ResponseContexts, analysis_config
+from credit_trl.lab.analysis.tokenmap import score_response
+from credit_trl.objective import ContrastRule
+
+EXACT = {"atol": 1e-10, "rtol": 0}
+joints = st.builds(
+    random_joint,
+    seed=st.integers(0, 10**6),
+    inputs=st.integers(2, 3),
+    feedbacks=st.integers(2, 3),
+    vocabulary=st.integers(2, 4),
+    length=st.integers(1, 3),
+)
+few = settings(max_examples=12, deadline=None)
+
+
+def read(
+    joint: Joint,
+    x: int,
+    z: int,
+    y: tuple[int, ...],
+    coef: float = 0.0,
+    *,
+    noise: float = 0.0,
+    lagged: Joint | None = None,
+    formula: CreditFormula = PAPER,
+):
+    """What `pmi.read_response` gives for one response of the joint's own model, or with a lagged reference."""
+    student = JointLM(joint, noise)
+    reference = student if lagged is None else JointLM(lagged, noise)
+    checkpoint = Checkpoint.of(student, None, teacher=None if lagged is None else reference)
+    others = [k for k in range(joint.sizes[0]) if k != x]
+    contexts = [reference.context(x, z), *(reference.context(k, z) for k in others)]
+    contexts += [reference.context(x), *(reference.context(k) for k in others)]
+    return pmi.read_response(
+        Reading(checkpoint.student, [student.context(x)]),
+        Reading(checkpoint.teacher, contexts),
+        list(y),
+        contrastive_coef=coef,
+        formula=formula,
+    )
+
+
+def response_of(joint: Joint, seed: int) -> tuple[int, int, tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs, feedbacks, vocabulary, length = joint.sizes
+    pick = lambda n: int(torch.randint(n, (), generator=generator))  # noqa: E731
+    return pick(inputs), pick(feedbacks), tuple(pick(vocabulary) for _ in range(length))
+
+
+def filtering_increments(joint: Joint, x: int, z: int, y: tuple[int, ...]) -> torch.Tensor:
+    """(T, V), log P(z | x, y_<t, v) − log P(z | x, y_<t), by enumeration."""
+    rows = []
+    for t in range(len(y)):
+        before = joint.posterior(x, y[:t], z)
+        rows.append(torch.stack([joint.posterior(x, (*y[:t], v), z) - before for v in range(joint.sizes[2])]))
+    return torch.stack(rows)
+
+
+def mapped_rewards(joint: Joint, x: int, z: int, y: tuple[int, ...], noise: float = 0.0) -> torch.Tensor:
+    """(T, V), r_t(v) of the token map: ΔV_t and, as alternatives, every token."""
+    model = JointLM(joint, noise)
+    others = [model.context(k, z) for k in range(joint.sizes[0]) if k != x]
+    contexts = ResponseContexts(model.context(x), model.context(x, z), others)
+    scores = score_response(
+        Checkpoint.of(model, None), contexts, list(y), contrastive_coef=0.0, alternatives=joint.sizes[2]
+    )
+    rewards = torch.empty(len(y), joint.sizes[2], dtype=torch.float64)
+    rewards.scatter_(-1, scores.alternative_ids, scores.alternative_advantages)  # λ = 0: R = r
+    realised = rewards.gather(-1, torch.tensor(y)[:, None])[:, 0]
+    torch.testing.assert_close(scores.delta_v, realised, **EXACT)
+    return rewards
+
+
+@few
+@given(joint=joints, seed=st.integers(0, 10**6))
+def test_theorem_1_every_candidate_earns_its_filtering_increment(joint, seed):
+    x, z, y = response_of(joint, seed)
+    torch.testing.assert_close(mapped_rewards(joint, x, z, y), filtering_increments(joint, x, z, y), **EXACT)
+
+
+def test_theorem_1_fails_where_the_teacher_is_no_conditional_of_the_joint():
+    joint = random_joint(3)
+    x, z, y = response_of(joint, 3)
+    difference = mapped_rewards(joint, x, z, y, noise=0.5) - filtering_increments(joint, x, z, y)
+    assert difference.abs().max() > 0.05
+
+
+@few
+@given(joint=joints, seed=st.integers(0, 10**6))
+def test_corollary_2_the_rewards_of_a_response_sum_to_its_pmi(joint, seed):
+    x, z, y = response_of(joint, seed)
+    report = pmi.report("y", read(joint, x, z, y))
+    assert report.pmi == pytest.approx(joint.pmi(x, y, z).item(), abs=1e-10)
+    assert report.reward == pytest.approx(report.pmi, abs=1e-10)
+
+
+def test_corollary_2_fails_for_an_incompatible_teacher_and_for_a_lagged_reference():
+    joint, other = random_joint(5), random_joint(6)
+    x, z, y = response_of(joint, 5)
+    assert abs(pmi.report("y", read(joint, x, z, y, noise=0.5)).pmi - joint.pmi(x, y, z)) > 0.05
+    lagged = pmi.report("y", read(joint, x, z, y, lagged=other))
+    assert abs(lagged.reward - other.pmi(x, y, z)) > 0.05
+    assert lagged.pmi == pytest.approx(other.pmi(x, y, z).item(), abs=1e-10)
+    assert lagged.reward == pytest.approx(lagged.pmi + lagged.gap, abs=1e-10)
+
+
+@few
+@given(joint=joints, seed=st.integers(0, 10**6), coef=st.floats(0.0, 1.0))
+def test_equation_9_the_credit_of_a_response_is_contrastive_pmi_and_anti_genericity(joint, seed, coef):
+    x, z, y = response_of(joint, seed)
+    report = pmi.report("y", read(joint, x, z, y, coef))
+    others = [k for k in range(joint.sizes[0]) if k != x]
+    contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
+    surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
+    expected = joint.pmi(x, y, z) - coef * contrast + coef * surprisal
+    assert report.credit == pytest.approx(expected.item(), abs=1e-9)
+    assert report.contrastive_pmi + report.anti_genericity == pytest.approx(report.credit, abs=1e-9)
+    assert report.anti_genericity >= 0.0
+
+
+@few
+@given(
+    joint=joints,
+    seed=st.integers(0, 10**6),
+    coef=st.floats(0.0, 1.0),
+    form=st.sampled_from(["subtract", "guide"]),
+    gate=st.sampled_from([0.0, 0.1]),
+    baseline=st.sampled_from(["mean_log", "log_mean"]),
+    support=st.sampled_from([("full", "bucket"), ("teacher_topk", "bucket"), ("teacher_topk", "renormalize")]),
+)
+def test_the_parts_sum_to_the_credit_of_every_formula(joint, seed, coef, form, gate, baseline, support):
+    x, z, y = response_of(joint, seed)
+    formula = CreditFormula(ContrastRule(form, gate), baseline, support=support[0], topk=2, tail=support[1])
+    logps = read(joint, x, z, y, coef, formula=formula)
+    report = pmi.report("y", logps)
+    parts = report.contrastive_pmi + report.anti_genericity + report.gap + report.conditioning
+    assert parts == pytest.approx(report.credit, abs=1e-9)
+    assert report.credit == pytest.approx(logps.advantage.sum().item(), abs=1e-12)
+    if support[1] == "bucket":
+        assert report.conditioning == 0.0
+        whole = logps.advantage - (logps.teacher - logps.student)
+        generic = logps.contrast.mean(0) if baseline == "mean_log" else logps.contrast.exp().mean(0).log()
+        shift = logps.teacher - generic if form == "guide" else -generic
+        torch.testing.assert_close(whole, logps.entered_coef * shift, **EXACT)
+    if form == "guide" and baseline == "mean_log" and not gate and support[0] == "full":
+        others = [k for k in range(joint.sizes[0]) if k != x]
+        contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
+        surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
+        pmi_of_it = joint.pmi(x, y, z)
+        likelier = coef * (joint.log_likelihood(x, y) + surprisal)
+        assert report.contrastive_pmi == pytest.approx((pmi_of_it + coef * (pmi_of_it - contrast)).item(), abs=1e-9)
+        assert report.anti_genericity == pytest.approx(likelier.item(), abs=1e-9)
+
+
+def test_equation_9_fails_for_an_incompatible_teacher():
+    joint = random_joint(8)
+    x, z, y = response_of(joint, 8)
+    report = pmi.report("y", read(joint, x, z, y, 0.5, noise=0.5))
+    others = [k for k in range(joint.sizes[0]) if k != x]
+    contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
+    surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
+    assert abs(report.credit - (joint.pmi(x, y, z) - 0.5 * contrast + 0.5 * surprisal)) > 0.05
+
+
+@few
+@given(
+    seed=st.integers(0, 10**6),
+    population=st.integers(1, 4),
+    count=st.integers(1, 3),
+    spread=st.floats(0.0, 4.0),
+)
+def test_proposition_3_expected_surrogate_bounds_pcmi_for_every_count(seed, population, count, spread):
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(population + 1, 5, generator=generator, dtype=torch.float64)
+    teacher, *pool = torch.log_softmax(logits, dim=-1)
+    pool = torch.stack(pool)
+    draws = [pool[list(chosen)] for chosen in itertools.product(range(population), repeat=count)]
+    expected = torch.stack([objective.input_specific(teacher, drawn) for drawn in draws]).mean(dim=0)
+    bound = teacher - pool.exp().mean(dim=0).log()
+    assert (expected >= bound - 1e-10).all()
+    torch.testing.assert_close(pmi.prior_contrastive_mi(teacher, pool), bound, **EXACT)
+    torch.testing.assert_close(expected - bound, pmi.jensen_gap(pool), **EXACT)
+
+
+def test_proposition_3_fails_where_the_questions_are_not_drawn_from_the_population():
+    teacher = torch.log_softmax(torch.tensor([0.0, 1.0], dtype=torch.float64), dim=-1)
+    pool = torch.log_softmax(torch.tensor([[4.0, 0.0], [0.0, 4.0]], dtype=torch.float64), dim=-1)
+    always_the_first = pool[:1]
+    surrogate = objective.input_specific(teacher, always_the_first)
+    assert (surrogate < pmi.prior_contrastive_mi(teacher, pool)).any()
+
+
+def test_a_larger_count_narrows_the_surrogate_and_leaves_its_gap():
+    generator = torch.Generator().manual_seed(0)
+    teacher = -torch.rand(20, generator=generator, dtype=torch.float64)
+    population = -4 * torch.rand(40, 20, generator=generator, dtype=torch.float64)
+    exact, records = pmi.surrogate_by_count(teacher, population, [1, 4, 16], draws=4000)
+    assert exact == pytest.approx((teacher - population.exp().mean(0).log()).sum().item())
+    gap = pmi.jensen_gap(population).sum().item()
+    one, four, sixteen = records
+    for record in records:
+        assert record.gap == pytest.approx(gap, abs=5 * record.std / 4000**0.5)
+    assert one.std / four.std == pytest.approx(2.0, rel=0.1)
+    assert four.std / sixteen.std == pytest.approx(2.0, rel=0.1)
+    # With the drawn questions in place of the population, one question shows no gap, and many show nearly all.
+    assert one.plug_in == pytest.approx(one.mean)
+    assert sixteen.plug_in - exact < 0.25 * (one.plug_in - exact)
+
+
+@few
+@given(seed=st.integers(0, 10**6), spread=st.floats(0.0, 5.0))
+def test_appendix_c_the_parts_sum_to_the_reward_and_the_gap_keeps_its_bound(seed, spread):
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
+    teacher, reference, student = torch.log_softmax(logits, dim=-1)
+    split = pmi.split_reward(teacher, reference, student)
+    rewards = objective.self_distillation_reward(teacher, student)
+    torch.testing.assert_close(split.advantage + split.gap, rewards, **EXACT)
+    ratios = (reference.exp() / student.exp()).log()
+    assert (split.gap.abs() <= split.bound[:, None] + 1e-10).all()
+    torch.testing.assert_close(split.bound, ratios.abs().amax(-1), **EXACT)
+
+
+def test_appendix_c_the_bound_fails_when_taken_over_a_part_of_the_vocabulary():
+    logits = torch.tensor([[[3.0, 2.0, -4.0]], [[3.0, 2.0, 1.0]]], dtype=torch.float64)
+    reference, student = torch.log_softmax(logits, dim=-1)
+    truncated = pmi.split_reward(reference[:, :2], reference[:, :2], student[:, :2])
+    assert (pmi.split_reward(reference, reference, student).gap.abs() > truncated.bound[:, None]).any()
+
+
+def test_appendix_c_through_the_models_with_a_lagged_reference():
+    joint, other = random_joint(11), random_joint(12)
+    x, z, y = response_of(joint, 1)
+    logps = read(joint, x, z, y, 0.3, lagged=other)
+    report = pmi.report("y", logps)
+    gaps = [other.next_logps(x, y[:t]) - joint.next_logps(x, y[:t]) for t in range(len(y))]
+    assert report.gap == pytest.approx(sum(g[v].item() for g, v in zip(gaps, y, strict=True)), abs=1e-10)
+    assert report.gap_bound == pytest.approx(sum(g.abs().max().item() for g in gaps), abs=1e-10)
+    assert abs(report.gap) <= report.gap_bound
+    # Without lag neither remains.
+    still = pmi.report("y", read(joint, x, z, y, 0.3))
+    assert still.gap == pytest.approx(0.0, abs=1e-10)
+    assert still.gap_bound == pytest.approx(0.0, abs=1e-10)
+
+
+def test_contexts_that_a_run_kept_are_no_questions():
+    """Their contrasts hold z: π(y|x'_k) would be read as π(y|x'_k,z), and the contrastive parts come out as zero."""
+    joint = random_joint(3)
+    x, z, y = response_of(joint, 0)
+    model = JointLM(joint, 0.0)
+    others = [model.context(k, z) for k in range(joint.sizes[0]) if k != x]
+    assert others
+    kept = ResponseContexts(model.context(x), model.context(x, z), others)
+    response = Response("kept", "x", y, PrivilegedContext(feedback="z"), ("x'",) * len(others), 1.0, kept)
+    with pytest.raises(ValueError, match="no other question to compare with"):
+        pmi.measure(Checkpoint.of(model, None), response, analysis_config())
+
+
+def test_masked_tokens_do_not_count():
+    teacher, prior = torch.randn(2, 3, 5, dtype=torch.float64)
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    kept = mask.bool()
+    torch.testing.assert_close(
+        pmi.trajectory_pmi(teacher, prior, mask), pmi.trajectory_pmi(teacher[:, kept], prior[:, kept])
+    )
+
+
+def test_reports_print_as_a_table():
+    report = pmi.report("a", read(random_joint(1), 0, 1, (0, 1), 0.1))
+    table = pmi.format_reports([report, report])
+    assert len(table.splitlines()) == 4
+    assert f"{report.pmi:+.2f}" in table
+    hostile = replace(report, identifier="a | b\n<img src=x onerror=y>")
+    assert pmi.format_reports([hostile]).splitlines()[2].startswith("| a \\| b⟨U+000A⟩&lt;img src=x onerror=y> |")

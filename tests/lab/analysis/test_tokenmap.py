@@ -1,0 +1,293 @@
+"""The numbers of a map: they are those of `objective.py`, whoever asks."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from drawn import drawn_map
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from credit_trl import objective
+from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.lab.analysis.formula import PAPER, CreditFormula
+from credit_trl.lab.analysis.responses import build_contexts
+from credit_trl.lab.analysis.token_classes import default_classes
+from credit_trl.lab.analysis.tokenmap import QUANTITIES, SATURATION, colour_strength, group_scales, map_response
+from credit_trl.lab.analysis.tokenmap_html import render_html, shown_numbers
+from credit_trl.lab.analysis.tokenmap_parquet import read_parquet, write_parquet
+from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize
+from credit_trl.lab.analysis.tokentext import token_texts
+from credit_trl.objective import ContrastRule
+
+quick = settings(max_examples=20, deadline=None)
+
+
+def plain_logps(model, context: list[int], y: tuple[int, ...], temperature: float) -> torch.Tensor:
+    """(T, V), by one unpadded forward pass of the whole model."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*context, *y]])).logits[0, len(context) - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def from_plain_passes(checkpoint, response, config) -> dict[str, torch.Tensor]:
+    """Every quantity, from plain forward passes and the functions of `objective.py`, (T, V)."""
+    contexts, y = build_contexts(response, config, checkpoint), response.token_ids
+    student = plain_logps(checkpoint.student.student, contexts.student, y, config.temperature)
+    reference = checkpoint.teacher.model
+    teacher = plain_logps(reference, contexts.teacher, y, config.temperature)
+    contrast = torch.stack([plain_logps(reference, c, y, config.temperature) for c in contexts.contrasts])
+    return {
+        "student_logps": student,
+        "delta_v": objective.self_distillation_reward(teacher, student),
+        "generic": objective.input_generic(contrast),
+        "specific": objective.input_specific(teacher, contrast),
+        "advantage": objective.credit_advantages(teacher, contrast, student, config.contrastive_coef),
+    }
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_every_quantity_is_that_of_the_objective_over_plain_forward_passes(checkpoint, respond, config, temperature):
+    config.temperature, config.contrastive_coef = temperature, 0.3
+    response = respond("Paris is the capital of France.\n")
+    token_map = map_response(checkpoint, response, config, alternatives=4)
+    y = torch.tensor(response.token_ids)[:, None]
+    for quantity, values in from_plain_passes(checkpoint, response, config).items():
+        torch.testing.assert_close(token_map.values(quantity), values.gather(-1, y)[:, 0], atol=1e-11, rtol=0)
+        if quantity in ("advantage", "specific"):
+            name = {"advantage": "alternative_advantages", "specific": "alternative_specific"}[quantity]
+            picked = values.gather(-1, token_map.scores.alternative_ids)
+            torch.testing.assert_close(getattr(token_map.scores, name), picked, atol=1e-11, rtol=0)
+
+
+def test_stored_log_probabilities_give_the_quantities_bit_by_bit(model_map):
+    s = model_map.scores
+    assert torch.equal(s.delta_v, objective.self_distillation_reward(s.teacher_logps, s.student_logps))
+    assert torch.equal(s.generic, objective.input_generic(s.contrast_logps))
+    assert torch.equal(s.specific, objective.input_specific(s.teacher_logps, s.contrast_logps))
+    advantages = objective.credit_advantages(s.teacher_logps, s.contrast_logps, s.student_logps, s.contrastive_coef)
+    assert torch.equal(s.advantage, advantages)
+    alternatives = s.alternative_teacher_logps, s.alternative_contrast_logps, s.alternative_student_logps
+    assert torch.equal(s.alternative_advantages, objective.credit_advantages(*alternatives, s.contrastive_coef))
+
+
+def test_alternatives_are_the_likeliest_under_student_or_teacher(checkpoint, respond, config):
+    response = respond("Paris")
+    token_map = map_response(checkpoint, response, config, alternatives=4)
+    contexts = build_contexts(response, config, checkpoint)
+    student = plain_logps(checkpoint.student.student, contexts.student, response.token_ids, 1.0)
+    teacher = plain_logps(checkpoint.teacher.model, contexts.teacher, response.token_ids, 1.0)
+    top = torch.maximum(student, teacher).topk(4, dim=-1).indices
+    assert torch.equal(token_map.scores.alternative_ids, top)
+    assert token_map.alternatives[0] == [t.text for t in token_texts(checkpoint.tokenizer, top[0].tolist())]
+
+
+def test_chunks_do_not_change_a_number(checkpoint, respond, config, monkeypatch):
+    response = respond("Paris is the capital.")
+    whole = map_response(checkpoint, response, config)
+    monkeypatch.setattr("credit_trl.lab.analysis.passes._CHUNK_ELEMENTS", 1)
+    by_token = map_response(checkpoint, response, config)
+    for quantity in QUANTITIES:
+        torch.testing.assert_close(by_token.values(quantity), whole.values(quantity), atol=1e-12, rtol=0)
+
+
+def test_a_live_reference_is_the_policy_itself(make_model, tokenizer, respond, config):
+    model = make_model(dtype=torch.float64)
+    alone = map_response(Checkpoint.of(model, tokenizer), respond("Paris"), config)
+    twice = map_response(Checkpoint.of(model, tokenizer, teacher=model), respond("Paris"), config)
+    assert torch.equal(alone.scores.advantage, twice.scores.advantage)
+
+
+def test_without_another_question_the_advantage_is_the_reward_and_s_does_not_exist(checkpoint, respond, config):
+    token_map = map_response(checkpoint, respond("Paris", contrasts=()), config)
+    assert torch.equal(token_map.scores.advantage, token_map.scores.delta_v)
+    assert token_map.scores.specific.isnan().all()
+    assert token_map.scores.generic.isnan().all()
+    assert token_map.scores.alternative_advantages.isfinite().all()
+
+
+def test_what_cannot_be_mapped_says_why(checkpoint, respond, config):
+    with pytest.raises(ValueError, match="neither feedback nor a demonstration"):
+        map_response(checkpoint, respond("Paris", privileged=PrivilegedContext()), config)
+    with pytest.raises(ValueError, match="empty"):
+        map_response(checkpoint, respond("Paris", token_ids=()), config)
+    config.max_reprompt_len = 10
+    with pytest.raises(ValueError, match="max_reprompt_len=10"):
+        map_response(checkpoint, respond("Paris"), config)
+
+
+# ------------------------------------------------------------------------------------------------------------ colours
+
+
+def test_a_group_shares_its_scale_and_keeps_its_signs():
+    maps = [drawn_map(["a", "b"], seed=1), drawn_map(["a", "b", "c"], seed=2, identifier="r1", checkpoint="step-2")]
+    other = drawn_map(["a"] * 9, seed=3, identifier="r2", problem="another")
+    scales = group_scales([*maps, other])
+    assert len(scales) == 2
+    for quantity in QUANTITIES:
+        together = torch.cat([m.values(quantity) for m in maps]).double()
+        scale = scales[maps[0].response.group][quantity]
+        assert scale == pytest.approx(together.square().mean().sqrt().item())
+        strength = colour_strength(maps[0].values(quantity), scale)
+        assert torch.equal(strength.sign(), maps[0].values(quantity).sign())
+        expected = (maps[0].values(quantity) / (SATURATION * scale)).clamp(-1, 1)
+        torch.testing.assert_close(strength, expected)
+
+
+def test_values_that_do_not_exist_have_no_colour():
+    assert colour_strength(torch.tensor([math.nan, -math.inf, math.inf, 1.0]), 1.0).tolist() == [0.0, -1.0, 1.0, 0.5]
+    alone = drawn_map(["a"], contrasts=0)
+    assert group_scales([alone])[alone.response.group]["specific"] == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------------ Parquet
+
+
+@quick
+@given(
+    tokens=st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=6),
+    seed=st.integers(0, 1000),
+    contrasts=st.integers(0, 3),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    formula=st.sampled_from([PAPER, CreditFormula(ContrastRule("guide", 0.05, 0.01), "log_mean", "no question")]),
+)
+def test_a_map_survives_parquet_bit_by_bit(tmp_path_factory, tokens, seed, contrasts, dtype, formula):
+    path = tmp_path_factory.mktemp("maps") / "maps.parquet"
+    maps = [
+        drawn_map(tokens, seed=seed, contrasts=contrasts, dtype=dtype, formula=formula),
+        drawn_map(tokens, seed=seed + 1, contrasts=contrasts, dtype=dtype, checkpoint="step-2", reward=None),
+    ]
+    maps[1] = replace(maps[1], response=maps[0].response)
+    write_parquet(maps, path)
+    back = read_parquet(path)
+    assert [m.response for m in back] == [m.response for m in maps]
+    for one, other in zip(back, maps, strict=True):
+        assert (one.checkpoint, one.tokens, one.classes) == (other.checkpoint, other.tokens, other.classes)
+        assert one.alternatives == other.alternatives
+        assert (one.scores.formula, one.scores.contrastive_coef) == (other.scores.formula, 0.1)
+        assert torch.equal(one.scores.entered_coef, other.scores.entered_coef)
+        assert torch.equal(one.scores.alternative_advantages, other.scores.alternative_advantages)
+        assert torch.equal(one.scores.alternative_entered_coef, other.scores.alternative_entered_coef)
+        for quantity in QUANTITIES:
+            assert torch.equal(one.values(quantity).nan_to_num(99.0), other.values(quantity).nan_to_num(99.0))
+        assert torch.equal(one.scores.alternative_ids, other.scores.alternative_ids)
+
+
+def test_the_table_holds_a_row_a_token_with_its_numbers(model_map, tmp_path):
+    import pyarrow.parquet as pq
+
+    write_parquet([model_map], tmp_path / "maps.parquet")
+    rows = pq.read_table(tmp_path / "maps.parquet").to_pylist()
+    assert [row["token_id"] for row in rows] == list(model_map.response.token_ids)
+    assert [row["specific"] for row in rows] == model_map.scores.specific.tolist()
+    assert [a["advantage"] for a in rows[2]["alternatives"]] == model_map.scores.alternative_advantages[2].tolist()
+
+
+def test_two_maps_of_one_name_and_another_table_are_refused(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pytest.raises(ValueError, match="Two maps of response 'r0'"):
+        write_parquet([drawn_map(["a"]), drawn_map(["a"])], tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="Two different responses"):
+        render_html([drawn_map(["a"]), drawn_map(["a", "b"], checkpoint="other")])
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match="no table of token maps"):
+        read_parquet(tmp_path / "other.parquet")
+
+
+# --------------------------------------------------------------------------------------------------------------- page
+
+
+def page_data(page: str) -> dict:
+    start = page.index('id="data">') + len('id="data">')
+    return json.loads(page[start : page.index("</script>", start)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_page_holds_the_numbers_bit_by_bit(dtype):
+    token_map = drawn_map(["a", "b", "c"], dtype=dtype)
+    data = page_data(render_html([token_map]))
+    [shown] = data["responses"][0]["maps"]
+    for quantity in QUANTITIES:
+        assert torch.equal(torch.tensor(shown[quantity], dtype=dtype), token_map.values(quantity))
+    advantages = torch.tensor(shown["alternatives"]["advantage"], dtype=dtype)
+    assert torch.equal(advantages, token_map.scores.alternative_advantages)
+    [scales] = data["scales"]
+    assert scales == group_scales([token_map])[token_map.response.group]
+
+
+@quick
+@given(
+    values=st.lists(st.floats(width=32), min_size=1, max_size=20),
+)
+def test_every_float_survives_the_page(values):
+    tensor = torch.tensor(values)
+    back = json.loads(json.dumps(shown_numbers(tensor), allow_nan=False))
+    restored = torch.tensor([math.nan if v is None else float(v) for v in back])
+    assert torch.equal(restored.nan_to_num(7.0, 8.0, 9.0), tensor.nan_to_num(7.0, 8.0, 9.0))
+
+
+# ------------------------------------------------------------------------------------------------------------ summary
+
+
+def test_shares_and_means_are_those_of_the_tokens():
+    maps = [drawn_map(["a", "b", "a"], seed=5), drawn_map(["b", "c"], seed=6, identifier="r1")]
+    maps = [replace(m, classes=c) for m, c in zip(maps, (["x", "y", "x"], ["y", "x"]), strict=True)]
+    summary = summarize(maps)
+    delta_v = torch.cat([m.scores.delta_v for m in maps]).double()
+    specific = torch.cat([m.scores.specific for m in maps]).double()
+    x = torch.tensor([True, False, True, False, True])
+    shares = {c.name: c for c in summary.classes}
+    assert shares["x"].share_of_delta_v == pytest.approx((delta_v[x].abs().sum() / delta_v.abs().sum()).item())
+    assert shares["y"].share_of_specific == pytest.approx((specific[~x].abs().sum() / specific.abs().sum()).item())
+    assert shares["x"].share_of_tokens == 0.6
+    assert sum(c.share_of_specific for c in summary.classes) == pytest.approx(1.0)
+    a = torch.tensor([True, False, True, False, False])
+    by_text = {s.text: s for s in summary.most_specific}
+    assert by_text["a"].mean_specific == pytest.approx(specific[a].mean().item())
+    assert by_text["a"].count == 2
+    means = [s.mean_specific for s in summary.most_specific]
+    assert means == sorted(means, reverse=True)
+    generic = [s.mean_generic_credit for s in summary.most_generic]
+    assert generic == sorted(generic, reverse=True)
+    # ΔV − S is what the token earns whatever the question: Ĝ − log π.
+    by_hand = torch.cat([m.scores.generic - m.scores.student_logps for m in maps]).double()[a].mean().item()
+    assert by_text["a"].mean_generic_credit == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_maps_without_contrast_do_not_count_in_a_summary():
+    summary = summarize([drawn_map(["a", "b"]), drawn_map(["c"] * 5, contrasts=0, identifier="r1")])
+    assert (summary.responses, summary.tokens) == (1, 2)
+    assert summarize([]).classes == []
+
+
+def test_rare_token_strings_can_be_left_out():
+    summary = summarize([drawn_map(["a", "b", "a"])], min_count=2)
+    assert [s.text for s in summary.most_specific] == ["a"]
+
+
+def test_a_summary_prints_with_hostile_tokens_inside_code():
+    text = format_summary(summarize([drawn_map(["`|<b>", "\n", "x"])]))
+    assert "| `ˋ\\|<b>` |" in text
+    assert "| `↵` |" in text
+
+
+def test_classes_follow_the_word_that_a_token_is_part_of(tokenizer, respond):
+    response = respond("Let's name Paris, the 12 capital\n")
+    tokens = token_texts(tokenizer, response.token_ids)
+    classes = default_classes(response, tokens)
+    text = "".join(t.text for t in tokens).replace("↵\n", "\n")
+    at = lambda word: classes[text.index(word) : text.index(word) + len(word)]  # noqa: E731
+    assert set(at("Paris")) == {"other word"}
+    assert set(at("name")) == set(at("capital")) == {"prompt word"}
+    assert set(at("the")) == {"function word"}
+    assert set(at("12")) == {"number"}
+    assert at(",") == ["punctuation"]
+    assert at(" Paris")[0] == "white space"
+    assert classes[-1] == "control"

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from credit_trl.lab.analysis.tokentext import display_width, token_texts, visible
+
+quick = settings(max_examples=60, deadline=None)
+
+
+def shown(tokenizer, text: str) -> str:
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return "".join(token.text for token in token_texts(tokenizer, ids))
+
+
+@quick
+@given(text=st.text())
+def test_nothing_invisible_is_left(text):
+    kept = [c for c in visible(text) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")]
+    assert all(c in "\n\u200c\u200d" for c in kept)
+
+
+@quick
+@given(text=st.text(alphabet=st.characters(categories=["L", "N", "P", "S"])))
+def test_what_can_be_seen_is_left_alone(text):
+    assert visible(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\u202eb", "a⟨U+202E⟩b"),
+        ("\u2066x\u2069", "⟨U+2066⟩x⟨U+2069⟩"),
+        ("\x1b[31m", "⟨U+001B⟩[31m"),
+        ("one\u2028two", "one⟨U+2028⟩two"),
+        ("zero\u200bwidth", "zero⟨U+200B⟩width"),
+        ("\ud800", "⟨U+D800⟩"),
+        ("\tx", "⇥   x"),
+        ("\u200d", "⟨U+200D⟩"),
+        ("👩\u200d🔬", "👩\u200d🔬"),
+    ],
+)
+def test_hidden_characters_are_spelled_out(text, expected):
+    assert visible(text) == expected
+
+
+@quick
+@given(text=st.text(alphabet=st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"])))
+def test_ascii_tokens_join_to_the_text(tokenizer, text):
+    assert shown(tokenizer, text) == text
+
+
+def test_a_character_of_several_tokens_is_shown_as_its_bytes_and_named(tokenizer):
+    tokens = token_texts(tokenizer, tokenizer("aé🙂")["input_ids"])
+    assert [t.text for t in tokens] == ["a", "⟨C3⟩", "⟨A9⟩", "⟨F0⟩", "⟨9F⟩", "⟨99⟩", "⟨82⟩"]
+    assert [t.character for t in tokens] == [None, "é", "é", "🙂", "🙂", "🙂", "🙂"]
+
+
+def test_bytes_that_are_no_character_are_shown_as_bytes(tokenizer):
+    ids = tokenizer("é")["input_ids"]
+    tokens = token_texts(tokenizer, [ids[1], ids[0], ids[0], *tokenizer("x")["input_ids"], ids[0]])
+    assert [t.text for t in tokens] == ["⟨A9⟩", "⟨C3⟩", "⟨C3⟩", "x", "⟨C3⟩"]
+    assert all(t.character is None for t in tokens)
+
+
+def test_a_direction_mark_that_is_split_over_tokens_is_still_named(tokenizer):
+    tokens = token_texts(tokenizer, tokenizer("\u202e")["input_ids"])
+    assert {t.character for t in tokens} == {"⟨U+202E⟩"}
+
+
+def test_control_tokens_show_their_name_and_text_that_spells_one_does_not_become_one(tokenizer):
+    control, *rest = token_texts(tokenizer, [tokenizer.eos_token_id, *tokenizer("<")["input_ids"]])
+    assert (control.text, control.special) == ("<|im_end|>", True)
+    assert not rest[0].special
+
+
+def test_a_line_feed_is_marked_and_kept(tokenizer):
+    assert shown(tokenizer, "a\nb") == "a↵\nb"
+
+
+def test_sentencepiece_bytes_and_spaces_are_read():
+    vocabulary = ["<unk>", "▁Paris", "<0xE2>", "<0x82>", "<0xAC>", "s"]
+    backend = Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    tokens = token_texts(tokenizer, [1, 2, 3, 4, 5])
+    assert [t.text for t in tokens] == [" Paris", "⟨E2⟩", "⟨82⟩", "⟨AC⟩", "s"]
+    assert tokens[2].character == "€"
+
+
+def test_an_id_beyond_the_vocabulary_has_a_name(tokenizer):
+    assert token_texts(tokenizer, [len(tokenizer) + 5])[0].text == f"⟨id {len(tokenizer) + 5}⟩"
+
+
+@pytest.mark.parametrize(("character", "columns"), [("a", 1), ("中", 2), ("\u0301", 0), ("\u200d", 0), ("🙂", 2)])
+def test_columns_of_a_fixed_width_font(character, columns):
+    assert display_width(character) == columns

@@ -1,0 +1,392 @@
+"""Tables, paired tests and curves say what the run directories say."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+from credit_trl.evaluation.statistics import holm, paired_bootstrap, two_level_ci
+from credit_trl.lab.comparison import compare, find_runs, read_run
+from credit_trl.lab.comparison.compare import BASE, BEST, FINAL
+from credit_trl.lab.comparison.report import tables_markdown
+from credit_trl.lab.comparison.runs import differing_options, method_of
+from credit_trl.lab.comparison.tables import contrast_row, p_text, score_markdown, steps_row
+from credit_trl.training.run_directory import write_json
+
+PROMPTS = [f"q{i}" for i in range(40)]
+
+
+def scores(mean: float, seed: int, spread: float = 0.1) -> dict[str, float]:
+    difficulty = np.linspace(-0.3, 0.3, len(PROMPTS))
+    noise = np.random.default_rng(seed).normal(0, spread, len(PROMPTS))
+    return {p: float(np.clip(mean + d + e, 0, 1)) for p, d, e in zip(PROMPTS, difficulty, noise, strict=True)}
+
+
+@pytest.fixture
+def three_arms(write_run, tmp_path):
+    """GRPO, SDPO, CREDIT with two seeds: final means .4, .5, .6, and a better middle for SDPO."""
+    for position, (arm, final) in enumerate({"GRPO": 0.4, "SDPO": 0.5, "CREDIT λ=0.1": 0.6}.items()):
+        for seed in (1, 2):
+            middle = 0.7 if arm == "SDPO" else 0.3
+            write_run(
+                f"{arm}-{seed}",
+                {
+                    0: scores(0.2, seed),
+                    5: scores(middle, 10 * position + seed),
+                    10: scores(final, 100 * position + seed),
+                },
+                arm=arm,
+                seed=seed,
+                log=[{"step": s, "loss": 1.0, "entropy": 0.5 * seed + s, "credit/s_mean": s / 10} for s in (1, 2, 10)],
+            )
+    return tmp_path / "runs"
+
+
+def test_final_and_best_scores_are_apart_and_intervals_resample_seeds_and_prompts(three_arms):
+    result = compare([three_arms])
+    assert result.arms == [BASE, "GRPO", "SDPO", "CREDIT λ=0.1"]
+    cell = result.cells["SDPO", "letters", FINAL]
+    runs = [run for run in result.runs if run.arm == "SDPO"]
+    matrix = [[run.per_prompt(10)[p] for p in PROMPTS] for run in runs]
+    assert cell.interval == two_level_ci(matrix)
+    assert cell.by_seed == pytest.approx([np.mean(row) for row in matrix])
+    assert cell.steps == [10, 10]
+    best = result.cells["SDPO", "letters", BEST]
+    assert best.steps == [5, 5]
+    assert best.interval.mean > cell.interval.mean + 0.15
+    base = result.cells[BASE, "letters", FINAL]
+    assert base.seeds == 2  # once a seed, not once a run
+    assert base.interval.mean == pytest.approx(0.2, abs=0.05)
+
+
+def test_an_interval_of_rates_stays_between_none_and_all_and_other_rewards_are_left_alone(write_run, tmp_path):
+    for seed, wrong in ((1, 3), (2, 0), (3, 0)):
+        rates = {p: 0.0 if i < wrong else 1.0 for i, p in enumerate(PROMPTS)}
+        write_run(f"a{seed}", {10: rates}, arm="A", seed=seed)
+    assert compare([tmp_path]).cells["A", "letters", FINAL].interval.high == 1.0
+    write_run("b", {10: dict.fromkeys(PROMPTS, 1.5)}, arm="B")
+    assert compare([tmp_path]).cells["A", "letters", FINAL].interval.high > 1.0
+
+
+def test_differences_are_paired_by_prompt_and_seed(three_arms):
+    result = compare([three_arms])
+    assert result.baseline == "SDPO"
+    (contrast,) = [c for c in result.contrasts if c.when == FINAL and c.arm.startswith("CREDIT")]
+    by_seed = {run.seed: run for run in result.runs if run.arm == "SDPO"}
+    ours = sorted((run for run in result.runs if run.arm.startswith("CREDIT")), key=lambda run: run.seed)
+    expected = paired_bootstrap(
+        [[run.per_prompt(10)[p] for p in PROMPTS] for run in ours],
+        [[by_seed[run.seed].per_prompt(10)[p] for p in PROMPTS] for run in ours],
+        paired_seeds=True,
+    )
+    assert contrast.difference == expected
+    assert contrast.paired_seeds
+    assert contrast.difference.low < 0.1 < contrast.difference.high
+    assert not compare([three_arms], arms=["SDPO"]).contrasts
+
+
+def test_arms_with_other_seeds_are_compared_unpaired_in_seeds(write_run, tmp_path):
+    for arm, seeds in (("SDPO", (1, 2)), ("CREDIT", (3, 4))):
+        for seed in seeds:
+            write_run(f"{arm}{seed}", {10: scores(0.5, seed)}, arm=arm, seed=seed)
+    (final, best) = compare([tmp_path]).contrasts
+    assert not final.paired_seeds
+    assert (final.when, best.when) == (FINAL, BEST)
+
+
+def test_two_runs_of_one_name_and_seed_are_not_taken_for_two_seeds(write_run, tmp_path):
+    """`trl credit` has one default seed, and the label of an arm says nothing of the learning rate."""
+    for name, rate in (("slow", 1e-6), ("fast", 1e-5)):
+        write_run(name, {10: scores(0.5, 1)}, arm="", config={"learning_rate": rate})
+    with pytest.raises(
+        ValueError, match=r"same seed \(1\).*fast.*slow.*differ in learning_rate.*`arm` in its run.json"
+    ):
+        compare([tmp_path])
+    described = json.loads((tmp_path / "runs" / "fast" / "run.json").read_text())
+    write_json(tmp_path / "runs" / "fast" / "run.json", {**described, "arm": "fast"})
+    assert compare([tmp_path]).arms == ["CREDIT λ=0.1 C=1", "fast"]
+
+
+def test_models_evaluated_by_themselves_are_told_apart_by_their_run(write_run, tmp_path):
+    folder = write_run("a", {10: scores(0.5, 1)}, arm="A")
+    result = json.loads((folder / "evaluations" / "step-000010" / "result.json").read_text())
+    for run in ("one", "two"):
+        write_json(tmp_path / "alone" / run / "result.json", {**result, "model": f"runs/{run}/checkpoint-50"})
+    assert compare([tmp_path / "alone"]).arms == ["one/checkpoint-50", "two/checkpoint-50"]
+
+
+def test_a_planned_job_is_no_run_though_the_evaluation_of_its_base_lies_there(write_run, tmp_path):
+    done = write_run("done", {0: scores(0.2, 1), 10: scores(0.5, 1)}, arm="A")
+    planned = tmp_path / "runs" / "planned"
+    shutil.copytree(done / "evaluations" / "step-000000", planned / "evaluations" / "step-000000")
+    write_json(planned / "job.json", {"arm": "B"})
+    assert compare([tmp_path]).arms == [BASE, "A"]
+
+
+def test_a_run_that_was_written_anew_is_read_anew(write_run, tmp_path):
+    for mean in (0.5, 0.9):
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        write_run("a", {10: dict.fromkeys(PROMPTS, mean)}, arm="A")
+        assert compare([tmp_path]).cells["A", "letters", FINAL].interval.mean == pytest.approx(mean)
+
+
+def test_names_cannot_break_a_table_or_reach_a_terminal(write_run, tmp_path):
+    for seed, arm in enumerate(("SDPO", "a|b", "<img src=x>", "red\x1b[31m", "two\nlines")):
+        write_run(f"run{seed}", {10: scores(0.5, seed)}, arm=arm)
+    text = tables_markdown(compare([tmp_path], targets=[0.5]))
+    assert "a\\|b" in text
+    assert "&lt;img src=x>" in text
+    assert "<img" not in text
+    assert "\x1b" not in text
+    assert "two⟨U+000A⟩lines" in text
+
+
+def test_groups_of_prompts_are_columns_and_the_average_is_over_them(write_run, tmp_path):
+    groups = {p: "easy" if i < 10 else "hard" for i, p in enumerate(PROMPTS)}
+    write_run("a", {10: {p: 1.0 if groups[p] == "easy" else 0.0 for p in PROMPTS}}, arm="A", groups=groups)
+    write_run("b", {10: dict.fromkeys(PROMPTS, 0.5)}, arm="B", groups=groups)
+    result = compare([tmp_path])
+    assert result.domains == ["letters: easy", "letters: hard"]
+    assert result.prompts == {"letters: easy": 10, "letters: hard": 30}
+    assert result.average("A", FINAL) == result.average("B", FINAL) == 0.5
+    assert result.ranks("letters: easy", FINAL) == {"A": 1, "B": 2}
+    assert result.ranks("letters: hard", FINAL) == {"A": 2, "B": 1}
+    assert result.ranks(None, FINAL) == {"A": 1, "B": 1}
+    table = score_markdown(result, FINAL).splitlines()
+    assert table[2] == "| + A | **100.0** ±0.0 | <u>0.0</u> ±0.0 | **50.0** |"
+
+
+def test_tasks_are_columns_and_a_missing_cell_has_no_average(write_run, tmp_path):
+    write_run("a1", {10: scores(0.5, 1)}, arm="A", task="letters")
+    write_run("a2", {10: scores(0.6, 2)}, arm="A", task="numbers")
+    write_run("b1", {10: scores(0.5, 1)}, arm="B", task="letters")
+    result = compare([tmp_path])
+    assert math.isnan(result.average("B", FINAL))
+    assert score_markdown(result, FINAL).splitlines()[3].endswith("| – | – |")
+
+
+def test_only_shared_prompts_count_and_none_shared_is_refused(write_run, tmp_path):
+    write_run("a", {10: {"q0": 0.0, "q1": 1.0, "q2": 1.0}}, arm="A")
+    write_run("b", {10: {"q1": 0.0, "q2": 1.0, "q3": 1.0}}, arm="B")
+    result = compare([tmp_path])
+    assert result.prompts == {"letters": 2}
+    assert result.cells["A", "letters", FINAL].interval.mean == 1.0
+    write_run("c", {10: {"q9": 0.0}}, arm="C")
+    with pytest.raises(ValueError, match="share no prompt"):
+        compare([tmp_path])
+
+
+def test_steps_to_a_score_are_told_run_by_run(three_arms):
+    result = compare([three_arms], targets=[0.55])
+    steps = {row.arm: row.steps for row in result.steps_to}
+    assert steps == {"GRPO": [None, None], "SDPO": [5, 5], "CREDIT λ=0.1": [10, 10]}
+    assert steps_row(result.steps_to[0])[2:] == ["55 %", "never, never", "never"]
+    assert steps_row(result.steps_to[1])[3:] == ["5, 5", "5"]
+
+
+def test_curves_are_means_and_ranges_over_seeds(three_arms):
+    curves = {(c.arm, c.title): c for c in compare([three_arms]).curves}
+    entropy = curves["SDPO", "Entropy (nats)"]
+    assert entropy.steps == [1, 2, 10]
+    assert entropy.mean == pytest.approx([1.75, 2.75, 10.75])
+    assert entropy.low == pytest.approx([1.5, 2.5, 10.5])
+    assert entropy.high == pytest.approx([2.0, 3.0, 11.0])
+    assert curves["GRPO", "Score (avg@k)"].steps == [0, 5, 10]
+    assert ("SDPO", "Response length (tokens)") not in curves
+
+
+def test_a_metric_can_be_compared_in_place_of_the_score(write_run, tmp_path):
+    write_run("a", {10: scores(0.5, 1)}, arm="A", metrics={"format": 0.25})
+    write_run("b", {10: scores(0.5, 1)}, arm="B", metrics={"format": 0.75})
+    result = compare([tmp_path], measure="format")
+    assert result.cells["A", "letters", FINAL].interval.mean == 0.25
+    with pytest.raises(ValueError, match="score, majority, format"):
+        compare([tmp_path], measure="speed")
+
+
+def test_the_log_comes_from_the_last_trainer_state_where_there_is_no_jsonl(write_run):
+    folder = write_run("a", {0: scores(0.5, 1), 20: scores(0.5, 1)})
+    for step in (10, 20):
+        state = {"global_step": step, "log_history": [{"step": s, "entropy": 0.1 * s} for s in (1, step)]}
+        (folder / f"checkpoint-{step}").mkdir()
+        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+    run = read_run(folder)
+    assert run.log_source == "checkpoint-20/trainer_state.json"
+    assert run.series("entropy") == ([1, 20], [0.1, 2.0])
+
+
+def test_an_evaluation_by_itself_is_a_run_and_runs_are_found_at_any_depth(write_run, tmp_path):
+    folder = write_run("deep/er/a", {10: scores(0.5, 1)}, arm="A")
+    alone = tmp_path / "runs" / "alone"
+    shutil.copytree(folder / "evaluations" / "step-000010", alone)
+    found = {run.arm: run for run in find_runs([tmp_path])}
+    assert found.keys() == {"A", "m"}
+    assert found["m"].per_prompt(0) == found["A"].per_prompt(10)
+    result = compare([tmp_path], baseline="m")
+    assert result.contrasts[0].difference.difference == 0.0
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"distillation_weight": 0.0, "contrastive_coef": 0.1}, "GRPO"),
+        ({"distillation_weight": 1.0, "contrastive_coef": 0.0}, "SDPO"),
+        ({"distillation_weight": 1.0, "contrastive_coef": 0.1}, "CREDIT"),
+        ({"distillation_weight": 1.0, "contrastive_coef": 0.1, "contrastive_swap": "hint"}, "hint-contrast"),
+        ({"distillation_weight": 1.0, "contrastive_coef": 0.0, "teacher_hint": "foreign"}, "foreign-hint"),
+        ({"beta": 0.0}, "GRPO"),
+    ],
+)
+def test_the_method_follows_from_the_configuration(config, method):
+    assert method_of(config) == method
+
+
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        ({}, "CREDIT λ=0.1 C=1"),
+        ({"contrastive_form": "guide", "contrastive_coef": 1.0}, "CREDIT λ=1 C=1 form=guide"),
+        ({"contrastive_source": "none", "contrastive_gate": 0.2}, "CREDIT λ=0.1 C=1 source=none gate=0.2"),
+        ({"contrastive_baseline": "log_mean", "contrastive_count": 4}, "CREDIT λ=0.1 C=4 baseline=log_mean"),
+        ({"contrastive_plausibility": 0.1}, "CREDIT λ=0.1 C=1 plausibility=0.1"),
+        ({"contrastive_coef": "auto", "contrastive_auto_level": 0.05}, "CREDIT λ=auto kl=0.05 C=1"),
+        (
+            {"contrastive_coef": "auto", "contrastive_auto_level": 0.2, "contrastive_auto_quantity": "s"},
+            "CREDIT λ=auto s=0.2 C=1",
+        ),
+        ({"contrastive_coef": 0.0}, "SDPO"),
+        ({"distillation_weight": 0.0}, "GRPO"),
+    ],
+)
+def test_runs_that_no_sweep_named_are_labelled_by_all_that_sets_their_contrast_apart(
+    make_config, write_run, options, label
+):
+    config = make_config(**options)
+    folder = write_run("run", {0: {"a": 1.0}}, arm="", config=config.to_dict())
+    assert read_run(folder).arm == label
+
+
+def test_holm_multiplies_the_smallest_by_all_and_never_decreases():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.6, 0.5]) == pytest.approx([1.0, 1.0])
+    assert holm([]) == []
+
+
+def test_numbers_are_told_in_points(three_arms):
+    contrast = compare([three_arms]).contrasts[0]
+    row = contrast_row(contrast)
+    assert row[2] == f"{100 * contrast.difference.difference:+.1f}"
+    assert p_text(0.0004) == "< 0.001"
+    assert p_text(0.05) == "0.050"
+
+
+def test_a_run_that_is_still_training_has_no_final_score_unless_it_is_asked_for(write_run, tmp_path):
+    write_run("a", {0: scores(0.2, 1), 10: scores(0.6, 1)}, arm="A")
+    write_run("b", {0: scores(0.2, 1), 5: scores(0.3, 1)}, arm="B", finished=False)
+    result = compare([tmp_path])
+    assert result.arms == [BASE, "A"]
+    assert [run.arm for run in result.unfinished] == ["B"]
+    assert compare([tmp_path], include_unfinished=True).cells["B", "letters", FINAL].steps == [5]
+
+
+def test_evaluations_that_were_not_sampled_alike_are_told_by_setting_value_and_run(write_run, tmp_path):
+    sampled = {"temperature": 0.6, "top_p": 0.95, "seed": 0, "template": {}}
+    for seed in (1, 2):
+        write_run(f"a-{seed}", {10: scores(0.6, 1)}, arm="A", seed=seed, settings={**sampled, "seed": seed})
+    write_run("unknown", {10: scores(0.6, 1)}, arm="C")  # written before settings were
+    assert compare([tmp_path]).differing_settings == []
+    write_run("b", {10: scores(0.4, 1)}, arm="B", settings={**sampled, "temperature": 1.0})
+    result = compare([tmp_path])
+    (told,) = result.differing_settings
+    runs = tmp_path / "runs"
+    assert told == f"letters, temperature: 0.6 in {runs / 'a-1'} and 1 more; 1.0 in {runs / 'b'}"
+    tables = tables_markdown(result)
+    assert tables.startswith("These evaluations were not sampled alike")
+    assert told in tables
+
+
+def test_runs_of_one_name_that_differ_in_more_than_their_seed_are_told_by_option_and_value(write_run, tmp_path):
+    rate = {"learning_rate": 1e-6}
+    for seed in (1, 2):
+        folders = {"output_dir": f"runs/{seed}", "seed": seed, "save_steps": 10 * seed, "resume_from_checkpoint": None}
+        write_run(f"a-{seed}", {10: scores(0.6, 1)}, arm="A", seed=seed, config={**rate, **folders})
+    write_run("b", {10: scores(0.4, 1)}, arm="B", config={"learning_rate": 1e-4})  # another arm, another option
+    assert differing_options(compare([tmp_path]).runs) == []
+    write_run("a-3", {10: scores(0.6, 1)}, arm="A", seed=3, config={"learning_rate": 1e-4})
+    result = compare([tmp_path])
+    assert differing_options(result.runs) == ["A on letters: learning_rate (1e-06, 0.0001)"]
+    assert "these differ in more" in tables_markdown(result).partition("## ")[0]
+
+
+def test_runs_of_one_name_that_began_at_different_models_are_told_and_have_no_common_base(write_run, tmp_path):
+    trained = {0: scores(0.2, 1), 10: scores(0.6, 1)}
+    for seed in (1, 2):  # a base a seed, as a sweep's `bases/seed{seed}`
+        write_run(f"a-{seed}", trained, arm="A", seed=seed, model=f"bases/seed{seed}")
+        write_run(f"b-{seed}", trained, arm="B", seed=seed, model=f"bases/seed{seed}")
+    result = compare([tmp_path])
+    assert differing_options(result.runs) == []
+    assert BASE in result.arms
+    write_run("a-3", trained, arm="A", seed=3, model="org/other")
+    assert differing_options(compare([tmp_path]).runs) == ["A on letters: model (bases/seed{seed}, org/other)"]
+    write_run("b-3", trained, arm="B", seed=3, model="bases/seed3")
+    result = compare([tmp_path])
+    assert BASE not in result.arms
+    assert "began at different models" in tables_markdown(result).partition("## ")[0]
+
+
+def test_prompts_without_a_group_are_a_column_of_their_own_beside_groups(write_run, tmp_path):
+    groups = {p: "hard" if i < 10 else None for i, p in enumerate(PROMPTS)}
+    write_run("a", {10: {p: float(groups[p] is None) for p in PROMPTS}}, arm="A", groups=groups)
+    result = compare([tmp_path])
+    assert result.prompts == {"letters: hard": 10, "letters: other": 30}
+    assert result.average("A", FINAL) == 0.5
+
+
+def test_an_arm_cannot_have_the_name_of_the_model_before_training(write_run, tmp_path):
+    write_run("a", {0: scores(0.2, 1), 10: scores(0.9, 1)}, arm=BASE)
+    with pytest.raises(ValueError, match=f"called '{BASE}'.*another name"):
+        compare([tmp_path])
+
+
+def test_a_metric_that_only_some_prompts_have_is_refused_by_one_that_has_none(write_run, tmp_path):
+    folder = write_run("a", {10: scores(0.5, 1)}, arm="A", metrics={"format": 1.0})
+    path = folder / "evaluations" / "step-000010" / "result.json"
+    result = json.loads(path.read_text())
+    result["prompts"][3]["metrics"] = {}
+    write_json(path, result)
+    with pytest.raises(ValueError, match=f"'format' of 39 prompts of 40, not of '{result['prompts'][3]['id']}'"):
+        compare([tmp_path], measure="format")
+
+
+def test_the_best_step_is_that_of_the_reward_whatever_measure_is_shown(write_run, tmp_path):
+    folder = write_run("a", {5: scores(0.9, 1), 10: scores(0.5, 1)}, arm="A")
+    for step, share in ((5, 0.2), (10, 0.95)):
+        path = folder / "evaluations" / f"step-{step:06d}" / "result.json"
+        result = json.loads(path.read_text())
+        for prompt in result["prompts"]:
+            prompt["metrics"] = {"format": share}
+        write_json(path, result)
+    compared = compare([tmp_path], measure="format")
+    assert compared.cells["A", "letters", BEST].interval.mean == pytest.approx(0.2)
+    assert "highest mean reward over all of these prompts, whatever the table shows" in tables_markdown(compared)
+
+
+def test_what_is_no_run_is_refused_by_name(tmp_path, write_run):
+    with pytest.raises(FileNotFoundError, match="credit-eval"):
+        compare([tmp_path])
+    folder = write_run("a", {}, log=[{"step": 1, "loss": 1.0}])
+    with pytest.raises(ValueError, match="EvaluationCallback"):
+        compare([folder])
+    write_run("b", {10: scores(0.5, 1)}, arm="B")
+    with pytest.raises(ValueError, match="baseline 'C'; there are B"):
+        compare([tmp_path], baseline="C")
+    with pytest.raises(ValueError, match="No run of arm C"):
+        compare([tmp_path], arms=["C"])
+    for broken in ("{", '{"a":' * 100_000):
+        (folder / "run.json").write_text(broken)
+        with pytest.raises(ValueError, match=r"run\.json is not JSON"):
+            compare([tmp_path])

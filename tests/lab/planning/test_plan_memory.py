@@ -1,0 +1,230 @@
+"""What the plan says lies on a GPU is what tiny runs really hold, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import ModelConfig
+
+from credit_trl import CreditTrainer
+from credit_trl.lab.planning import memory
+from credit_trl.lab.planning.fit import CHANGES, changes_that_fit, fits
+from credit_trl.lab.planning.setup import GIB, GPUS, make_setup
+from credit_trl.lab.planning.shape import load_shape
+from tiny import length_verdicts
+
+
+def size(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def shape_of(model, folder):
+    model.config.save_pretrained(folder)
+    return load_shape("tiny", folder / "config.json")
+
+
+class Held(TrainerCallback):
+    """Bytes of gradients and optimizer at the step."""
+
+    def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.gradients = size(p.grad for p in model.parameters() if p.grad is not None)
+        moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq") if name in s]
+        self.optimizer = size(moments)
+
+
+LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="full"),
+        pytest.param({"dtype": "bfloat16"}, id="full-bf16"),
+        pytest.param(LORA, id="lora"),
+        pytest.param({**LORA, "dtype": "bfloat16", "use_dora": True, "lora_target_modules": "all-linear"}, id="dora"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ema", "base", "live"])
+def test_weights_gradients_optimizer_reference_and_scores_are_exact(
+    make_model, make_config, tokenizer, dataset, tmp_path, options, kind
+):
+    described = ModelConfig(**options)
+    model = make_model(dtype=getattr(torch, described.dtype))
+    shape = shape_of(model, tmp_path)
+    config = make_config(max_steps=1, teacher_model_kind=kind, distillation_topk=7, max_completion_length=5)
+    setup = make_setup(config, described, {}, GPUS["h100"], mixed=False)
+    adapter = None
+    if described.use_peft:
+        targets = described.lora_target_modules
+        adapter = LoraConfig(r=4, target_modules=targets, use_dora=described.use_dora, task_type="CAUSAL_LM")
+    held, stored = Held(), {}
+    trainer = CreditTrainer(
+        model, length_verdicts, config, dataset, processing_class=tokenizer, peft_config=adapter, callbacks=[held]
+    )
+    original = trainer._score
+
+    def record(output, contexts):
+        scores = original(output, contexts)
+        stored.update({name: t for name, t in scores.items() if t.shape[:2] == output["completion_ids"].shape})
+        return scores
+
+    trainer._score = record
+    trainer.train()
+
+    own = 0 if kind == "live" else size(trainer.teacher.named_weights().values())
+    assert memory.teacher(shape, setup) == own
+    policy = size(p for name, p in trainer.model.named_parameters() if ".teacher" not in name)
+    assert memory.weights(shape, setup) == policy
+    assert memory.gradients(shape, setup) == held.gradients
+    assert memory.optimizer(shape, setup) == held.optimizer
+    assert stored["support_ids"].shape[1] == setup.completion  # else the prediction is of longer ones
+    assert memory.scores(setup) == size(stored.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_right_to_a_quarter(make_model, tmp_path, checkpointing):
+    model = make_model(hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4)
+    shape = shape_of(model, tmp_path)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model.train()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved, kept = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        kept.append(tensor)  # so that no address is used twice
+        return tensor
+
+    tokens = (2, 384)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.model(input_ids=torch.randint(0, 200, tokens), use_cache=False)
+    elements = shape.hidden if checkpointing else shape.layer_elements
+    predicted = 4 * tokens[0] * tokens[1] * shape.layers * elements
+    constant = 4 * tokens[0] * tokens[1] * 2 * 16 * shape.layers  # rotary tables, which the layers share
+    assert predicted == pytest.approx(sum(saved.values()) - (constant if checkpointing else 0), rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen3-8B", 8.19e9),
+        ("Qwen/Qwen3-4B", 4.02e9),
+        ("Qwen/Qwen3-0.6B", 0.60e9),
+        ("Olmo-3-7B-Instruct", 7.30e9),
+    ],
+)
+def test_the_sizes_that_are_brought_give_the_published_parameter_counts(name, parameters):
+    assert load_shape(name).parameters == pytest.approx(parameters, rel=0.01)
+
+
+def test_an_adapter_has_as_many_parameters_as_peft_makes(make_model, tmp_path):
+    from peft import get_peft_model
+
+    shape = shape_of(make_model(), tmp_path)
+    for targets in (["q_proj"], ["gate_proj", "o_proj"], "all-linear"):
+        for dora in (False, True):
+            config = LoraConfig(r=3, target_modules=targets, use_dora=dora, task_type="CAUSAL_LM")
+            trained = get_peft_model(make_model(), config).get_nb_trainable_parameters()[0]
+            names = [targets] if isinstance(targets, str) else targets
+            assert shape.adapter_parameters(3, names, dora) == trained
+
+
+def setup_of(make_config, **changes):
+    setup = make_setup(make_config(), ModelConfig(), {}, GPUS["h100"], mixed=True)
+    return replace(setup, **{"generation_batch": 64, "per_device": 8, "completion": 4096, **changes})
+
+
+def test_sharding_divides_what_each_strategy_shards(make_config):
+    shape = load_shape("Qwen/Qwen3-0.6B")
+    whole = memory.memory_of(shape, setup_of(make_config))
+    for strategy, divided in {"fsdp2": ("weights", "reference"), "zero3": ("reference",)}.items():
+        sharded = memory.memory_of(shape, setup_of(make_config, strategy=strategy, processes=8)).steady
+        for name in divided:
+            assert sharded[name] == -(-whole.steady[name] // 8), (strategy, name)
+    ddp = memory.memory_of(shape, setup_of(make_config, strategy="ddp", processes=8))
+    assert ddp.steady["weights"] == whole.steady["weights"]
+    zero2 = setup_of(make_config, strategy="zero2", processes=8)
+    # fp32 masters and two moments a parameter, over eight
+    assert memory.optimizer(shape, zero2) == -(-12 * shape.parameters // 8)
+    assert memory.weights(shape, zero2) == 2 * shape.parameters
+
+
+def test_every_change_lowers_the_peak_where_it_applies(make_config):
+    shape = load_shape("Qwen/Qwen3-0.6B")
+    base = setup_of(
+        make_config,
+        checkpointing=False,
+        vllm="colocate",
+        vllm_share=0.9,
+        vllm_sleeps=False,
+        flash=False,
+        per_device=8,
+        scoring_tokens=2**17,
+    )
+    setups = [base, replace(base, vllm=None, completion=16384), replace(base, strategy="ddp", processes=2)]
+    setups += [replace(setup, vllm=None, lora_rank=8, weight_bytes=4) for setup in setups]
+    for change in CHANGES:
+        lowered = []
+        for setup in setups:
+            changed = change.apply(setup)
+            if changed is not None:
+                before, after = memory.memory_of(shape, setup), memory.memory_of(shape, changed)
+                lowered.append(any(after.total(phase) < before.total(phase) for phase in memory.PHASES))
+        assert any(lowered), change.words
+
+
+def test_an_offloaded_reference_is_on_the_gpu_while_it_scores(make_config):
+    shape = load_shape("Qwen/Qwen3-8B")
+    held = setup_of(make_config)
+    waits = replace(held, teacher_offload=True)
+    there, away = memory.memory_of(shape, held), memory.memory_of(shape, waits)
+    saved = {phase: there.total(phase) - away.total(phase) for phase in memory.PHASES}
+    whole = memory.teacher(shape, held)
+    assert whole == 4 * shape.parameters
+    assert saved == {"rollout": whole, "scores": 0, "update": whole}
+
+
+def test_more_processes_train_on_the_same_batches(make_config):
+    """What is advised names all that it changes: followed as it stands, a step takes as many rollouts as before."""
+    shape = load_shape("Qwen/Qwen3-8B")
+    one = setup_of(make_config, per_device=2, accumulation=32, generation_batch=64, checkpointing=True, flash=True)
+    (words,) = changes_that_fit(shape, one)
+    assert words == (
+        "num_processes: 8, accelerate_config: fsdp2, per_device_train_batch_size: 2, gradient_accumulation_steps: 4"
+    )
+    more = next(change for change in CHANGES if change.words.startswith("num_processes"))
+    halved = more.apply(replace(one, accumulation=4))
+    assert (halved.processes, halved.per_device, halved.accumulation) == (8, 1, 1)
+    assert more.apply(replace(one, accumulation=6)) is None  # 12 rollouts are no micro-batches of 8 processes
+    far = more.apply(replace(one, processes=8, strategy="fsdp2", accumulation=4))
+    assert (far.processes, far.machines, far.accumulation, far.strategy) == (16, 2, 2, "fsdp2")
+
+
+def test_the_change_that_is_named_makes_the_run_fit_and_is_needed(make_config):
+    shape = load_shape("Qwen/Qwen3-8B")
+    tight = setup_of(make_config, strategy="fsdp2", processes=8, checkpointing=False, flash=True)
+    assert not fits(memory.memory_of(shape, tight), tight)
+    words = changes_that_fit(shape, tight)
+    assert words
+    applied = tight
+    for change in CHANGES:
+        if any(word.startswith(change.words.split(":")[0]) for word in words):
+            applied = change.apply(applied)
+    assert fits(memory.memory_of(shape, applied), applied)
+    small = replace(tight, gpu=replace(tight.gpu, memory=GIB))
+    assert changes_that_fit(shape, small) is None
+
+
+def test_unknown_models_and_broken_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match="--model_config"):
+        load_shape("someone/unknown-1b")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="no model configuration"):
+        load_shape("x", tmp_path / "config.json")

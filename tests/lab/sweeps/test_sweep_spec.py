@@ -1,0 +1,164 @@
+"""A sweep's file says what is run; what cannot be run is refused before anything starts."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import yaml
+
+from credit_trl.lab.sweeps.launch import plan_sweep
+from credit_trl.lab.sweeps.spec import METHODS, SweepSpec, make_arm, read_spec
+
+MINIMAL = {"model": "m", "task": "quickstart", "grid": {"method": ["SDPO"]}, "seeds": [1]}
+CPU = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
+
+
+def arms(grid, **config):
+    return [arm.name for arm in SweepSpec(**{**MINIMAL, "grid": grid, "config": config}).arms()]
+
+
+def test_a_grid_is_a_product_and_several_grids_are_united():
+    assert arms({"method": ["CREDIT"], "contrastive_count": [1, 2], "contrastive_coef": [0.1, 0.5]}) == [
+        "CREDIT C=1 λ=0.1",
+        "CREDIT C=1 λ=0.5",
+        "CREDIT C=2 λ=0.1",
+        "CREDIT C=2 λ=0.5",
+    ]
+    assert arms([{"method": ["GRPO", "SDPO"]}, {"method": "CREDIT", "contrastive_coef": 0.2}]) == [
+        "GRPO",
+        "SDPO",
+        "CREDIT λ=0.2",
+    ]
+
+
+def test_combinations_that_are_the_same_training_are_one_arm():
+    grid = {
+        "method": ["GRPO", "SDPO", "CREDIT"],
+        "contrastive_coef": [0.0, 0.1],
+        "contrastive_count": [1, 2],
+        "teacher_context": ["solution", "think"],
+    }
+    assert arms(grid) == [
+        "GRPO",
+        "SDPO context=solution",
+        "SDPO context=think",
+        "CREDIT λ=0.1 C=1 context=solution",
+        "CREDIT λ=0.1 C=1 context=think",
+        "CREDIT λ=0.1 C=2 context=solution",
+        "CREDIT λ=0.1 C=2 context=think",
+    ]
+
+
+@pytest.mark.parametrize("config", [{}, {"contrastive_coef": 0.2, "teacher_context": "think"}])
+def test_an_option_at_the_value_that_it_has_anyway_makes_no_arm_of_its_own(config):
+    coefs, contexts = [0.1, 0.2], ["solution", "think"]
+    grid = [
+        {"method": "CREDIT"},
+        {"method": "CREDIT", "contrastive_coef": coefs},
+        {"method": ["CREDIT", "SDPO"], "teacher_context": contexts},
+        {"method": ["SDPO"], "contrastive_count": [1, 2]},
+    ]
+    other_coef, other_context = ("λ=0.1", "context=solution") if config else ("λ=0.2", "context=think")
+    found = [arm.name for arm in SweepSpec(**{**MINIMAL, "grid": grid, "config": config}).arms()]
+    assert [name for name in found if name.startswith("CREDIT")] == [
+        "CREDIT",
+        f"CREDIT {other_coef}",
+        f"CREDIT {other_context}",
+    ]
+    assert sum(name.startswith("SDPO") for name in found) == 2
+
+
+def test_methods_are_options_of_one_trainer():
+    assert make_arm({"method": "GRPO", "contrastive_coef": 0.3}, {}).options == {"distillation_weight": 0.0}
+    assert make_arm({"method": "SDPO", "contrastive_coef": 0.3}, {}).options == {"contrastive_coef": 0.0}
+    assert make_arm({"method": "CREDIT"}, {"contrastive_coef": 0.0}).method == "SDPO"
+    hint = make_arm({"method": "hint-contrast", "contrastive_coef": 0.3}, {})
+    assert hint.options == {"contrastive_swap": "hint", "contrastive_coef": 0.3}
+    assert make_arm({"method": "foreign-hint"}, {}).options == {"teacher_hint": "foreign"}
+
+
+def test_folders_are_plain_names():
+    assert make_arm({"contrastive_coef": 0.05, "contrastive_count": 2}, {}).slug == "credit-lambda-0.05-c-2"
+    assert {make_arm({"method": method}, {}).slug for method in METHODS} == {m.lower() for m in METHODS}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grid": {"method": ["PPO"]}}, "choose among GRPO"),
+        ({"grid": []}, "no arm"),
+        ({"grid": ["CREDIT"]}, "maps options"),
+        ({"grid": {"learning_rate": [1.2345678e-6, 1.2345679e-6]}}, "share the directory"),
+        ({"grid": {"method": "GRPO", "distillation_weight": [0.5]}}, None),
+        ({"grid": {"method": "hint-contrast", "contrastive_swap": "input"}}, "decides contrastive_swap itself"),
+        ({"seeds": []}, "at least one"),
+        ({"seeds": [1, 1]}, "repeats"),
+        ({"seeds": ["a"]}, "whole numbers"),
+        ({"launcher": "slurm"}, "process, inline, accelerate"),
+        ({"config": {"output_dir": "x"}}, "set by the sweep"),
+        ({"data": {"split": "train"}}, "not split"),
+    ],
+)
+def test_a_sweep_that_makes_no_sense_is_refused(change, message):
+    if message is None:  # what a method does not read is dropped
+        assert SweepSpec(**{**MINIMAL, **change}).arms()[0].options == {"distillation_weight": 0.0}
+        return
+    with pytest.raises(ValueError, match=message):
+        SweepSpec(**{**MINIMAL, **change})
+
+
+def test_the_file_is_checked_by_name_and_never_builds_objects(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text("model: m\ntask: quickstart\ngrid: {method: [SDPO]}\nseeds: [1, 2]\nconfig: {max_steps: 3}\n")
+    spec = read_spec(path)
+    assert (spec.model, spec.seeds, spec.config) == ("m", [1, 2], {"max_steps": 3})
+    for text, message in {
+        "model: [": "not YAML",
+        "- 1": "not a mapping",
+        "model: m\ntask: t\ngrid: {}\nseeds: [1]\nsteps: 3": "unknown field steps",
+        "model: m\ntask: t": "grid, seeds missing",
+        "model: !!python/object/apply:os.getcwd []": "not YAML",
+        "model: m\ntask: t\ngrid: {method: [PPO]}\nseeds: [1]": "Unknown method 'PPO'",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message) as raised:
+            read_spec(path)
+        assert "sweep.yaml" in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["grid: *l8", "config: {options: *l8}"])
+def test_a_file_whose_anchors_expand_without_end_is_refused_at_once(tmp_path, form):
+    levels = [f"l0: &l0 [{', '.join('1' * 10)}]"]
+    levels += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 9)]
+    path = tmp_path / "bomb.yaml"
+    path.write_text("\n".join([*levels, "model: m", "task: t", "seeds: [1]", form]))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"bomb\.yaml expands to more than 100,000 values"):
+        read_spec(path)
+    assert time.monotonic() - began < 5
+
+
+def test_an_arm_that_cannot_train_is_refused_before_a_directory_is_made(tmp_path):
+    spec = SweepSpec(**{**MINIMAL, "grid": {"contrastive_coef": [0.1, 2.0]}, "config": CPU})
+    with pytest.raises(ValueError, match=r"λ=2.*contrastive_coef"):
+        plan_sweep(spec, tmp_path / "out")
+    spec = SweepSpec(**{**MINIMAL, "config": {**CPU, "learningrate": 1.0}})
+    with pytest.raises(ValueError, match="learningrate"):
+        plan_sweep(spec, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_number_that_yaml_reads_as_text_is_refused_before_a_directory_is_made(tmp_path):
+    config = yaml.safe_load("learning_rate: 1e-6")
+    spec = SweepSpec(**{**MINIMAL, "config": {**CPU, **config}})
+    with pytest.raises(ValueError, match=r"`learning_rate` is the text '1e-6'.*write 1.0e-06"):
+        plan_sweep(spec, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_of_another_sweep_is_refused(tmp_path):
+    plan_sweep(SweepSpec(**MINIMAL, config=CPU), tmp_path)
+    plan_sweep(SweepSpec(**{**MINIMAL, "seeds": [1, 2]}, config=CPU), tmp_path)
+    with pytest.raises(ValueError, match=r"seed-1 holds another job \(config differ\)"):
+        plan_sweep(SweepSpec(**MINIMAL, config={**CPU, "max_steps": 7}), tmp_path)

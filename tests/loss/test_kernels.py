@@ -1,0 +1,482 @@
+"""The fast objective against a dense one that forms every logit, in fp64 and by autograd."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from credit_trl.loss import CreditLoss, TeacherStates, credit_loss, score_tokens
+from credit_trl.loss.blocks import top_columns
+from dense_reference import (
+    SUPPORTS,
+    Case,
+    assert_same,
+    assert_same_gradients,
+    dense,
+    dense_logps,
+    make_case,
+    ours,
+)
+
+HEADS = [(bias, softcap) for bias in (False, True) for softcap in (None, 2.0)]
+
+# Deterministic draws: two tokens that tie for the last place of a support would be a legitimate difference.
+examples = settings(max_examples=8, derandomize=True, deadline=None)
+
+
+shapes = st.fixed_dictionaries({"n": st.integers(1, 9), "v": st.integers(2, 70), "h": st.integers(1, 12)})
+
+
+@pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
+@given(shape=shapes, chunk_size=st.integers(1, 10), seed=st.integers(0, 2**16), data=st.data())
+@examples
+def test_loss_and_every_gradient_equal_the_dense_reference(support, tail, alpha, shape, chunk_size, seed, data):
+    topk = data.draw(st.integers(1, shape["v"]))
+    is_clip = data.draw(st.sampled_from([None, 2.0]))
+    for contrasts in (0, 1, 3):
+        for bias, softcap in HEADS:
+            case = make_case(**shape, contrasts=contrasts, bias=bias, softcap=softcap, seed=seed)
+            exact = case.copy(torch.float64)
+            result = ours(case, support, tail, alpha, topk, is_clip, chunk_size)
+            expected = dense(exact, support, tail, alpha, topk, is_clip)
+            result.loss.backward()
+            expected.loss.backward()
+            assert_same(result, expected, exact.weights)
+            assert_same_gradients(case, exact, expected.ratio)
+
+
+@pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
+def test_what_is_logged_equals_the_dense_reference(support, tail, alpha):
+    case = make_case(n=40, v=60, contrasts=3, bias=True, seed=1)
+    result = ours(case, support, tail, alpha, 9, chunk_size=7)
+    expected = dense(case.copy(torch.float64), support, tail, alpha, 9)
+    names = {f.name for f in fields(CreditLoss)} - {"loss"}
+    if tail == "renormalize" and support == "teacher_topk":
+        assert result.student_mass.isnan().all()
+        names -= {"student_mass", "entropy"}
+    if tail == "renormalize" and support == "student_topk":
+        assert result.teacher_mass.isnan().all()
+        names -= {"teacher_mass", "teacher_entropy"}
+    for name in names:
+        assert_close(getattr(result, name).double(), getattr(expected, name).detach(), rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_an_entropy_without_normaliser_is_that_on_the_support():
+    case = make_case(n=20, v=50, seed=2)
+    exact = case.copy(torch.float64)
+    ids = dense_logps(exact.teacher, exact.reference_weight, None, exact).topk(8).indices
+    p = dense_logps(exact.hidden, exact.weight, None, exact).gather(-1, ids).softmax(-1)
+    result = ours(case, "teacher_topk", "renormalize", 1.0, 8)
+    assert_close(result.entropy.double(), -(p * p.log()).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_an_importance_ratio_is_true_where_the_support_is_renormalised():
+    case = make_case(n=30, v=50, seed=3)
+    result = ours(case, "teacher_topk", "renormalize", 1.0, 4, is_clip=1.5, chunk_size=8)
+    exact = case.copy(torch.float64)
+    logps = dense_logps(exact.hidden, exact.weight, None, exact).gather(-1, exact.token_ids[:, None])[:, 0].detach()
+    assert_close(result.ratio.double(), (logps - exact.old_logps).exp().clamp(max=1.5), rtol=1e-5, atol=1e-5)
+    assert 0 < (result.ratio == 1.5).sum() < 30
+    # The normaliser was formed for it, so mass and entropy are the whole vocabulary's.
+    expected = dense(exact, "teacher_topk", "renormalize", 1.0, 4)
+    assert_close(result.student_mass.double(), expected.student_mass.detach(), rtol=1e-5, atol=1e-6)
+    assert_close(result.entropy.double(), expected.entropy.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("support", "tail", "alpha"), [case for case in SUPPORTS if case[0] != "sampled"])
+def test_gradients_of_fp64_inputs_are_finite_differences(support, tail, alpha):
+    """The sampled support has a detached factor that a difference would see: the dense reference covers it."""
+    case = make_case(n=4, v=13, h=3, contrasts=2, bias=True, softcap=3.0, dtype=torch.float64, scale=0.7)
+    loss = ours(case, support, tail, alpha, 5, chunk_size=3).loss
+    loss.backward()
+    epsilon = 1e-5
+    for leaf in case.leaves():
+        numeric = torch.zeros_like(leaf)
+        for i in range(leaf.numel()):
+            values = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    leaf.view(-1)[i] += sign * epsilon
+                    values.append(ours(case, support, tail, alpha, 5, chunk_size=3).loss)
+                    leaf.view(-1)[i] -= sign * epsilon
+            numeric.view(-1)[i] = (values[0] - values[1]) / (2 * epsilon)
+        assert (numeric - leaf.grad).abs().max() <= 1e-6 * numeric.abs().max()
+
+
+def test_a_support_that_holds_nearly_all_keeps_the_digits_of_its_tail():
+    """Forward KL divides by the student's tail; 1 − Σp in fp32 leaves it one digit here, or none."""
+    case = make_case(n=40, v=60, h=8, seed=8)
+    case.hidden.data *= 5.0
+    case.teacher *= 2.0
+    exact = case.copy(torch.float64)
+    logps = dense_logps(exact.hidden, exact.weight, None, exact)
+    left = 1 - logps.topk(20).values.exp().sum(-1)
+    kept = (left > 1e-6) & (left < 1e-5)
+    assert kept.sum() >= 3
+    for problem in (case, exact):
+        problem.weights *= kept
+    ours(case, "student_topk", "bucket", 0.0, 20).loss.backward()
+    dense(exact, "student_topk", "bucket", 0.0, 20).loss.backward()
+    for leaf, other in zip(case.leaves(), exact.leaves(), strict=True):
+        assert (leaf.grad.double() - other.grad).abs().max() <= 1e-4 * other.grad.abs().max()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("support", ["teacher_topk", "student_topk"])
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+def test_a_support_of_the_whole_vocabulary_equals_full(support, tail, alpha):
+    case, full = make_case(contrasts=2, seed=4), make_case(contrasts=2, seed=4)
+    for problem in (case, full):  # the clamp leaves an empty tail 1e-7, of which a large λ makes a target
+        problem.coef.mul_(0.1)
+    if tail == "renormalize" and alpha == 1.0:  # the constant log Σ exp a is what normalising takes off
+        offset = dense(full.copy(torch.float64), "full", tail, alpha, 41)
+        offset = offset.kl_to_target - offset.token_loss
+    else:
+        offset = torch.zeros(7, dtype=torch.float64)
+    results = [ours(case, support, tail, alpha, 41), ours(full, "full", tail, alpha, 41)]
+    assert_close(results[0].token_loss, results[1].token_loss + offset.float(), rtol=1e-5, atol=1e-5)
+    for result in results:
+        result.loss.backward()
+    for leaf, other in zip(case.leaves(), full.leaves(), strict=True):
+        assert (leaf.grad - other.grad).abs().max() <= 1e-5 * other.grad.abs().max()
+
+
+@pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
+def test_chunks_do_not_change_the_result(support, tail, alpha):
+    losses, gradients = [], []
+    for chunk_size in (1, 4, 11, 12, 100, None):
+        case = make_case(n=12, v=30, contrasts=2, bias=True, softcap=2.0, seed=5)
+        loss = ours(case, support, tail, alpha, 6, 2.0, chunk_size).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([leaf.grad for leaf in case.leaves()])
+    for loss, grads in zip(losses, gradients, strict=True):
+        assert_close(loss, losses[0], rtol=1e-5, atol=1e-6)
+        for gradient, first in zip(grads, gradients[0], strict=True):
+            assert_close(gradient, first, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
+@pytest.mark.parametrize(
+    ("support", "tail"), [("teacher_topk", "bucket"), ("teacher_topk", "renormalize"), ("full", "bucket")]
+)
+def test_half_precision_inputs_are_accumulated_in_fp32(dtype, precision, support, tail):
+    case = make_case(n=64, v=80, h=16, bias=True, softcap=4.0, seed=6, dtype=dtype)
+    # λ, weights and the like are not stored in half precision.
+    case.weights, case.coef, case.old_logps = case.weights.float(), case.coef.float(), case.old_logps.float()
+    exact = case.copy(torch.float64)
+    result = ours(case, support, tail, 0.5, 10, chunk_size=16)
+    expected = dense(exact, support, tail, 0.5, 10)
+    assert result.loss.dtype == result.token_loss.dtype == torch.float32
+    assert_same(result, expected, exact.weights, tolerance=2e-5)
+    result.loss.backward()
+    expected.loss.backward()
+    assert all(leaf.grad.dtype == dtype for leaf in case.leaves())
+    # One rounding at the end, however many chunks were summed.
+    assert_same_gradients(case, exact, expected.ratio, tolerance=precision)
+
+
+@pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
+def test_tokens_of_weight_zero_add_nothing_whatever_their_scores(support, tail, alpha):
+    case = make_case(n=6, v=20, seed=7)
+    case.weights.zero_()
+    case.teacher[2:4] = torch.nan
+    loss = ours(case, support, tail, alpha, 5, chunk_size=4).loss
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(leaf.grad.abs().max() == 0 for leaf in case.leaves())
+
+
+@pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
+@pytest.mark.parametrize("contrasts", [0, 2])
+def test_no_token_gives_a_zero_that_is_connected_to_the_graph(support, tail, alpha, contrasts):
+    case = make_case(n=0, v=20, contrasts=contrasts, bias=True)
+    result = ours(case, support, tail, alpha, 5)
+    result.loss.backward()
+    assert result.loss.item() == 0.0
+    assert all(leaf.grad.shape == leaf.shape and not leaf.grad.any() for leaf in case.leaves())
+    assert result.token_logps.shape == result.ratio.shape == (0,)
+
+
+def test_upstream_factors_and_several_losses_scale_the_gradient():
+    case, twice = make_case(), make_case()
+    ours(case, "teacher_topk", "bucket", 1.0, 5).loss.backward()
+    (3.0 * ours(twice, "teacher_topk", "bucket", 1.0, 5).loss).backward()
+    (-1.0 * ours(twice, "teacher_topk", "bucket", 1.0, 5).loss).backward()
+    for leaf, other in zip(case.leaves(), twice.leaves(), strict=True):
+        assert_close(other.grad, 2 * leaf.grad)
+
+
+def test_a_second_backward_pass_raises_instead_of_giving_a_wrong_gradient():
+    loss = ours(make_case(), "teacher_topk", "bucket", 1.0, 5).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="earlier backward pass"):
+        loss.backward()
+
+
+def test_a_second_derivative_raises():
+    case = make_case()
+    (gradient,) = torch.autograd.grad(ours(case, "full", "bucket", 1.0, 5).loss, case.hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        gradient.sum().backward()
+
+
+def test_gradient_checkpointing_around_the_loss_works():
+    plain, checkpointed = make_case(), make_case()
+    for case, wrap in ((plain, False), (checkpointed, True)):
+
+        def loss(hidden: Tensor, case: Case = case) -> Tensor:
+            kept, case.hidden = case.hidden, torch.tanh(hidden)
+            try:
+                return ours(case, "teacher_topk", "bucket", 0.5, 5).loss
+            finally:
+                case.hidden = kept
+
+        value = checkpoint(loss, case.hidden, use_reentrant=False) if wrap else loss(case.hidden)
+        value.backward()
+    for leaf, other in zip(plain.leaves(), checkpointed.leaves(), strict=True):
+        assert torch.equal(leaf.grad, other.grad)
+
+
+def test_a_tied_head_gets_the_gradient_of_both_its_uses():
+    case = make_case(n=9, v=30, h=6)
+    exact = case.copy(torch.float64)
+    embedded = case.weight[case.token_ids] * 0.5
+    case.hidden, expected_hidden = case.hidden.detach() + embedded, exact.hidden.detach()
+    exact.hidden = expected_hidden + exact.weight[exact.token_ids] * 0.5
+    ours(case, "teacher_topk", "bucket", 1.0, 5, chunk_size=4).loss.backward()
+    dense(exact, "teacher_topk", "bucket", 1.0, 5).loss.backward()
+    assert (case.weight.grad.double() - exact.weight.grad).abs().max() <= 1e-5 * exact.weight.grad.abs().max()
+
+
+class Allocations(TorchDispatchMode):
+    """Sizes of the storages that operations make, and the largest operand of each matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        self.sizes: list[int] = []
+        self.products: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        if "mm" in func.__name__:
+            self.products += [x.numel() for x in args if isinstance(x, Tensor)]
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in before:
+                self.sizes.append(x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+@pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
+def test_no_tensor_is_larger_than_one_chunk_times_vocabulary_or_the_head(support, tail, alpha):
+    n, v, h, chunk = 256, 1000, 8, 16
+    case = make_case(n=n, v=v, h=h, contrasts=4)
+    with Allocations() as allocations:
+        ours(case, support, tail, alpha, 5, 2.0, chunk).loss.backward()
+    buffers = 3 if support == "full" else 2
+    assert max(allocations.sizes) <= buffers * chunk * v < n * v / 4
+
+
+def test_the_gradient_of_the_head_is_held_once():
+    n, v, h = 8, 3000, 64
+    case = make_case(n=n, v=v, h=h)
+    with Allocations() as allocations:
+        ours(case, "teacher_topk", "bucket", 1.0, 5).loss.backward()
+    assert sum(size >= v * h for size in allocations.sizes) == 1
+
+
+def test_a_renormalised_support_touches_its_columns_only():
+    n, v, h, k = 8, 5000, 16, 5
+    case = make_case(n=n, v=v, h=h, contrasts=3, bias=True)
+    head = case.head(case.reference_weight, case.reference_bias)
+    with Allocations() as scoring:
+        scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, topk=k, tail="renormalize")
+    with Allocations() as alone:
+        score_tokens(case.teacher, case.contrasts[:0], head, case.token_ids, topk=k, tail="renormalize")
+    wide = [size for size in scoring.products if size > n * (k + 1) * h]
+    assert wide == [size for size in alone.products if size > n * (k + 1) * h]
+    with Allocations() as allocations:
+        loss = credit_loss(
+            case.hidden,
+            case.head(case.weight, case.bias),
+            case.token_ids,
+            case.weights,
+            scores,
+            contrastive_coef=case.coef,
+            topk=k,
+            tail="renormalize",
+        ).loss
+        loss.backward()
+    assert max(allocations.products) <= n * (k + 1) * h
+    assert sum(size > n * (k + 1) * h for size in allocations.sizes) == 2  # the gradients of weight and bias
+    touched = case.weight.grad.abs().sum(-1) > 0
+    assert set(touched.nonzero()[:, 0].tolist()) <= set(scores.support_ids.flatten().tolist())
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+def test_no_gradient_is_formed_where_none_is_wanted(tail):
+    case = make_case(n=8, v=300, h=64)
+    with torch.no_grad(), Allocations() as allocations:
+        result = ours(case, "teacher_topk", tail, 1.0, 5)
+    assert not result.loss.requires_grad
+    assert max(allocations.sizes) < 300 * 64
+    frozen = make_case(n=8, v=300, h=64)
+    frozen.weight.requires_grad_(False)
+    with Allocations() as allocations:
+        ours(frozen, "teacher_topk", tail, 1.0, 5).loss.backward()
+    ours(case, "teacher_topk", tail, 1.0, 5).loss.backward()
+    assert max(allocations.sizes) < 300 * 64
+    assert frozen.weight.grad is None
+    assert torch.equal(frozen.hidden.grad, case.hidden.grad)
+
+
+@given(n=st.integers(1, 5), v=st.integers(1, 400), seed=st.integers(0, 2**16), ties=st.booleans(), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_top_columns_are_torchs_topk(n, v, seed, ties, data):
+    k = data.draw(st.integers(1, v))
+    logits = torch.randn(n, v, generator=torch.Generator().manual_seed(seed))
+    logits = logits.round() if ties else logits
+    ids = top_columns(logits, k)
+    assert torch.equal(logits.gather(-1, ids), logits.topk(k, dim=-1).values)
+    assert all(len(set(row)) == k for row in ids.tolist())
+
+
+@given(shape=shapes, contrasts=st.integers(0, 4), seed=st.integers(0, 2**16), data=st.data())
+@settings(max_examples=30, derandomize=True, deadline=None)
+def test_scores_are_the_dense_log_probabilities(shape, contrasts, seed, data):
+    topk, chunk_size = data.draw(st.integers(1, shape["v"])), data.draw(st.integers(1, 10))
+    case = make_case(**shape, contrasts=contrasts, bias=True, seed=seed, scale=1.7, temperature=0.6)
+    exact = case.copy(torch.float64)
+    head = case.head(case.reference_weight, case.reference_bias)
+    f = dense_logps(exact.teacher, exact.reference_weight, exact.reference_bias, exact)
+    g = [dense_logps(x, exact.reference_weight, exact.reference_bias, exact) for x in exact.contrasts]
+    for tail in ("bucket", "renormalize"):
+        scores = score_tokens(
+            case.teacher, case.contrasts, head, case.token_ids, topk=topk, tail=tail, chunk_size=chunk_size
+        )
+        ids = scores.support_ids
+        assert_close(f.gather(-1, ids), f.topk(topk).values, rtol=1e-5, atol=1e-5)
+        assert_close(scores.teacher_logps[:, :topk].double(), f.gather(-1, ids), rtol=1e-5, atol=1e-5)
+        picked = [x.gather(-1, ids) for x in g]
+        if tail == "renormalize":
+            picked = [x.log_softmax(-1) for x in picked]
+        generic = torch.stack(picked).mean(0) if g else torch.zeros_like(f[:, :topk])
+        assert_close(scores.generic_logps[:, :topk].double(), generic, rtol=1e-5, atol=1e-5)
+        assert scores.teacher_logps.shape[-1] == topk + (tail == "bucket")
+
+
+def test_scoring_accepts_a_support_of_the_realised_token_alone():
+    case = make_case(n=9, contrasts=3)
+    head = case.head(case.reference_weight, None)
+    for tail in ("bucket", "renormalize"):
+        scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, support="sampled", tail=tail)
+        assert torch.equal(scores.support_ids[:, 0], case.token_ids)
+        assert torch.equal(scores.teacher_logps[:, 0], scores.teacher_token_logps)
+        assert torch.equal(scores.generic_logps[:, 0], scores.generic_token_logps)
+        f = dense_logps(case.teacher, case.reference_weight, None, case).gather(-1, case.token_ids[:, None])
+        assert_close(scores.teacher_logps, f)
+
+
+def test_what_does_not_fit_together_is_refused_by_name():
+    case = make_case()
+    head = case.head(case.reference_weight, None)
+    states = TeacherStates(case.teacher, case.contrasts, head)
+    scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, topk=5)
+    arguments = {"contrastive_coef": case.coef, "topk": 5}
+    student = (case.hidden, case.head(case.weight, None), case.token_ids)
+    with pytest.raises(TypeError, match="'full' needs a `TeacherStates`"):
+        credit_loss(*student, case.weights, scores, support="full", **arguments)
+    with pytest.raises(TypeError, match="'teacher_topk' needs a `Scores`"):
+        credit_loss(*student, case.weights, states, **arguments)
+    with pytest.raises(ValueError, match="`weights` get no gradient"):
+        credit_loss(*student, case.weights.clone().requires_grad_(), scores, **arguments)
+    with pytest.raises(ValueError, match="alpha"):
+        credit_loss(*student, case.weights, scores, support="sampled", alpha=0.5, **arguments)
+    with pytest.raises(ValueError, match="between 1 and the vocabulary's 41"):
+        score_tokens(case.teacher, case.contrasts, head, case.token_ids, topk=42)
+    with pytest.raises(ValueError, match="chosen inside the step"):
+        score_tokens(case.teacher, case.contrasts, head, case.token_ids, support="full")
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+def test_a_sharded_head_is_gathered_once_and_gets_a_sharded_gradient(mesh, tail):
+    plain, sharded = make_case(bias=True), make_case(bias=True)
+    weight, bias = (
+        distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_() for x in (sharded.weight, sharded.bias)
+    )
+    sharded.weight, sharded.bias = weight, bias
+    sharded.reference_weight = distribute_tensor(sharded.reference_weight, mesh, [Shard(0)])
+    sharded.reference_bias = distribute_tensor(sharded.reference_bias, mesh, [Shard(0)])
+    results = []
+    with CommDebugMode() as communication:
+        for case in (plain, sharded):
+            results.append(ours(case, "teacher_topk", tail, 1.0, 5, chunk_size=2))
+    assert communication.get_total_counts() <= 4  # student and reference, weight and bias
+    for result in results:
+        result.loss.backward()
+    assert torch.equal(results[0].loss, results[1].loss)
+    assert torch.equal(plain.hidden.grad, sharded.hidden.grad)
+    assert weight.grad.placements == weight.placements
+    assert torch.equal(plain.weight.grad, weight.grad.full_tensor())
+    assert torch.equal(plain.bias.grad, bias.grad.full_tensor())
+
+
+_TWO_PROCESSES = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from credit_trl.loss import LMHead, credit_loss, score_tokens
+
+dist.init_process_group("gloo")
+assert dist.get_world_size() == 2
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+weight, ids = torch.randn(31, 5), torch.randint(31, (2, 6))  # 31: the shards are uneven
+hidden, teacher, contrasts = torch.randn(2, 6, 5), torch.randn(2, 6, 5), torch.randn(2, 1, 6, 5)
+
+def gradient(rank, weight):
+    scores = score_tokens(teacher[rank], contrasts[rank], LMHead(weight.detach()), ids[rank], topk=4)
+    weights, coef = torch.ones(6), torch.full((6,), 0.1)
+    credit_loss(hidden[rank], LMHead(weight), ids[rank], weights, scores, contrastive_coef=coef).loss.backward()
+    return weight.grad
+
+expected = sum(gradient(rank, weight.clone().requires_grad_()) for rank in range(2)) / 2
+sharded = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+result = gradient(dist.get_rank(), sharded).full_tensor()
+torch.testing.assert_close(result, expected)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_sharded_head_is_averaged_over_processes(tmp_path):
+    script = tmp_path / "two_processes.py"
+    script.write_text(_TWO_PROCESSES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    subprocess.run(command, check=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -1,0 +1,228 @@
+"""The support matrix of `docs/scaling.md`: ways to train × families, each cell a training run of a tiny random model.
+
+`test_model_families.py` trains every family fully; here are adapters, quantised bases, recomputed activations,
+thinking, and a vision-language model with text-only prompts. One family of each way is fast, the others are slow.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import test_model_families
+import torch
+import transformers
+from peft import LoraConfig
+from test_model_families import FAMILIES, SMALL, make_family  # noqa: F401  (a fixture)
+
+from credit_trl import CreditTrainer
+from credit_trl.training.metrics import CreditWarning
+from tiny import CHAT_TEMPLATE, length_verdicts
+
+MATRIX = ("Qwen3", "Llama", "Olmo3", "Gemma2", "Qwen3Moe")
+TARGETS = ["q_proj", "v_proj"]
+ADAPTERS = {
+    "LoRA": LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False),
+    "DoRA": LoraConfig(r=4, target_modules=TARGETS, use_dora=True),
+}
+
+
+def cells(families=MATRIX):
+    """The first family in the fast tests."""
+    return [pytest.param(f, marks=() if f == "Qwen3" else pytest.mark.slow) for f in families]
+
+
+def assert_distilled(trainer: CreditTrainer) -> None:
+    """Every sample had a teacher and a contrast, the loss is a number, and no weight has become none."""
+    logged = trainer.state.log_history[0]
+    assert logged["credit/frac_without_teacher"] == 0.0
+    assert abs(logged["credit/s_mean"]) > 0.0
+    assert logged["loss"] != 0.0
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters() if p.is_floating_point())
+
+
+def weights(trainer: CreditTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("family", cells())
+def test_an_adapter_trains_and_its_average_follows_on_an_unchanged_base(
+    make_family,  # noqa: F811
+    make_config,
+    tokenizer,
+    dataset,
+    family,
+    adapter,
+):
+    config = make_config(max_steps=2, teacher_update_rate=0.5, teacher_sync_steps=1, learning_rate=1e-2)
+    trainer = CreditTrainer(
+        make_family(family),
+        length_verdicts,
+        config,
+        dataset,
+        processing_class=tokenizer,
+        peft_config=copy.deepcopy(ADAPTERS[adapter]),
+    )
+    before = weights(trainer)
+    trainer.train()
+    assert_distilled(trainer)
+    after = weights(trainer)
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert changed
+    assert all("lora_" in name for name in changed)
+    assert any(".default" in name for name in changed)
+    assert any(".teacher" in name for name in changed)
+    assert any("lora_magnitude" in name for name in changed) == (adapter == "DoRA")
+    moved = max((after[n] - after[n.replace(".default", ".teacher")]).abs().max() for n in after if ".default" in n)
+    start = max((after[n] - before[n]).abs().max() for n in after if ".default" in n)
+    assert 0 < moved < start  # between where the student began and where it is
+
+
+@pytest.mark.parametrize("family", cells())
+def test_recomputed_activations_give_the_same_weights(
+    make_family,  # noqa: F811
+    make_config,
+    tokenizer,
+    dataset,
+    family,
+    tmp_path,
+):
+    ends = []
+    for recompute in (False, True):
+        config = make_config(
+            output_dir=str(tmp_path / str(recompute)), max_steps=1, optim="sgd", gradient_checkpointing=recompute
+        )
+        trainer = CreditTrainer(make_family(family), length_verdicts, config, dataset, processing_class=tokenizer)
+        before = weights(trainer)
+        trainer.train()
+        assert_distilled(trainer)
+        ends.append(weights(trainer))
+    assert any(not torch.equal(ends[0][name], value) for name, value in before.items())
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.fixture
+def four_bits(make_family, make_config, tokenizer, dataset, tmp_path, monkeypatch):  # noqa: F811
+    """family → a trainer of an adapter on a base of four bits."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: `make test-slow` installs it")
+
+    def make(family):
+        # It quantises blocks of 64 weights.
+        monkeypatch.setattr(test_model_families, "SMALL", {**SMALL, "hidden_size": 64, "intermediate_size": 64})
+        if "head_dim" in FAMILIES[family]:
+            monkeypatch.setitem(FAMILIES[family], "head_dim", 32)
+        path = str(tmp_path / "model")
+        make_family(family).save_pretrained(path)
+        quantised = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        return CreditTrainer(
+            path,
+            length_verdicts,
+            make_config(max_steps=1, learning_rate=1e-2, model_init_kwargs={"quantization_config": quantised}),
+            dataset,
+            processing_class=tokenizer,
+            peft_config=copy.deepcopy(ADAPTERS["LoRA"]),
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("family", cells())
+def test_an_adapter_trains_on_a_base_of_four_bits(four_bits, family):
+    trainer = four_bits(family)
+    assert {p.dtype for p in trainer.model.parameters()} >= {torch.uint8}
+    adapter, answers = adapter_of(trainer), answers_of_base(trainer)
+    trainer.train()
+    assert_distilled(trainer)
+    assert trainer.state.log_history[0]["credit/frac_lost_gradient"] == 0.0
+    assert not any(torch.equal(value, adapter[name]) for name, value in adapter_of(trainer).items())
+    torch.testing.assert_close(answers_of_base(trainer), answers, rtol=1e-5, atol=1e-5)
+
+
+def test_a_base_of_four_bits_that_stops_gradients_is_warned_about(four_bits, monkeypatch):
+    """What bitsandbytes does on such CPUs where it is let: nothing else says that the adapter's gradients are zero."""
+    monkeypatch.setattr("credit_trl.trainer.keep_quantized_differentiable", lambda model: None)
+    trainer = four_bits("Qwen3")
+    if not any(getattr(module, "support_avx512bf16_for_cpu", False) for module in trainer.model.modules()):
+        pytest.skip("bitsandbytes has no layout of its own for this CPU: it has no AVX512-BF16")
+    adapter = adapter_of(trainer)
+    with pytest.warns(CreditWarning, match="its gradient is exactly 0"):
+        trainer.train()
+    assert trainer.state.log_history[0]["credit/frac_lost_gradient"] == 1.0
+    assert all(torch.equal(value, adapter[name]) for name, value in adapter_of(trainer).items())
+
+
+def adapter_of(trainer: CreditTrainer) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in weights(trainer).items() if "lora_" in name}
+
+
+@torch.no_grad()
+def answers_of_base(trainer: CreditTrainer) -> torch.Tensor:
+    """Logits of the model without its adapters."""
+    trainer.model.eval()
+    with trainer.model.disable_adapter():
+        return trainer.model(input_ids=torch.arange(20)[None]).logits
+
+
+# Qwen3's: without thinking, the prompt opens and closes the thoughts itself.
+THINKING = CHAT_TEMPLATE.replace(
+    "<|im_start|>assistant\n{% endif %}",
+    "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("thinks", [True, False], ids=["thinking", "not thinking"])
+def test_teacher_and_contrast_begin_the_answer_as_the_student_does(
+    make_model, make_config, tokenizer, dataset, thinks
+):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = THINKING
+    config = make_config(max_steps=1, contrastive_count=2, chat_template_kwargs={"enable_thinking": thinks})
+    trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=own)
+    seen, build = [], trainer._build_contexts
+
+    def recording(mode):
+        built = build(mode)
+        seen.extend(ids for contexts in built for ids in contexts.ids)
+        return built
+
+    trainer._build_contexts = recording
+    trainer.train()
+    assert_distilled(trainer)
+    opening = "<|im_start|>assistant\n" + ("" if thinks else "<think>\n\n</think>\n\n")
+    assert len(seen) == 8 * 3
+    assert all(own.decode(ids).endswith(opening) for ids in seen)
+
+
+def test_a_vision_language_model_trains_on_prompts_of_text(make_config, tokenizer, dataset):
+    pytest.importorskip("PIL", reason="needs Pillow, for the image processor of a vision-language model")
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    template = CHAT_TEMPLATE.replace(
+        "{{ message['content'] }}", "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}"
+    )
+    processor = transformers.LlavaProcessor(
+        CLIPImageProcessorPil(), own, patch_size=8, vision_feature_select_strategy="default", chat_template=template
+    )
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=8, projection_dim=16),
+            text_config=transformers.Qwen3Config(
+                **{**SMALL, **FAMILIES["Qwen3"], "vocab_size": len(own), "initializer_range": 0.3}
+            ),
+            image_token_id=own.convert_tokens_to_ids("<image>"),
+        )
+    )
+    trainer = CreditTrainer(model, length_verdicts, make_config(max_steps=1), dataset, processing_class=processor)
+    before = weights(trainer)
+    trainer.train()
+    assert_distilled(trainer)
+    changed = {name for name, value in weights(trainer).items() if not torch.equal(value, before[name])}
+    assert any("language_model" in name for name in changed)
+    assert not any("vision" in name for name in changed)  # no image, no gradient

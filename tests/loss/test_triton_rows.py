@@ -1,0 +1,545 @@
+"""The Triton kernels against the torch path and the dense reference: on a GPU, or in Triton's interpreter on a CPU.
+
+`make test-slow` runs them in the interpreter, in an environment that has the package. With a GPU, plain pytest does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from credit_trl import CreditTrainer
+from credit_trl.loss import CreditLoss, LMHead, Scores, credit_loss, head, score_tokens
+from credit_trl.loss.head import BLANK
+from credit_trl.loss.projection import project
+from dense_reference import Case, assert_same, assert_same_gradients, dense, make_case, ours
+from tiny import length_verdicts
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+kernels = pytest.mark.skipif(
+    not INSTALLED or not (INTERPRETED or DEVICE == "cuda"),
+    reason="needs the package triton, and a GPU or TRITON_INTERPRET=1: `make test-slow` has an environment for it",
+)
+# Supports that differ in what the kernels do: ids taken out, top K sought, all logits kept, no vocabulary but a look.
+PATHS = [
+    ("teacher_topk", "bucket", 1.0),
+    ("teacher_topk", "bucket", 0.0),
+    ("teacher_topk", "renormalize", 0.5),
+    ("student_topk", "bucket", 0.5),
+    ("student_topk", "renormalize", 1.0),
+    ("full", "bucket", 0.5),
+    ("sampled", "bucket", 1.0),
+]
+
+examples = settings(max_examples=15, derandomize=True, deadline=None)
+
+
+class InTriton(Case):
+    """The same problem with its heads in Triton."""
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> LMHead:
+        return replace(super().head(weight, bias), kernels="triton")
+
+
+def both(**options) -> tuple[Case, InTriton]:
+    """One problem twice, on the device, with leaves of their own."""
+    cases = []
+    for kind in (Case, InTriton):
+        case = make_case(**options)
+        values = {f.name: getattr(case, f.name) for f in fields(Case)}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = value.detach().to(DEVICE).requires_grad_(value.requires_grad)
+        cases.append(kind(**values))
+    return cases[0], cases[1]
+
+
+def on_cpu(case: Case, grads: bool = True) -> Case:
+    """The same values, and the leaves' gradients."""
+    values = {f.name: getattr(case, f.name) for f in fields(Case)}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            values[name] = value.detach().cpu().requires_grad_(value.requires_grad)
+            if grads and value.grad is not None:
+                values[name].grad = value.grad.cpu()
+    return Case(**values)
+
+
+def head_loss(case: Case, token_ids: Tensor, scores: Scores) -> Tensor:
+    """The student's loss on given scores."""
+    student = case.head(case.weight, case.bias)
+    coef = case.coef.float()
+    return credit_loss(case.hidden, student, token_ids, case.weights, scores, contrastive_coef=coef, alpha=0.5).loss
+
+
+@pytest.fixture(autouse=True)
+def rows(monkeypatch):
+    """The kernels' module, with programs that take few columns, so that small rows have several blocks."""
+    if not INSTALLED:
+        return None
+    from credit_trl.loss import triton_rows
+
+    monkeypatch.setattr(triton_rows, "BLOCK", 16)
+    return triton_rows
+
+
+@pytest.fixture
+def bf16_products(monkeypatch):
+    """On a CPU, what CUDA has: products of bf16 tensors that are summed and written in fp32."""
+    if DEVICE == "cuda":
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype_out", lambda a, b, dtype, *, out: out.copy_(a.float() @ b.float()), "CPU")
+    library.impl("addmm.dtype_out", lambda c, a, b, dtype, *, out: out.copy_(c + a.float() @ b.float()), "CPU")
+    monkeypatch.setattr(head, "matmul_dtype", lambda hidden: hidden.dtype)
+    if INSTALLED:
+        from credit_trl.loss import triton_rows
+
+        monkeypatch.setattr(triton_rows, "matmul_dtype", head.matmul_dtype)
+    yield
+    library._destroy()
+
+
+shapes = st.fixed_dictionaries({"n": st.integers(1, 4), "v": st.integers(2, 40), "h": st.integers(1, 8)})
+heads = st.fixed_dictionaries(
+    {
+        "bias": st.booleans(),
+        "softcap": st.sampled_from([None, 2.0, 30.0]),
+        "scale": st.sampled_from([1.0, 0.4, 3.0]),
+        "temperature": st.sampled_from([1.0, 0.6]),
+    }
+)
+
+
+# -------------------------------------------------------------------------------------- through the two entry points
+
+
+@kernels
+@pytest.mark.parametrize(("support", "tail", "alpha"), PATHS)
+@given(shape=shapes, options=heads, chunk_size=st.integers(1, 5), seed=st.integers(0, 2**16), data=st.data())
+@examples
+def test_loss_and_every_gradient_equal_the_dense_reference(
+    support, tail, alpha, shape, options, chunk_size, seed, data
+):
+    topk, is_clip = data.draw(st.integers(1, shape["v"])), data.draw(st.sampled_from([None, 2.0]))
+    problem = {**shape, **options, "contrasts": data.draw(st.sampled_from([0, 1, 3])), "seed": seed}
+    _, case = both(**problem)
+    exact = make_case(**problem).copy(torch.float64)
+    result = ours(case, support, tail, alpha, topk, is_clip, chunk_size)
+    expected = dense(exact, support, tail, alpha, topk, is_clip)
+    result.loss.backward()
+    expected.loss.backward()
+    result.loss, result.token_loss = result.loss.cpu(), result.token_loss.cpu()
+    assert_same(result, expected, exact.weights)
+    assert_same_gradients(on_cpu(case), exact, expected.ratio)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("support", "tail", "alpha"), PATHS)
+@given(shape=shapes, options=heads, chunk_size=st.integers(1, 5), seed=st.integers(0, 2**16), data=st.data())
+@settings(max_examples=6, derandomize=True, deadline=None)
+def test_all_that_is_logged_and_every_gradient_equal_the_torch_path(
+    support, tail, alpha, dtype, shape, options, chunk_size, seed, data
+):
+    topk = data.draw(st.integers(1, shape["v"]))
+    plain, case = both(**shape, **options, contrasts=2, seed=seed, dtype=dtype)
+    results = [ours(one, support, tail, alpha, topk, 2.0, chunk_size) for one in (plain, case)]
+    for result in results:
+        result.loss.backward()
+    for field in fields(CreditLoss):
+        a, b = (getattr(result, field.name) for result in results)
+        assert_close(b, a, rtol=1e-5, atol=1e-5, equal_nan=True, msg=lambda m, name=field.name: f"{name}: {m}")
+    rounding = 2**-20 * (plain.weights.float() * results[0].ratio).sum() * options["scale"] / options["temperature"]
+    for mine, theirs in zip(case.leaves(), plain.leaves(), strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+        assert (mine.grad - theirs.grad).abs().max() <= tolerance * theirs.grad.abs().max() + rounding
+
+
+@kernels
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_order_of_a_support_does_not_matter_nor_whether_it_holds_the_realised_token(inside):
+    plain, case = both(n=5, v=33, h=6, seed=3)
+    exact = make_case(n=5, v=33, h=6, seed=3)
+    likeliest = (exact.teacher @ exact.reference_weight.T).topk(33, dim=-1).indices
+    token_ids = likeliest[:, 2 if inside else 20].to(DEVICE)
+    losses, gradients = [], []
+    for one, order in ((plain, [0, 1, 2, 3, 4]), (case, [0, 1, 2, 3, 4]), (case, [3, 0, 4, 2, 1])):
+        for leaf in one.leaves():
+            leaf.grad = None
+        reference = one.head(one.reference_weight, None)
+        scores = score_tokens(one.teacher, one.contrasts, reference, token_ids, topk=5)
+        assert bool((scores.support_ids == token_ids[:, None]).any(-1).all()) == inside
+        for name in ("support_ids", "teacher_logps", "generic_logps"):
+            values = getattr(scores, name)
+            setattr(scores, name, torch.cat([values[:, order], values[:, 5:]], dim=-1))
+        loss = head_loss(one, token_ids, scores)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([leaf.grad for leaf in one.leaves()])
+    for loss, grads in zip(losses[1:], gradients[1:], strict=True):
+        assert_close(loss, losses[0], rtol=1e-5, atol=1e-6)
+        for mine, theirs in zip(grads, gradients[0], strict=True):
+            assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@kernels
+@pytest.mark.parametrize(("support", "tail", "alpha"), PATHS)
+def test_a_head_that_is_taken_in_blocks_gives_the_same(support, tail, alpha, rows, monkeypatch):
+    """A CPU's head always is; on a GPU one that is converted to fp32 is."""
+    monkeypatch.setattr(head, "_CPU_BLOCK", 1)
+    monkeypatch.setattr(head, "_CONVERTED_ROWS", 1024)
+    monkeypatch.setattr(rows, "BLOCK", 256)
+    plain, case = both(n=3, v=1500, h=4, contrasts=1, bias=True, softcap=4.0, dtype=torch.float16)
+    assert len(case.head(case.weight, case.bias).blocks(case.hidden)) == 2
+    results = [ours(one, support, tail, alpha, 9, chunk_size=2) for one in (plain, case)]
+    for result in results:
+        result.loss.backward()
+    assert_close(results[1].loss, results[0].loss, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(case.leaves(), plain.leaves(), strict=True):
+        assert (mine.grad - theirs.grad).abs().max() <= torch.finfo(torch.float16).eps * theirs.grad.abs().max()
+
+
+@kernels
+@pytest.mark.parametrize(("support", "tail", "alpha"), PATHS)
+def test_tokens_of_weight_zero_and_no_tokens_at_all_give_zero(support, tail, alpha):
+    for n in (0, 4):
+        _, case = both(n=n, v=20, bias=True, softcap=2.0)
+        case.weights.zero_()
+        case.teacher[1:2] = torch.nan
+        loss = ours(case, support, tail, alpha, 5, chunk_size=3).loss
+        loss.backward()
+        assert loss.item() == 0.0
+        assert all(leaf.grad.shape == leaf.shape and not leaf.grad.any() for leaf in case.leaves())
+
+
+@kernels
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("support", "tail", "alpha"), [PATHS[0], PATHS[3], PATHS[5]])
+def test_gradients_that_are_written_in_bf16_are_those_of_the_torch_path(support, tail, alpha, bias, bf16_products):
+    problem = {"n": 24, "v": 50, "h": 8, "bias": bias, "softcap": 4.0, "dtype": torch.bfloat16}
+    plain, case = both(**problem)
+    for one in (plain, case):
+        one.weights, one.coef, one.old_logps = one.weights.float(), one.coef.float(), one.old_logps.float()
+    exact = replace(on_cpu(case, grads=False)).copy(torch.float64)
+    results = [ours(one, support, tail, alpha, 6, chunk_size=16) for one in (plain, case)]
+    for result in results:
+        result.loss.backward()
+    expected = dense(exact, support, tail, alpha, 6)
+    expected.loss.backward()
+    assert_close(results[1].loss, results[0].loss, rtol=1e-5, atol=1e-6)
+    for mine, theirs, true in zip(on_cpu(case).leaves(), on_cpu(plain).leaves(), exact.leaves(), strict=True):
+        scale = true.grad.abs().max()
+        # Each factor of a product and its result are rounded once.
+        assert (mine.grad - theirs.grad).abs().max() <= 2**-7 * scale
+        assert (mine.grad.double() - true.grad).abs().max() <= 2**-6 * scale
+
+
+@kernels
+@pytest.mark.parametrize("support", ["teacher_topk", "student_topk"])
+def test_a_training_step_equals_the_torch_path(
+    support, make_config, make_model, dataset, tokenizer, rows, monkeypatch
+):
+    monkeypatch.setattr(rows, "BLOCK", 512)
+    launched = []
+    monkeypatch.setattr(rows, "project", lambda *args, of=rows.project: launched.append(1) or of(*args))
+    logs, weights = [], []
+    for name in ("torch", "triton"):
+        config = make_config(
+            max_steps=1, use_cpu=DEVICE == "cpu", distillation_kernels=name, distillation_support=support
+        )
+        assert config.contrastive_coef == 0.1
+        trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+        trainer.train()
+        assert bool(launched) == (name == "triton")
+        logs.append(trainer.state.log_history[0])
+        weights.append([p.detach().cpu() for p in trainer.model.parameters()])
+    assert logs[0]["grad_norm"] > 0
+    for key, value in logs[0].items():
+        if key.startswith(("loss", "grad_norm", "entropy", "credit/")) and "seconds" not in key:
+            assert logs[1][key] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), key
+    for mine, theirs in zip(weights[1], weights[0], strict=True):
+        assert_close(mine, theirs, rtol=0, atol=1e-4)  # Adam's first step: 1e-3 in the gradient's direction
+
+
+# ---------------------------------------------------------------------------------------------- the kernels themselves
+
+
+@kernels
+@given(
+    n=st.integers(1, 3),
+    v=st.integers(1, 50),
+    size=st.sampled_from([1e-3, 1.0, 80.0, 1e4]),
+    shift=st.sampled_from([0.0, -3e3, 3e3]),
+    seed=st.integers(0, 2**16),
+    data=st.data(),
+)
+@settings(max_examples=25, derandomize=True, deadline=None)
+def test_statistics_are_the_log_normaliser_and_entropy_of_what_is_not_blank(n, v, size, shift, seed, data):
+    from credit_trl.loss.triton_rows import RowStatistics
+
+    blank = data.draw(st.sets(st.integers(0, v - 1), max_size=v - 1))
+    logits = torch.randn(n, v + 3, generator=torch.Generator().manual_seed(seed)) * size + shift
+    logits = logits.to(DEVICE)[:, :v]  # rows lie further apart than they are wide
+    left = logits[:, [i for i in range(v) if i not in blank]].double()
+    logits[:, list(blank)] = BLANK
+    kept = logits.clone()
+    cut = data.draw(st.integers(0, v - 1))
+    statistics = RowStatistics(True)
+    for part in (logits[:, :cut], logits[:, cut:]) if cut else (logits,):
+        statistics.fold(part)
+    log_normalizer, entropy = statistics.result()
+    assert torch.equal(logits, kept)
+    p = left.softmax(-1)
+    assert_close(log_normalizer.double(), left.logsumexp(-1), rtol=1e-6, atol=1e-5)
+    # The entropy is a difference of numbers of the logits' size.
+    assert_close(entropy.double(), torch.special.entr(p).sum(-1), rtol=1e-5, atol=1e-5 + 2e-6 * (size + abs(shift)))
+
+
+@kernels
+@given(options=heads, v=st.integers(1, 50), seed=st.integers(0, 2**16), keeps=st.booleans())
+@settings(max_examples=25, derandomize=True, deadline=None)
+def test_raw_logits_are_finished_as_torch_finishes_them_and_blanks_stay(options, v, seed, keeps):
+    from credit_trl.loss.triton_rows import RowStatistics
+
+    generator = torch.Generator().manual_seed(seed)
+    bias = torch.randn(v, generator=generator).to(DEVICE, torch.bfloat16) if options.pop("bias") else None
+    one = LMHead(torch.empty(v, 1, device=DEVICE), bias, kernels="triton", **options)
+    raw = (torch.randn(2, v, generator=generator) * 4).to(DEVICE)
+    finished = one.finish(raw.clone(), bias)
+    raw[:, v // 2] = finished[:, v // 2] = BLANK
+    kept = raw.clone()
+    statistics = RowStatistics(False)
+    statistics.fold_raw(raw, bias, one, keeps)
+    assert_close(raw, finished if keeps else kept, rtol=1e-6, atol=1e-6 * (one.softcap or 1.0) / one.temperature)
+    assert_close(statistics.result()[0], finished.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert (raw[:, v // 2] == BLANK).all()
+
+
+@kernels
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(n=st.integers(1, 3), v=st.integers(1, 50), seed=st.integers(0, 2**16))
+@settings(max_examples=8, derandomize=True, deadline=None)
+def test_the_gradient_kernel_writes_each_entry_once_in_the_wanted_dtype(softcap, dtype, n, v, seed):
+    from credit_trl.loss.triton_rows import logit_gradients
+
+    generator = torch.Generator().manual_seed(seed)
+    one = LMHead(torch.empty(v, 1), softcap=softcap, temperature=0.8)
+    logits = torch.randn(n, v, generator=generator).to(DEVICE)
+    logits[:, 0] = BLANK
+    factor, log_normalizer = torch.randn(2, n, generator=generator).to(DEVICE)
+    p = (logits.double() - log_normalizer.double()[:, None]).exp()
+    slope = 1.0 if softcap is None else 1 - (logits.double() * 0.8 / softcap) ** 2
+    before = logits.clone()
+    grads = logit_gradients(one, logits, log_normalizer, factor, dtype)
+    assert grads.dtype == dtype
+    assert (grads is logits) == (dtype == torch.float32)
+    assert dtype == torch.float32 or torch.equal(logits, before)
+    expected = (p * slope * factor.double()[:, None]).nan_to_num()
+    # A GPU rounds to bf16, the interpreter cuts off.
+    rounding = 1e-5 if dtype == torch.float32 else 2**-8 if DEVICE == "cuda" else 2**-7
+    assert_close(grads.double(), expected, rtol=rounding, atol=1e-7)
+
+
+# Products, which both paths have; what touches single columns; what allocates, or changes a tensor's description.
+_NOT_A_PASS = re.compile(r"aten::(addmm|mm|index|index_put_|gather|scatter_|(new_)?empty(_like)?|set_)$")
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that elementwise operations and reductions read and write of tensors of so many elements."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.bytes = elements, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        if is_view or _NOT_A_PASS.match(schema.name):
+            return result
+        by_name = dict(zip([a.name for a in schema.arguments], args, strict=False)) | (kwargs or {})
+        for argument in schema.arguments:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            self._count(by_name.get(argument.name), (not argument.is_out) + writes)
+        if not any(r.alias_info for r in schema.returns):
+            for tensor in result if isinstance(result, tuple | list) else [result]:
+                self._count(tensor, 1)
+        return result
+
+    def _count(self, tensor: object, times: int) -> None:
+        if isinstance(tensor, Tensor) and tensor.numel() == self.elements:
+            self.bytes += times * tensor.numel() * tensor.element_size()
+
+
+def traffic(options: dict, kernels_: str = "torch") -> float:
+    """Bytes a token and entry of the vocabulary, of the student's step with a gradient for bf16 products."""
+    n, v = 4, 64  # a power of two is one chunk
+    case = make_case(n=n, v=v, h=3, dtype=torch.bfloat16, **options)
+    scores = score_tokens(case.teacher, case.contrasts, case.head(case.reference_weight, None), case.token_ids, topk=5)
+    case.head = lambda w, b: replace(Case.head(case, w, b), kernels=kernels_)
+    with Traffic(n * v) as counted:
+        head_loss(case, case.token_ids, scores)
+    return counted.bytes / (n * v)
+
+
+counted = pytest.mark.skipif(DEVICE == "cuda", reason="counts operations where a GPU's products are emulated")
+PLACES = {"plain": {}, "temperature": {"temperature": 0.7}, "bias": {"bias": True}, "soft-cap": {"softcap": 3.0}}
+
+
+def documented(row: str) -> list[int]:
+    """The bytes that docs/performance.md has in this row of its table: torch's and Triton's."""
+    text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text("utf-8")
+    [figures] = re.findall(rf"^\| {row}[^|]*\| (\d+) V \| (\d+) V \|$", text, re.MULTILINE)
+    return [int(figure) for figure in figures]
+
+
+@counted
+@pytest.mark.parametrize("place", PLACES)
+def test_the_torch_path_moves_the_bytes_that_the_documentation_counts(place, bf16_products):
+    assert traffic(PLACES[place]) == documented(f"student, {place}")[0]
+
+
+@counted
+def test_a_contrast_moves_the_bytes_that_the_documentation_counts():
+    hidden, one, ids = torch.randn(4, 3), LMHead(torch.randn(64, 3)), torch.arange(12).view(4, 3)
+    with Traffic(4 * 64) as moved:
+        project(one, hidden, None, ids[:, :1], ids, wants_entropy=False)
+    assert moved.bytes == 4 * 64 * documented("contrast")[0]
+
+
+@kernels
+@counted
+@pytest.mark.parametrize("place", PLACES)
+def test_in_triton_torch_moves_no_row_but_through_products(place, bf16_products):
+    """A bias's own gradient aside: a sum over tokens of what the kernel wrote in bf16. The rest of what is documented
+    the kernels move, as they are compiled (below)."""
+    by_torch = 2 if place == "bias" else 0
+    by_kernels = (4 if place == "plain" else 4 + 4) + (4 + 2)
+    assert traffic(PLACES[place], "triton") == by_torch
+    assert documented(f"student, {place}")[1] == by_torch + by_kernels
+
+
+_COMPILE = r"""
+import json, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from credit_trl.loss import triton_rows
+
+def moved(kernel, pointers, numbers, constants):
+    signature = {name: "constexpr" for name in kernel.arg_names} | pointers | numbers
+    # What a launch finds of a vocabulary that 16 divides.
+    aligned = [*pointers, *(name for name, kind in numbers.items() if kind == "i32")]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    compiled = triton.compile(source, GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": triton_rows._WARPS})
+    assert compiled.asm["cubin"]
+    assert "bf16" not in pointers.get("grads", "") or "cvt.rn.bf16" in compiled.asm["ptx"]  # rounded, not cut off
+    found = {"ld": 0, "st": 0}
+    for kind, several, bits in re.findall(r"(ld|st)\.global(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"]):
+        found[kind] += int(several or 1) * int(bits) // 8
+    return found
+
+rows = {"logits": "*fp32", "maxima": "*fp32", "sums": "*fp32"}
+numbers = {"row_stride": "i32", "width": "i32", "inner": "fp32", "outer": "fp32"}
+results = {}
+for name in ("plain", "scaled", "bias", "softcap"):
+    own = {} if name != "bias" else {"bias": "*bf16"}
+    constants = {"blank": -1e15, "finishes": name != "plain", "has_bias": name == "bias", "keeps": name != "plain"}
+    constants |= {"softcaps": name == "softcap", "wants_entropy": True, "block": triton_rows.BLOCK}
+    constants |= {} if own else {"bias": None}
+    results[name] = moved(triton_rows._finish_and_fold, {**rows, **own, "weighted": "*fp32"}, numbers, constants)
+rows = {"logits": "*fp32", "log_normalizers": "*fp32", "factors": "*fp32"}
+numbers = {"logits_stride": "i32", "grads_stride": "i32", "width": "i32", "inner": "fp32"}
+for dtype in ("bf16", "fp32"):
+    constants = {"softcaps": True, "block": triton_rows.BLOCK}
+    results[dtype] = moved(triton_rows._write_gradients, rows | {"grads": f"*{dtype}"}, numbers, constants)
+print(json.dumps({"per_thread": triton_rows.BLOCK // (32 * triton_rows._WARPS), **results}))
+"""
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs the package triton: `make test-slow` has an environment for it")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_path):
+    """Compiling for a GPU needs none: machine code that moves what docs/performance.md counts, and no more."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", _COMPILE, str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    moved = json.loads(done.stdout.splitlines()[-1])
+    entries = moved["per_thread"]
+    row, sums, of_row = 4 * entries, 3 * 4, 2 * 4
+    assert moved["plain"] == {"ld": row, "st": sums}
+    assert moved["scaled"] == moved["softcap"] == {"ld": row, "st": row + sums}
+    assert moved["bias"] == {"ld": row + 2 * entries, "st": row + sums}
+    assert moved["bf16"] == {"ld": row + of_row, "st": 2 * entries}
+    assert moved["fp32"] == {"ld": row + of_row, "st": row}
+
+
+# -------------------------------------------------------------------------------------------------------- the choice
+
+
+def test_triton_without_the_package_is_refused_where_it_is_asked_for(make_config, monkeypatch):
+    assert make_config().distillation_kernels == "torch"
+    with pytest.raises(ValueError, match="`distillation_kernels` must be one of torch, triton; got 'cuda'"):
+        make_config(distillation_kernels="cuda")
+    monkeypatch.setattr("credit_trl.config.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs the package triton.*set `distillation_kernels='torch'`"):
+        make_config(distillation_kernels="triton")
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs the package triton: `make test-slow` has an environment for it")
+def test_triton_on_a_cpu_or_in_fp64_is_refused_when_the_trainer_is_built(
+    make_config, make_model, dataset, tokenizer, rows, monkeypatch
+):
+    def build(dtype: torch.dtype) -> None:
+        CreditTrainer(
+            make_model(dtype=dtype),
+            length_verdicts,
+            make_config(distillation_kernels="triton"),
+            dataset,
+            processing_class=tokenizer,
+        )
+
+    monkeypatch.setattr(rows, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=r"needs a GPU, and this trains on 'cpu'.*TRITON_INTERPRET=1"):
+        build(torch.float32)
+    monkeypatch.setattr(rows, "INTERPRETED", True)
+    build(torch.float32)
+    with pytest.raises(ValueError, match="computes in fp32, and the model is in fp64"):
+        build(torch.float64)
+
+
+@kernels
+def test_fp64_stays_on_the_torch_path(monkeypatch, rows):
+    monkeypatch.setattr(rows, "project", None)
+    monkeypatch.setattr(rows, "backward_logps", None)
+    plain, case = both(dtype=torch.float64)
+    for one in (plain, case):
+        ours(one, "teacher_topk", "bucket", 0.5, 5).loss.backward()
+    for mine, theirs in zip(case.leaves(), plain.leaves(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)

@@ -1,0 +1,86 @@
+"""In which dtype the head is multiplied: that of the model's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from credit_trl import CreditTrainer
+from credit_trl import trainer as trainer_module
+from credit_trl.loss.head import lm_head
+from credit_trl.teacher import causal_lm, scoring
+from credit_trl.teacher.causal_lm import completion_states, head_dtype
+from tiny import length_verdicts
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight", "device", "autocast", "expected"),
+    [
+        pytest.param(BF16, BF16, "cuda", None, BF16, id="bf16 model"),
+        pytest.param(FP32, FP32, "cuda", BF16, BF16, id="fp32 weights in mixed precision"),
+        pytest.param(BF16, FP32, "cuda", BF16, BF16, id="fp32 average of a bf16 model"),
+        pytest.param(BF16, FP32, "cuda", None, FP32, id="cast_lm_head_to_fp32"),
+        pytest.param(FP32, FP32, "cuda", FP16, FP32, id="fp16 has too little range"),
+        pytest.param(FP32, FP32, "cpu", BF16, FP32, id="a CPU gains nothing"),
+        pytest.param(FP64, FP64, "cpu", None, FP64, id="fp64"),
+    ],
+)
+def test_the_head_is_multiplied_in_the_dtype_of_the_models_own(hidden, weight, device, autocast, expected):
+    assert head_dtype(hidden, weight, device, autocast) == expected
+
+
+def test_a_head_that_trl_casts_to_fp32_gives_its_own_distribution_to_the_last_digits(
+    make_model, make_config, tokenizer, dataset
+):
+    model = make_model(dtype=BF16)
+    config = make_config(cast_lm_head_to_fp32=True)
+    trainer = CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
+    ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(1))
+    batch = {"prompt_ids": ids[:, :6], "completion_ids": ids[:, 6:]}
+    batch |= {name.replace("ids", "mask"): torch.ones_like(part) for name, part in batch.items()}
+    with torch.no_grad():
+        hidden, _ = completion_states(model, batch)
+        expected = model(input_ids=ids).logits[:, 5:-1]
+    assert hidden.dtype == expected.dtype == FP32
+    actual = lm_head(model, 1.0).logps(hidden.flatten(0, 1)).view_as(expected)
+    torch.testing.assert_close(actual, torch.log_softmax(expected, dim=-1), rtol=1e-6, atol=1e-6)
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, BF16),
+        ({"distillation_support": "full"}, BF16),
+        ({"cast_lm_head_to_fp32": True}, FP32),
+        ({"cast_lm_head_to_fp32": True, "distillation_support": "full"}, FP32),
+    ],
+    ids=["teacher_topk", "full", "cast to fp32", "cast to fp32-full"],
+)
+def test_in_mixed_precision_on_a_gpu_student_and_teacher_reach_the_head_in_bf16_unless_it_is_cast_to_fp32(
+    make_model, make_config, tokenizer, dataset, monkeypatch, options, expected
+):
+    """The rule of a GPU, on a CPU."""
+    entered = {"student": set(), "teacher": set()}
+    loss, states = trainer_module.credit_loss, scoring.teacher_states
+
+    def recording_loss(hidden, *args, **kwargs):
+        entered["student"].add(hidden.dtype)
+        return loss(hidden, *args, **kwargs)
+
+    def recording_states(*args, **kwargs):
+        for part in states(*args, **kwargs):
+            entered["teacher"].add(part.hidden.dtype)
+            yield part
+
+    monkeypatch.setattr(causal_lm, "head_dtype", lambda h, w, device, autocast: head_dtype(h, w, "cuda", autocast))
+    monkeypatch.setattr(trainer_module, "credit_loss", recording_loss)
+    monkeypatch.setattr(scoring, "teacher_states", recording_states)
+    model, config = make_model(), make_config(bf16=True, **options)
+    trainer = CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
+    trainer.train()
+    assert entered == {"student": {expected}, "teacher": {expected}}
+    assert trainer.state.log_history[0]["grad_norm"] > 0.0

@@ -1,0 +1,201 @@
+"""The scoring phase against one naive pass a context, whatever the batches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from credit_trl import CreditTrainer
+from credit_trl.loss import score_tokens
+from credit_trl.teacher.models import OffloadedTeacher, Teacher, make_teacher
+from credit_trl.teacher.scoring import _Sequence, check_packing, gather_states, lm_head, passes, score_completions
+
+
+class Watched(Teacher):
+    """A live reference that counts the passes and their tokens."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model, Accelerator(cpu=True))
+        self.tokens: list[tuple[int, int]] = []
+        model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module, args, kwargs) -> None:
+        ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+        self.tokens.append((ids.numel(), ids.numel() if mask is None else int(mask.sum())))
+
+    def autocast(self):
+        return nullcontext()
+
+
+@pytest.fixture
+def batch():
+    """Completions of several lengths, one with a tool's tokens inside, prompts of many lengths, one sample alone."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [9, 4, 12, 7, 12]
+    ids = torch.randint(3, 250, (5, 12), generator=generator)
+    mask = (torch.arange(12) < torch.tensor(lengths)[:, None]).long()
+    loss_mask = mask.bool().clone()
+    loss_mask[2, 3:6] = False
+    contexts = [
+        [torch.randint(3, 250, (int(n),), generator=generator).tolist() for n in sizes]
+        for sizes in ([5, 11, 3], [8, 8, 2], [21, 4, 9], [6, 30, 1], [4, 3, 7])
+    ]
+    contexts[3] = None
+    return contexts, ids, mask, loss_mask
+
+
+def naive_scores(model, batch, tail):
+    """One forward pass a context, no padding, and the kernels on its hidden states."""
+    contexts, ids, mask, loss_mask = batch
+    head, scores = lm_head(model, 0.8), {}
+    for sample, prompts in enumerate(contexts):
+        if prompts is None:
+            continue
+        length = int(mask[sample].sum())
+        hidden = []
+        for prompt in prompts:
+            row = torch.tensor([prompt + ids[sample, :length].tolist()])
+            with torch.no_grad():
+                states = model.base_model(input_ids=row, use_cache=False).last_hidden_state[0]
+            hidden.append(states[len(prompt) - 1 : -1][loss_mask[sample, :length]])
+        hidden = torch.stack(hidden)
+        scores[sample] = score_tokens(hidden[0], hidden[1:], head, ids[sample][loss_mask[sample]], topk=6, tail=tail)
+    return scores
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("batch_tokens", [1, 40, 100, 10_000])
+def test_scores_do_not_depend_on_how_sequences_are_batched(make_model, batch, tail, packed, batch_tokens):
+    model = make_model().eval()
+    contexts, ids, mask, loss_mask = batch
+    scores = score_completions(
+        Watched(model),
+        contexts,
+        ids,
+        mask,
+        loss_mask,
+        support="teacher_topk",
+        topk=6,
+        tail=tail,
+        temperature=0.8,
+        batch_tokens=batch_tokens,
+        packed=packed,
+    )
+    expected = naive_scores(model, batch, tail)
+    for sample in range(len(contexts)):
+        for name, values in scores.items():
+            wanted = loss_mask[sample] if sample in expected else torch.zeros(12, dtype=torch.bool)
+            assert not values[sample][~wanted].any()
+            if sample in expected:
+                reference = getattr(expected[sample], name)
+                assert_close(values[sample][wanted], reference, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_for_supports_of_the_step_are_in_row_major_order(make_model, batch, packed):
+    model = make_model().eval()
+    contexts, ids, mask, loss_mask = batch
+    loss_mask[3] = False  # no teacher
+    states = gather_states(
+        Watched(model), contexts, ids, mask, loss_mask, temperature=1.0, batch_tokens=50, packed=packed
+    )
+    assert states.contrast_hidden.shape[:2] == (2, int(loss_mask.sum()))
+    assert not states.head.weight.requires_grad
+    everything = torch.cat([states.hidden[None], states.contrast_hidden])
+    token = 0
+    for sample, prompts in enumerate(contexts):
+        for column in loss_mask[sample].nonzero()[:, 0].tolist():
+            for context, prompt in enumerate(prompts):
+                row = torch.tensor([prompt + ids[sample, :column].tolist()])
+                expected = model.base_model(input_ids=row).last_hidden_state[0, -1]
+                assert_close(everything[context, token], expected.detach(), rtol=1e-4, atol=1e-5)
+            token += 1
+
+
+def test_every_context_is_read_once_within_the_budget_and_packing_leaves_no_padding(make_model, batch):
+    contexts, ids, mask, loss_mask = batch
+    real = sum(len(p) + int(mask[i].sum()) for i, c in enumerate(contexts) if c is not None for p in c)
+    for packed in (False, True):
+        reference = Watched(make_model().eval())
+        gather_states(reference, contexts, ids, mask, loss_mask, temperature=1.0, batch_tokens=80, packed=packed)
+        assert all(size <= 80 for size, _ in reference.tokens)
+        assert sum(used for _, used in reference.tokens) == real
+        assert not packed or sum(size for size, _ in reference.tokens) == real
+
+
+sequences = st.lists(st.integers(1, 200), min_size=1, max_size=40).map(
+    lambda sizes: [_Sequence(i, 0, [0] * size, 3) for i, size in enumerate(sizes)]
+)
+
+
+@given(sequences, st.integers(1, 600), st.booleans())
+def test_passes_hold_every_sequence_once_within_the_budget(sequences, batch_tokens, packed):
+    batches = list(passes(sequences, batch_tokens, packed))
+    assert sorted(s.sample for batch in batches for s in batch) == list(range(len(sequences)))
+    for batch in batches:
+        tokens = sum(map(len, batch)) if packed else len(batch) * max(map(len, batch))
+        assert tokens <= batch_tokens or len(batch) == 1
+
+
+def test_sorting_by_length_leaves_a_few_percent_of_padding_where_arrival_leaves_half():
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(100, 1000, (256,), generator=generator).tolist()
+    arrived = [_Sequence(i, 0, [0] * size, 3) for i, size in enumerate(sizes)]
+    real = sum(map(len, arrived))
+    padded = sum(len(batch) * max(map(len, batch)) for batch in passes(arrived, 8192, packed=False))
+    unsorted = sum(8 * max(map(len, arrived[i : i + 8])) for i in range(0, 256, 8))
+    assert padded < 1.05 * real < 1.4 * real < unsorted
+
+
+def test_packing_is_refused_where_attention_has_no_variable_lengths(make_model):
+    model = make_model()
+    with pytest.raises(ValueError, match="flash_attention_2"):
+        check_packing(model)
+    model.config._attn_implementation = "flash_attention_2"
+    check_packing(model)
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match="linear_attention"):
+        check_packing(model)
+
+
+def test_the_trainer_refuses_packing_before_anything_is_generated(make_model, make_config, tokenizer, dataset):
+    with pytest.raises(ValueError, match="scoring_packed=True"):
+        CreditTrainer(
+            make_model(), lambda **_: [], make_config(scoring_packed=True), dataset, processing_class=tokenizer
+        )
+
+
+def test_an_offloaded_reference_is_on_the_device_only_while_it_scores(make_model, monkeypatch):
+    student = make_model()
+    reference = make_teacher("ema", student, Accelerator(cpu=True), offload=True)
+    assert isinstance(reference, OffloadedTeacher)
+    moves = []
+    monkeypatch.setattr(type(reference.model), "to", lambda self, device: moves.append(str(device)) or self)
+    with reference.active():
+        assert moves == ["cpu"]  # the accelerator's device, here
+    assert moves == ["cpu", "cpu"]
+
+
+def test_an_offloaded_reference_averages_like_one_that_is_not(make_model):
+    student = make_model()
+    references = [make_teacher("ema", student, Accelerator(cpu=True), offload=offload) for offload in (True, False)]
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter += 0.1
+    for reference in references:
+        reference.update(0.25)
+    assert references[0].drift() == references[1].drift() > 0
+    for (mine, _), (other, _) in zip(references[0].pairs(), references[1].pairs(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_offloading_is_refused_where_there_is_no_copy(make_model):
+    with pytest.raises(ValueError, match="teacher_offload=False"):
+        make_teacher("live", make_model(), Accelerator(cpu=True), offload=True)

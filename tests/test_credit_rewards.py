@@ -1,0 +1,142 @@
+"""The contrast of policy-ratio rewards: against Bayes' rule, DPO's optimum, PRIME's sums and TRL's own numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from trl import DPOConfig, DPOTrainer
+
+from credit_trl import credit_rewards, objective
+from credit_trl.lab.analysis.pmi import contrastive_pmi
+
+seeds = st.integers(0, 10_000)
+coefs = st.floats(0, 1.5)
+forms = st.sampled_from(["subtract", "guide"])
+baselines = st.sampled_from(["mean_log", "log_mean"])
+
+
+def draws(seed, *shape):
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield -torch.rand(*shape, generator=generator, dtype=torch.float64) * 5
+
+
+@given(seed=seeds, coef=coefs, form=forms, baseline=baselines, beta=st.floats(0.01, 2))
+def test_no_coefficient_is_the_plain_ratio_and_the_own_question_takes_all_off(seed, coef, form, baseline, beta):
+    draw = draws(seed, 4)
+    policy, reference = next(draw), next(draw)
+    plain = beta * (policy - reference)
+    options = {"beta": beta, "form": form, "baseline": baseline}
+    others = torch.stack([next(draw) for _ in range(6)]).view(2, 3, 4)
+    torch.testing.assert_close(credit_rewards(policy, reference, *others, contrastive_coef=0.0, **options), plain)
+    same = policy.expand(3, -1), reference.expand(3, -1)
+    left = credit_rewards(policy, reference, *same, contrastive_coef=coef, **options)
+    torch.testing.assert_close(left, (1 - coef) * plain if form == "subtract" else plain)
+
+
+@given(seed=seeds, coef=coefs)
+def test_two_passes_of_one_joint_give_bayes_contrastive_pmi(seed, coef):
+    """P(y, z | x) over 5 answers and 3 feedbacks for 4 questions; the policy has read z = 1."""
+    generator = torch.Generator().manual_seed(seed)
+    joint = torch.randn(4, 15, generator=generator, dtype=torch.float64).softmax(-1).view(4, 5, 3)
+    reference = joint.sum(-1).log()  # log π_ref(y | x)
+    policy = (joint[..., 1] / joint[..., 1].sum(-1, keepdim=True)).log()  # log π_ref(y | x, z)
+    privileged = (joint / joint.sum(-1, keepdim=True))[..., 1] / joint.sum(1)[:, None, 1]  # P(z | x, y) / P(z | x)
+    rewards = credit_rewards(policy[0], reference[0], policy[1:], reference[1:], contrastive_coef=coef)
+    torch.testing.assert_close(rewards, privileged[0].log() - coef * privileged[1:].log().mean(0))
+
+
+@given(seed=seeds, coef=coefs, beta=st.floats(0.05, 1.0), form=forms)
+def test_at_dpos_optimum_what_pays_under_any_question_leaves_every_margin(seed, coef, beta, form):
+    """π*(y | x) ∝ π_ref(y | x) exp((s(x, y) + g(y)) / β) for any s and g; 5 answers, question 0 and 3 others."""
+    draw = draws(seed, 4, 5)
+    reference, specific = next(draw).log_softmax(-1), next(draw) / 5
+    rewards = []
+    for generic in (next(draw)[0] / 5, torch.zeros(5, dtype=torch.float64)):
+        policy = (reference + (specific + generic) / beta).log_softmax(-1)
+        found = credit_rewards(
+            policy[0], reference[0], policy[1:], reference[1:], contrastive_coef=coef, beta=beta, form=form
+        )
+        rewards.append((found, generic))
+    (found, generic), (without, _) = rewards
+    share = 1 - coef if form == "subtract" else 1.0
+    margin = lambda r: r[:, None] - r[None]  # noqa: E731
+    torch.testing.assert_close(margin(found), margin(without) + share * margin(generic), rtol=1e-6, atol=1e-9)
+    own, others = specific[0], specific[1:].mean(0)
+    expected = own - coef * others if form == "subtract" else own + coef * (own - others)
+    torch.testing.assert_close(margin(without), margin(expected), rtol=1e-6, atol=1e-9)
+
+
+@given(seed=seeds, coef=coefs, form=forms, baseline=baselines)
+def test_token_rewards_sum_to_the_analysis_contrastive_pmi(seed, coef, form, baseline):
+    draw = draws(seed, 2, 7)
+    policy, reference = next(draw), next(draw)
+    others = torch.stack([next(draw) for _ in range(3)]), torch.stack([next(draw) for _ in range(3)])
+    options = {"form": form, "baseline": baseline}
+    tokens = credit_rewards(policy, reference, *others, contrastive_coef=coef, **options)
+    whole = contrastive_pmi(policy, reference, *others, coef, **options).contrastive_pmi
+    torch.testing.assert_close(tokens.sum(-1), whole)
+    if baseline == "mean_log":
+        sums = policy.sum(-1), reference.sum(-1), *(o.sum(-1) for o in others)
+        torch.testing.assert_close(credit_rewards(*sums, contrastive_coef=coef, form=form), whole)
+
+
+@given(seed=seeds, form=forms, baseline=baselines, per_token=st.booleans())
+def test_without_contrast_of_the_reference_it_is_the_papers_advantage(seed, form, baseline, per_token):
+    draw = draws(seed, 6, 9)
+    teacher, student = next(draw), next(draw)
+    contrasts = torch.stack([next(draw) for _ in range(2)])
+    coef = torch.linspace(0, 1, 6, dtype=torch.float64) if per_token else 0.3
+    expected = objective.credit_advantages(teacher, contrasts, student, coef, form, baseline)
+    spread = coef[:, None].expand(6, 9) if per_token else coef
+    found = credit_rewards(teacher, student, contrasts, contrastive_coef=spread, form=form, baseline=baseline)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_gradient_reaches_the_policy_and_its_contrasts():
+    draw = draws(0, 3)
+    policy, reference = next(draw).requires_grad_(), next(draw)
+    others = torch.stack([next(draw), next(draw)]).requires_grad_(), torch.stack([next(draw), next(draw)])
+    credit_rewards(policy, reference, *others, contrastive_coef=0.4, beta=0.5).sum().backward()
+    torch.testing.assert_close(policy.grad, torch.full((3,), 0.5, dtype=torch.float64))
+    torch.testing.assert_close(others[0].grad, torch.full((2, 3), -0.1, dtype=torch.float64))
+
+
+def test_without_contrast_it_is_the_reward_that_trls_dpo_trainer_logs(make_model, tokenizer, tmp_path):
+    rows = [{"prompt": f"{a}+1=", "chosen": f"{a + 1}.", "rejected": f"{a}, no?"} for a in range(6)]
+    config = DPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", beta=0.3, max_steps=3, learning_rate=1e-2,
+        per_device_train_batch_size=6, per_device_eval_batch_size=6, save_strategy="no", gradient_checkpointing=False,
+        disable_tqdm=True,
+    )  # fmt: skip
+    data = Dataset.from_list(rows)
+    models = {"model": make_model(), "ref_model": make_model()}
+    trainer = DPOTrainer(**models, args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    logged = trainer.evaluate()
+
+    def logps(model, prompts, answers):
+        sums = []
+        for x, y in zip(prompts, answers, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([x + y])).logits[0, len(x) - 1 : -1]
+            sums.append(logits.log_softmax(-1).gather(-1, torch.tensor(y)[:, None]).sum())
+        return torch.stack(sums)
+
+    prompts = trainer.eval_dataset["prompt_ids"][:]
+    rewards = {}
+    for name in ("chosen", "rejected"):
+        answers = trainer.eval_dataset[f"{name}_ids"][:]
+        models = trainer.model.eval(), trainer.ref_model
+        own = [logps(model, prompts, answers) for model in models]
+        others = [logps(model, prompts[1:] + prompts[:1], answers)[None] for model in models]
+        rewards[name] = credit_rewards(*own, *others, contrastive_coef=0.0, beta=trainer.beta)
+        assert rewards[name].mean().item() == pytest.approx(logged[f"eval_rewards/{name}"], rel=1e-3, abs=1e-5)
+        corrected = credit_rewards(*own, *others, contrastive_coef=1.0, beta=trainer.beta)
+        assert not torch.allclose(corrected, rewards[name], rtol=1e-2)
+    margin = (rewards["chosen"] - rewards["rejected"]).mean().item()
+    assert abs(margin) > 1e-3  # it has moved from the reference
+    assert margin == pytest.approx(logged["eval_rewards/margins"], rel=1e-3)

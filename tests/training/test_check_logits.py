@@ -1,0 +1,219 @@
+"""Families whose logits are not what is trained are refused; the others pass, and nothing of the run is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from test_model_families import FAMILIES, make_family  # noqa: F401
+from transformers import AutoModelForCausalLM
+
+from credit_trl import CreditTrainer
+from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.training import checks
+from tiny import length_verdicts
+
+
+@pytest.fixture
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture
+def with_prediction_head(tokenizer):
+    """A dense layer, an activation and a norm lie between the backbone and the output embeddings."""
+    torch.manual_seed(0)
+    return transformers.ModernBertDecoderForCausalLM(
+        transformers.ModernBertDecoderConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=tokenizer.eos_token_id,
+            cls_token_id=tokenizer.eos_token_id,
+            sep_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+
+REFUSED = r"`ModernBertDecoderForCausalLM` does more to its logits.*`GRPOTrainer`, or open an issue"
+
+
+def test_a_family_with_a_prediction_head_is_refused_before_any_rollout(
+    with_prediction_head, make_config, tokenizer, dataset
+):
+    with pytest.raises(ValueError, match=REFUSED):
+        CreditTrainer(with_prediction_head, length_verdicts, make_config(), dataset, processing_class=tokenizer)
+
+
+def test_grpo_takes_it(with_prediction_head, make_config, tokenizer, dataset):
+    CreditTrainer(
+        with_prediction_head,
+        length_verdicts,
+        make_config(distillation_weight=0.0),
+        dataset,
+        processing_class=tokenizer,
+    )
+
+
+def test_the_analysis_refuses_it_too(with_prediction_head, tokenizer, tmp_path):
+    for part in (with_prediction_head, tokenizer):
+        part.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=REFUSED):
+        Checkpoint.load(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_it_is_refused_in_every_dtype_and_under_adapters(with_prediction_head, accelerator, dtype):
+    model = with_prediction_head.to(dtype)
+    with pytest.raises(ValueError, match=REFUSED):
+        checks.check_logits(model, accelerator)
+    with pytest.raises(ValueError, match=REFUSED):
+        checks.check_logits(get_peft_model(model, LoraConfig(target_modules=["Wo"])), accelerator)
+
+
+PRECISIONS = [(torch.float32, "no"), (torch.float32, "bf16"), (torch.bfloat16, "no"), (torch.float16, "no")]
+
+
+@pytest.mark.parametrize(("dtype", "mixed"), PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_is_no_difference(make_family, family, dtype, mixed):  # noqa: F811
+    accelerator = Accelerator(cpu=True)
+    accelerator.state._mixed_precision = mixed  # one process has one state, whatever precision is asked for later
+    try:
+        checks.check_model(make_family(family).to(dtype), accelerator)
+    finally:
+        accelerator.state._mixed_precision = "no"
+
+
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("model_class", "sizes"),
+    [
+        ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}),
+        ("xLSTM", {"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 1}),
+        ("RecurrentGemma", {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3, "lru_width": 32}),
+    ],
+)
+def test_families_that_padding_changes_are_refused(monkeypatch, model_class, sizes, mixed):
+    """Learned positions count the pads, and the states of the other two run through them."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{model_class}Config")(vocab_size=64, initializer_range=0.5, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", mixed)
+    with pytest.raises(ValueError, match=rf"The logits of `{model_class}\w+` change by .* padded on the left"):
+        checks.check_model(model, accelerator)
+
+
+@pytest.mark.parametrize("changed_rows", [slice(0, 1), slice(None)])
+def test_what_padding_changes_for_one_prompt_alone_is_rounding_and_for_all_is_refused(make_model, changed_rows):
+    """A token on the edge between two experts may go to the other one."""
+    model, accelerator = make_model(), Accelerator(cpu=True)
+
+    def change(module, arguments, output):
+        if output.logits.shape[1] > 4:
+            output.logits[changed_rows] += output.logits.abs().max() * torch.linspace(0, 1, output.logits.shape[-1])
+
+    model.register_forward_hook(change)
+    if changed_rows == slice(0, 1):
+        checks.check_model(model, accelerator)
+        return
+    with pytest.raises(ValueError, match="padded on the left"):
+        checks.check_model(model, accelerator)
+
+
+def test_a_model_that_is_spread_over_gpus_is_refused_and_one_on_a_single_one_is_not(make_model):
+    model, accelerator = make_model(), Accelerator(cpu=True)
+    model.hf_device_map = {"model": 0, "lm_head": 0}
+    checks.check_model(model, accelerator)
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(ValueError, match=r"devices 0, 1 by `device_map`.*accelerate launch"):
+        checks.check_model(model, accelerator)
+
+
+@pytest.mark.parametrize("value", [None, 4.0])
+def test_a_soft_cap_that_would_be_misread_is_seen(make_family, accelerator, monkeypatch, value):  # noqa: F811
+    model = make_family("Gemma2")
+    checks.check_logits(model, accelerator)
+    monkeypatch.setattr("credit_trl.loss.head._softcap", lambda config: value)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM"):
+        checks.check_logits(model, accelerator)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        ("RecurrentGemma", {"logits_soft_cap": 0.5, "lru_width": 32, "num_hidden_layers": 3, "intermediate_size": 48}),
+        ("xLSTM", {"output_logit_soft_cap": 0.5, "num_heads": 2, "num_hidden_layers": 1}),
+    ],
+)
+def test_the_soft_caps_of_other_families_are_read(accelerator, monkeypatch, model_class, config):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "initializer_range": 0.5}
+    config = getattr(transformers, f"{model_class}Config")(**sizes, **config)
+    model = getattr(transformers, f"{model_class}ForCausalLM")(config)
+    torch.nn.init.normal_(model.lm_head.weight)
+    checks.check_logits(model, accelerator)
+    monkeypatch.setattr("credit_trl.loss.head._softcap", lambda config: None)
+    with pytest.raises(ValueError, match=f"{model_class}ForCausalLM"):
+        checks.check_logits(model, accelerator)
+
+
+def test_logits_that_are_masked_out_are_a_difference(make_model, accelerator, monkeypatch):
+    model = make_model()
+
+    def masked(module, args, logits):
+        return logits.index_fill(-1, torch.tensor([7]), -torch.inf)
+
+    model.lm_head.register_forward_hook(masked)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM"):
+        checks.check_logits(model, accelerator)
+
+
+def test_modes_and_random_states_are_left_as_they_were(make_model, with_prediction_head, accelerator):
+    class Drawing(torch.nn.Module):
+        def forward(self, hidden, *args, **kwargs):
+            torch.rand(3)
+            return torch.nn.functional.silu(hidden)
+
+    for model in (make_model(), with_prediction_head):
+        model.train()
+        model.model.layers[0].eval()
+        model.model.layers[1].mlp.act_fn = model.model.layers[1].mlp.act = Drawing()
+        modes = [module.training for module in model.modules()]
+        state = torch.get_rng_state()
+        try:
+            checks.check_logits(model, accelerator)
+        except ValueError:
+            assert model is with_prediction_head
+        assert torch.equal(torch.get_rng_state(), state)
+        assert [module.training for module in model.modules()] == modes
+        assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_sharded_models_are_not_run(with_prediction_head, accelerator, monkeypatch, kind):
+    monkeypatch.setattr(Accelerator, "distributed_type", kind)
+    monkeypatch.setattr(with_prediction_head, "forward", lambda **inputs: pytest.fail("a sharded model was run"))
+    checks.check_logits(with_prediction_head, accelerator)
+
+
+def test_models_without_values_are_not_run(with_prediction_head, accelerator, monkeypatch):
+    model = with_prediction_head.to("meta")
+    monkeypatch.setattr(model, "forward", lambda **inputs: pytest.fail("a model without values was run"))
+    checks.check_logits(model, accelerator)
+
+
+def test_tokens_that_stand_for_something_else_are_not_read(make_model):
+    model = make_model(pad_token_id=96, eos_token_id=[32, 33])
+    ordinary = set(range(model.config.vocab_size)) - {96, 32, 33}
+    model.config.image_token_id = middle = sorted(ordinary)[len(ordinary) * 3 // 8]
+    ids = checks._ordinary_ids(model, 4)[0].tolist()
+    assert len(set(ids)) == 4
+    assert set(ids) <= ordinary - {middle}

@@ -1,0 +1,200 @@
+"""A checkpoint is whole or not there; a disk that is full costs the new one, never the old."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from credit_trl import CreditTrainer
+from credit_trl.training import checkpoints
+from credit_trl.training.checkpoints import CheckpointError, checkpoint_to_resume, rename_whole
+from tiny import length_verdicts
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path):
+    def make(callbacks=None, **options):
+        options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 3, **options}
+        config = make_config(output_dir=str(tmp_path / "run"), **options)
+        held_out = dataset.select(range(2)) if config.eval_strategy != "no" else None
+        return CreditTrainer(
+            make_model(), length_verdicts, config, dataset, held_out, processing_class=tokenizer, callbacks=callbacks
+        )
+
+    return make
+
+
+class StepCounter(TrainerCallback):
+    """Keeps the number of each step that was trained."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append(state.global_step)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def test_only_whole_checkpoints_are_left_and_no_more_than_the_limit(make_trainer, tmp_path):
+    make_trainer().train()
+    assert names(tmp_path / "run") == ["checkpoint-3"]
+    files = {path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "trainer_state.json", "teacher.safetensors"} <= files
+    assert {"credit_state.json", "rng_state.pth", "scheduler.pt"} <= files
+
+
+def full_disk(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch, "save"), (checkpoints, "save_progress"), (checkpoints, "force_to_disk"), (checkpoints, "rename_whole")],
+    ids=["optimizer", "progress", "flushing", "naming"],
+)
+def test_a_full_disk_keeps_the_checkpoint_before_and_says_so(make_trainer, tmp_path, monkeypatch, owner, name):
+    trainer, original = make_trainer(), getattr(owner, name)
+
+    def fail_at_two(*args, **kwargs):
+        return full_disk() if trainer.state.global_step == 2 else original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fail_at_two)
+    with pytest.raises(
+        CheckpointError, match=r"Step 2 could not be saved.*No space left.*checkpoint-1: resume from it"
+    ):
+        trainer.train()
+    assert names(tmp_path / "run") == ["checkpoint-1"]  # what was written of the second is gone, so its room is free
+    monkeypatch.undo()
+    make_trainer().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert names(tmp_path / "run") == ["checkpoint-3"]
+
+
+def test_the_first_checkpoint_that_fails_says_that_there_is_none(make_trainer, monkeypatch):
+    monkeypatch.setattr(checkpoints, "save_progress", full_disk)
+    with pytest.raises(CheckpointError, match="There is none yet"):
+        make_trainer().train()
+
+
+LIMITED = """
+import resource, sys
+sys.path[:0] = [{tests!r}]
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from datasets import Dataset
+import tiny
+from credit_trl import CreditConfig, CreditTrainer
+tokenizer = tiny.build_tokenizer()
+rows = [{{"prompt": [{{"role": "user", "content": f"{{i}}+1="}}], "answer": str(i + 1)}} for i in range(8)]
+config = CreditConfig(
+    output_dir={out!r}, use_cpu=True, bf16=False, per_device_train_batch_size=8, num_generations=4, max_steps=2,
+    max_completion_length=4, save_strategy="steps", save_steps=1, save_total_limit=1, report_to="none",
+    gradient_checkpointing=False, disable_tqdm=True,
+)
+trainer = CreditTrainer(
+    tiny.build_model(tokenizer), tiny.length_verdicts, config, Dataset.from_list(rows), processing_class=tokenizer
+)
+save = trainer._save_checkpoint
+def limited(*args, **kwargs):
+    if trainer.state.global_step == 2:  # from here on the system lets no file grow beyond 64 kB
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+    return save(*args, **kwargs)
+trainer._save_checkpoint = limited
+trainer.train()
+"""
+
+
+def test_writes_that_the_system_refuses_are_an_error_of_one_process(tmp_path):
+    """No replacement of ours: the kernel refuses the write, whichever library makes it."""
+    assert resource.RLIMIT_FSIZE is not None
+    script = LIMITED.format(tests=str(ROOT / "tests"), out=str(tmp_path / "run"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode != 0
+    assert "CheckpointError: Step 2 could not be saved" in run.stderr
+    assert names(tmp_path / "run") == ["checkpoint-1"]
+
+
+def test_a_finished_folder_replaces_one_of_that_name_and_a_second_caller_finds_it_done(tmp_path):
+    unfinished, finished = tmp_path / "unfinished" / "checkpoint-2", tmp_path / "checkpoint-2"
+    for folder, text in ((unfinished, "new"), (finished, "old")):
+        folder.mkdir(parents=True)
+        (folder / "state").write_text(text)
+    rename_whole(unfinished, finished)
+    assert (finished / "state").read_text() == "new"
+    rename_whole(unfinished, finished)  # the first process of another node of the same file system
+    assert names(tmp_path / "unfinished") == []
+    with pytest.raises(FileNotFoundError):
+        rename_whole(tmp_path / "nowhere", tmp_path / "checkpoint-9")
+
+
+def test_latest_is_the_newest_whole_checkpoint_or_none(tmp_path):
+    assert checkpoint_to_resume("latest", tmp_path / "nowhere") is None
+    for name in ("checkpoint-9", "checkpoint-10", "unfinished/checkpoint-11"):
+        (tmp_path / name).mkdir(parents=True)
+    assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-10")
+    assert checkpoint_to_resume(str(tmp_path / "checkpoint-9"), tmp_path) == str(tmp_path / "checkpoint-9")
+    assert checkpoint_to_resume(None, tmp_path) is None
+
+
+@pytest.mark.parametrize("asked", ["true", "elsewhere"])
+def test_a_checkpoint_that_does_not_exist_is_told_with_the_word_that_finds_one(asked, tmp_path):
+    with pytest.raises(ValueError, match=r"no such folder.*`latest` for the newest"):
+        checkpoint_to_resume(asked, tmp_path)
+
+
+def test_a_script_may_say_latest_before_there_is_a_checkpoint_and_after(make_trainer):
+    trained = []
+    for max_steps in (1, 3):
+        trainer = make_trainer(max_steps=max_steps, callbacks=[StepCounter(trained)])
+        trainer.train(resume_from_checkpoint="latest")
+    assert trained == [1, 2, 3]
+
+
+def test_the_best_checkpoint_is_known_by_its_final_name(make_trainer, tmp_path):
+    trainer = make_trainer(
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+        save_total_limit=2,
+        per_device_eval_batch_size=4,
+        num_generations_eval=2,
+    )
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.parent == tmp_path / "run"
+    assert best.is_dir()
+    state = json.loads(
+        (tmp_path / "run" / f"checkpoint-{trainer.state.best_global_step}" / "trainer_state.json").read_text()
+    )
+    assert state["best_model_checkpoint"] == str(best)
+
+
+def test_what_is_pushed_is_the_finished_folder(make_trainer, monkeypatch):
+    pushed = []
+    trainer = make_trainer(max_steps=1)
+    trainer.args.push_to_hub = True
+    monkeypatch.setattr(
+        checkpoints.GRPOTrainer,
+        "_push_from_checkpoint",
+        lambda self, folder: pushed.append((folder, os.path.isdir(folder))),
+    )
+    monkeypatch.setattr(trainer, "_finish_current_push", lambda: None)
+    trainer.train()
+    assert [(Path(folder).name, there) for folder, there in pushed] == [("checkpoint-1", True)]

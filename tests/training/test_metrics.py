@@ -1,0 +1,233 @@
+"""What is logged, and what is warned about."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from credit_trl import CreditTrainer, Verdict
+from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.loss import CreditLoss
+from credit_trl.training.metrics import Alarms, CreditWarning, context_counts, context_metrics, token_metrics
+from tiny import length_verdicts
+
+
+def terms(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    names = (
+        "token_loss token_logps entropy kl_to_target student_mass teacher_mass "
+        "teacher_token_logps generic_token_logps teacher_entropy kl_to_teacher contrastive_coef advantages"
+    ).split()
+    return CreditLoss(loss=torch.zeros(()), **{name: torch.randn(n, generator=generator) for name in names})
+
+
+def test_token_metrics_are_the_moments_of_the_realised_quantities():
+    given, contrasted = terms(50), torch.tensor([True, False]).repeat(25)
+    given.contrastive_coef[:20] = 0.0
+    metrics = token_metrics(given, contrasted, lambda sums: sums)
+    f, g, p = given.teacher_token_logps, given.generic_token_logps, given.token_logps
+    specific = (f - g)[::2]
+    expected = {
+        "credit/advantage_mean": given.advantages.mean(),
+        "credit/advantage_std": given.advantages.std(correction=0),
+        "credit/frac_gated": torch.tensor(10 / 25),
+        "credit/kl_to_teacher": given.kl_to_teacher[::2].mean(),
+        "credit/s_mean": specific.mean(),
+        "credit/s_std": specific.std(correction=0),
+        "credit/generic_mean": g[::2].mean(),
+        "credit/delta_v_mean": (f - p).mean(),
+        "credit/kl_to_target": given.kl_to_target.mean(),
+        "credit/support_mass_student": given.student_mass.mean(),
+        "credit/support_mass_teacher": given.teacher_mass.mean(),
+    }
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value.item(), rel=1e-5, abs=1e-6), name
+
+
+def test_sums_over_processes_give_the_metrics_of_all_tokens_together():
+    parts, masks = [terms(7, 1), terms(12, 2)], [torch.ones(7, dtype=torch.bool), torch.ones(12, dtype=torch.bool)]
+    sums = []
+    for part, mask in zip(parts, masks, strict=True):
+        token_metrics(part, mask, lambda s: sums.append(s) or s)
+    names = [k for k, v in vars(parts[0]).items() if k != "loss" and v is not None]
+    joined = {k: torch.cat([vars(p)[k] for p in parts]) for k in names}
+    whole = CreditLoss(loss=torch.zeros(()), **joined)
+    together = token_metrics(whole, torch.cat(masks), lambda s: s)
+    apart = token_metrics(parts[0], masks[0], lambda s: sums[0] + sums[1])
+    assert apart == pytest.approx(together)
+
+
+def test_nothing_to_measure_is_not_a_number():
+    metrics = token_metrics(terms(0), torch.zeros(0, dtype=torch.bool), lambda sums: sums)
+    assert metrics.pop("credit/contrasted_tokens") == 0
+    assert all(math.isnan(value) for value in metrics.values())
+    without_contrast = token_metrics(terms(3), torch.zeros(3, dtype=torch.bool), lambda sums: sums)
+    assert math.isnan(without_contrast["credit/s_mean"])
+    assert not math.isnan(without_contrast["credit/delta_v_mean"])
+
+
+def test_context_shares():
+    built = [
+        TokenContexts([[1], [2]], PrivilegedContext("d", "f")),
+        TokenContexts([[1]], PrivilegedContext(None, "f"), cut=True),
+        TokenContexts(None, PrivilegedContext()),
+        TokenContexts([[1], [2]], PrivilegedContext("d")),
+    ]
+    shares = context_metrics(context_counts(built, wants_contrast=True))
+    assert shares == {
+        "credit/frac_with_demonstration": 0.5,
+        "credit/frac_with_feedback": 0.5,
+        "credit/frac_without_teacher": 0.25,
+        "credit/frac_without_contrast": 0.25,
+        "credit/frac_context_cut": 0.25,
+    }
+    assert context_metrics(context_counts(built, wants_contrast=False))["credit/frac_without_contrast"] == 0.0
+
+
+@pytest.fixture
+def run(make_model, make_config, tokenizer, dataset):
+    def start(reward_funcs=length_verdicts, rows=None, model=None, **options):
+        trainer = CreditTrainer(
+            model or make_model(),
+            reward_funcs,
+            make_config(**options),
+            rows or dataset,
+            dataset,
+            processing_class=tokenizer,
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        return trainer, [str(w.message) for w in caught if w.category is CreditWarning]
+
+    return start
+
+
+EVERY_STEP = (
+    "credit/s_mean credit/s_std credit/delta_v_mean credit/generic_mean credit/advantage_mean credit/advantage_std "
+    "credit/kl_to_target credit/support_mass_student credit/support_mass_teacher credit/frac_with_demonstration "
+    "credit/frac_with_feedback credit/frac_without_teacher credit/frac_without_contrast credit/frac_gated "
+    "credit/kl_to_teacher entropy "
+    "completions/mean_length reward"
+).split()
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+def test_every_metric_is_logged_at_every_step_in_training_and_evaluation(run, weight):
+    trainer, _ = run(
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=8,
+        num_generations_eval=2,
+        distillation_weight=weight,
+    )
+    train = [entry for entry in trainer.state.log_history if "loss" in entry]
+    evaluation = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(train) == len(evaluation) == 2
+    for entry in train:
+        assert all(math.isfinite(entry[name]) for name in [*EVERY_STEP, "credit/teacher_drift"])
+        assert entry["credit/frac_lost_gradient"] == 0.0
+        assert all(entry[f"credit/seconds_{s}"] > 0 for s in "rollout verdict contexts scores update".split())
+    for entry in evaluation:
+        assert all(math.isfinite(entry[f"eval_{name}"]) for name in EVERY_STEP)
+    table = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    named = {name for name in train[0] if name.startswith("credit/") and "seconds" not in name}
+    assert not {name for name in named if f"| `{name}`" not in table and f", `{name}`" not in table}
+
+
+def test_no_teacher_is_warned_about_once_and_teaches_nothing(run, make_model):
+    trainer, warned = run(lambda completions, **_: [0.0] * len(completions), max_steps=3)
+    assert len([w for w in warned if "No sample of this generation batch has a teacher" in w]) == 1
+    assert all(e["loss"] == 0 for e in trainer.state.log_history if "loss" in e)
+    for parameter, start in zip(trainer.model.parameters(), make_model().parameters(), strict=True):
+        assert torch.equal(parameter, start)
+
+
+def test_an_evaluation_whose_batches_hold_one_question_each_is_warned_about_once(run):
+    trainer, warned = run(
+        max_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=4
+    )
+    assert len([w for w in warned if "has another question to contrast with" in w]) == 1
+    entries = trainer.state.log_history
+    assert {e["eval_credit/frac_without_contrast"] for e in entries if "eval_loss" in e} == {1.0}
+    assert {e["credit/frac_without_contrast"] for e in entries if "loss" in e} == {0.0}
+
+
+def test_feedback_that_is_switched_off_is_warned_about_once(run):
+    _, warned = run(include_environment_feedback=False, max_steps=3)
+    assert len([w for w in warned if "`include_environment_feedback=False`" in w]) == 1
+
+
+def test_a_low_support_mass_is_warned_about_once(run):
+    _, warned = run(distillation_topk=2, max_steps=3)
+    assert len([w for w in warned if "Raise `distillation_topk`" in w]) == 1
+
+
+def test_a_nearly_uniform_teacher_is_warned_about(run, make_model):
+    _, warned = run(model=make_model(initializer_range=0.01), distillation_topk=200, max_steps=1)
+    assert len([w for w in warned if "nearly uniform" in w]) == 1
+
+
+def test_a_gate_that_no_position_passes_is_warned_about_and_leaves_self_distillation(run):
+    trainer, warned = run(contrastive_gate=0.999, max_steps=3)
+    assert len([w for w in warned if "Lower it: `credit/frac_gated`" in w]) == 1
+    for entry in (e for e in trainer.state.log_history if "loss" in e):
+        assert entry["credit/frac_gated"] == 1.0
+        assert entry["credit/advantage_mean"] == pytest.approx(entry["credit/delta_v_mean"])
+        assert entry["credit/s_mean"] is not None
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0], ids=["clipped", "not clipped"])
+def test_a_gradient_that_is_lost_on_its_way_is_warned_about_once_and_counted(run, make_model, max_grad_norm):
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.register_hook(torch.zeros_like)
+    trainer, warned = run(model=model, max_steps=3, max_grad_norm=max_grad_norm)
+    assert len([w for w in warned if "its gradient is exactly 0" in w]) == 1
+    entries = [e for e in trainer.state.log_history if "loss" in e]
+    assert [e["credit/frac_lost_gradient"] for e in entries] == [1.0] * 3
+    assert all(e["loss"] != 0.0 for e in entries)
+
+
+@pytest.mark.parametrize(
+    ("grad_norm", "loss", "mean", "std", "lost"),
+    [
+        (0.0, 0.3, 0.0, 0.2, 1.0),
+        (0.0, 0.3, -0.1, 0.0, 1.0),  # one token
+        (1e-30, 0.3, 0.1, 0.2, 0.0),
+        (0.0, 0.3, 0.0, 0.0, 0.0),  # the student is its target
+        (0.0, 0.0, 0.1, 0.2, math.nan),
+        (0.0, 0.3, math.nan, math.nan, math.nan),  # no teacher
+        (None, 0.3, 0.1, 0.2, math.nan),
+    ],
+)
+def test_a_gradient_is_lost_where_it_is_zero_and_the_advantages_are_not(grad_norm, loss, mean, std, lost):
+    metrics = {"credit/advantage_mean": [1.0, mean], "credit/advantage_std": [1.0, std]}
+    found = Alarms(enabled=False).check_gradient({"grad_norm": grad_norm, "loss": loss}, metrics)
+    assert found == pytest.approx(lost, nan_ok=True)
+    assert math.isnan(Alarms(enabled=False).check_gradient({"train_runtime": 1.0}, {}))
+
+
+def test_a_flat_reward_is_warned_about_once_and_a_varying_one_never(run):
+    flat = [Verdict(0.0, "no")] * 8
+    _, warned = run(lambda completions, **_: flat, max_steps=7)
+    assert len([w for w in warned if "got the same reward" in w]) == 1
+    alarms = Alarms()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(20):
+            alarms.check_rewards(all_groups_flat=step % 5 != 0)
+
+
+def test_a_batch_without_another_question_falls_back_to_no_contrast_and_is_counted(run, dataset):
+    same = dataset.select([0] * 6)
+    trainer, _ = run(rows=same, contrastive_coef=0.5)
+    for entry in (e for e in trainer.state.log_history if "loss" in e):
+        assert entry["credit/frac_without_contrast"] == 1.0
+        assert entry["credit/s_mean"] is None
+        assert entry["credit/advantage_mean"] == pytest.approx(entry["credit/delta_v_mean"])

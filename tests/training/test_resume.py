@@ -1,0 +1,184 @@
+"""A run that was interrupted continues bitwise as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from credit_trl import CreditTrainer
+from credit_trl.contexts import contrast
+from credit_trl.training.checkpoints import EpochRepeatSampler, Layout, load_progress, save_progress
+from tiny import length_verdicts
+
+
+def train(make_model, make_config, tokenizer, dataset, output_dir, resume=None, lora=False, **options):
+    config = make_config(
+        output_dir=str(output_dir), save_strategy="steps", teacher_update_rate=0.2, temperature=0.9, **options
+    )
+    trainer = CreditTrainer(
+        make_model(),
+        length_verdicts,
+        config,
+        dataset,
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None,
+    )
+    trainer.add_callback(begun := Begun(trainer))
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.begun = begun.state
+    return trainer
+
+
+class Begun(TrainerCallback):
+    """What the run began with: for a resumed one, what its checkpoint gave it."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.state = {name: value.detach().clone() for name, value in weights(self.trainer).items()}
+
+
+def weights(trainer):
+    student = {f"student.{n}": p for n, p in trainer.model.named_parameters()}
+    if trainer.args.teacher_model_kind == "live":
+        return student
+    return student | {f"reference.{n}": p for n, p in trainer.teacher.named_weights().items()}
+
+
+# Twelve questions, two a generation batch: six generation batches an epoch.
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("stop", "last", "options"),
+    [
+        pytest.param(2, 5, {}, id="first_epoch"),
+        pytest.param(8, 11, {}, id="second_epoch"),
+        pytest.param(6, 8, {}, id="between_epochs"),
+        pytest.param(
+            3, 6, {"per_device_train_batch_size": 4, "steps_per_generation": 2}, id="inside_a_generation_batch"
+        ),
+        pytest.param(3, 6, {"num_iterations": 2}, id="between_iterations"),
+    ],
+)
+def test_resumed_run_equals_uninterrupted_run_bitwise(
+    make_model, make_config, tokenizer, dataset, tmp_path, lora, stop, last, options
+):
+    arguments = (make_model, make_config, tokenizer, dataset)
+    options = {"max_steps": last, "save_steps": stop, **options}
+    whole = train(*arguments, tmp_path / "whole", lora=lora, **options)
+    checkpoint = tmp_path / "whole" / f"checkpoint-{stop}"
+    shutil.copytree(checkpoint, tmp_path / "resumed" / checkpoint.name)
+    resumed = train(
+        *arguments, tmp_path / "resumed", resume=str(tmp_path / "resumed" / checkpoint.name), lora=lora, **options
+    )
+    assert resumed.state.global_step == whole.state.global_step == last
+    expected = weights(whole)
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, expected[name]), name
+    losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (whole, resumed)]
+    assert losses[0] == losses[1]
+    assert any(not torch.equal(value, resumed.begun[name]) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("last", [2, 6])  # inside an epoch and at its end
+def test_a_run_that_resumes_from_its_last_step_takes_no_further_one(
+    make_model, make_config, tokenizer, dataset, tmp_path, last
+):
+    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
+    options = {"max_steps": last, "save_steps": last, "lr_scheduler_type": "constant"}
+    whole = train(*arguments, **options)
+    resumed = train(*arguments, resume=str(tmp_path / f"checkpoint-{last}"), **options)
+    assert resumed.state.global_step == last
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{last}"]
+    expected = weights(whole)
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_checkpoint_without_its_reference_is_refused(make_model, make_config, tokenizer, dataset, tmp_path):
+    train(make_model, make_config, tokenizer, dataset, tmp_path, max_steps=1, save_steps=1)
+    (tmp_path / "checkpoint-1" / "teacher.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="teacher_model_kind"):
+        train(
+            make_model, make_config, tokenizer, dataset, tmp_path, resume=str(tmp_path / "checkpoint-1"), max_steps=2
+        )
+
+
+def test_every_epoch_has_trls_order_whichever_epoch_is_entered_first():
+    from trl.trainer.utils import RepeatSampler
+
+    options = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "shuffle": True, "seed": 5}
+    theirs = RepeatSampler(list(range(13)), **options)
+    epochs = [list(theirs) for _ in range(4)]
+    assert epochs[0] != epochs[1]
+    for entered in (3, 0, 2, 2):
+        ours = EpochRepeatSampler(list(range(13)), **options)
+        ours.set_epoch(entered)
+        assert list(ours) == epochs[entered]
+
+
+LAYOUT = Layout(processes=2, rollouts=4, passes=4)
+
+
+def test_progress_round_trips_and_names_a_missing_part(tmp_path):
+    assert load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT) is None
+    rollouts = [{"ids": torch.arange(3), "absent": None}]
+    save_progress(tmp_path, 7, rollouts, rank=0, layout=LAYOUT)
+    step, loaded = load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT)
+    assert step == 7
+    assert torch.equal(loaded[0]["ids"], rollouts[0]["ids"])
+    with pytest.raises(FileNotFoundError, match=r"has no rollouts_1\.pt"):
+        load_progress(tmp_path, 1, torch.device("cpu"), LAYOUT)
+
+
+@pytest.mark.parametrize("change", [{"processes": 1}, {"rollouts": 2}, {"passes": 8}])
+def test_another_layout_begins_at_a_generation_boundary_and_nowhere_else(tmp_path, change):
+    """Two processes of four passes, one of eight: the twelfth pass of one is the twenty-fourth of the other."""
+    other = replace(LAYOUT, **change)
+    save_progress(tmp_path, 12, None, rank=0, layout=LAYOUT)
+    step, rollouts = load_progress(tmp_path, 0, torch.device("cpu"), other)
+    assert (step, rollouts) == (3 * other.passes, None)
+    save_progress(tmp_path, 13, [{"ids": torch.arange(3)}], rank=0, layout=LAYOUT)
+    with pytest.raises(ValueError, match="by 2 processes of 4 passes of 4 rollouts; this run has"):
+        load_progress(tmp_path, 0, torch.device("cpu"), other)
+
+
+def test_a_run_resumed_with_other_micro_batches_trains_on_whole_generation_batches(
+    make_model, make_config, tokenizer, dataset, tmp_path
+):
+    """As if it had fewer processes: each optimizer step takes its rollouts from the policy before it."""
+    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
+    train(*arguments, max_steps=3, save_steps=3, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    halved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    resumed = train(*arguments, resume=str(tmp_path / "checkpoint-3"), max_steps=5, save_steps=5, **halved)
+    assert resumed._step == 5 * 4
+    state = json.loads((tmp_path / "checkpoint-5" / "credit_state.json").read_text())
+    assert not state["inside_generation_batch"]
+    assert state["layout"] == {"processes": 1, "rollouts": 4, "passes": 4}
+
+
+def test_an_evaluation_draws_its_contrasts_whatever_was_evaluated_before(
+    make_model, make_config, tokenizer, dataset, monkeypatch
+):
+    """So that the first one after a resumption draws what the next one of the uninterrupted run does."""
+    steps, draw = [], contrast.draw_from_batch
+
+    def recording(*args, step, **options):
+        steps.append(step)
+        return draw(*args, step=step, **options)
+
+    monkeypatch.setattr(contrast, "draw_from_batch", recording)
+    config = make_config(per_device_eval_batch_size=8, num_generations_eval=2)
+    trainer = CreditTrainer(
+        make_model(), length_verdicts, config, dataset, eval_dataset=dataset, processing_class=tokenizer
+    )
+    trainer.evaluate()
+    assert len(set(steps)) == 3
+    trainer.evaluate()
+    assert steps[:3] == steps[3:]

@@ -1,0 +1,71 @@
+"""Where a step's time goes, by a clock that the test sets."""
+
+from __future__ import annotations
+
+import pytest
+
+from credit_trl import CreditTrainer
+from credit_trl.training.timing import StageClock
+from tiny import length_verdicts
+
+
+@pytest.fixture
+def now(monkeypatch):
+    time = [0.0]
+    monkeypatch.setattr("credit_trl.training.timing.time.perf_counter", lambda: time[0])
+    return time
+
+
+def test_the_stage_around_others_has_only_the_time_that_they_have_not(now):
+    clock = StageClock()
+    with clock.around("update"):
+        now[0] += 1
+        with clock.stage("rollout"):
+            now[0] += 10
+        with clock.stage("scores"):
+            now[0] += 100
+        now[0] += 1000
+    assert dict(clock.seconds) == {"rollout": 10, "scores": 100, "update": 1001}
+
+
+def test_a_report_is_a_mean_over_steps_and_starts_anew(now):
+    clock = StageClock()
+    with clock.stage("rollout"):
+        now[0] += 12
+    assert clock.report(4) == {"credit/seconds_rollout": 3}
+    with clock.stage("rollout"):
+        now[0] += 6
+    assert clock.report(6) == {"credit/seconds_rollout": 3}
+    assert clock.report(6) == {}
+
+
+def test_a_stage_that_fails_is_timed_too(now):
+    clock = StageClock()
+
+    def fail():
+        with clock.around("update"), clock.stage("verdict"):
+            now[0] += 2
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert dict(clock.seconds) == {"verdict": 2, "update": 0}
+
+
+def test_an_evaluation_is_no_part_of_a_step(now, make_model, make_config, tokenizer, dataset, monkeypatch):
+    """Every generation takes ten seconds; the second step follows an evaluation of three generations."""
+    config = make_config(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=1)
+    trainer = CreditTrainer(
+        make_model(), length_verdicts, config, dataset, eval_dataset=dataset, processing_class=tokenizer
+    )
+    generate = trainer._generate_single_turn
+
+    def slowly(*args, **kwargs):
+        now[0] += 10
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", slowly)
+    trainer.train()
+    assert now[0] == 10 * (1 + 3 + 1 + 3)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["credit/seconds_rollout"] for entry in logs] == [10, 10]
