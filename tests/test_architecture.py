@@ -1,0 +1,292 @@
+"""Layout, import rules, function sizes, names and words of the package, read from its source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "credit_trl"
+
+FOLDERS = {
+    "rollout",
+    "contexts",
+    "teacher",
+    "loss",
+    "training",
+    "tasks",
+    "sandbox",
+    "evaluation",
+    "lab",
+    "cli",
+}
+MAX_TOP_MODULES = 5
+MAX_PARAMETERS = 8
+MAX_LINES = 60
+
+# Part of the package -> what it may import besides itself: a part, or one module of it.
+STAGES = ("rollout", "contexts", "teacher", "loss")
+SHARED = {"objective", "config"}
+CORE = {"objective": set(), "config": {"objective"}}
+CORE |= {stage: {*SHARED, *STAGES[:number]} for number, stage in enumerate(STAGES)}
+CORE["training"] = {*SHARED, *STAGES}
+CORE["trainer"] = {*SHARED, *STAGES, "training"}
+MAY_IMPORT = CORE | {
+    "sandbox": set(),
+    "tasks": {"sandbox", "rollout.verdict", "rollout.deadline"},
+    "evaluation": {*SHARED, "tasks", "rollout", "teacher", "training"},
+    "lab": {*CORE, "tasks", "sandbox", "evaluation"},
+    "cli": {*CORE, "tasks", "sandbox", "evaluation", "lab"},
+    "__init__": {*CORE, "evaluation", "tasks", "sandbox"},
+    "__main__": {"cli"},
+}
+
+# Functions over a limit, as "module:function", each with its reason.
+LONG_FUNCTIONS: dict[str, str] = {}
+MANY_PARAMETERS: dict[str, str] = {}
+
+# Names that several modules define, each with its reason.
+SHARED_NAMES = {
+    "build": "each task module builds its dataset",
+    "verify": "each task module has its verifier",
+    "reward": "each task module has its reward function",
+    "add_arguments": "each command declares its arguments",
+    "run": "each command has its entry point",
+    "main": "programs that run as `python -m`",
+    "NAME": "each command has its name on the command line",
+    "HUB": "each task module names its dataset on the Hub",
+    "OPTION": "each task module names its `--task` value",
+    "SPLITS": "each task module lists its splits",
+    "logger": "one logger a module",
+    "T": "type variables",
+}
+
+# Words that the glossary replaces, and the word to use.
+REPLACED_WORDS = {
+    r"reali[sz]ed[ -]tokens?": "sampled token",
+    r"(?<![\w-])hints?(?![\w-])": "feedback, demonstration or privileged context",
+    r"\bevidence\b": "feedback, demonstration or privileged context",
+    r"\b(?:an)?other questions?\b": "contrast prompt",
+    r"\bspoken of\b|\bin vain\b": "ignored",
+    r"\bleft out\b|\bleav(?:e|es|ing) out\b|\bwithh(?:eld|olds?|olding)\b|\bpassed over\b": "skipped, masked, dropped",
+    r"\bis told\b|\bare told\b|\bsays so\b|\bsay so\b|\bwithout a word\b": "fails, raises, is refused with an error",
+}
+# Option values and fixed terms of other fields that contain such a word.
+ALLOWED_WORDS = [
+    r"""["'`]hint["'`]""",  # value of `contrastive_swap`
+    r"type hints?",  # Python's term
+]
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Module name without `credit_trl.` -> its syntax tree; `__init__` is the package itself."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return found
+
+
+def resolve(dotted: str) -> str | None:
+    """The module of the package that a dotted name lies in, or None for other packages."""
+    parts = dotted.split(".")
+    if parts[0] != "credit_trl":
+        return None
+    for end in range(len(parts), 1, -1):
+        if (name := ".".join(parts[1:end])) in sources():
+            return name
+    return "__init__"
+
+
+def imported(module: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """(module of the package, line) of each import, deferred and lazy ones included.
+
+    A string that is the dotted name of a module counts, as `importlib` and tables of lazy exports use them.
+    """
+    package = module if (PACKAGE / Path(*module.split("."))).is_dir() else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = ["credit_trl", *filter(None, package.split("."))]
+                base = ".".join([*above[: len(above) - node.level + 1], *filter(None, [base])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            is_module = node.value.startswith("credit_trl.") and node.value.removeprefix("credit_trl.") in sources()
+            names = [node.value] if is_module else []
+        for name in names:
+            if (target := resolve(name)) is not None:
+                yield target, node.lineno
+
+
+@cache
+def imports() -> dict[str, dict[str, int]]:
+    """Module -> imported modules of the package, each with the first line that imports it."""
+    found: dict[str, dict[str, int]] = {}
+    for module, tree in sources().items():
+        found[module] = {}
+        for target, line in imported(module, tree):
+            if target != module:
+                found[module].setdefault(target, line)
+    return found
+
+
+def part(module: str) -> str:
+    return module.split(".")[0]
+
+
+def is_allowed(module: str, target: str) -> bool:
+    allowed = MAY_IMPORT.get(part(module), set())
+    return part(target) == part(module) or part(target) in allowed or target in allowed
+
+
+def report(problems: Iterable[str]) -> None:
+    """Fail with one problem a line."""
+    if lines := list(problems):
+        pytest.fail(f"{len(lines)} problems:\n" + "\n".join(lines), pytrace=False)
+
+
+def test_folders_are_those_of_the_layout():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    assert folders == FOLDERS
+
+
+def test_at_most_five_modules_lie_at_the_top():
+    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    assert len(modules) <= MAX_TOP_MODULES, modules
+
+
+def test_each_part_imports_only_what_it_may():
+    report(
+        f"credit_trl.{module}:{line} imports {target}; `{part(module)}` may import only "
+        f"{', '.join(sorted(MAY_IMPORT.get(part(module), set()))) or 'nothing of the package'}"
+        for module, targets in imports().items()
+        for target, line in targets.items()
+        if not is_allowed(module, target)
+    )
+
+
+def test_core_does_not_reach_tasks_through_other_modules():
+    """The core never imports the embedded model, which lies in `tasks`."""
+    report(
+        f"credit_trl.{module} reaches {', '.join(sorted(reached))}"
+        for module in sources()
+        if part(module) in CORE and (reached := {m for m in reachable(module) if part(m) == "tasks"})
+    )
+
+
+def reachable(module: str) -> set[str]:
+    """Modules that importing this one may load, itself excluded unless it lies on a circle."""
+    seen: set[str] = set()
+    waiting = [*imports()[module]]
+    while waiting:
+        if (name := waiting.pop()) not in seen:
+            seen.add(name)
+            waiting += imports()[name]
+    return seen
+
+
+def test_no_import_circles_deferred_imports_included():
+    circles = set()
+    for module in sources():
+        if module in (reached := reachable(module)):
+            circles.add(tuple(sorted(other for other in reached if module in reachable(other))))
+    report(" <-> ".join(circle) for circle in sorted(circles))
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions and methods, nested ones included, without Triton kernels."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            decorators = {ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list}
+            if not decorators & {"triton.jit", "jit", "triton.autotune"}:
+                yield node
+
+
+def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    arguments = function.args
+    stars = (arguments.vararg is not None) + (arguments.kwarg is not None)
+    return len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs) + stars
+
+
+def sizes(measure) -> Iterator[tuple[str, int, int]]:
+    """("module:function", line, measured) of each function."""
+    for module, tree in sources().items():
+        for function in functions(tree):
+            yield f"{module}:{function.name}", function.lineno, measure(function)
+
+
+def line_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return function.end_lineno - function.lineno + 1
+
+
+@pytest.mark.parametrize(
+    ("measure", "limit", "exceptions"),
+    [(parameter_count, MAX_PARAMETERS, MANY_PARAMETERS), (line_count, MAX_LINES, LONG_FUNCTIONS)],
+    ids=["parameters", "lines"],
+)
+def test_functions_are_within_the_limits(measure, limit, exceptions):
+    over = {name: (line, value) for name, line, value in sizes(measure) if value > limit}
+    report(
+        [
+            *(
+                f"credit_trl.{name} (line {line}) has {value}, over {limit}"
+                for name, (line, value) in over.items()
+                if name not in exceptions
+            ),
+            *(f"the exception {name} is within the limit now: remove it" for name in exceptions.keys() - over.keys()),
+        ]
+    )
+
+
+def public_names(tree: ast.Module) -> Iterator[str]:
+    """Names of the classes, functions and constants that a module defines at its top level."""
+    for node in tree.body:
+        names = []
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names = [node.target.id]
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def test_a_public_name_is_defined_in_one_module():
+    owners = defaultdict(list)
+    for module, tree in sources().items():
+        for name in dict.fromkeys(public_names(tree)):
+            owners[name].append(module)
+    report(
+        f"{name} is defined in {', '.join(modules)}"
+        for name, modules in sorted(owners.items())
+        if len(modules) > 1 and name not in SHARED_NAMES
+    )
+
+
+def prose_files() -> list[Path]:
+    suffixes = {".py", ".md", ".jinja", ".js", ".html"}
+    found = [path for folder in (PACKAGE, ROOT / "docs") for path in folder.rglob("*") if path.suffix in suffixes]
+    return sorted([*found, ROOT / "README.md"])
+
+
+def test_source_and_docs_use_the_words_of_the_glossary():
+    problems = []
+    for path in prose_files():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            rest = re.sub("|".join(ALLOWED_WORDS), "", line, flags=re.IGNORECASE)
+            for pattern, use in REPLACED_WORDS.items():
+                if match := re.search(pattern, rest, flags=re.IGNORECASE):
+                    problems.append(f"{path.relative_to(ROOT)}:{number}: {match[0]!r}, use: {use}")
+    report(problems)
