@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from credit_trl import CreditTrainer
 from credit_trl.teacher import models as teacher
-from credit_trl.teacher.models import CHECKPOINT_FILE, AdapterTeacher, CopyTeacher, Teacher, make_teacher
+from credit_trl.teacher.models import TEACHER_FILE, AdapterTeacher, CopyTeacher, Teacher, make_teacher
 from tiny import length_verdicts
 
 
@@ -227,7 +227,7 @@ def test_activation_checkpointing_that_is_put_in_later_changes_no_names(make_mod
     for name, weight in reference.named_weights().items():
         torch.testing.assert_close(weight, before[name] + 0.5)
     reference.save(tmp_path)
-    assert load_file(tmp_path / CHECKPOINT_FILE).keys() == names
+    assert load_file(tmp_path / TEACHER_FILE).keys() == names
 
 
 def test_saving_and_loading_hold_one_tensor_at_a_time(make_model, tmp_path, monkeypatch):

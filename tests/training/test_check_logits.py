@@ -41,7 +41,7 @@ def with_prediction_head(tokenizer):
     )
 
 
-REFUSED = r"`ModernBertDecoderForCausalLM` does more to its logits.*`GRPOTrainer`, or open an issue"
+REFUSED = r"logits of `ModernBertDecoderForCausalLM` are not the product.*`GRPOTrainer`, or open an issue"
 
 
 def test_a_family_with_a_prediction_head_is_refused_before_any_rollout(

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from credit_trl import CreditTrainer
 from credit_trl.training import checkpoints
-from credit_trl.training.checkpoints import CheckpointError, checkpoint_to_resume, rename_whole
+from credit_trl.training.checkpoints import CheckpointError, checkpoint_to_resume, rename_atomically
 from tiny import length_verdicts
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def full_disk(*args, **kwargs):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(torch, "save"), (checkpoints, "save_progress"), (checkpoints, "force_to_disk"), (checkpoints, "rename_whole")],
+    [(torch, "save"), (checkpoints, "save_progress"), (checkpoints, "sync_to_disk"), (checkpoints, "rename_atomically")],
     ids=["optimizer", "progress", "flushing", "naming"],
 )
 def test_a_full_disk_keeps_the_checkpoint_before_and_says_so(make_trainer, tmp_path, monkeypatch, owner, name):
@@ -135,12 +135,12 @@ def test_a_finished_folder_replaces_one_of_that_name_and_a_second_caller_finds_i
     for folder, text in ((unfinished, "new"), (finished, "old")):
         folder.mkdir(parents=True)
         (folder / "state").write_text(text)
-    rename_whole(unfinished, finished)
+    rename_atomically(unfinished, finished)
     assert (finished / "state").read_text() == "new"
-    rename_whole(unfinished, finished)  # the first process of another node of the same file system
+    rename_atomically(unfinished, finished)  # the first process of another node of the same file system
     assert names(tmp_path / "unfinished") == []
     with pytest.raises(FileNotFoundError):
-        rename_whole(tmp_path / "nowhere", tmp_path / "checkpoint-9")
+        rename_atomically(tmp_path / "nowhere", tmp_path / "checkpoint-9")
 
 
 def test_latest_is_the_newest_whole_checkpoint_or_none(tmp_path):

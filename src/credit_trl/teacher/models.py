@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from credit_trl.teacher.sharding import copy_full, frozen_copy, full_tensor, gathered, is_zero3, reshard, sharded_copy
 
 ADAPTER_NAME = "teacher"
-CHECKPOINT_FILE = "teacher.safetensors"
+TEACHER_FILE = "teacher.safetensors"
 
 
 class Teacher:
@@ -126,14 +126,14 @@ class _StoredTeacher(Teacher):
             if self.accelerator.is_main_process:
                 weights[name] = whole.detach().cpu().contiguous()
         if self.accelerator.is_main_process:
-            save_file(weights, Path(directory) / CHECKPOINT_FILE)
+            save_file(weights, Path(directory) / TEACHER_FILE)
 
     @torch.no_grad()
     def load(self, directory: str | Path) -> None:
-        path = Path(directory) / CHECKPOINT_FILE
+        path = Path(directory) / TEACHER_FILE
         if not path.is_file():
             raise FileNotFoundError(
-                f"The checkpoint {directory} has no {CHECKPOINT_FILE}, so its teacher cannot be restored. Resume "
+                f"The checkpoint {directory} has no {TEACHER_FILE}, so its teacher cannot be restored. Resume "
                 "from a checkpoint of a run with the same `teacher_model_kind`, or start a new run from its weights."
             )
         own = self.named_weights()

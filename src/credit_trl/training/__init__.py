@@ -1,1 +1,1 @@
-"""What a run needs around the stages: checkpoints, checks, metrics, timing, the run directory."""
+"""Services around the stages: checkpoints, checks, TRL compatibility, metrics, timing and the run directory."""

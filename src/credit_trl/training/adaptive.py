@@ -1,13 +1,13 @@
-"""λ that is adapted between updates: a controller holds what the contrast does at a stated level.
+"""Adaptive contrast strength: a controller that changes λ between updates to hold a metric at a target level.
 
-Two quantities can be held. `"kl"` is the mean divergence from the guided target to the teacher, `KL(softmax(a) ‖ f)`
-over the positions that have a contrast, in nats: it grows with λ, so λ rises where it is below its level. `"s"` is the
-mean of S_t at the sampled tokens: under the paper's form it falls as training with a larger λ goes on (its Figure on
-λ), so λ rises where S_t is above its level, and is taken back where it has decayed.
+Two metrics can be held. `"kl"` is `KL(softmax(a) ‖ f)`, the mean divergence from the guided target to the teacher over
+the positions that have a contrast, in nats. It grows with λ, so λ rises while the metric is below its level. `"s"` is
+the mean of S_t at the sampled tokens. Under the paper's form it falls as training with a larger λ goes on (the paper's
+figure on λ), so λ rises while the metric is above its level.
 
-After every optimizer step `log λ ← log λ ± rate · clip((quantity − level) / level, −1, 1)`: integral control in log λ,
-which moves λ by a factor of `exp(rate)` at most. λ stays between `FLOOR`, from where it can rise again, and the bound
-of its form.
+After each optimizer step `log λ ← log λ ± rate · clip((metric − level) / level, −1, 1)`, integral control in log λ,
+which changes λ by a factor of at most `exp(rate)`. λ stays between `FLOOR`, from which it can rise again, and the
+upper bound of the contrast form.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from transformers import TrainerCallback
 
 from credit_trl.config import CEILING, FLOOR, CreditConfig
 
-Quantity = Literal["kl", "s"]
-
-# The logged metric that each quantity is, and the sign of its answer to a larger λ.
+# Quantity -> the logged metric, and the sign of its change when λ grows.
 METRICS = {"kl": ("credit/kl_to_teacher", 1.0), "s": ("credit/s_mean", -1.0)}
-CHECKPOINT_FILE = "contrastive_coef.json"
+COEFFICIENT_FILE = "contrastive_coef.json"
 
 
 class AdaptiveCoefficient:
-    """λ, and what it follows. The observations are sums over all processes, so every process has the same λ.
+    """λ and the controller that updates it.
+
+    Observations are sums over all processes, so every process computes the same λ.
 
     Args:
-        quantity: what is held.
-        level: where.
+        quantity: the metric to hold.
+        level: its target.
         start: λ of the first step.
-        rate: how fast log λ moves, per optimizer step.
-        ceiling: λ's upper bound.
+        rate: largest change of log λ per optimizer step.
+        ceiling: upper bound of λ.
     """
 
-    def __init__(self, quantity: Quantity, level: float, *, start: float, rate: float, ceiling: float) -> None:
+    def __init__(self, quantity: Literal["kl", "s"], level: float, *, start: float, rate: float, ceiling: float):
         self.metric, self._sign = METRICS[quantity]
         self.level, self.rate, self.ceiling = level, rate, ceiling
         self.value = start
         self._total, self._count = 0.0, 0.0
 
     def observe(self, mean: float, tokens: float) -> None:
-        """Take note of a micro-batch's mean of the quantity over `tokens` tokens; nothing where there were none."""
+        """Add the metric of a micro-batch, a mean over `tokens` tokens. Without tokens, do nothing."""
         if tokens:
             self._total += mean * tokens
             self._count += tokens
 
     def update(self) -> None:
-        """Move λ by what was observed since the last update; it stays where nothing was."""
+        """Update λ from the observations since the last call. Without observations, λ does not change."""
         if self._count:
             error = (self._total / self._count - self.level) / self.level
             factor = math.exp(-self._sign * self.rate * min(max(error, -1.0), 1.0))
@@ -60,26 +60,26 @@ class AdaptiveCoefficient:
         self._total, self._count = 0.0, 0.0
 
     def save(self, directory: str | Path) -> None:
-        """Write λ into a checkpoint directory; one process does."""
-        (Path(directory) / CHECKPOINT_FILE).write_text(json.dumps({"contrastive_coef": self.value}))
+        """Write λ into a checkpoint directory; call it on one process."""
+        (Path(directory) / COEFFICIENT_FILE).write_text(json.dumps({"contrastive_coef": self.value}))
 
     def load(self, directory: str | Path) -> None:
-        """Read it back, to the last bit.
+        """Read λ from a checkpoint directory, bit for bit.
 
         Raises:
-            FileNotFoundError: the checkpoint is of a run whose λ was fixed.
+            FileNotFoundError: the checkpoint comes from a run with a fixed λ.
         """
-        path = Path(directory) / CHECKPOINT_FILE
+        path = Path(directory) / COEFFICIENT_FILE
         if not path.is_file():
             raise FileNotFoundError(
-                f"The checkpoint {directory} has no {CHECKPOINT_FILE}: its run had a fixed λ. Resume with that "
+                f"The checkpoint {directory} has no {COEFFICIENT_FILE}: its run had a fixed λ. Resume with that "
                 "`contrastive_coef`, or start a new run from the checkpoint's weights with `contrastive_coef='auto'`."
             )
         self.value = float(json.loads(path.read_text())["contrastive_coef"])
 
 
 def make_adaptive(config: CreditConfig) -> AdaptiveCoefficient:
-    """λ as a configuration with `contrastive_coef="auto"` wants it."""
+    """Build the controller of a configuration with `contrastive_coef="auto"`."""
     return AdaptiveCoefficient(
         config.contrastive_auto_quantity,
         config.contrastive_auto_level,
@@ -90,7 +90,7 @@ def make_adaptive(config: CreditConfig) -> AdaptiveCoefficient:
 
 
 class CoefficientUpdate(TrainerCallback):
-    """Adapts λ after every optimizer step."""
+    """Updates λ after each optimizer step."""
 
     def __init__(self, coefficient: AdaptiveCoefficient) -> None:
         self.coefficient = coefficient

@@ -1,7 +1,11 @@
-"""Checkpoints that are whole or not there, and that a run continues from as if it had never stopped.
+"""Atomic checkpoints from which a run resumes bit for bit.
 
-A checkpoint is written in `<output_dir>/unfinished/` by every process, forced to disk, and only then renamed to
-`checkpoint-<step>`, in one step that a kill cannot divide. Older checkpoints are removed after that, never before."""
+Beside TRL's files, a checkpoint holds the teacher's weights, an adaptive λ, the count of forward-backward passes and,
+where it lies inside a generation batch, each process's part of that batch.
+
+All processes write a checkpoint into `<output_dir>/unfinished/`. It is synced to disk and then renamed to
+`checkpoint-<step>` in one atomic step. Only then are older checkpoints removed.
+"""
 
 from __future__ import annotations
 
@@ -27,42 +31,22 @@ from credit_trl.teacher.models import Teacher
 from credit_trl.training.adaptive import AdaptiveCoefficient
 
 UNFINISHED = "unfinished"
-
 LATEST = "latest"
-
 STATE_FILE = "credit_state.json"
 
 
-class EpochRepeatSampler(RepeatSampler):
-    """TRL's sampler in TRL's order, which can start in any epoch.
-
-    TRL's draws one permutation an epoch from one generator; this one winds the generator to the epoch that the
-    trainer names with `set_epoch`, so that a resumed run sees the permutation it would have seen.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        if self.shuffle and self.seed is not None:
-            self.generator.manual_seed(self.seed)
-            for _ in range(self.epoch):
-                torch.randperm(self.num_samples, generator=self.generator)
-        yield from super().__iter__()
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a count of forward-backward passes, and a process's part of a generation batch, are counted in.
+    """Division of a generation batch into processes and forward-backward passes.
 
     Args:
-        processes: how many.
-        rollouts: of a pass on one process.
-        passes: of a generation batch on one process, μ times those that see each rollout once.
+        processes: number of processes.
+        rollouts: rollouts of a pass on one process.
+        passes: passes over a generation batch on one process, `steps_per_generation · num_iterations`.
     """
 
     processes: int
@@ -73,14 +57,14 @@ class Layout:
 def save_progress(
     directory: str | Path, step: int, rollouts: list[dict[str, Any]] | None, rank: int, layout: Layout
 ) -> None:
-    """Write the count of forward-backward passes and, inside a generation batch, this process's part of it.
+    """Write the count of passes and, inside a generation batch, this process's part of the batch.
 
     Args:
-        directory: the checkpoint's.
-        step: TRL's `_step`.
+        directory: directory of the checkpoint.
+        step: TRL's `_step`, the count of forward-backward passes.
         rollouts: TRL's `_buffered_inputs`, or None at a generation boundary.
-        rank: of this process; process 0 writes the count.
-        layout: of the run.
+        rank: index of this process. Process 0 writes the count.
+        layout: layout of the run.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -96,12 +80,12 @@ def load_progress(
 ) -> tuple[int, list[dict[str, Any]] | None] | None:
     """Read what `save_progress` wrote: (step, rollouts), or None for a checkpoint of another trainer.
 
-    At a generation boundary a run may go on with another layout: it begins the same generation batch, and the count is
-    told in the new one's passes.
+    At a generation boundary the layout may differ from the saved one. The run starts the same generation batch, and
+    `step` is converted to passes of the new layout.
 
     Raises:
-        ValueError: the checkpoint lies inside a generation batch, and was saved with another layout.
-        FileNotFoundError: it does, and this process's part is not there.
+        ValueError: the checkpoint lies inside a generation batch and was saved with another layout.
+        FileNotFoundError: it lies inside a generation batch and this process's part is missing.
     """
     directory = Path(directory)
     if not (directory / STATE_FILE).is_file():
@@ -120,55 +104,60 @@ def load_progress(
     path = directory / f"rollouts_{rank}.pt"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} was saved inside a generation batch and has no {path.name}.")
-    # A CPU's tensors know no index, though its device may have one.
+    # The device may be "cpu:0", but CPU tensors are on "cpu".
     location = torch.device("cpu") if device.type == "cpu" else device
     return state["step"], torch.load(path, map_location=location, weights_only=True)
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the ones before it are as they were."""
+class EpochRepeatSampler(RepeatSampler):
+    """TRL's `RepeatSampler` in the same order, which can start in any epoch.
+
+    TRL draws one permutation per epoch from a single generator. `set_epoch`, which the trainer calls, advances the
+    generator to the start of an epoch, so that a resumed run gets the permutation of an uninterrupted run.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle and self.seed is not None:
+            self.generator.manual_seed(self.seed)
+            for _ in range(self.epoch):
+                torch.randperm(self.num_samples, generator=self.generator)
+        yield from super().__iter__()
 
 
 class ResumableTrainer(GRPOTrainer):
-    """TRL's GRPO trainer, whose checkpoints hold all that a run continues from.
-
-    Beside TRL's own files: the teacher's weights, an adapted λ, the count of passes, and the generation batch that
-    the checkpoint lies inside of.
+    """TRL's GRPO trainer with atomic checkpoints from which a run resumes bit for bit.
 
     Args:
-        teacher: π_ref, or None where there is none; set by the subclass.
-        adaptive_coef: λ where it is adapted, else None; set by the subclass.
+        teacher: the teacher π_ref, or None. Set by the subclass.
+        adaptive_coef: the controller of an adaptive λ, or None. Set by the subclass.
     """
 
     teacher: Teacher | None = None
     adaptive_coef: AdaptiveCoefficient | None = None
-    _saves_to: str | None = None
-    _to_push: str | None = None
+    _save_dir: str | None = None
+    _has_push: bool = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own, which also takes `"latest"`.
+        """Train as transformers' `Trainer.train`, which this extends by `"latest"`.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder; True for the newest of `output_dir`, which must have one;
-                `"latest"` for the newest if there is one.
+            resume_from_checkpoint: directory of a checkpoint; True for the newest in `output_dir`, which must exist;
+                or `"latest"` for the newest if there is one.
             *args, **kwargs: as in transformers.
 
         Raises:
-            ValueError: a folder that does not exist.
+            ValueError: the directory does not exist.
         """
         if isinstance(resume_from_checkpoint, str):
             resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
-        return EpochRepeatSampler(
-            data_source=self.train_dataset if dataset is None else dataset,
-            mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=self.args.seed,
-        )
 
     @property
     def _layout(self) -> Layout:
@@ -176,13 +165,6 @@ class ResumableTrainer(GRPOTrainer):
         return Layout(self.accelerator.num_processes, self.args.per_device_train_batch_size, passes)
 
     # ------------------------------------------------------------------ writing
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._saves_to or super()._get_output_dir(trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push what is finished: the folder has another name once it is."""
-        self._to_push = checkpoint_folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         output_dir = Path(self._get_output_dir(trial))
@@ -194,8 +176,7 @@ class ResumableTrainer(GRPOTrainer):
                 self.teacher.save(unfinished)
             if self.adaptive_coef is not None and self.accelerator.is_main_process:
                 self.adaptive_coef.save(unfinished)
-            inside = self._step % self._layout.passes != 0
-            rollouts = self._buffered_inputs if inside else None
+            rollouts = self._buffered_inputs if self._step % self._layout.passes != 0 else None
             save_progress(unfinished, self._step, rollouts, self.accelerator.process_index, self._layout)
             if self.state.best_model_checkpoint == str(unfinished):
                 self.state.best_model_checkpoint = str(finished)
@@ -209,46 +190,53 @@ class ResumableTrainer(GRPOTrainer):
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
-        if self._to_push is not None:
-            self._to_push = None
+        if self._has_push:
+            self._has_push = False
             super()._push_from_checkpoint(str(finished))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._save_dir or super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Postpone the push until the checkpoint has its final name."""
+        self._has_push = True
 
     @contextmanager
     def _saving_to(self, unfinished: Path) -> Iterator[None]:
-        """Let TRL write into a folder of its own, emptied before and after; an error says what to resume from.
+        """Make TRL write into a directory of its own, which is emptied before and after.
 
         Raises:
-            CheckpointError: a file could not be written.
+            CheckpointError: a file could not be written; the message names the checkpoint to resume from.
         """
         folder = unfinished.parent
         if self.accelerator.is_local_main_process:
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.mkdir(parents=True, exist_ok=True)
         self.accelerator.wait_for_everyone()
-        self._saves_to = str(folder)
+        self._save_dir = str(folder)
         try:
             yield
         except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise CheckpointError(_not_saved(folder.parent, self.state.global_step, error)) from error
+            raise CheckpointError(_save_failure(folder.parent, self.state.global_step, error)) from error
         finally:
-            self._saves_to = None
+            self._save_dir = None
         shutil.rmtree(folder, ignore_errors=True)
 
     def _finish(self, unfinished: Path, finished: Path) -> None:
-        """Give the checkpoint its name, once every process has written its part. Every process must call it.
+        """Sync and rename the checkpoint after every process has written its part. Every process must call it.
 
-        Nodes may share a file system or have one each, so the first process of every node renames, in turns.
+        Nodes may share a file system or not, so the first process of each node renames, the main process first.
         """
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_local_main_process:
-            force_to_disk(unfinished)
+            sync_to_disk(unfinished)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            rename_whole(unfinished, finished)
+            rename_atomically(unfinished, finished)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_local_main_process and not self.accelerator.is_main_process:
-            rename_whole(unfinished, finished)
+            rename_atomically(unfinished, finished)
         self.accelerator.wait_for_everyone()
 
     # ------------------------------------------------------------------ reading
@@ -266,44 +254,51 @@ class ResumableTrainer(GRPOTrainer):
         if progress is not None:
             self._step, self._buffered_inputs = progress
 
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
+        return EpochRepeatSampler(
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+        )
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """transformers' loop asks for the last step after a step; a checkpoint of the last step needs none."""
+        """Skip the epoch when a run resumes from its last step: transformers tests for the last step after a step."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
 
 
-def checkpoint_to_resume(asked: str | None, output_dir: str | Path) -> str | None:
-    """`"latest"` is the newest checkpoint of the output directory, or none where there is none yet.
+def checkpoint_to_resume(requested: str | None, output_dir: str | Path) -> str | None:
+    """Resolve `"latest"` to the newest checkpoint of `output_dir`, or None if it has none; return others unchanged.
 
     Raises:
-        ValueError: another name that is no folder.
+        ValueError: `requested` is neither `"latest"` nor a directory.
     """
-    if asked is not None and asked != LATEST and not Path(asked).is_dir():
+    if requested is not None and requested != LATEST and not Path(requested).is_dir():
         raise ValueError(
-            f"`resume_from_checkpoint={asked}`: there is no such folder. Give a checkpoint (`<output_dir>/checkpoint-"
-            f"<step>`), or `{LATEST}` for the newest in `output_dir`, which also starts a run that has none yet."
+            f"`resume_from_checkpoint={requested}`: there is no such folder. Give a checkpoint "
+            f"(`<output_dir>/checkpoint-<step>`), or `{LATEST}` for the newest in `output_dir`, which also starts a "
+            "run that has none yet."
         )
-    if asked != LATEST:
-        return asked
+    if requested != LATEST:
+        return requested
     return get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
 
 
-def force_to_disk(folder: Path) -> None:
-    """Wait until every file below a folder is on disk; a full disk may say so only now."""
+def sync_to_disk(folder: Path) -> None:
+    """Wait until all files below a folder are on disk. A full disk may only raise an error here."""
     for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(path)
 
 
-def rename_whole(unfinished: Path, finished: Path) -> None:
-    """Rename a folder in one step; a checkpoint of that name, from before the run was resumed, is replaced.
+def rename_atomically(unfinished: Path, finished: Path) -> None:
+    """Rename a folder in one step, and replace a folder that has its final name from before a resumption.
 
-    Where the first name is gone, another process that shares the file system has done it.
+    If `unfinished` is gone and `finished` exists, another process on the same file system has renamed it.
     """
     try:
         os.rename(unfinished, finished)
@@ -317,22 +312,22 @@ def rename_whole(unfinished: Path, finished: Path) -> None:
         os.rename(finished, replaced)
         os.rename(unfinished, finished)
         shutil.rmtree(replaced, ignore_errors=True)
-    _force_names_to_disk(finished.parent)
+    _sync(finished.parent)
 
 
-def _force_names_to_disk(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _not_saved(output_dir: Path, step: int, error: Exception) -> str:
+def _save_failure(output_dir: Path, step: int, error: Exception) -> str:
     last = get_last_checkpoint(str(output_dir))
-    kept = f"The last whole checkpoint is {last}: resume from it" if last else "There is none yet: start"
+    kept = f"The last complete checkpoint is {last}: resume from it" if last else "There is none yet: start again"
     free = shutil.disk_usage(output_dir).free / 2**30
     return (
         f"Step {step} could not be saved ({type(error).__name__}: {error}); {free:.2f} GiB are free in {output_dir}. "
-        f"{kept} anew once there is room, or point `output_dir` elsewhere."
+        f"{kept} once there is room, or set `output_dir` to another disk."
     )

@@ -1,4 +1,4 @@
-"""Checks of data and model against a configuration: a failure is one error that names the fix, before any rollout."""
+"""Checks of data, model and machine against the configuration, before the first rollout. Errors name the fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from credit_trl.teacher.sharding import full_shape
 
 
 def check_vocabulary(args: CreditConfig, model: nn.Module) -> int:
-    """The size of the vocabulary, which K must not exceed."""
+    """Return the vocabulary size.
+
+    Raises:
+        ValueError: `distillation_topk` exceeds it.
+    """
     vocabulary = full_shape(model.get_output_embeddings().weight)[0]
     if "topk" in args.distillation_support and args.distillation_topk > vocabulary:
         raise ValueError(
@@ -35,47 +39,46 @@ def check_vocabulary(args: CreditConfig, model: nn.Module) -> int:
 
 
 def check_machine(args: CreditConfig, model: nn.Module, accelerator: Accelerator) -> None:
-    """The model can be wrapped, and the kernels that were asked for run, where it is trained.
+    """Check that the distributed wrapper and the configured kernels are supported on this machine.
 
     Raises:
-        ValueError: FSDP is of version 1; or Triton's kernels were asked for, and there is no GPU, or the model is in
-            fp64.
+        ValueError: FSDP has version 1; or Triton kernels are configured without a GPU or for an fp64 model.
     """
     if accelerator.distributed_type == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version != 2:
-        raise ValueError("FSDP version 1 is not supported here: set `fsdp_version: 2` in the accelerate file.")
+        raise ValueError("FSDP version 1 is not supported: set `fsdp_version: 2` in the accelerate configuration.")
     device = accelerator.device
     if args.distillation_kernels != "triton":
         return
     from credit_trl.loss import triton_rows
 
-    otherwise = "set `distillation_kernels='torch'`, which runs everywhere"
+    fallback = "set `distillation_kernels='torch'`, which runs on every device"
     if not triton_rows.runs_on(device):
         raise ValueError(
-            f"`distillation_kernels='triton'` needs a GPU, and this trains on {device.type!r}. Train on one, or "
-            f"{otherwise}. For a test without a GPU, TRITON_INTERPRET=1 in the environment runs them in Triton's "
-            "interpreter, slowly."
+            f"`distillation_kernels='triton'` needs a GPU, but the device is {device.type!r}. Train on a GPU, or "
+            f"{fallback}. For tests without a GPU, set TRITON_INTERPRET=1 to run the kernels in Triton's slow "
+            "interpreter."
         )
     if model.dtype == torch.float64:
         raise ValueError(
-            "`distillation_kernels='triton'` computes in fp32, and the model is in fp64: load it in another dtype, or "
-            f"{otherwise}."
+            "`distillation_kernels='triton'` computes in fp32, but the model is in fp64: load it in another dtype, or "
+            f"{fallback}."
         )
 
 
-# The finest eps that a family's own logits can be held to: TF32's, in which a GPU may multiply fp32.
-_FINEST_EPS = 2.0**-10
-# Of the largest logit: what padding before a prompt may change. A state that pads run through moves a little.
+# Smallest eps that logits are compared with: that of TF32, in which a GPU may multiply fp32.
+_MIN_EPS = 2.0**-10
+# Allowed change of logits under left padding, relative to the largest logit: recurrent states change slightly.
 _PADDING_TOLERANCE = 0.01
 _PADDING = 8
 _PROMPTS = 4
 
 
 def check_model(model: nn.Module, accelerator: Accelerator) -> None:
-    """What distillation needs of a model, before anything is generated.
+    """Check that a model can be distilled.
 
     Raises:
-        ValueError: the model is spread over devices, its logits are not its head's (`check_logits`), or change with
-            what pads a prompt.
+        ValueError: the model is split over devices, its logits are not those of its backbone and head
+            (`check_logits`), or they change when the prompt is padded on the left.
     """
     _check_one_device(model)
     check_logits(model, accelerator)
@@ -86,40 +89,40 @@ def _check_one_device(model: nn.Module) -> None:
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
     if len(devices) > 1:
         raise ValueError(
-            f"The model is spread over the devices {', '.join(devices)} by `device_map`, which is how one process "
-            "loads a model by name where it sees several GPUs. Start one process a GPU (`accelerate launch`, `trl "
-            "credit`; with FSDP2 where a GPU is too small), or let it see one: `CUDA_VISIBLE_DEVICES=0`."
+            f"`device_map` splits the model over the devices {', '.join(devices)}, the default when one process "
+            "loads a model by name and sees several GPUs. Start one process per GPU (`accelerate launch`, `trl "
+            "credit`; with FSDP2 if the model does not fit), or select one GPU: `CUDA_VISIBLE_DEVICES=0`."
         )
 
 
 def _check_padding(model: nn.Module, accelerator: Accelerator) -> None:
-    """Prompts of the student are padded on the left, and those of the teacher are not."""
+    """Left padding must not change the logits: the student's prompts are padded, the teacher's are not."""
     if not _is_whole(model, accelerator):
         return
-    input_ids = _ordinary_ids(model, 4 * _PROMPTS).view(_PROMPTS, 4)
+    input_ids = _regular_ids(model, 4 * _PROMPTS).view(_PROMPTS, 4)
     padded = torch.cat([input_ids[:, :1].repeat(1, _PADDING), input_ids], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :_PADDING] = 0
-    with _at_rest(model), accelerator.autocast():
+    with _inference(model), accelerator.autocast():
         own = model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False).logits[:, -1]
         behind = model(input_ids=padded, attention_mask=mask, use_cache=False).logits[:, -1]
-    eps = max(_FINEST_EPS, torch.finfo(own.dtype).eps)
+    eps = max(_MIN_EPS, torch.finfo(own.dtype).eps)
     own, behind = own.float().nan_to_num(), behind.float().nan_to_num()
     changes, largest = (own - behind).abs().amax(dim=-1), own.abs().amax(dim=-1)
-    # Rounding may send a token to another expert, of one prompt or another; what padding does it does to all.
+    # Rounding may route a token of a single prompt to another expert, while padding affects all prompts.
     if (changes > (_PADDING_TOLERANCE + 4 * eps) * largest).all():
         changed = changes.max().item()
         raise ValueError(
             f"The logits of `{type(unwrap_adapters(model)).__name__}` change by {changed:.2g} when its prompt is "
-            "padded on the left, as those of learned positions and of some recurrent states do: the student would be "
-            "trained on another distribution than it answers with. Use a family with rotary or relative positions, "
-            "or TRL's `GRPOTrainer`."
+            "padded on the left, as with learned position embeddings and some recurrent states. The student would be "
+            "trained on another distribution than the one it samples from. Use a model with rotary or relative "
+            "positions, or TRL's `GRPOTrainer`."
         )
 
 
 @contextmanager
-def _at_rest(model: nn.Module) -> Iterator[None]:
-    """In eval mode and without gradients; modes and random states are left as they were."""
+def _inference(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; training modes and random states are restored afterwards."""
     training = [module for module in model.modules() if module.training]
     device = model.device
     try:
@@ -135,27 +138,25 @@ def _at_rest(model: nn.Module) -> Iterator[None]:
 
 
 def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
-    """The model's own logits are those that its backbone and its head give, which are what is trained.
+    """Check that the model's logits are `softcap(scale · (h Wᵀ + b))` of its last hidden states h.
 
-    Both are computed once after four tokens, in eval mode; modes and random states are left as they were. Allowed is,
-    of the largest logit, four times the eps of the coarsest dtype on the way (TF32's at least). Under FSDP and
-    DeepSpeed, and where parameters are sharded or on the meta device, no process can run the model yet: nothing is
-    compared.
+    Compares both after four tokens, with a tolerance of four times the eps of the coarsest dtype involved (at least
+    TF32's) relative to the largest logit. Training modes and random states are unchanged. Skipped under FSDP and
+    DeepSpeed and for sharded or meta parameters, where no process can run the model yet.
 
     Raises:
-        ValueError: they differ: the family computes more than `softcap(scale · (h Wᵀ + b))`, or something else.
+        ValueError: they differ, so the losses would not be those of the model's distribution.
     """
     if not _is_whole(model, accelerator):
         return
-    with _at_rest(model):
+    with _inference(model):
         difference, tolerance = _compare_logits(model, accelerator)
     if not difference <= tolerance:
         raise ValueError(
-            f"`{type(unwrap_adapters(model)).__name__}` does more to its logits than to multiply its backbone's last "
-            "hidden state with its output embeddings, add a bias, scale and soft-cap: what distillation trains, and "
-            f"what the analysis reads, would not be the model's distribution. After four tokens its logits differ by "
-            f"{difference:.2g} from that one's; {tolerance:.2g} is rounding. Train it with TRL's `GRPOTrainer`, or "
-            "open an issue that names the class."
+            f"The logits of `{type(unwrap_adapters(model)).__name__}` are not the product of its last hidden states "
+            "and output embeddings with a bias, a scale and a soft cap, so distillation and analysis would not use "
+            f"the model's distribution. After four tokens they differ by {difference:.2g}; rounding explains "
+            f"{tolerance:.2g}. Train it with TRL's `GRPOTrainer`, or open an issue that names the class."
         )
 
 
@@ -167,8 +168,8 @@ def _is_whole(model: nn.Module, accelerator: Accelerator) -> bool:
 
 
 def _compare_logits(model: nn.Module, accelerator: Accelerator) -> tuple[float, float]:
-    """The largest difference between the model's own and the trained logits of the last token, and what is allowed."""
-    input_ids = _ordinary_ids(model, 4)
+    """Return the largest difference between the model's logits and those of `project`, and the tolerance."""
+    input_ids = _regular_ids(model, 4)
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "use_cache": False}
     with accelerator.autocast():
         own = model(**inputs).logits[0, -1:]
@@ -183,12 +184,12 @@ def _compare_logits(model: nn.Module, accelerator: Accelerator) -> tuple[float, 
     trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden))
     project(head, hidden, out=trained, wants_entropy=False)
     own, trained = own.to(trained).nan_to_num(), trained.nan_to_num()
-    eps = max(_FINEST_EPS, *(torch.finfo(dtype).eps for dtype in [*dtypes, head.weight.dtype]))
+    eps = max(_MIN_EPS, *(torch.finfo(dtype).eps for dtype in [*dtypes, head.weight.dtype]))
     return (own - trained).abs().max().item(), 4 * eps * own.abs().max().item()
 
 
-def _ordinary_ids(model: nn.Module, count: int) -> Tensor:
-    """Token ids, (1, count), spread over the vocabulary; none stands for padding, an image or the like."""
+def _regular_ids(model: nn.Module, count: int) -> Tensor:
+    """Token ids spread over the vocabulary without special tokens, (1, count)."""
     config = unwrap_adapters(model).config
     text = config.get_text_config()
     marks = ("_token_id", "_token_ids", "_token_index")
@@ -200,10 +201,11 @@ def _ordinary_ids(model: nn.Module, count: int) -> Tensor:
 
 
 def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, environment_factory: Any) -> None:
-    """Columns that training needs are there and hold what they should.
+    """Check that the datasets have the columns that the configuration needs.
 
     Raises:
-        ValueError: no `prompt`, images, `privileged_context` that is not text, or no rows to draw contrasts from.
+        ValueError: a dataset has no column `prompt` (or no `task` for `contrastive_source="same_task"`), has images or
+            a `privileged_context` that is not text, or has no rows to draw contrast prompts from.
     """
     evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
     for name, dataset in {"train_dataset": train_dataset, **evals}.items():
@@ -228,40 +230,40 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
     has_rows = isinstance(train_dataset, Dataset) and "prompt" in train_dataset.column_names
     if contrasts and args.contrastive_source == "dataset" and not has_rows:
         raise ValueError(
-            "`contrastive_source='dataset'` draws other questions by row, which needs a `datasets.Dataset` with a "
+            "`contrastive_source='dataset'` draws contrast prompts by row, which needs a `datasets.Dataset` with a "
             "`prompt` column. Use `contrastive_source='batch'`."
         )
 
 
 def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:
-    """There is a row for every question of a generation batch: the sampler drops what does not fill one.
+    """Check that the dataset fills one generation batch, as the sampler drops incomplete ones.
 
     Raises:
-        ValueError: not one batch can be filled, so that training would end before its first step.
+        ValueError: it has too few rows, so that training would end before its first step.
     """
-    questions = args.generation_batch_size // args.num_generations
-    if hasattr(train_dataset, "__len__") and len(train_dataset) < questions:
+    prompts = args.generation_batch_size // args.num_generations
+    if hasattr(train_dataset, "__len__") and len(train_dataset) < prompts:
         raise ValueError(
-            f"`train_dataset` has {len(train_dataset)} rows, and a generation batch of {args.generation_batch_size} "
-            f"rollouts with `num_generations={args.num_generations}` takes {questions}: not one step could be made. "
-            "Give more rows, or lower `gradient_accumulation_steps`, `per_device_train_batch_size` or "
+            f"`train_dataset` has {len(train_dataset)} rows, but a generation batch of {args.generation_batch_size} "
+            f"rollouts with `num_generations={args.num_generations}` needs {prompts}, so no step can be made. Add "
+            "rows, or lower `gradient_accumulation_steps`, `per_device_train_batch_size` or "
             "`generation_batch_size`."
         )
 
 
-# What TRL and this trainer pass to a reward function beside the columns of the data.
+# Arguments of a reward function beside the dataset columns.
 _PASSED = frozenset(
     "prompts completions completion_ids trainer_state log_extra log_metric environments truncated".split()
 )
 
 
 def check_reward_columns(reward_funcs: Any, train_dataset: Any, rollout_func: Callable[..., Any] | None) -> None:
-    """Every parameter that a reward function needs is a column of the training data.
+    """Check that each required parameter of a reward function is a column of the training dataset.
 
-    With a `rollout_func` nothing is known beforehand: TRL passes on what fields it returns.
+    Skipped with a `rollout_func`, because TRL also passes the fields that it returns.
 
     Raises:
-        ValueError: it is not; without this check the first call would fail after a generation.
+        ValueError: a column is missing. Without this check, the first call fails after a generation.
     """
     columns = getattr(train_dataset, "column_names", None)
     if columns is None or rollout_func is not None:
@@ -272,58 +274,58 @@ def check_reward_columns(reward_funcs: Any, train_dataset: Any, rollout_func: Ca
         if missing := [name for name in _required(func) if name not in columns and name not in _PASSED]:
             name = getattr(func, "__name__", type(func).__name__)
             raise ValueError(
-                f"Reward function `{name}` reads the column {', '.join(f'`{m}`' for m in missing)}, which "
-                f"`train_dataset` lacks; its columns are {', '.join(columns)}. {_remedy(columns, missing[0])}"
+                f"Reward function `{name}` needs the column {', '.join(f'`{m}`' for m in missing)}, which "
+                f"`train_dataset` does not have; its columns are {', '.join(columns)}. {_remedy(columns, missing[0])}"
             )
 
 
 def _remedy(columns: Sequence[str], wanted: str) -> str:
-    """What gives the data a column of this name, or the function another name for it."""
+    """Say how to add the column, or to rename it or the parameter."""
     spare = [name for name in columns if name not in ("prompt", "id", "task", "privileged_context")]
     if not spare:
         return f"Add it (dataset.add_column({wanted!r}, [...])), or give the parameter a default."
     return (
-        f"Rename the column that holds it (dataset.rename_column({spare[0]!r}, {wanted!r})), name the parameter after "
+        f"Rename the column that holds it (dataset.rename_column({spare[0]!r}, {wanted!r})), rename the parameter to "
         "that column, or give it a default."
     )
 
 
 def _required(func: Callable[..., Any]) -> list[str]:
-    """Names of the parameters that have to be passed by keyword and have no default."""
+    """Names of the parameters without a default."""
     try:
         parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):  # a callable without a signature says nothing of itself
+    except (TypeError, ValueError):  # a callable without a signature
         return []
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
 
 
 _NO_IMAGES = (
-    "Prompts with images cannot be contrasted or shown to the teacher: another question's text under this question's "
-    "image is neither. Use prompts, environments and tools of text only, or `distillation_weight=0` (GRPO)."
+    "Prompts with images are not supported with distillation: teacher and contrast prompts exchange the text of a "
+    "prompt only. Use prompts, environments and tools of text only, or `distillation_weight=0` (GRPO)."
 )
 
 
-# Where rows of the data, and what TRL makes of a rollout, hold images.
+# Fields of dataset rows and of TRL's rollouts that hold images.
 _IMAGE_FIELDS = ("image", "images", "pixel_values", "num_images")
 
 
 def check_no_images(rows: list[dict[str, Any]]) -> None:
-    """Neither rows of the data nor a rollout, to which environments and tools may have added some, hold images.
+    """Check that dataset rows, or a rollout to which environments and tools may add some, hold no images.
 
     Raises:
-        ValueError: one does.
+        ValueError: one holds an image.
     """
     for row in rows:
         fields = (row.get(name) for name in _IMAGE_FIELDS)
-        if any(_is_there(field) for field in fields) or has_images(row.get("prompt") or ""):
+        if any(_has_images(field) for field in fields) or has_images(row.get("prompt") or ""):
             raise ValueError(_NO_IMAGES)
 
 
-def _is_there(images: Any) -> bool:
-    """Whether a field holds any: it is not None, 0, or a list of such."""
+def _has_images(images: Any) -> bool:
+    """Whether a field holds images: it is not None, 0 or a (nested) list of those."""
     if isinstance(images, list | tuple):
-        return any(map(_is_there, images))
+        return any(map(_has_images, images))
     return images is not None and not (isinstance(images, int) and images == 0)
 
 
@@ -331,4 +333,4 @@ def _check_text_column(name: str, dataset: Any, column: str) -> None:
     features = getattr(dataset, "features", None)
     dtype = getattr(features.get(column), "dtype", None) if features else "string"
     if dtype not in ("string", "large_string", "null"):
-        raise ValueError(f"`{name}` column `{column}` must hold text, it holds {features[column]}.")
+        raise ValueError(f"`{name}` column `{column}` must hold text, but holds {features[column]}.")

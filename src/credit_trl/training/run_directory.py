@@ -1,13 +1,14 @@
-"""What a run leaves in its directory, and how it is written so that a kill at any moment leaves nothing half done.
+"""Files of a run directory, and atomic reading and writing of JSON and JSON Lines.
 
-    run.json                     what was run: method, settings, seed
-    log.jsonl                    every log of the trainer, one object a line
-    evaluations.jsonl            every evaluation during training, one object a line
+    run.json                     method, settings and seed of the run
+    log.jsonl                    the trainer's logs, one object per line
+    evaluations.jsonl            evaluations during training, one object per line
     evaluations/step-000005/     one evaluation: settings.json, samples.jsonl, result.json
-    best.json                    which step's model is kept as the best, and where
+    best.json                    step and location of the best model
     summary.json                 best-during-training and final scores, written when training ends
 
-`credit_trl.lab.comparison` reads these files and nothing else, so it works offline and for every `report_to`.
+A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
+`credit_trl.lab.comparison` reads only these files, so it works offline and with every `report_to`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 EVALUATIONS_FOLDER = "evaluations"
 BEST_FILE = "best.json"
 SUMMARY_FILE = "summary.json"
-JOB_FILE = "job.json"  # of a sweep, before there is a run
+JOB_FILE = "job.json"  # written by a sweep before its run starts
 
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """Write a file so that a reader sees the old content or the new, whole; on disk when this returns."""
+    """Replace a file in one step: readers see the old or the new content. It is on disk when this returns."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -41,17 +42,17 @@ def write_atomically(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """`write_atomically` of JSON; NaN and infinities become null, which every reader of JSON takes."""
+    """Write a value as JSON with `write_atomically`. NaN and infinities become null, as JSON has neither."""
     write_atomically(path, json.dumps(without_nan(value), indent=2, ensure_ascii=False, sort_keys=True) + "\n")
 
 
 def json_line(value: Any) -> str:
-    """One line of a JSONL file, with its newline."""
+    """Format a value as one line of a JSON Lines file, with its newline."""
     return json.dumps(without_nan(value), ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 def append_line(path: str | Path, value: Any) -> None:
-    """Append one object to a JSONL file; the line is on disk when this returns."""
+    """Append one object to a JSON Lines file. The line is on disk when this returns."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8", newline="\n") as file:
@@ -61,7 +62,9 @@ def append_line(path: str | Path, value: Any) -> None:
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. A last line without an end was being written when its writer died: it is left out.
+    """Read the objects of a JSON Lines file; none if there is no file.
+
+    A last line without a newline was not written completely and is ignored.
 
     Raises:
         ValueError: another line is not a JSON object; the message names file and line.
@@ -83,18 +86,18 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def write_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a JSONL file."""
+    """Replace a JSON Lines file with `write_atomically`."""
     write_atomically(path, "".join(json_line(row) for row in rows))
 
 
 def keep_up_to(path: str | Path, step: int) -> None:
-    """Drop what an interrupted run wrote to a JSONL file after the step that it now resumes from."""
+    """Drop the lines of a JSON Lines file whose `step` is above the step that a run resumes from."""
     if Path(path).is_file():
         write_lines(path, [row for row in read_lines(path) if row.get("step", 0) <= step])
 
 
 def without_nan(value: Any) -> Any:
-    """The same value with None for every float that JSON has no word for."""
+    """Copy a JSON value with None in place of NaN and infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Where the wall time of a step goes."""
+"""Wall-clock time of each stage of a training step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 
 class StageClock:
-    """Seconds of wall time by stage since the last report. Stages do not nest, except in one that is `around` them.
+    """Accumulates wall-clock seconds by stage. Stages do not nest, except inside `around`.
 
     Args:
-        counts: whether a stage that begins now is part of a step; by default all are.
+        counts: called when a stage begins; the stage is timed if it returns True. By default every stage is.
     """
 
     def __init__(self, counts: Callable[[], bool] = lambda: True) -> None:
@@ -22,7 +22,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the block's time to a stage."""
+        """Add the duration of the block to a stage."""
         if not self._counts():
             yield
             return
@@ -34,17 +34,17 @@ class StageClock:
 
     @contextmanager
     def around(self, name: str) -> Iterator[None]:
-        """Adds the block's time to a stage, less that of the stages inside it."""
-        inside = sum(self.seconds.values())
+        """Add the duration of the block to a stage, without the time of the stages timed inside the block."""
+        before = sum(self.seconds.values())
         started = time.perf_counter()
         try:
             yield
         finally:
-            elsewhere = sum(self.seconds.values()) - inside
-            self.seconds[name] += time.perf_counter() - started - elsewhere
+            inside = sum(self.seconds.values()) - before
+            self.seconds[name] += time.perf_counter() - started - inside
 
     def report(self, step: int) -> dict[str, float]:
-        """`credit/seconds_<stage>`, a mean over the optimizer steps since the last report, which ends here.
+        """Return `credit/seconds_<stage>`, means per optimizer step since the last report, and reset the clock.
 
         Args:
             step: optimizer steps done so far.

@@ -1,7 +1,7 @@
-"""The hooks of TRL that this package overrides, checked when it is imported.
+"""Check of TRL's version and of the private hooks that this package overrides.
 
-They are private, so a new minor version of TRL may move them. Better a clear message at import than a run that trains
-something else.
+A minor version of TRL may rename or change a private method, which would silently disable the override. The check runs
+when the trainer is imported and raises an error instead.
 """
 
 from __future__ import annotations
@@ -14,20 +14,13 @@ from trl import GRPOTrainer
 
 TESTED_TRL = ("1.16",)
 
-# Overridden method → the parameters it must have. A renamed or moved hook would silently never be called.
+# Overridden method -> its parameters.
 HOOKS = {
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("self", "model", "inputs"),
     "_generate": ("self", "prompts"),
     "_generate_and_score_completions": ("self", "inputs"),
-    "_generate_single_turn": (
-        "self",
-        "prompt_ids",
-        "images",
-        "multimodal_fields",
-        "num_generations",
-        "has_tool_images",
-    ),
+    "_generate_single_turn": tuple("self prompt_ids images multimodal_fields num_generations has_tool_images".split()),
     "_get_output_dir": ("self", "trial"),
     "_get_train_sampler": ("self", "dataset"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
@@ -44,8 +37,8 @@ def check_trl(trainer_class: type = GRPOTrainer, installed: str | None = None) -
     """Check TRL's version and the hooks of its GRPO trainer.
 
     Raises:
-        ImportError: an untested minor version, or a hook that is missing or has other parameters; the message names
-            the version to install.
+        ImportError: TRL has an untested minor version, or a hook is missing or has other parameters. The message
+            names the version to install.
     """
     installed = installed or version("trl")
     release = Version(installed)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from credit_trl.contexts.prompts import Prompt
 from credit_trl.tasks.quickstart_model import model_path
-from credit_trl.teacher.models import ADAPTER_NAME, CHECKPOINT_FILE, CopyTeacher, Teacher
+from credit_trl.teacher.models import ADAPTER_NAME, TEACHER_FILE, CopyTeacher, Teacher
 from credit_trl.training import adaptive
 from credit_trl.training.checks import check_logits
 
@@ -93,8 +93,8 @@ class Checkpoint:
         own = checkpoint is not None and (Path(checkpoint) / "tokenizer_config.json").exists()
         tokenizer = AutoTokenizer.from_pretrained(checkpoint if own else path)
         teacher = None
-        if checkpoint is not None and (Path(checkpoint) / CHECKPOINT_FILE).exists():
-            teacher = _load_teacher(policy, Path(checkpoint) / CHECKPOINT_FILE)
+        if checkpoint is not None and (Path(checkpoint) / TEACHER_FILE).exists():
+            teacher = _load_teacher(policy, Path(checkpoint) / TEACHER_FILE)
         default = Path(checkpoint).name if checkpoint is not None else model.rstrip("/").split("/")[-1]
         return cls.of(
             policy,
@@ -164,7 +164,7 @@ def _load_policy(path: str, checkpoint: str | Path | None, dtype: str | torch.dt
 
 
 def _adapted_coefficient(checkpoint: Path) -> float | None:
-    path = checkpoint / adaptive.CHECKPOINT_FILE
+    path = checkpoint / adaptive.COEFFICIENT_FILE
     return float(json.loads(path.read_text("utf-8"))["contrastive_coef"]) if path.is_file() else None
 
 
