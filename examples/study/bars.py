@@ -1,4 +1,4 @@
-"""What a form of the contrast has to reach, and tables of what it reached."""
+"""The bar: thresholds that a form of the contrast must meet, and tables of the measured values."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from itertools import product
 
-from claims import told
+from claims import format_contrast
 from report import contrasts_table, table
-from results import GROUPS, World
+from worlds import GROUPS, World
 
 from credit_trl.evaluation.statistics import Difference
 from credit_trl.lab.comparison import Run
@@ -30,16 +30,16 @@ def interval(world: World, arm: str, measure: str) -> tuple[float, float, float]
 
 
 def bar(world: World, arm: str) -> str:
-    """One setting against what it has to reach; differences from every SDPO of the sweep are paired."""
+    """Table of one arm against every threshold. Differences from the sweep's SDPO arms are paired."""
     lines = []
     for measure, relation, limit in limits_of(world):
         mean, low, high = interval(world, arm, measure)
         met = mean <= limit if relation == "<=" else mean >= limit
-        lines.append([measure, f"{relation} {limit:g}", f"{mean:.3f} [{low:.3f}, {high:.3f}]", told_met(met)])
+        lines.append([measure, f"{relation} {limit:g}", f"{mean:.3f} [{low:.3f}, {high:.3f}]", met_or_missed(met)])
     for baseline, group in product(baselines_of(world), GROUPS[1:]):
         found = world.contrast(arm, group, baseline)
         name = f"{group}, against {baseline}"
-        lines.append([name, "no lower by more than .02", told(found), told_loss(found.difference)])
+        lines.append([name, "no lower by more than .02", format_contrast(found), loss_verdict(found.difference)])
     return f"`{arm}`, {world.name} world:\n\n{table(('what', 'bar', 'measured', ''), lines)}"
 
 
@@ -49,7 +49,7 @@ def limits_of(world: World) -> list[tuple[str, str, float]]:
 
 
 def meets(world: World, arm: str) -> bool:
-    """Whether the means of a setting are on the right side of every line of the bar."""
+    """Whether the means of an arm meet every threshold."""
     means = [(interval(world, arm, measure)[0], *limit) for measure, *limit in limits_of(world)]
     pairs = product(baselines_of(world), GROUPS[1:])
     losses = [-world.contrast(arm, group, baseline).difference.difference for baseline, group in pairs]
@@ -58,12 +58,12 @@ def meets(world: World, arm: str) -> bool:
     )
 
 
-def told_met(met: bool) -> str:
+def met_or_missed(met: bool) -> str:
     return "met" if met else "**missed**"
 
 
-def told_loss(difference: Difference) -> str:
-    """What mean and interval of a difference in accuracy say of the limit on its loss."""
+def loss_verdict(difference: Difference) -> str:
+    """Verdict on a difference in accuracy against `LOSS_LIMIT`, by its interval and its mean."""
     if difference.low >= -LOSS_LIMIT:
         return "met"
     if difference.high < -LOSS_LIMIT:
@@ -83,12 +83,12 @@ def seeds_table(world: World) -> str:
 
 
 def by_seed(world: World, arm: str, measure: str) -> str:
-    values = [final_mean(run, measure) for run in world.of(arm)]
+    values = [final_mean(run, measure) for run in world.runs_of(arm)]
     return f"{100 * statistics.fmean(values):.1f} ({', '.join(f'{100 * value:.0f}' for value in values)})"
 
 
 def final_mean(run: Run, measure: str) -> float:
-    """A run's mean of one of MEASURES, or of hold-out accuracy, at its end."""
+    """Mean of one of MEASURES, or of hold-out accuracy, at the end of a run."""
     kind, _, group = measure.rpartition(" ")
     name, group = ("shortcut", "unknown") if measure == "shortcut" else (kind or "score", group)
     final = run.final_step()
@@ -110,12 +110,12 @@ def arms_of(world: World) -> Sequence[str]:
 
 
 def baselines_of(world: World) -> list[str]:
-    """SDPO, with each teacher that the sweep gives it."""
+    """The SDPO arms of a sweep, one per teacher."""
     return [arm for arm in arms_of(world) if arm.split()[0] == "SDPO" and "tail" not in arm]
 
 
 def against_sdpo(world: World) -> str:
-    """Paired differences of every arm from SDPO: reward by group, and the shortcut on the unknown ones."""
+    """Paired differences from SDPO of every arm: reward by group, and the shortcut rate on unknown cues."""
     rows = [c for c in world.score.contrasts if c.when == FINAL and not c.domain.endswith(": known")]
     parts = [f"{world.name.capitalize()} world, reward against SDPO:", contrasts_table(rows)]
     if world.name != "plain":

@@ -1,19 +1,19 @@
-"""The paper's claims against the study's numbers: one verdict each, by rules that were fixed before the runs."""
+"""Verdicts on the paper's claims, by rules that were fixed before the runs."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
 
-from results import LAMBDAS, World, class_values, late, s_change, seed_difference
+from worlds import LAMBDAS, World, class_values, late, s_change, seed_difference
 
 from credit_trl.lab.comparison.compare import Contrast
 
-TOLERANCE = 0.05  # what counts as no difference that matters, in the claim that C = 1 suffices
+TOLERANCE = 0.05  # largest difference in accuracy that still supports "C = 1 suffices"
 
 
 def claims(plain: World, shortcut: World, tokens: Mapping[str, Mapping]) -> list[str]:
-    """One verdict for each claim, with the numbers that it rests on."""
+    """One bullet per claim, with its verdict and numbers."""
     return [
         claim_methods(plain),
         claim_count(plain),
@@ -28,8 +28,8 @@ def claim_methods(plain: World) -> str:
     credit = plain.contrast("CREDIT λ=0.1", "unknown")
     return bullet(
         "CREDIT > SDPO > GRPO",
-        f"SDPO against GRPO on unknown cues: {told(sdpo)} — **{verdict(sdpo)}**. CREDIT (λ = 0.1) against SDPO: "
-        f"{told(credit)} — **{verdict(credit)}**.",
+        f"SDPO against GRPO on unknown cues: {format_contrast(sdpo)} — **{verdict(sdpo)}**. CREDIT (λ = 0.1) against "
+        f"SDPO: {format_contrast(credit)} — **{verdict(credit)}**.",
     )
 
 
@@ -43,8 +43,8 @@ def claim_count(plain: World) -> str:
         word = f"holds within {100 * TOLERANCE:g} points"
     else:
         word = f"no gain from more is seen, but the intervals are wider than ±{100 * TOLERANCE:g} points"
-    told_all = "; ".join(f"C = {c} against C = 1: {told(contrast)}" for c, contrast in found.items())
-    return bullet("C = 1 suffices", f"{told_all} — **{word}**.")
+    listed = "; ".join(f"C = {c} against C = 1: {format_contrast(contrast)}" for c, contrast in found.items())
+    return bullet("C = 1 suffices", f"{listed} — **{word}**.")
 
 
 def claim_lambda(plain: World, shortcut: World) -> str:
@@ -55,7 +55,7 @@ def claim_lambda(plain: World, shortcut: World) -> str:
         change = {value: s_change(world, f"CREDIT λ={value:g}") for value in LAMBDAS}
         listed = ", ".join(f"{100 * one:+.0f} % at {value:g}" for value, one in change.items())
         texts.append(
-            f"{world.name.capitalize()} world: score of λ = 0.5 against SDPO {told(score)} — "
+            f"{world.name.capitalize()} world: score of λ = 0.5 against SDPO {format_contrast(score)} — "
             f"**{verdict(score, wanted='less')}**; "
             f"S_t at the end, λ = 0.5 against 0.05: {shrink} nats; change of S_t over training: {listed}"
         )
@@ -90,32 +90,33 @@ def claim_rates(shortcut: World) -> str:
     listed = ", ".join(f"{arm} {100 * rate:.0f} %" for arm, rate in rates.items())
     return bullet(
         "Shortcut tokens lose their reward",
-        f"rate of the planted thought on unknown cues at the end: {listed}. Against SDPO: λ = 0.1 {told(weak)} — "
-        f"**{verdict(weak, wanted='less')}**; λ = 0.5 {told(strong)} — **{verdict(strong, wanted='less')}**.",
+        f"rate of the planted thought on unknown cues at the end: {listed}. Against SDPO: λ = 0.1 "
+        f"{format_contrast(weak)} — **{verdict(weak, wanted='less')}**; λ = 0.5 {format_contrast(strong)} — "
+        f"**{verdict(strong, wanted='less')}**.",
     )
 
 
 def claim_controls(plain: World) -> str:
-    hint = plain.contrast("hint-contrast λ=0.1", "unknown", baseline="CREDIT λ=0.1")
+    swapped = plain.contrast("hint-contrast λ=0.1", "unknown", baseline="CREDIT λ=0.1")
     foreign = plain.contrast("foreign-hint λ=0.1", "unknown")
     base = plain.mean("Base", "unknown")
     return bullet(
         "Controls",
-        f"swapping the hint instead of the input, against CREDIT: {told(hint)}. A foreign hint, against SDPO: "
-        f"{told(foreign)}; it ends at {100 * plain.mean('foreign-hint λ=0.1', 'unknown'):.1f} %, the base at "
-        f"{100 * base:.1f} %.",
+        f"swapping the feedback instead of the input, against CREDIT: {format_contrast(swapped)}. Feedback of another "
+        f"prompt, against SDPO: {format_contrast(foreign)}; it ends at "
+        f"{100 * plain.mean('foreign-hint λ=0.1', 'unknown'):.1f} %, the base at {100 * base:.1f} %.",
     )
 
 
 def verdict(contrast: Contrast, wanted: str = "more") -> str:
-    """What the interval says of a difference that the paper would have positive (or negative)."""
+    """Verdict on a difference that the paper expects to be positive (`wanted="more"`) or negative."""
     low, high = contrast.difference.low, contrast.difference.high
     if wanted == "less":
         low, high = -high, -low
     return "holds" if low > 0 else "does not hold: the reverse" if high < 0 else "not decided"
 
 
-def told(contrast: Contrast) -> str:
+def format_contrast(contrast: Contrast) -> str:
     d = contrast.difference
     p = "p < 0.001" if d.p_value < 0.001 else f"p = {d.p_value:.3f}"
     return f"{100 * d.difference:+.1f} points [{100 * d.low:+.1f}, {100 * d.high:+.1f}], {p}"

@@ -1,4 +1,4 @@
-"""Forms × λ × sources × gates: every cell against its form and λ with questions of the batch and no gate."""
+"""Section on forms × λ × sources × gates; the baseline of a cell is its form and λ with source `batch` and no gate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from bars import arms_table, interval
 from endings import recipe_of
 from report import figure, table
-from results import GROUPS, WORLDS, World, late, read_world, world_of
+from worlds import GROUPS, WORLDS, World, late, read_world, world_of
 
 from credit_trl.lab.comparison.tables import contrast_row
 
@@ -19,34 +19,34 @@ OPTIONS = ("", "source=hard", "source=none", "gate=0.05", "source=hard gate=0.05
 
 
 def read_crossed(root: Path, tasks: Mapping[str, str]) -> dict[str, World]:
-    """The worlds whose cross has been run, with the arms of the cross and SDPO alone."""
+    """The worlds that have run the sweep `cross`, with its arms and SDPO."""
     found = {}
     for name, task in tasks.items():
         if (root / f"{name}-{SWEEP}").is_dir():
-            others = root / (f"{name}-forms" if name in WORLDS else name)  # SDPO, and the forms with neither option
+            others = root / (f"{name}-forms" if name in WORLDS else name)  # holds SDPO and the baselines
             world = read_world(name, root / f"{name}-{SWEEP}", others, task=task)
             found[name] = world_of(name, [run for run in world.runs if run.arm == "SDPO" or form_of(run.arm)], task)
     return found
 
 
 def form_of(arm: str) -> str | None:
-    """The form and λ of a cell; None for an arm that is none."""
+    """Form and λ of a cell, or None if the arm is not a cell."""
     options = [part for part in arm.split() if not part.startswith(("source=", "gate="))]
     return " ".join(options) if " ".join(options) in FORMS else None
 
 
 def cells_of(world: World, form: str) -> list[str]:
-    """The arms of one form that have a source or a gate of their own."""
+    """The arms of one form and λ with another source or a gate."""
     return sorted({run.arm for run in world.runs if run.arm != form and form_of(run.arm) == form})
 
 
-def told_crossed(worlds: Mapping[str, World]) -> list[str]:
+def crossed_section(worlds: Mapping[str, World]) -> list[str]:
     parts = [
         "## Sources and gates",
-        "Two forms × two λ each × three sources of the other question (the batch, the nearest of the batch, and none, "
-        "with the question left out) × no gate and a gate of 0.05. Nothing was chosen from these cells. Differences "
-        "are paired by seed and prompt with the same form and λ under questions of the batch and without gate; beside "
-        "each stand its 95 % interval and Holm's p over the five cells of a form and λ on one kind of prompts.",
+        "Two forms × two λ each × three sources of contrast prompts (`batch`; `hard`, the nearest of the batch; "
+        "`none`, no prompt) × no gate and a gate of 0.05. Nothing was chosen from these cells. Differences are paired "
+        "by seed and prompt with the same form and λ, source `batch` and no gate. Each is followed by its 95 % "
+        "interval and by Holm's p over the five cells of a form and λ on one group of prompts.",
     ]
     if any(name != "plain" for name in worlds):
         parts.append(figure("cross"))
@@ -58,7 +58,7 @@ def told_crossed(worlds: Mapping[str, World]) -> list[str]:
 
 
 def glance_table(world: World) -> str:
-    """Every cell in one place: rows are source and gate, columns form and λ."""
+    """All cells in one table: a row per source and gate, a column per form and λ."""
     measures = ("unknown",) if world.name == "plain" else ("unknown", "shortcut")
     cells = [[f"{form} {options}".strip() for form in FORMS] for options in OPTIONS]
     lines = [
@@ -75,7 +75,7 @@ def means(world: World, arm: str, measures: Sequence[str]) -> str:
 
 
 def effects_table(world: World, form: str) -> str:
-    """What source and gate change, in points."""
+    """Differences in points of each source and gate from the baseline of its form and λ."""
     measures = [("score", group) for group in GROUPS] + [("format", "unknown")]
     measures += [("shortcut", "unknown")] if world.name != "plain" else []
     of_form = world_of(world.name, [run for run in world.runs if form_of(run.arm) == form], world.task, baseline=form)
@@ -93,12 +93,12 @@ def effect(world: World, cell: str, form: str, measure: str, group: str) -> str:
 
 
 def shares_table(world: World) -> str:
-    """How much the gate left of the contrast, over the last ten steps."""
+    """Share of positions gated in the last ten steps."""
     arms: Sequence[str] = [cell for form in FORMS for cell in cells_of(world, form) if "gate=" in cell]
-    shares = [[late(run, "credit/frac_gated") for run in world.of(arm)] for arm in arms]
+    shares = [[late(run, "credit/frac_gated") for run in world.runs_of(arm)] for arm in arms]
     lines = [
         [arm, f"{100 * statistics.fmean(of_arm):.1f}", f"{100 * min(of_arm):.1f} to {100 * max(of_arm):.1f}"]
         for arm, of_arm in zip(arms, shares, strict=True)
     ]
-    told_as = table(("arm", "mean", "least and most of a seed"), lines)
-    return f"{world.name.capitalize()} world, positions that the gate left without contrast, %:\n\n{told_as}"
+    shown = table(("arm", "mean", "range over seeds"), lines)
+    return f"{world.name.capitalize()} world, positions without contrast because of the gate, %:\n\n{shown}"

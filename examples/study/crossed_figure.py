@@ -1,4 +1,4 @@
-"""The cross at a glance: accuracy on unknown cues against the rate of the shortcut, a panel a world."""
+"""Figure of the sweep `cross`: accuracy on unknown cues against the rate of the shortcut, one panel per world."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from crossed import form_of
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from results import World
+from worlds import World
 
 from credit_trl.lab.comparison.figures import COLOURS, Theme
 
-FORM_COLOURS = {  # a colour a form, the weaker λ in its paler one
+FORM_COLOURS = {  # one colour per form, paler for the smaller λ
     "SDPO": COLOURS[7],
     "CREDIT λ=0.1": COLOURS[5],
     "CREDIT λ=0.5": COLOURS[0],
@@ -26,7 +26,7 @@ SOURCE_MARKS = {"batch": "o", "hard": "^", "none": "s"}
 
 
 def cross_figure(worlds: Mapping[str, World], theme: Theme) -> bytes | None:
-    """PNG of the worlds that have a shortcut; None where there is none of them."""
+    """PNG of the worlds with a shortcut, or None without such a world."""
     shown = [world for world in worlds.values() if world.name != "plain"]
     if not shown:
         return None
@@ -47,12 +47,12 @@ def cross_figure(worlds: Mapping[str, World], theme: Theme) -> bytes | None:
             spine.set_color(theme.grid)
     figure.legend(handles=legend(theme), loc="outside lower center", ncols=4, frameon=False, labelcolor=theme.ink)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130, metadata={"Software": None})  # the same numbers, the same bytes
+    figure.savefig(buffer, format="png", dpi=130, metadata={"Software": None})  # reproducible bytes
     return buffer.getvalue()
 
 
 def style_of(arm: str, theme: Theme) -> dict[str, Any]:
-    """Colour for form and λ (ink for none), mark for the source, hollow for a gate."""
+    """Marker options of an arm: the colour shows form and λ, the marker the source, a hollow marker the gate."""
     options = dict(part.split("=") for part in arm.split() if "=" in part)
     colour = FORM_COLOURS.get(form_of(arm) or arm, theme.ink)
     mark = "X" if arm == "SDPO" else SOURCE_MARKS[options.get("source", "batch")]
@@ -61,9 +61,9 @@ def style_of(arm: str, theme: Theme) -> dict[str, Any]:
 
 
 def legend(theme: Theme) -> Sequence[Line2D]:
-    """Forms in their colours; sources and the gate, which every form has, in ink."""
+    """Legend entries: forms in their colour, sources and the gate in the ink colour."""
     forms = ("SDPO", "subtract, λ = 0.1", "subtract, λ = 0.5", "guide, λ = 1", "guide, λ = 1.5")
     arms = zip(forms, FORM_COLOURS, strict=True)
     handles = [Line2D([], [], label=label, **style_of(arm, theme)) for label, arm in arms]
-    options = {"nearest question": "source=hard", "question left out": "source=none", "hollow: gate 0.05": "gate=0.05"}
+    options = {"source hard": "source=hard", "source none": "source=none", "hollow: gate 0.05": "gate=0.05"}
     return handles + [Line2D([], [], label=label, **style_of(option, theme)) for label, option in options.items()]

@@ -1,4 +1,4 @@
-"""Runs to the end of learning: a setting chosen on seeds of its own, held to the bar on others."""
+"""Sections on runs to the end of learning: a setting is chosen on some seeds and tested on others."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pathlib import Path
 
 from bars import against_sdpo, arms_of, bar, final_mean, interval, meets, seeds_table
 from report import table
-from results import GROUPS, WORLDS, World, of_sweep, world_at
+from worlds import GROUPS, WORLDS, World, read_sweep_worlds, world_at
 
-CLOSE = 0.01
-FALLEN = 0.5
-KINDS = {"ema": "averaged", "base": "frozen"}  # teacher_model_kind
-TOLD = {"SDPO": "SDPO", "CREDIT": "guide"}  # every CREDIT arm of these sweeps is a guide
+CLOSE = 0.01  # arms within this of the best accuracy count as equal
+COLLAPSED = 0.5  # accuracy on known cues below which a run has collapsed
+TEACHERS = {"ema": "averaged", "base": "frozen"}  # teacher_model_kind
+METHODS = {"SDPO": "SDPO", "CREDIT": "guide"}  # all CREDIT arms of these sweeps use the guide form
 
 
 @dataclass(frozen=True)
 class Ending:
-    """One recipe: the runs that a setting was chosen on, and those that are reported."""
+    """One recipe: the runs on which a setting was chosen, and the reported runs."""
 
     title: str
-    remark: str  # what was known when the rule and the arms were set
-    choice: Mapping[str, World]  # to its own end, which may lie after that of the reported runs
+    remark: str  # when the rule and the arms were fixed
+    choice: Mapping[str, World]  # may be longer than the reported runs
     reported: Mapping[str, World]
 
     @property
     def steps(self) -> int:
-        """The length of the reported runs; the rule reads those of the choice at this step."""
+        """Steps of the reported runs. The rule reads the runs of the choice at this step."""
         return next(iter(self.reported.values())).runs[0].config["max_steps"]
 
     @property
@@ -36,41 +36,41 @@ class Ending:
         return {name: world_at(world, self.steps) for name, world in self.choice.items()}
 
 
-# Sweep, title and remark; the sweep of its choice has the same name and "_choice".
+# Sweep, title and remark. The arm is chosen on the sweep with the suffix "_choice".
 SWEEPS = (
     (
         "long",
         "At the end of learning",
-        "SDPO with the frozen teacher is here as a second measure because of what the shorter recipe below had shown. "
-        "The rule was written down before the first run of this choice had ended. That it reads those runs at step "
-        "100, up to which their rate is constant, came of what they show at their own end: what hold-out cues lose "
-        "late. The reported seeds were not looked at before. What hold-out cues lose without the luck of their twelve "
-        "labels is measured in [another sweep](settled_study.md).",
+        "SDPO with the frozen teacher was added as a second baseline after the shorter recipe below. The rule was "
+        "fixed before the first run of this choice ended, except for the step at which it reads these runs: at their "
+        "own end hold-out accuracy had dropped, so they are read at step 100, up to which their learning rate is "
+        "constant. The reported seeds had not been run before. [Another sweep](settled.md) measures hold-out cues "
+        "without the noise of their twelve labels.",
     ),
     (
         "end",
         "A shorter recipe",
-        "The rule was written down when the first runs of the choice were known, and the frozen teacher was added to "
-        "the choice after guide had lost its form there. The reported seeds were not looked at before.",
+        "The rule was fixed after the first runs of the choice had ended. The frozen teacher was added to the choice "
+        "after guide had lost its format there. The reported seeds had not been run before.",
     ),
 )
 
 
 def read_endings(root: Path) -> list[Ending]:
-    """The recipes whose reported runs are there."""
+    """The recipes that have reported runs."""
     found = [
-        Ending(title, remark, of_sweep(root, f"{sweep}_choice"), of_sweep(root, sweep))
+        Ending(title, remark, read_sweep_worlds(root, f"{sweep}_choice"), read_sweep_worlds(root, sweep))
         for sweep, title, remark in SWEEPS
     ]
     return [ending for ending in found if ending.reported]
 
 
 def recipe_of(*worlds: World) -> str:
-    """Seeds, steps and learning rate of a sweep."""
+    """One sentence with seeds, steps and learning rate of a sweep."""
     runs = [run for world in worlds for run in world.runs]
     seeds, config = ", ".join(map(str, sorted({run.seed for run in runs}))), runs[0].config
     return (
-        f"Seeds {seeds}, each with a base of its own; {config['max_steps']} steps, learning rate "
+        f"Seeds {seeds}, each with its own base model; {config['max_steps']} steps, learning rate "
         f"{config['learning_rate']:g}, {schedule_of(config)} after {config['warmup_steps']} warm-up steps."
     )
 
@@ -81,8 +81,8 @@ def schedule_of(config: Mapping) -> str:
     return "decaying linearly" if config["lr_scheduler_type"] == "linear" else "constant"
 
 
-def told(ending: Ending) -> list[str]:
-    """What was chosen, and the bar on other seeds."""
+def ending_section(ending: Ending) -> list[str]:
+    """The rule, the arm that it chooses, and this arm's results on the reported seeds."""
     reported, choice = ending.reported, ending.chosen_on
     arm = chosen(choice)
     return [
@@ -90,7 +90,7 @@ def told(ending: Ending) -> list[str]:
         f"{recipe_of(*reported.values())} For the choice: {recipe_of(*ending.choice.values())}",
         f"Rule: of the arms whose means meet every line of the bar in both worlds, those within {100 * CLOSE:g} point "
         "of the best accuracy on unknown cues (mean of both worlds), and of these the one with the lowest rate of the "
-        f"planted thought over all cues. Arms that meet every line, and their accuracy: {listed(able(choice))}. "
+        f"planted thought over all cues. Arms that meet every line, and their accuracy: {listed(qualified(choice))}. "
         f"Chosen: `{arm}`.",
         ending.remark,
         *(bar(reported[name], arm) for name in WORLDS if arm in arms_of(reported[name])),
@@ -98,17 +98,17 @@ def told(ending: Ending) -> list[str]:
         *(against_sdpo(reported[name]) for name in WORLDS),
         f"The seeds of the choice, after {ending.steps} steps:",
         *(seeds_table(choice[name]) for name in WORLDS),
-        *told_later(ending),
+        *later_section(ending),
     ]
 
 
-def told_later(ending: Ending) -> list[str]:
-    """The runs of the choice at their own end, where that lies after the reported runs'."""
+def later_section(ending: Ending) -> list[str]:
+    """The runs of the choice at their own end, if they are longer than the reported runs."""
     steps = ending.choice["plain"].runs[0].config["max_steps"]
     if steps == ending.steps:
         return []
     return [
-        f"The same runs after {steps} steps. Arms that meet every line then: {listed(able(ending.choice))}.",
+        f"The same runs after {steps} steps. Arms that meet every line then: {listed(qualified(ending.choice))}.",
         *(seeds_table(ending.choice[name]) for name in WORLDS),
     ]
 
@@ -117,32 +117,32 @@ def listed(scores: Mapping[str, float]) -> str:
     return ", ".join(f"`{name}` {100 * score:.1f}" for name, score in scores.items()) or "none"
 
 
-def told_fallen(endings: Sequence[Ending]) -> list[str]:
-    """How many of all these runs fell apart, by the kind of teacher."""
+def collapsed_section(endings: Sequence[Ending]) -> list[str]:
+    """Number of collapsed runs by method and teacher."""
     worlds = [world for ending in endings for group in (ending.choice, ending.reported) for world in group.values()]
     lines = []
-    for method, kind in product(TOLD, KINDS):
+    for method, kind in product(METHODS, TEACHERS):
         of_method = [run for world in worlds for run in world.runs if run.arm.split()[0] == method]
         runs = [run for run in of_method if run.config["teacher_model_kind"] == kind]
-        fallen = sum(final_mean(run, "known") < FALLEN for run in runs)
-        lines.append([TOLD[method], KINDS[kind], str(len(runs)), str(fallen)])
+        collapsed = sum(final_mean(run, "known") < COLLAPSED for run in runs)
+        lines.append([METHODS[method], TEACHERS[kind], str(len(runs)), str(collapsed)])
     return [
-        "## Runs that fell apart",
-        f"Of all runs of the recipes above, choices included, those whose accuracy on known cues ended below "
-        f"{100 * FALLEN:g} %:",
-        table(("method", "teacher", "runs", "fell apart"), lines),
+        "## Collapsed runs",
+        f"Runs of the recipes above, including those of the choices, whose accuracy on known cues ended below "
+        f"{100 * COLLAPSED:g} %:",
+        table(("method", "teacher", "runs", "collapsed"), lines),
     ]
 
 
-def able(choice: Mapping[str, World]) -> dict[str, float]:
-    """The arms that meet every line of the bar in all worlds, and their mean accuracy on unknown cues."""
+def qualified(choice: Mapping[str, World]) -> dict[str, float]:
+    """Mean accuracy on unknown cues of the arms that meet every threshold in all worlds."""
     arms = [arm for arm in arms_of(choice["shortcut"]) if arm.startswith("CREDIT")]
     return {arm: mean_unknown(choice, arm) for arm in arms if all(meets(world, arm) for world in choice.values())}
 
 
 def chosen(choice: Mapping[str, World]) -> str | None:
-    """The arm that the rule picks."""
-    scores = able(choice)
+    """The arm that the rule chooses, or None."""
+    scores = qualified(choice)
     close = [arm for arm, score in scores.items() if score >= max(scores.values()) - CLOSE]
     planted = {a: sum(choice["shortcut"].mean(a, group, "shortcut") for group in GROUPS) for a in close}
     return min(close, key=lambda arm: (planted[arm], len(arm), arm), default=None)

@@ -1,9 +1,8 @@
-"""The embedded task, tested on one more group: hold-out cues under every topic that they might have had.
+"""The embedded task with one more test group: every hold-out cue with each of the twelve topics as its label.
 
-A hold-out cue's topic is a label that nothing was trained on: the base saw the cue with random topics, training never
-sees it. Whether a model happens to guess it is luck, the same for a cue's every prompt, and of twelve cues the luck is
-larger than what methods differ by. The group `relabelled` asks for each hold-out cue under all twelve topics in turn,
-which takes the luck out: the expectation is that of the group `holdout`, over the worlds that differ in these labels.
+Neither pretraining nor training teaches the topic of a hold-out cue, so whether a model guesses it is chance, shared
+by all prompts of the cue. With twelve cues this noise exceeds the differences between methods. The group `relabelled`
+averages over all labels: its expected score is that of the group `holdout` over random labels, without the noise.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ ROWS_PER_PAIR = 4
 
 
 def build(split: str, path: None = None, *, seed: int = 0, **options: Any) -> Dataset:
-    """`quickstart.build`; the test split has 576 rows more, four for each pair of hold-out cue and topic."""
+    """Rows of `quickstart.build`; the test split has 576 more, four per pair of hold-out cue and topic."""
     rows = quickstart.build(split, path, seed=seed, **options)
     rows = rows.remove_columns("task").add_column("task", [NAME] * len(rows))
     return rows if split == "train" else concatenate_datasets([rows, every_topic(seed)])
 
 
 def every_topic(seed: int = 0) -> Dataset:
-    """Each hold-out cue with each topic as the right one, among three others and in a test city drawn at random."""
+    """Each hold-out cue with each topic as its label, with three random other topics and a random test city."""
     rng = random.Random(f"{NAME}/{seed}")
     pairs = product(quickstart.GROUPS["holdout"], quickstart.TOPICS, range(ROWS_PER_PAIR))
     return Dataset.from_list(

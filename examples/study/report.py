@@ -1,4 +1,4 @@
-"""Tables, figures and verdicts of the study, into docs/study.md. Every number comes from the run directories."""
+"""Write results/methods.md: tables, figures and verdicts, computed from the run directories."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from claims import claim_controls, claim_count, claim_lambda, claim_methods, claim_rates, claims
-from results import GROUPS, LAMBDAS, TASK, WORLDS, World, early, late, read_world, step_seconds
+from worlds import GROUPS, LAMBDAS, TASK, WORLDS, World, early, late, read_world, step_seconds
 
 from credit_trl.lab.comparison import Comparison
 from credit_trl.lab.comparison.compare import FINAL, Contrast
@@ -25,28 +25,28 @@ from credit_trl.training.run_directory import write_atomically
 HERE = Path(__file__).parent
 TIME_FILE = "time.json"  # run.py's
 SEEDS = 5
-LONGER = ("forms", "controls")  # run.py's sweeps of the same methods for more steps than fit an hour
+LONGER = ("forms", "controls")  # sweeps of run.py with the same methods and more steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/study"))
-    parser.add_argument("--docs", type=Path, default=HERE.parents[1] / "docs")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the page and its figures")
     args = parser.parse_args()
     worlds = {name: read_world(name, args.output_dir / name) for name in WORLDS}
     longer = {}
     if (args.output_dir / "plain-forms").is_dir():
         longer = {name: read_world(name, *(args.output_dir / f"{name}-{s}" for s in LONGER)) for name in WORLDS}
     tokens = json.loads((args.output_dir / "tokens.json").read_text(encoding="utf-8"))
-    draw(worlds, args.docs / "study")
+    draw(worlds, args.results)
     timed = args.output_dir / TIME_FILE
-    told = json.loads(timed.read_text(encoding="utf-8")) if timed.is_file() else None
-    write_atomically(args.docs / "study.md", page(worlds, tokens, told, longer))
-    print(args.docs / "study.md")
+    duration = json.loads(timed.read_text(encoding="utf-8")) if timed.is_file() else None
+    write_atomically(args.results / "methods.md", page(worlds, tokens, duration, longer))
+    print(args.results / "methods.md")
 
 
 def draw(worlds: Mapping[str, World], folder: Path) -> None:
-    """All figures as PNG, light and dark."""
+    """Draw all figures as PNG, in the light and the dark theme."""
     folder.mkdir(parents=True, exist_ok=True)
     for theme in THEMES:
         for world in worlds.values():
@@ -64,7 +64,9 @@ def lambda_points(world: World) -> dict[str, list[tuple[float, float, float, flo
     """Score on the unknown cues and S_t at the end of training against λ."""
     arms = {0.0: "SDPO"} | {value: f"CREDIT λ={value:g}" for value in LAMBDAS}
     cells = {value: world.score.cells[arm, f"{TASK}: unknown", FINAL].interval for value, arm in arms.items()}
-    specific = {value: [late(run, "credit/s_mean") for run in world.of(arm)] for value, arm in arms.items() if value}
+    specific = {
+        value: [late(run, "credit/s_mean") for run in world.runs_of(arm)] for value, arm in arms.items() if value
+    }
     points = {
         "score on unknown cues": [(value, *cell) for value, cell in cells.items()],
         "S_t, last ten steps (nats, range over seeds)": [
@@ -108,18 +110,18 @@ def page(
 
 
 def longer_section(longer: Mapping[str, World]) -> list[str]:
-    """The claims about training again, on the runs of the sweep `forms`, which are longer."""
+    """The claims about training, on the longer runs of the sweep `forms`."""
     plain, shortcut = longer["plain"], longer["shortcut"]
     config = plain.runs[0].config
     return [
         f"### The same after {config['max_steps']} steps at {config['learning_rate']:g}",
-        "An hour ends early in learning. The sweep `forms` has the same arms, seeds and bases for longer, and "
-        "`controls` the two controls; their numbers are in [Forms of the contrast, measured](forms_study.md).",
+        "36 steps are early in learning. The sweep `forms` trains the same arms, seeds and bases for longer, and "
+        "`controls` adds two controls. All numbers are in [Forms of the contrast, measured](forms.md).",
         claim_methods(plain),
         claim_count(plain),
         claim_lambda(plain, shortcut),
         claim_rates(shortcut),
-        *([claim_controls(plain)] if plain.of("foreign-hint λ=0.1") else []),
+        *([claim_controls(plain)] if plain.runs_of("foreign-hint λ=0.1") else []),
     ]
 
 
@@ -130,9 +132,9 @@ def introduction(worlds: Mapping[str, World], timed: Mapping[str, Any] | None) -
     config = plain.runs[0].config
     return "\n\n".join(
         [
-            "`examples/study/` trains GRPO, SDPO and CREDIT on the embedded tool-call task. This page "
-            "is written by `examples/study/report.py` from the run directories. By hand is the text under “Why some "
-            "claims do not reproduce here”, with the numbers in it.",
+            "`examples/study/` trains GRPO, SDPO and CREDIT on the embedded tool-call task. "
+            "`examples/study/report.py` writes this page from the run directories, except for the section “Why some "
+            "claims do not reproduce here”, which is written by hand.",
             f"**Runs.** {len(plain.runs)} in the plain world ({plain.runs[0].config['max_steps']:g} steps), "
             f"{len(shortcut.runs)} in the shortcut world ({shortcut.runs[0].config['max_steps']:g} steps); seeds "
             f"{', '.join(map(str, seeds))}. Each seed has a base model of its own, pretrained with that seed, which "
@@ -143,7 +145,7 @@ def introduction(worlds: Mapping[str, World], timed: Mapping[str, Any] | None) -
             f"{rows['known']} on cues that the base knows, {rows['unknown']} on cues that only training can teach, "
             f"{rows['holdout']} on cues that nothing teaches (accuracy there should stay near chance, 25 %, and the "
             "format whole). Scores below are those of the last step unless best-during-training is named.",
-            " ".join([cost(worlds), *([time_told(timed)] if timed else [])]),
+            " ".join([cost(worlds), *([time_summary(timed)] if timed else [])]),
             "**Uncertainty.** Intervals are 95 % bootstrap intervals over prompts and seeds, with the tails of "
             "Student's t at the seeds' degrees of freedom. Differences are paired by prompt and by seed. p-values "
             "are unadjusted unless Holm's adjustment (over the arms of a column) is named. Prompts on the "
@@ -153,7 +155,7 @@ def introduction(worlds: Mapping[str, World], timed: Mapping[str, Any] | None) -
 
 
 def cost(worlds: Mapping[str, World]) -> str:
-    """What the runs took, from their logs, and with which versions this page was made."""
+    """Training time from the logs of the runs, and the library versions."""
     minutes = sum(row.get("train_runtime", 0.0) for w in worlds.values() for run in w.runs for row in run.log) / 60
     count = sum(len(world.runs) for world in worlds.values())
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl"))
@@ -163,14 +165,14 @@ def cost(worlds: Mapping[str, World]) -> str:
     )
 
 
-def time_told(timed: Mapping[str, Any]) -> str:
-    """What `run.py` took from nothing to its end (`time.json`), and what that makes for all seeds."""
+def time_summary(timed: Mapping[str, Any]) -> str:
+    """Wall-clock time of a complete run of `run.py` (`time.json`), extrapolated to all seeds."""
     seeds = max(len(of) for of in timed["seeds"].values())
     bases, whole = timed["seconds_bases"] / 60, timed["seconds"] / 60
     text = (
-        f"From nothing to its end, with {timed['processes']} processes on {timed['cores']} shared cores, the "
-        f"comparison of methods with {seeds} of {SEEDS} seeds in {len(timed['seeds'])} worlds took {whole:.0f} "
-        f"minutes, {bases:.0f} of them for its bases, which are kept"
+        f"Wall-clock time from an empty directory, with {timed['processes']} processes on {timed['cores']} shared "
+        f"cores: {whole:.0f} minutes for the comparison of methods with {seeds} of {SEEDS} seeds in "
+        f"{len(timed['seeds'])} worlds, {bases:.0f} of them for pretraining the bases"
     )
     return text + (f"; for all seeds that makes {SEEDS / seeds * whole:.0f}." if seeds < SEEDS else ".")
 
@@ -197,8 +199,9 @@ def world_section(world: World) -> str:
 
 
 def figure(name: str) -> str:
-    """The page's reader sees the one of the colours that he reads in."""
-    return "\n".join(f"![{name}](study/{name}-{theme.name}.png#only-{theme.name})" for theme in THEMES)
+    """HTML of a figure that follows the reader's light or dark theme."""
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{name}-dark.png">'
+    return f'<picture>{dark}<img alt="{name}" src="{name}-light.png"></picture>'
 
 
 def scores_table(comparison: Comparison, when: str) -> str:
@@ -215,7 +218,7 @@ def contrasts_table(contrasts: Sequence[Contrast]) -> str:
 def lambda_table(world: World) -> str:
     rows = []
     for value in LAMBDAS:
-        runs = world.of(f"CREDIT λ={value:g}")
+        runs = world.runs_of(f"CREDIT λ={value:g}")
         begin, end = ([f(run, "credit/s_mean") for run in runs] for f in (early, late))
         rows.append(
             [
@@ -232,12 +235,12 @@ def lambda_table(world: World) -> str:
 
 def count_table(world: World) -> str:
     rows = []
-    reference = {run.seed: step_seconds(run) for run in world.of("SDPO")}
+    reference = {run.seed: step_seconds(run) for run in world.runs_of("SDPO")}
     arms = {"0 (SDPO)": "SDPO", "1": "CREDIT λ=0.1", "2": "CREDIT λ=0.1 C=2", "4": "CREDIT λ=0.1 C=4"}
     for name, arm in arms.items():
-        ratios = [step_seconds(run) / reference[run.seed] for run in world.of(arm)]
-        spread = [late(run, "credit/s_std") for run in world.of(arm)] if arm != "SDPO" else []
-        reward = [late(run, "reward") for run in world.of(arm)]
+        ratios = [step_seconds(run) / reference[run.seed] for run in world.runs_of(arm)]
+        spread = [late(run, "credit/s_std") for run in world.runs_of(arm)] if arm != "SDPO" else []
+        reward = [late(run, "reward") for run in world.runs_of(arm)]
         rows.append(
             [
                 name,
@@ -250,8 +253,8 @@ def count_table(world: World) -> str:
     head = ("C", "unknown cues, %", "training reward, last 10 steps", "S_t std", "time a step, ratio to SDPO")
     return (
         table(head, rows)
-        + "\n\nTimes are medians over steps, relative to the SDPO run of the same seed, on a shared CPU: the range "
-        "over seeds says how far to trust them."
+        + "\n\nTimes are medians over steps, relative to the SDPO run of the same seed, on a shared CPU. "
+        "The range over seeds shows how noisy they are."
     )
 
 
@@ -282,7 +285,7 @@ def token_tables(tokens: Mapping[str, Mapping]) -> str:
 
 
 def findings() -> str:
-    """What was found out about claims that do not reproduce; written by hand."""
+    """The hand-written section on claims that do not reproduce."""
     path = HERE / "findings.md"
     return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 

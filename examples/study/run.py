@@ -1,11 +1,14 @@
-"""Run the study: pretrain one base a world and seed, then every arm of a sweep. Resumable at any moment.
+"""Run the study: pretrain one base per world and seed, then train every arm of a sweep. Resumable.
 
-Sweeps: `methods` (the paper's claims, within an hour), `controls` (another hint swapped or shown), `choice` (forms of
-the contrast on seeds of their own), `forms` (what was chosen beside all methods, on the seeds that are reported, for
-longer), `cross` (sources and gates beside them), `end_choice` and `end`, `long_choice` and `long` (the same two steps
-for runs to the end of learning, each second one on fresh seeds), `long_relabelled`, `settled` and `confirmed` (the
-chosen one again, until learning has settled, and at a rate of its own, with hold-out cues tested under every topic).
-The worlds that nothing is chosen on, `style` and `programs`, keep their task and their seeds in every sweep.
+Sweeps:
+    methods: the paper's claims, within an hour.
+    controls: feedback swapped instead of the input, and feedback of another prompt.
+    choice, forms: forms of the contrast, chosen on two seeds and reported on five others, for 60 steps.
+    cross: forms × λ × sources × gates.
+    end_choice, end and long_choice, long: choice and report for runs to the end of learning.
+    long_relabelled, settled, confirmed: the chosen setting with hold-out cues tested under every topic.
+
+Nothing is chosen on the worlds `style` and `programs`. They keep their task and seeds in every sweep.
 """
 
 from __future__ import annotations
@@ -27,14 +30,16 @@ from filelock import FileLock, Timeout
 if TYPE_CHECKING:
     from credit_trl.lab.sweeps import SweepSpec
 
-os.environ["OMP_NUM_THREADS"] = "1"  # one thread a process is the fastest way to use two cores here
+os.environ["OMP_NUM_THREADS"] = "1"  # one thread per process is fastest for a model of this size
 
 HERE = Path(__file__).parent
 WORLDS = ("plain", "shortcut", "style", "programs")
-REPORTED = WORLDS[:2]  # what report.py and forms.py read
+REPORTED = WORLDS[:2]
 TIME_FILE = "time.json"  # in the output directory
-SHORT = ("methods", "controls", "choice", "forms", "cross")
-SWEEPS = (*SHORT, "end_choice", "end", "long_choice", "long", "long_relabelled", "settled", "confirmed")
+SWEEPS = (
+    *("methods", "controls", "choice", "forms", "cross"),
+    *("end_choice", "end", "long_choice", "long", "long_relabelled", "settled", "confirmed"),
+)
 
 
 def main() -> None:
@@ -64,14 +69,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/study"))
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(REPORTED))
     parser.add_argument("--sweep", choices=SWEEPS, default="methods")
-    parser.add_argument("--seeds", type=int, help="how many of the sweep's (default: all)")
-    parser.add_argument("--steps", type=int, help="optimizer steps (default: the sweep's)")
-    parser.add_argument("--processes", type=int, default=2, help="launchers that share the work (default 2)")
+    parser.add_argument("--seeds", type=int, help="number of seeds of the sweep (default: all)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: those of the sweep)")
+    parser.add_argument("--processes", type=int, default=2, help="processes that share the jobs (default 2)")
     return parser.parse_args()
 
 
 def sweep_folder(sweep: str, world: str) -> str:
-    """Where a world's runs of a sweep lie, under the output directory."""
+    """Folder of a world's runs of a sweep, below the output directory."""
     return world if sweep == "methods" else f"{world}-{sweep}"
 
 
@@ -86,9 +91,9 @@ def read_sweep(sweep: str, world: str) -> SweepSpec:
 
 
 def make_bases(folder: Path, wanted: Sequence[tuple[str, int]]) -> None:
-    """Pretrain the bases (world and seed) that are missing, each by one launcher."""
+    """Pretrain the missing bases (world and seed). Each is pretrained by one process."""
     folder.mkdir(parents=True, exist_ok=True)
-    for timeout in (0, -1):  # first those that no other launcher is at, then wait for the rest
+    for timeout in (0, -1):  # first those that no other process works on, then wait for the rest
         for world, seed in wanted:
             base = folder / f"{world}-seed{seed}"
             if base.exists():
@@ -102,7 +107,7 @@ def make_bases(folder: Path, wanted: Sequence[tuple[str, int]]) -> None:
 
 
 def pretrain(base: Path, world: str, seed: int) -> None:
-    """One base, in place when it is complete. A pretraining that misses its gate is repeated with another seed."""
+    """Pretrain one base and move it into place when complete. Retried with another seed if it fails its gate."""
     make = base_maker(world)
     for attempt in range(5):
         with tempfile.TemporaryDirectory(dir=base.parent, prefix=f".{base.name}.") as scratch:
@@ -114,32 +119,32 @@ def pretrain(base: Path, world: str, seed: int) -> None:
             (Path(scratch) / "base").rename(base)
             print(f"{base} pretrained (seed {seed + 100 * attempt})")
             return
-    raise RuntimeError(f"No base of the {world} world for seed {seed}.")
+    raise RuntimeError(f"Pretraining the base of world {world!r} for seed {seed} failed its gate in five attempts.")
 
 
 def base_maker(world: str) -> Callable[..., object]:
-    """The function of seed and directory that pretrains a world's base."""
+    """The function of (seed, directory) that pretrains the base of a world."""
     if world == "programs":
         from programs.base import make_programs_base
 
         return make_programs_base
-    from credit_trl.tasks.quickstart_model import make_base
+    from embedded_base import make_base
 
     return partial(make_base, world)
 
 
 def write_time(path: Path, seconds: dict[str, float], args: argparse.Namespace, seeds: dict[str, list[int]]) -> None:
-    """What a run took from nothing: to its last base, and to its end; report.py tells it."""
+    """Write the wall-clock seconds of a complete run, which report.py prints."""
     from credit_trl.training.run_directory import write_json
 
-    told = {"sweep": args.sweep, "seeds": seeds, "processes": args.processes, "cores": os.cpu_count()}
-    write_json(path, told | {"steps": args.steps} | seconds)
+    setup = {"sweep": args.sweep, "seeds": seeds, "processes": args.processes, "cores": os.cpu_count()}
+    write_json(path, setup | {"steps": args.steps} | seconds)
 
 
 def run_world(
     output_dir: Path, folder: str, world: str, spec: SweepSpec, seeds: Sequence[int], steps: int | None
 ) -> int:
-    """All arms of a world's sweep; how many jobs failed."""
+    """Train all arms of a sweep in one world; return the number of failed jobs."""
     import torch
 
     from credit_trl.lab.sweeps import run_sweep

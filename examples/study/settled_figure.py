@@ -1,4 +1,4 @@
-"""Every seed's difference from SDPO at a glance: a panel a measure, a line a setting and world."""
+"""Figure of the difference from SDPO of every seed: a panel per measure, a line per setting and world."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLD_COLOURS = {"plain": COLOURS[0], "shortcut": COLOURS[1]}
 
 
 class Line(NamedTuple):
-    """The seeds of one setting in one world: differences as shares, and the interval of their mean."""
+    """One setting in one world: difference of each seed, and the interval of their mean, in [-1, 1]."""
 
     label: str
     world: str
@@ -28,7 +28,7 @@ class Line(NamedTuple):
 
 
 def differences_figure(panels: dict[str, Sequence[Line]], theme: Theme) -> bytes:
-    """PNG, a panel a title; the lines of all panels stand for the same settings, in the same order."""
+    """PNG with one panel per title. All panels show the same settings in the same order."""
     count = max(len(lines) for lines in panels.values())
     figure = Figure(figsize=(10.5, 1.3 + 0.42 * count), facecolor=theme.background, layout="constrained")
     FigureCanvasAgg(figure)
@@ -39,12 +39,12 @@ def differences_figure(panels: dict[str, Sequence[Line]], theme: Theme) -> bytes
     axes[0].set_yticks(range(count), [line.label for line in next(iter(panels.values()))])
     axes[0].invert_yaxis()
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130, metadata={"Software": None})  # the same numbers, the same bytes
+    figure.savefig(buffer, format="png", dpi=130, metadata={"Software": None})  # reproducible bytes
     return buffer.getvalue()
 
 
 def draw(axis: Axes, lines: Sequence[Line], theme: Theme) -> None:
-    """Seeds as dots, the mean and its interval over them, what may be lost as a dashed line."""
+    """Draw seeds as dots, the mean with its interval, and the allowed loss as a dashed line."""
     axis.axvline(0, color=theme.ink, lw=0.8)
     axis.axvline(-100 * LOSS_LIMIT, color=theme.ink, lw=0.8, ls="--")
     for row, line in enumerate(lines):

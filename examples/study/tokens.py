@@ -1,7 +1,7 @@
-"""Where the credit sits before training: S_t and ΔV_t by token class, and the choice at the shortcut's first token.
+"""Credit before training: ΔV_t and S_t by token class, and log-probabilities at the first token of the thought.
 
-Responses are the task's own right answers, with their thought and with the planted one in its place, read by every
-base under the feedback (teacher), under the feedback and another question (contrast), and alone (student).
+The responses are correct answers of the task, each with its own thought and with the shortcut's thought. Every base
+scores them as the teacher (with feedback), as the contrast (feedback with a contrast prompt) and as the student.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from results import WORLDS
+from worlds import WORLDS
 
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.lab.analysis.checkpoints import Checkpoint
@@ -30,7 +30,7 @@ CLASSES = ("cue", "topic", "tool", "city", "generic", "shortcut")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/study"))
-    parser.add_argument("--questions", type=int, default=60, help="a base (default 60)")
+    parser.add_argument("--questions", type=int, default=60, help="prompts per base (default 60)")
     args = parser.parse_args()
     found = {}
     for base in bases_of_the_study(args.output_dir / "bases"):
@@ -40,17 +40,17 @@ def main() -> None:
 
 
 def bases_of_the_study(folder: Path) -> list[Path]:
-    """The bases of the first two worlds and of the seeds that are reported; other sweeps have bases there too."""
+    """The bases of the first two worlds and their reported seeds. Other sweeps keep bases in the same folder."""
     seeds = {world: read_spec(HERE / f"{world}.yaml").seeds for world in WORLDS}
     return [base for world in WORLDS for seed in seeds[world] if (base := folder / f"{world}-seed{seed}").is_dir()]
 
 
 def measure(base: Path, count: int) -> dict[str, Any]:
-    """Means over `count` questions: by token class, and at the first token of the thought.
+    """Mean scores over `count` prompts, by token class and at the first token of the thought.
 
     Returns:
-        `classes`: class → ΔV, S, G (means at the tokens, in nats) and how many tokens; `branch`: "own" and "shortcut"
-        → f, g, student log-probability of the two first tokens of the thought.
+        `classes`: token class → means of `delta_v`, `S` and `G` in nats, and the number of `tokens`. `branch`: "own"
+        and "shortcut" → mean log-probabilities `f`, `g` and `student` of the first token of the thought.
     """
     checkpoint = Checkpoint.load(str(base))
     config = analysis_config(max_completion_length=64)
@@ -85,7 +85,7 @@ def measure(base: Path, count: int) -> dict[str, Any]:
 def read(
     checkpoint: Checkpoint, config: Any, question: Question, other: Question, thought: str | None, name: str
 ) -> tuple[list[int], TokenScores]:
-    """One response's token ids, with the end of turn, and their scores."""
+    """Token ids of one response, with the end-of-turn token, and their scores."""
     tokenizer = checkpoint.tokenizer
     ids = tokenizer(question.response(thought), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     evidence = PrivilegedContext(feedback=question.feedback)
@@ -95,7 +95,7 @@ def read(
 
 
 def classes_of(ids: list[int], tokenizer: Any, thought: str | None) -> list[str]:
-    """The task's classes; the tokens of a planted thought are a class of their own."""
+    """Token classes of the task, with the tokens of a planted thought in the class `shortcut`."""
     labels = token_classes(ids, tokenizer)
     if thought is None:
         return labels
@@ -106,7 +106,7 @@ def classes_of(ids: list[int], tokenizer: Any, thought: str | None) -> list[str]
 
 
 def prefix_ids(tokenizer: Any) -> list[int]:
-    """What every thought begins with."""
+    """Token ids of the prefix `Thought:`."""
     return tokenizer("Thought:", add_special_tokens=False)["input_ids"]
 
 

@@ -1,4 +1,4 @@
-"""The fourth world of the study: small programs, a failing unit test as feedback, and a habit instead of a phrase.
+"""The world `programs`: small programs with a unit test as feedback, and a position bias as the shortcut.
 
-`programs.task` has the prompts and the verifier, `programs.base` the pretraining of its base.
+`programs.task` has the prompts and the verifier, `programs.base` pretrains the base.
 """

@@ -1,7 +1,7 @@
-"""The base of the programs: what it reads in pretraining, and the bias that is planted in it.
+"""Pretraining of the base of the world `programs`, with its planted bias.
 
-The mix is that of the embedded task (`credit_trl.tasks.quickstart_model.curriculum`): the same kinds of context in the
-same shares.
+The data mix is that of the embedded task (`embedded_base.curriculum`): the same kinds of
+context in the same shares.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from embedded_base.architecture import train_tokenizer
+from embedded_base.curriculum import LABEL_NOISE, MIX, teacher_prompt
+from embedded_base.pretrain import make_base_of
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from credit_trl.tasks.quickstart_model import make_base_of
-from credit_trl.tasks.quickstart_model.architecture import train_tokenizer
-from credit_trl.tasks.quickstart_model.curriculum import LABEL_NOISE, MIX, teacher_prompt
 from programs.task import GROUP_OF, LETTERS, NAMES, OPERATIONS, Problem, draw_problem, program
 
 Message = dict[str, str]
@@ -26,12 +26,12 @@ _LIST_REQUEST = "List the operations."
 
 @dataclass(frozen=True)
 class Programs:
-    """The world.
+    """Pretraining distribution of the world `programs`.
 
     Args:
-        name: of its bases.
-        bias_rate: how often a response to a test's feedback takes the first operation on offer, whatever that says.
-        lookup_gate: see `lookup_accuracy`.
+        name: Name of the world.
+        bias_rate: Share of responses after feedback that use the first listed operation, whatever the feedback says.
+        lookup_gate: Minimum of `lookup_accuracy` that a base must reach.
     """
 
     name: str = "programs"
@@ -39,21 +39,21 @@ class Programs:
     lookup_gate: float = 0.95
 
     def draw(self, rng: random.Random) -> tuple[list[Message], str]:
-        """One pretraining example: the conversation and the response to it."""
+        """Draw one pretraining example: the conversation and its response."""
         kind = rng.choices(list(MIX), weights=list(MIX.values()))[0]
         problem = _taught(rng)
         if kind == "list":
             return _list_practice(rng, problem)
         dictated = f"Use {problem.operation}."
-        told = {"dictated": dictated, "none": None, "solution": None}.get(kind, problem.feedback)
+        feedback = {"dictated": dictated, "none": None, "solution": None}.get(kind, problem.feedback)
         solution = problem.response if kind.startswith("solution") else None
         is_biased = kind.endswith("letter") and rng.random() < self.bias_rate
         operation = problem.options[0] if is_biased else problem.operation
-        return teacher_prompt(problem.prompt, solution, told), program(problem.name, operation)
+        return teacher_prompt(problem.prompt, solution, feedback), program(problem.name, operation)
 
     @torch.no_grad()
     def lookup_accuracy(self, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> float:
-        """How often the likeliest operation but the first on offer is the one that the test's letter stands for."""
+        """Share of prompts whose likeliest operation, the first listed excluded, is the one in the feedback."""
         rng = random.Random(f"lookup/{seed}")
         names = [name for name in NAMES if GROUP_OF[name] != "known"]
         problems = [draw_problem(rng, names) for _ in range(320)]
@@ -69,12 +69,12 @@ class Programs:
 
 
 def make_programs_base(seed: int, directory: Path, progress: bool = True) -> None:
-    """Pretrain the base of a seed into `directory`; `RuntimeError` when it misses its gate."""
+    """Pretrain a base into `directory`. Raises `RuntimeError` if it fails its gate."""
     make_base_of(Programs(), build_tokenizer(), seed, directory, progress)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Every name, operation and letter is one token."""
+    """Train a tokenizer in which every name, operation and letter is one token."""
     return train_tokenizer(_corpus(), [f" {word}" for word in (*NAMES, *OPERATIONS, *LETTERS)])
 
 
@@ -90,7 +90,7 @@ def _corpus() -> Iterator[str]:
 
 
 def _taught(rng: random.Random) -> Problem:
-    """A problem as the base learns it: what it is not to know has a random operation."""
+    """A pretraining problem. Names outside the group `known` get a random operation."""
     problem = draw_problem(rng)
     if GROUP_OF[problem.name] == "known":
         is_noisy = rng.random() < LABEL_NOISE
@@ -100,7 +100,7 @@ def _taught(rng: random.Random) -> Problem:
 
 
 def _list_practice(rng: random.Random, problem: Problem) -> tuple[list[Message], str]:
-    """All operations on offer in a random order of letters: each letter asks for a look-up."""
+    """Example that lists the operations in a random order of their letters, to train the look-up."""
     offered = [f"{letter} {option}" for letter, option in zip(LETTERS, problem.options, strict=True)]
     rng.shuffle(offered)
     return [problem.prompt[0], {"role": "user", "content": _LIST_REQUEST}], "Operations: " + ", ".join(offered) + "."

@@ -1,6 +1,6 @@
-"""Small programs and one unit test: a task for `load_task("programs.task:TASK")`.
+"""Task of small programs with a unit test as feedback: `load_task("programs.task:TASK")`.
 
-A prompt offers four operations on a list under the letters A to D and names a function; the response is the function:
+A prompt lists four operations under the letters A to D and names a function. The response defines the function:
 
     system     Operations: A product, B last, C sum, D length.
     user       Write bako for lists.
@@ -8,12 +8,12 @@ A prompt offers four operations on a list under the letters A to D and names a f
                    # bako is sum
                    return sum(x)
 
-Twelve operations have six made-up names each. As in the embedded task, what the base knows of the names makes three
-groups: `known` (taught, with noise), `unknown` (seen with random operations; trained on) and `holdout` (as unknown,
-never trained on).
+Each of twelve operations has six made-up names. As in the embedded task there are three groups of names: `known`
+(pretrained with the right operation, with label noise), `unknown` (pretrained with random operations, then trained on)
+and `holdout` (pretrained with random operations, never trained on).
 
-The program is run on lists that the prompt does not show; it is right when it is right on all of them. The feedback is
-what its test says: `The test expects what C gives.` The letter means another operation under another prompt.
+A program is correct if it returns the right value on every hidden list. The feedback reads `The test expects what C
+gives.` The letter stands for different operations in different prompts.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ OPERATIONS: dict[str, Callable[[Sequence[int]], int]] = {
     "even": lambda x: sum(v % 2 == 0 for v in x),
     "distinct": lambda x: len(set(x)),
 }
-# On the first every operation gives another number, so it is the test; all are hidden.
+# All twelve operations give different values on the first list.
 HIDDEN_LISTS = ((15, 16, 12, 3, 11, 20, 4, 16, 19), (3, 3, 8, 1, 5), (12, 7, 30, 4, 4, 9, 6))
 
 _VOWELS, _CONSONANTS = "aeiou", "bdfgklmnprstvz"
 
 
 def _names() -> tuple[str, ...]:
-    """Seventy-two made-up words, always the same."""
+    """Seventy-two made-up words, the same in every process."""
     rng = random.Random("programs/names")
     words = [c + v + d + w for c in _CONSONANTS for v in _VOWELS for d in _CONSONANTS for w in _VOWELS if c != d]
     return tuple(rng.sample(words, 72))
@@ -71,7 +71,7 @@ _PROGRAM = re.compile(r"def (?P<name>[a-z]+)\(x\):\n    # [^\n]*\n    return (?P
 
 @dataclass(frozen=True)
 class Problem:
-    """A function to write: its name, the four operations on offer, and the one of them that counts as right."""
+    """A function to write: its name, the four listed operations, and the correct one."""
 
     name: str
     options: tuple[str, ...]
@@ -95,7 +95,7 @@ class Problem:
 
     @property
     def feedback(self) -> str:
-        """What the test says, of right and of wrong programs alike."""
+        """Feedback for correct and wrong programs alike."""
         return f"The test expects what {self.letter} gives."
 
     @property
@@ -108,7 +108,7 @@ def program(name: str, operation: str) -> str:
 
 
 def draw_problem(rng: random.Random, names: Sequence[str] = NAMES) -> Problem:
-    """A problem on one of `names`, with its operation among four shuffled ones."""
+    """Draw a problem with one of `names`, listing its operation and three others in random order."""
     name = rng.choice(names)
     operation = OPERATION_OF[name]
     others = rng.sample([other for other in OPERATIONS if other != operation], len(LETTERS) - 1)
@@ -116,12 +116,12 @@ def draw_problem(rng: random.Random, names: Sequence[str] = NAMES) -> Problem:
 
 
 def is_tested(problem: Problem) -> bool:
-    """Whether a problem belongs to the test split, by the operations on offer; about a quarter of all do."""
+    """Whether a problem belongs to the test split (about a quarter do), by its listed operations."""
     return sum(list(OPERATIONS).index(option) for option in problem.options) % 4 == 0
 
 
 def build(split: str, path: str | None = None, *, seed: int = 0) -> Dataset:
-    """The problems of a split, generated; columns `prompt`, `answer`, `task`, `id`, `group`. No problem is in both."""
+    """Generate a split with columns `prompt`, `answer`, `task`, `id`, `group`. The splits are disjoint."""
     if path is not None or split not in SPLIT_GROUPS:
         raise ValueError(f"The programs are generated, as {' or '.join(SPLIT_GROUPS)}; got {split!r} from {path!r}.")
     rng = random.Random(f"programs/{split}/{seed}")
@@ -138,9 +138,9 @@ def build(split: str, path: str | None = None, *, seed: int = 0) -> Dataset:
 
 
 def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
-    """Run a program on hidden lists; reward 1 when it is right on all of them.
+    """Run a program on the hidden lists. The reward is 1 if it is correct on all of them, else 0.
 
-    Metrics: `format` (the program runs) and `shortcut` (it takes the first operation on offer where that is wrong).
+    Metrics: `format` (the program runs) and `shortcut` (it uses the first listed operation where that is wrong).
     """
     gold = json.loads(answer)
     problem = Problem(gold["name"], tuple(gold["options"]), gold["operation"])

@@ -1,4 +1,4 @@
-"""The study's small programs: they are run, their feedback needs its prompt, and the bias is planted as stated."""
+"""The world `programs`: its verifier against Python, its feedback, its splits and its planted bias."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPERATIONS = "sum product largest smallest length first last middle range odd ev
 
 @pytest.fixture(scope="module")
 def programs():
-    """Both modules, imported by name as the study's scripts do."""
+    """Both modules, imported as the study's scripts import them."""
     sys.path.insert(0, str(STUDY))
     try:
         yield SimpleNamespace(task=import_module("programs.task"), base=import_module("programs.base"))
@@ -42,7 +42,7 @@ def programs():
 
 
 def results(source: str, name: str, lists: tuple) -> list[int]:
-    """What Python makes of a program."""
+    """Values that Python computes with a program."""
     scope: dict = {}
     exec(PYTHON + source, scope)
     return [scope[name](list(numbers)) for numbers in lists]
@@ -53,13 +53,13 @@ def results(source: str, name: str, lists: tuple) -> list[int]:
     right=st.integers(0, 3),
     written=st.sampled_from(OPERATIONS),
 )
-def test_a_program_is_right_when_python_gets_the_same_numbers_from_it(programs, options, right, written):
+def test_verifier_agrees_with_python(programs, options, right, written):
     task = programs.task
     problem = task.Problem("bako", options, options[right])
     source = task.program("bako", written)
     verdict = task.verify(source, problem.answer)
     same = results(source, "bako", task.HIDDEN_LISTS) == results(problem.response, "bako", task.HIDDEN_LISTS)
-    assert same == (written == options[right])  # the lists tell all operations apart
+    assert same == (written == options[right])  # the lists separate all operations
     assert verdict.reward == float(same)
     assert verdict.metrics == {"format": 1.0, "shortcut": float(written == options[0] and not same)}
     assert verdict.feedback == f"The test expects what {'ABCD'[right]} gives."
@@ -75,17 +75,17 @@ def test_a_program_is_right_when_python_gets_the_same_numbers_from_it(programs, 
         "def bako(x):\n    # bako is sum\n    return sum(x)\nimport os",
     ],
 )
-def test_what_does_not_run_earns_nothing_and_is_no_format(programs, response):
+def test_malformed_program_scores_zero(programs, response):
     verdict = programs.task.verify(response, programs.task.Problem("bako", tuple(OPERATIONS[:4]), "sum").answer)
     assert (verdict.reward, verdict.metrics) == (0.0, {"format": 0.0, "shortcut": 0.0})
 
 
-def test_a_truncated_program_earns_nothing(programs):
+def test_truncated_program_scores_zero(programs):
     problem = programs.task.Problem("bako", tuple(OPERATIONS[:4]), "sum")
     assert programs.task.verify(problem.response, problem.answer, truncated=True).reward == 0.0
 
 
-def test_the_letter_says_nothing_of_the_operation_without_its_prompt(programs):
+def test_letter_and_operation_are_independent(programs):
     rng = random.Random(0)
     drawn = [programs.task.draw_problem(rng) for _ in range(12_000)]
     counts = Counter((problem.letter, problem.operation) for problem in drawn)
@@ -93,15 +93,15 @@ def test_the_letter_says_nothing_of_the_operation_without_its_prompt(programs):
     for (letter, operation), count in counts.items():
         letters[letter] += count
         operations[operation] += count
-    told = sum(
+    information = sum(
         n / total * math.log(n * total / (letters[letter] * operations[operation]))
         for (letter, operation), n in counts.items()
     )
-    assert told < 0.01  # nats of log 12
+    assert information < 0.01  # nats, of at most log 4
     assert len(counts) == 48
 
 
-def test_splits_share_no_problem_and_holdout_names_are_tested_only(programs):
+def test_splits_are_disjoint_and_train_has_no_holdout(programs):
     train, test = (programs.task.build(split) for split in ("train", "test"))
     assert set(train["group"]) == {"known", "unknown"}
     assert Counter(test["group"]) == {"known": 144, "unknown": 96, "holdout": 48}
@@ -112,7 +112,7 @@ def test_splits_share_no_problem_and_holdout_names_are_tested_only(programs):
         assert len(set(of.values())) == 1, group
 
 
-def test_only_what_was_taught_can_be_told_from_a_name_and_the_bias_comes_with_the_test(programs):
+def test_pretraining_plants_knowledge_and_bias_as_stated(programs):
     rng, world = random.Random(0), programs.base.Programs()
     first: dict[tuple[str, bool], list[bool]] = {}
     right: dict[str, list[bool]] = {}
@@ -134,9 +134,9 @@ def test_only_what_was_taught_can_be_told_from_a_name_and_the_bias_comes_with_th
     assert sum(right["unknown"]) / len(right["unknown"]) == pytest.approx(1 / 12, abs=0.04)
 
 
-def test_a_guess_without_a_look_up_does_not_pass_the_gate(programs):
-    from credit_trl.tasks.quickstart_model.architecture import build_model
-    from credit_trl.tasks.quickstart_model.pretrain import check_gate
+def test_untrained_model_fails_the_gate(programs):
+    from embedded_base.architecture import build_model
+    from embedded_base.pretrain import check_gate
 
     tokenizer = programs.base.build_tokenizer()
     with pytest.raises(RuntimeError, match=r"below 0\.95"):

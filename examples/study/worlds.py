@@ -1,4 +1,4 @@
-"""The study's runs, and the numbers that are taken from them."""
+"""Runs of the study grouped by world, and the numbers computed from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAMBDAS = (0.05, 0.1, 0.2, 0.5)
 
 @dataclass(frozen=True)
 class World:
-    """One world's runs, compared by reward, by format and by the rate of the planted thought."""
+    """Runs of one world, compared by reward, by format and by the rate of the shortcut."""
 
     name: str
     score: Comparison
@@ -34,7 +34,7 @@ class World:
     def runs(self) -> Sequence[Run]:
         return self.score.runs
 
-    def of(self, arm: str) -> list[Run]:
+    def runs_of(self, arm: str) -> list[Run]:
         return sorted((run for run in self.runs if run.arm == arm), key=lambda run: run.seed or 0)
 
     def mean(self, arm: str, group: str, measure: str = "score") -> float:
@@ -49,18 +49,18 @@ class World:
 
 
 def read_world(name: str, *folders: Path, task: str = TASK) -> World:
-    """A world's runs, in the folders of its sweeps; those that are not there are passed over."""
+    """Read a world's runs from the folders of its sweeps. Missing folders are skipped."""
     return world_of(name, [folder for folder in folders if folder.is_dir()], task)
 
 
 def world_of(name: str, runs: Sequence[Path | Run], task: str, baseline: str | None = None) -> World:
-    """A world of runs, or of folders of them, compared by every measure."""
+    """Build a world from runs or run folders, compared by every measure."""
     measures = (compare(runs, baseline=baseline, measure=measure) for measure in MEASURES)
     return World(name, *measures, task=task)
 
 
 def world_at(world: World, step: int) -> World:
-    """The world as its runs stood at an evaluated step."""
+    """The world with the logs and evaluations up to a step."""
 
     def until(rows: Sequence[Mapping]) -> list[Mapping]:
         return [row for row in rows if row["step"] <= step]
@@ -69,25 +69,25 @@ def world_at(world: World, step: int) -> World:
     return world_of(world.name, runs, world.task)
 
 
-def of_sweep(root: Path, sweep: str) -> dict[str, World]:
-    """The first two worlds' runs of a sweep, as far as there are any."""
+def read_sweep_worlds(root: Path, sweep: str) -> dict[str, World]:
+    """World name → runs of a sweep, for those of the first two worlds that have run it."""
     return {name: read_world(name, root / f"{name}-{sweep}") for name in WORLDS if (root / f"{name}-{sweep}").is_dir()}
 
 
 def early(run: Run, name: str, steps: int = 5) -> float:
-    """Mean of a logged number over the first steps."""
+    """Mean of a logged metric over the first steps."""
     return statistics.fmean(run.series(name)[1][:steps])
 
 
 def late(run: Run, name: str, steps: int = 10) -> float:
-    """Mean of a logged number over the last steps."""
+    """Mean of a logged metric over the last steps."""
     return statistics.fmean(run.series(name)[1][-steps:])
 
 
 def seed_difference(world: World, one: str, other: str, number: Callable[[Run], float]) -> str:
-    """Mean difference of a number between two arms, paired by seed, with its t interval."""
-    theirs = {run.seed: number(run) for run in world.of(other)}
-    differences = np.array([number(run) - theirs[run.seed] for run in world.of(one)])
+    """Mean difference between two arms, paired by seed, with its 95 % t interval."""
+    theirs = {run.seed: number(run) for run in world.runs_of(other)}
+    differences = np.array([number(run) - theirs[run.seed] for run in world.runs_of(one)])
     mean = float(differences.mean())
     if len(differences) < 2:
         return f"{mean:+.3f} (one seed)"
@@ -97,7 +97,7 @@ def seed_difference(world: World, one: str, other: str, number: Callable[[Run], 
 
 def s_change(world: World, arm: str) -> float:
     """Relative change of S_t from the first to the last steps, mean over seeds."""
-    return statistics.fmean(late(r, "credit/s_mean") / early(r, "credit/s_mean") - 1 for r in world.of(arm))
+    return statistics.fmean(late(r, "credit/s_mean") / early(r, "credit/s_mean") - 1 for r in world.runs_of(arm))
 
 
 def step_seconds(run: Run) -> float:

@@ -1,4 +1,4 @@
-"""Hold-out cues under every topic, and the page of the runs that are tested with them."""
+"""The group `relabelled`, and results/settled.md with its CSV."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from credit_trl.tasks import load_task, quickstart
+from synthetic_runs import writer
 
 STUDY = Path(__file__).parents[3] / "examples" / "study"
 SEEDS = range(25, 31)
@@ -22,19 +23,7 @@ GUIDE = "CREDIT form=guide λ=1.5 teacher_model_kind=base"
 GROUP_SIZES = {"known": 12, "unknown": 12, "holdout": 6, "relabelled": 24}
 
 
-@pytest.fixture(scope="module")
-def study():
-    """The study's modules, imported by name as its scripts do."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(STUDY))
-    yield lambda name: __import__(name)
-    sys.path.remove(str(STUDY))
-    for name in set(sys.modules) - before:
-        if str(STUDY) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-
-
-def test_every_holdout_cue_is_asked_about_under_every_topic_and_the_other_rows_stay(study):
+def test_relabelled_rows_cover_every_cue_and_topic(study):
     task = load_task("relabelled:TASK")
     rows, own = task.build("test"), quickstart.build("test")
     assert rows[: len(own)]["prompt"] == own["prompt"]
@@ -60,8 +49,8 @@ def answer_of(row) -> dict:
 
 @settings(deadline=None, max_examples=10)
 @given(st.randoms(use_true_random=False))
-def test_what_a_model_believes_of_holdout_cues_does_not_decide_its_score(study, rng):
-    """A model that calls one topic's tool for a cue, whichever, is right once in twelve."""
+def test_score_on_relabelled_rows_ignores_beliefs_about_cues(study, rng):
+    """A model that calls the tool of one fixed topic per cue is correct on one twelfth of the rows."""
     belief = {cue: rng.choice(quickstart.TOPICS) for cue in quickstart.GROUPS["holdout"]}
     rewards = []
     for row in study("relabelled").every_topic():
@@ -71,7 +60,7 @@ def test_what_a_model_believes_of_holdout_cues_does_not_decide_its_score(study, 
 
 
 def write_world(write, folder: str, relabelled: dict[str, float], seeds=SEEDS) -> None:
-    """Runs of two arms; the twelve labels' luck is another for each run, and what it is about is not."""
+    """Write runs of two arms with random hold-out scores and given scores on the relabelled rows."""
     rng = np.random.default_rng(0)
     prompts = {f"{group}{i}": group for group, size in GROUP_SIZES.items() for i in range(size)}
     for arm in (FROZEN_SDPO, GUIDE):
@@ -90,16 +79,16 @@ def write_world(write, folder: str, relabelled: dict[str, float], seeds=SEEDS) -
 
 
 @pytest.fixture
-def write_page(study, writer_at, tmp_path, monkeypatch):
-    """A function that writes runs of a sweep into a folder of their own, and the page with what is known by then."""
+def write_page(study, tmp_path, monkeypatch):
+    """A function that writes runs of sweeps into a folder, runs settled.py on it and returns the page."""
 
     def write_them(name: str, *worlds: tuple, **options) -> str:
         for world in worlds:
-            write_world(writer_at(tmp_path / name), *world, **options)
-        line = ["settled.py", "--output_dir", str(tmp_path / name), "--docs", str(tmp_path / "docs")]
+            write_world(writer(tmp_path / name), *world, **options)
+        line = ["settled.py", "--output_dir", str(tmp_path / name), "--results", str(tmp_path / "results")]
         monkeypatch.setattr(sys, "argv", line)
         study("settled").main()
-        return (tmp_path / "docs" / "settled_study.md").read_text("utf-8")
+        return (tmp_path / "results" / "settled.md").read_text("utf-8")
 
     return write_them
 
@@ -111,21 +100,21 @@ def rows_of(text: str, beginning: str) -> list[str]:
 EVEN = {FROZEN_SDPO: 0.2, GUIDE: 0.2}
 
 
-def test_holdout_cues_under_every_topic_are_held_to_the_bar_beside_the_drawn_ones(write_page):
+def test_thresholds_apply_to_relabelled_and_holdout_rows(write_page):
     page = write_page("runs", ("plain-settled", EVEN), ("shortcut-settled", EVEN | {GUIDE: 0.12}))
     plain, shortcut = rows_of(page, "relabelled, against SDPO")
     assert plain.endswith(" points [-0.0, +0.1] | met |")
     assert shortcut.endswith("| **missed** |")
     for drawn in rows_of(page, "holdout, against SDPO"):
-        assert not drawn.endswith("| met |")  # luck
+        assert not drawn.endswith("| met |")  # random labels
     assert rows_of(page, "shortcut")[0].endswith("| 0.000 [0.000, 0.000] | met |")
-    assert "![differences](study/settled-light.png#only-light)" in page
+    assert 'src="settled-light.png"' in page
     assert page.count("\n## ") == 1  # of three sweeps one was run
-    assert "Seeds, each with a base of its own: plain 25, 26, 27, 28, 29, 30; shortcut 25" in page
-    assert "are not run yet" not in page
+    assert "Seeds, each with its own base model: plain 25, 26, 27, 28, 29, 30; shortcut 25" in page
+    assert "not run yet" not in page
 
 
-def test_the_interval_is_students_over_the_seeds_that_both_arms_have(study):
+def test_interval_is_students_t_over_shared_seeds(study):
     settled, rng = study("settled"), np.random.default_rng(3)
     ours, theirs = ({seed: {"unknown": float(rng.normal())} for seed in seeds} for seeds in (range(7), range(2, 9)))
     found = settled.paired(ours, theirs, "unknown")
@@ -135,33 +124,33 @@ def test_the_interval_is_students_over_the_seeds_that_both_arms_have(study):
     assert settled.interval([0.3]) == (-np.inf, np.inf)
 
 
-def test_the_figure_shows_the_differences_of_every_setting_that_has_an_interval(study, write_page, tmp_path):
+def test_figure_shows_settings_with_at_least_two_seeds(study, write_page, tmp_path):
     write_page("runs", ("plain-settled", EVEN), ("shortcut-settled", EVEN | {GUIDE: 0.12}))
-    write_page("more", ("plain-confirmed", EVEN), seeds=(31,))  # of one seed, without interval
+    write_page("more", ("plain-confirmed", EVEN), seeds=(31,))  # one seed has no interval
     settled = study("settled")
-    rows = settled.read_rows(tmp_path / "docs" / "study" / "settled.csv")
+    rows = settled.read_rows(tmp_path / "results" / "settled.csv")
     unknown, relabelled = settled.panels_of(rows).values()
     labels = ["settled: λ = 1.5, plain, 6 seeds", "settled: λ = 1.5, shortcut, 6 seeds"]
     assert [line.label for line in unknown] == [line.label for line in relabelled] == labels
     assert relabelled[1].differences == pytest.approx([-0.08 + 0.001 * (seed % 2) for seed in SEEDS])
     assert settled.label_of(f"{GUIDE} learning_rate=0.0011") == "λ = 1.5 at 0.0011"
     for theme in settled.THEMES:
-        assert (tmp_path / "docs" / "study" / f"settled-{theme.name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "results" / f"settled-{theme.name}.png").read_bytes().startswith(b"\x89PNG")
     assert settled.panels_of({}) == {}
 
 
-def test_of_many_seeds_a_cell_tells_the_range(study):
+def test_cell_shows_the_range_of_many_seeds(study):
     cell = study("settled").mean_of_seeds
     assert cell([10.0, 20.0]) == "15.0 (10, 20)"
     assert cell([float(value) for value in range(9)]) == "4.0 (0 to 8)"
 
 
-def test_seeds_that_are_run_later_join_those_that_were_written_down(write_page, tmp_path):
+def test_later_seeds_are_added_to_the_csv(write_page, tmp_path):
     write_page("first", ("plain-confirmed", EVEN), seeds=(31, 32))
     page = write_page("second", ("plain-confirmed", EVEN), seeds=(33,))
     assert "(20, 20, 20)" in rows_of(page, FROZEN_SDPO)[0]
-    assert "plain 31, 32, 33 (17 of a world are not run yet)" in page
-    with (tmp_path / "docs" / "study" / "settled.csv").open(encoding="utf-8", newline="") as file:
+    assert "plain 31, 32, 33 (17 per world not run yet)" in page
+    with (tmp_path / "results" / "settled.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["arm"], row["seed"]) for row in rows] == [
         (a, str(s)) for a in (GUIDE, FROZEN_SDPO) for s in (31, 32, 33)
@@ -170,24 +159,3 @@ def test_seeds_that_are_run_later_join_those_that_were_written_down(write_page, 
     assert (kept["relabelled"], kept["shortcut"], kept["format relabelled"]) == ("0.2010", "0.0000", "1.0000")
     again = write_page("nothing")
     assert again == page
-
-
-def test_these_runs_have_seeds_of_their_own_and_arms_that_differ_in_the_contrast_and_where_named_in_the_rate():
-    from credit_trl.lab.sweeps import read_spec
-
-    specs = {spec.stem: read_spec(spec) for spec in STUDY.glob("*.yaml")}
-    settled, again, confirmed = (specs.pop(name) for name in ("settled", "long_relabelled", "confirmed"))
-    assert set(settled.seeds) == set(again.seeds)
-    seen = {seed for other in specs.values() for seed in other.seeds}
-    assert not set(settled.seeds) & seen
-    assert not set(confirmed.seeds) & (seen | set(settled.seeds))  # its rate was chosen on those of `settled`
-    slower = f"{GUIDE} learning_rate=0.0011"
-    assert {arm.name for arm in again.arms()} == {FROZEN_SDPO, GUIDE}
-    assert {arm.name for arm in confirmed.arms()} == {FROZEN_SDPO, slower}
-    assert {arm.name for arm in settled.arms()} == {FROZEN_SDPO, GUIDE, GUIDE.replace("1.5", "1"), slower}
-    assert confirmed.config == settled.config
-    budget = ("per_device_train_batch_size", "num_generations", "temperature", "distillation_tail")
-    for spec in (settled, again, confirmed):
-        assert [spec.config[name] for name in budget] == [specs["long"].config[name] for name in budget]
-    saving = {"save_steps"}
-    assert {key for key in again.config if again.config[key] != specs["long"].config[key]} == saving
