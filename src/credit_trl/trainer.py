@@ -1,6 +1,9 @@
-"""`CreditTrainer`: TRL's GRPO trainer with per-token credit from feedback. The stages are elsewhere; this wires them.
+"""`CreditTrainer`: TRL's GRPO trainer with per-token credit from feedback.
 
-rollout (TRL) → verdict → contexts, contrast → scores (teacher, scoring, kernels) → objective (kernels)
+This module wires the stages and computes nothing itself:
+
+    rollout ──► contexts ──► teacher ──► loss
+    y, verdict   x,z | x',z    hidden      f, Ĝ, R_t, gradient
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ import textwrap
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl.trainer.utils import get_config_model_id
@@ -17,13 +19,15 @@ from trl.trainer.utils import get_config_model_id
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.privileged import gather_privileged_contexts, unread_feedback
+from credit_trl.contexts.contrast import ContrastSource
+from credit_trl.contexts.privileged import ignored_feedback
 from credit_trl.contexts.prompts import Render, chat_renderer
-from credit_trl.contexts.tokens import TokenContexts, context_masks, pack_contexts, unpack_contexts
-from credit_trl.contexts.turns import place_turns
-from credit_trl.loss import CreditLoss, Scores, Support, TeacherStates, credit_loss
-from credit_trl.loss.head import lm_head
-from credit_trl.loss.weights import token_weights
+from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
+from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss, loss_dtype
+from credit_trl.loss.scores import SupportConfig
+from credit_trl.loss.scoring import ScoringConfig
+from credit_trl.loss.student import LossConfig
+from credit_trl.loss.weights import Reduction, token_weights
 from credit_trl.rollout.batch import (
     GenerationBatch,
     loss_mask,
@@ -31,34 +35,32 @@ from credit_trl.rollout.batch import (
     mask_skipped_tokens,
     total_rewards,
 )
-from credit_trl.rollout.turns import set_current_turn, turn_starts
+from credit_trl.rollout.turns import set_current_turn
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration, await_engine
-from credit_trl.teacher.causal_lm import completion_states, keep_quantized_differentiable, use_fp32_lm_head
+from credit_trl.teacher.causal_lm import keep_quantized_differentiable, use_fp32_lm_head
 from credit_trl.teacher.models import TeacherUpdate, make_teacher
-from credit_trl.teacher.scoring import check_packing, gather_states, score_completions, stored_scores
-from credit_trl.teacher.sharding import full_shape, run_in_wrapped_forward
+from credit_trl.teacher.passes import PassConfig, check_packing
+from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import checks
 from credit_trl.training.adaptive import CoefficientUpdate, make_adaptive
 from credit_trl.training.checkpoints import ResumableTrainer
-from credit_trl.training.metrics import Alarms, context_counts, context_metrics, token_metrics
+from credit_trl.training.metrics import Alarms, context_metrics, token_metrics
 from credit_trl.training.timing import StageClock
 from credit_trl.training.trl_compat import check_trl
 
-check_trl()  # again, for those who import this module directly
+check_trl()  # for imports of this module that do not go through the package
 
-# Supports that depend on the live student are scored inside the step; the others once a generation batch.
-_IN_STEP = ("full", "student_topk")
-# Evaluation draws its contrasts from random streams beyond those of any training batch.
+# Evaluation draws its contrast prompts from random streams beyond those of the training batches.
 _EVAL_STREAM = 2**31
 
 
 class CreditTrainer(ResumableTrainer):
     """Train a language model from verdicts with feedback.
 
-    It takes the arguments of [`~trl.GRPOTrainer`]. A reward function may return [`Verdict`]s, whose feedback, with a
-    successful rollout of the group, makes the model its own teacher; the dataset column `privileged_context` is
-    feedback that does not depend on the rollout.
+    Takes the arguments of [`~trl.GRPOTrainer`]. A reward function may return [`Verdict`]s. Their feedback and a
+    successful rollout of the group form the privileged context under which the model acts as its own teacher. The
+    dataset column `privileged_context` holds feedback that does not depend on the rollout.
 
     Example:
 
@@ -77,8 +79,7 @@ class CreditTrainer(ResumableTrainer):
 
     Raises:
         TypeError: `args` is not a `CreditConfig`.
-        ValueError: the data or the model cannot train with this configuration; the message names the fix. Nothing is
-            generated before these checks.
+        ValueError: the data or the model cannot train with this configuration. Checked before anything is generated.
     """
 
     _tag_names: ClassVar = ["trl", "credit"]
@@ -122,7 +123,7 @@ class CreditTrainer(ResumableTrainer):
         if self.use_vllm:
             self.vllm_generation = PolicyGeneration.adopt(self.vllm_generation, args.seed)
         self.reward_funcs = [
-            func if isinstance(func, nn.Module) else self._verdicts.recording(func, position)
+            func if isinstance(func, nn.Module) else self._verdicts.wrap(func, position)
             for position, func in enumerate(self.reward_funcs)
         ]
         self.alarms = Alarms(self.accelerator.is_main_process)
@@ -133,35 +134,47 @@ class CreditTrainer(ResumableTrainer):
     def _distills(self) -> bool:
         return self.args.distillation_weight > 0.0
 
-    @property
-    def _loss_dtype(self) -> torch.dtype:
-        """fp32, or fp64 for a model in fp64."""
-        return torch.promote_types(self.model.dtype, torch.float32)
-
     def _init_distillation(self) -> None:
-        checks.check_machine(self.args, self.model, self.accelerator)
-        vocabulary = checks.check_vocabulary(self.args, self.model)
-        is_complete = "topk" in self.args.distillation_support and self.args.distillation_topk == vocabulary
-        self.support: Support = "full" if is_complete else self.args.distillation_support
-        self.teacher = make_teacher(
-            self.args.teacher_model_kind, self.model, self.accelerator, self.args.teacher_offload
-        )
+        args = self.args
+        checks.check_machine(args, self.model, self.accelerator)
+        support = self._support(checks.check_vocabulary(args, self.model))
+        self.teacher = make_teacher(args.teacher_model_kind, self.model, self.accelerator, args.teacher_offload)
         checks.check_model(self.model, self.accelerator)
-        if self.args.scoring_packed:
+        if args.scoring_packed:
             check_packing(self.model)
-        self._scoring_options = {
-            "temperature": self.temperature,
-            "batch_tokens": self.args.scoring_batch_tokens,
-            "baseline": self.args.contrastive_baseline,
-            "packed": self.args.scoring_packed,
-            "kernels": self.args.distillation_kernels,
-        }
-        self.context_builder = ContextBuilder(self._tokenizer, self.args, self.eos_token_ids)
-        if self.args.teacher_model_kind == "ema":
+        self.distillation = DistillationLoss(
+            self.teacher,
+            self.accelerator,
+            ScoringConfig(
+                support,
+                self.temperature,
+                args.contrastive_baseline,
+                PassConfig(args.scoring_batch_tokens, args.scoring_packed),
+                args.distillation_kernels,
+                args.distillation_chunk_size,
+            ),
+            LossConfig(
+                support,
+                args.contrast_rule,
+                args.distillation_alpha,
+                args.distillation_is_clip,
+                args.distillation_chunk_size,
+            ),
+            router_loss=self.aux_loss_enabled,
+        )
+        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids)
+        if args.teacher_model_kind == "ema":
             self.add_callback(TeacherUpdate(self))
-        if self.args.contrastive_coef == "auto":
-            self.adaptive_coef = make_adaptive(self.args)
+        if args.contrastive_coef == "auto":
+            self.adaptive_coef = make_adaptive(args)
             self.add_callback(CoefficientUpdate(self.adaptive_coef))
+
+    def _support(self, vocabulary: int) -> SupportConfig:
+        """Tokens that carry the loss; a top-K support of the whole vocabulary is `"full"`."""
+        config = SupportConfig(
+            self.args.distillation_support, self.args.distillation_topk, self.args.distillation_tail
+        )
+        return SupportConfig("full") if config.is_topk and config.topk == vocabulary else config
 
     @property
     def contrastive_coef(self) -> float:
@@ -176,7 +189,16 @@ class CreditTrainer(ResumableTrainer):
         checks.check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
         return super()._get_train_sampler(dataset)
 
-    # ------------------------------------------------------------------ rollout, verdict, contexts, scores
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _log_values(self, values: dict[str, float]) -> None:
+        """Add values to TRL's metrics, which average them until the next log."""
+        for name, value in values.items():
+            self._metrics[self._mode][name].append(value)
+
+    # ------------------------------------------------------------------ rollout
 
     def _generate(self, prompts: list) -> Any:
         self._turn = 0
@@ -184,14 +206,14 @@ class CreditTrainer(ResumableTrainer):
             return super()._generate(prompts)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Environments that have `current_turn` are told it: their tools run next."""
+        """Set `current_turn` of environments that have it, before their tools run."""
         generated = super()._generate_single_turn(*args, **kwargs)
         set_current_turn(self.environments or (), self._turn)
         self._turn += 1
         return generated
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
-        """Verdicts: TRL gets the rewards, `self._rollouts` keeps what the contexts need."""
+        """Run the reward functions. Sets `_generation_batch` for `_generate_and_score_completions`."""
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         inputs = [
             {"truncated": ids[-1] not in ends, **row} for row, ids in zip(inputs, completion_ids_list, strict=True)
@@ -201,8 +223,8 @@ class CreditTrainer(ResumableTrainer):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.args.on_verifier_error == "skip":
             share = mask_skipped_rewards(rewards_per_func, self._verdicts.skipped(len(prompts)), self.accelerator)
-            self._metrics["train" if self.model.training else "eval"]["credit/frac_verifier_skipped"].append(share)
-        self._rollouts = GenerationBatch(
+            self._log_values({"credit/frac_verifier_skipped": share})
+        self._generation_batch = GenerationBatch(
             rows=inputs,
             prompts=prompts,
             completion_ids=completion_ids_list,
@@ -220,70 +242,52 @@ class CreditTrainer(ResumableTrainer):
         output = super()._generate_and_score_completions(inputs)
         if self.args.on_verifier_error == "skip":
             mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
-        mode = "train" if self.model.training else "eval"
-        self.alarms.check_engine(self._metrics[mode])
-        if mode == "train":
-            self.alarms.check_rewards(self._metrics[mode]["frac_reward_zero_std"][-1] == 1.0)
+        metrics = self._metrics[self._mode]
+        self.alarms.check_engine(metrics)
+        if self.model.training:
+            self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0)
         if self._distills:
             checks.check_no_images([output])
-            self._rollouts.turn_starts = [turn_starts(row) for row in loss_mask(output).tolist()]
+            self._generation_batch = self._generation_batch.with_turns(loss_mask(output))
             with self.clock.stage("contexts"):
-                contexts = self._build_contexts(mode)
+                contexts = self._build_contexts(self._generation_batch)
             with self.clock.stage("scores"):
                 output.update(self._score(output, contexts))
         return output
 
-    def _build_contexts(self, mode: str) -> list[TokenContexts]:
-        """Teacher and contrast prompts of the local samples, with feedback on turns where there is any."""
-        rollouts = self._rollouts
-        decode = partial(self.processing_class.batch_decode, skip_special_tokens=True)
-        privileged = gather_privileged_contexts(rollouts, self.args, decode)
-        source = self._contrast_source(mode)
-        built = build_contexts(rollouts, privileged, self.args, self.context_builder, self._renderer, *source)
-        built = place_turns(built, rollouts, self.context_builder, self._renderer)
-        counts = context_counts(built, wants_contrast=self.args.contrasts).to(self.accelerator.device)
-        shares = context_metrics(self.accelerator.reduce(counts, reduction="sum"))
-        for name, value in shares.items():
-            self._metrics[mode][name].append(value)
-        self.alarms.check_contexts(shares)
-        self.alarms.check_unread(*unread_feedback(rollouts, self.args))
-        return built
+    # ------------------------------------------------------------------ contexts, teacher
 
-    def _contrast_source(self, mode: str) -> tuple[Any, int]:
-        """The rows to draw other questions from, and the number of this generation batch."""
-        if mode == "train":
-            return self.train_dataset, self._step // (self.args.steps_per_generation * self.num_iterations)
+    def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
+        """Teacher and contrast contexts of the local samples."""
+        decode = partial(self.processing_class.batch_decode, skip_special_tokens=True)
+        contexts = build_contexts(batch, self.context_builder, self._renderer, self._contrast_source(), decode)
+        reduce = self._sum_over_processes
+        shares = context_metrics(contexts, self.args.contrasts, lambda x: reduce(x.to(self.accelerator.device)))
+        self._log_values(shares)
+        self.alarms.check_contexts(shares)
+        self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
+        return contexts
+
+    def _contrast_source(self) -> ContrastSource:
+        """Rows and random stream of the contrast prompts of this generation batch."""
+        if self.model.training:
+            step = self._step // (self.args.steps_per_generation * self.num_iterations)
+            return ContrastSource(self.train_dataset, step)
         self._eval_batches += 1
         has_rows = isinstance(self.eval_dataset, Dataset)
-        return self.eval_dataset if has_rows else self.train_dataset, _EVAL_STREAM + self._eval_batches
+        return ContrastSource(self.eval_dataset if has_rows else self.train_dataset, _EVAL_STREAM + self._eval_batches)
 
     def _renderer(self, sample: int) -> Render:
-        """How the student's prompt of this sample was rendered, up to tokenisation."""
+        """Renderer of a local sample's prompt, as TRL renders it for the student."""
         has_environments = self.environment_factories is not None
         tools = self._env_tools[self._batch_environments[sample]] if has_environments else self.tools
         return chat_renderer(self.processing_class, self._is_vlm, tools, self.chat_template, self.chat_template_kwargs)
 
     def _score(self, output: dict[str, Any], contexts: list[TokenContexts]) -> dict[str, Tensor]:
-        device = output["completion_ids"].device
-        scores = context_masks(contexts, device)
-        if self.support in _IN_STEP:
-            return scores | pack_contexts(contexts, device)
-        mask = loss_mask(output) & scores["teacher_mask"][:, None]
-        return scores | score_completions(
-            self.teacher,
-            [c.ids for c in contexts],
-            output["completion_ids"],
-            output["completion_mask"],
-            mask,
-            support=self.support,
-            topk=self.args.distillation_topk,
-            tail=self.args.distillation_tail,
-            **self._scoring_options,
-            chunk_size=self.args.distillation_chunk_size,
-            columns=[c.columns for c in contexts],
-        )
+        batch = CompletionBatch(output["completion_ids"], output["completion_mask"], loss_mask(output))
+        return self.distillation.score(contexts, batch)
 
-    # ------------------------------------------------------------------ objective
+    # ------------------------------------------------------------------ loss
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         weight = self.args.distillation_weight
@@ -295,93 +299,44 @@ class CreditTrainer(ResumableTrainer):
         return weight * loss + (1.0 - weight) * super()._compute_loss(model, inputs)
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        mode = "train" if self.model.training else "eval"
-        mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
-        contrasted = inputs["contrast_mask"][:, None].expand_as(mask)[mask]
-        student_loss = partial(
-            self._student_loss,
-            inputs,
-            self._token_weights(inputs, mode)[mask],
-            contrasted.to(self._loss_dtype) * self.contrastive_coef,
-            self._teacher_of(inputs, mask),
-        )
-        loss, terms, aux_loss = run_in_wrapped_forward(model, self.accelerator.unwrap_model(model), student_loss, mask)
-        if aux_loss is not None:
-            steps = self.current_gradient_accumulation_steps if mode == "train" else 1.0
-            loss = loss + self.router_aux_loss_coef * aux_loss / steps
-            self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
-        self._log_tokens(CreditLoss(loss=loss, **terms), contrasted, mode)
+        mask = loss_mask(inputs)
+        weights = token_weights(inputs, mask, self._reduction(), loss_dtype(self.model))
+        result = self.distillation(model, inputs, mask, weights, self.contrastive_coef)
+        loss = result.terms.loss
+        if result.aux_loss is not None:
+            steps = self.current_gradient_accumulation_steps if self.model.training else 1.0
+            loss = loss + self.router_aux_loss_coef * result.aux_loss / steps
+            aux_loss = self.accelerator.gather_for_metrics(result.aux_loss).mean().item()
+            self._log_values({"aux_loss": aux_loss})
+        self._log_tokens(result)
         return loss
 
-    def _teacher_of(self, inputs: dict[str, Any], mask: Tensor) -> Scores | TeacherStates:
-        if self.support not in _IN_STEP:
-            return stored_scores(inputs, mask)
-        contexts, columns = unpack_contexts(inputs)
-        return gather_states(
-            self.teacher,
-            contexts,
-            inputs["completion_ids"],
-            inputs["completion_mask"],
-            mask,
-            columns=columns,
-            **self._scoring_options,
-        )
-
-    def _student_loss(
-        self, inputs: dict[str, Any], weights: Tensor, coef: Tensor, teacher: Scores | TeacherStates, mask: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-        """Runs inside the wrapper's forward, so that DDP and FSDP see backbone and head used there."""
-        model = self.accelerator.unwrap_model(self.model)
-        with self.accelerator.autocast():
-            hidden, aux_loss = completion_states(model, inputs, router_loss=self.aux_loss_enabled)
-        old_token_logps = inputs.get("old_per_token_logps")
-        terms = credit_loss(
-            hidden[mask],
-            lm_head(model, self.temperature, self.args.distillation_kernels),
-            inputs["completion_ids"][mask],
-            weights,
-            teacher,
-            contrastive_coef=coef,
-            rule=self.args.contrast_rule,
-            alpha=self.args.distillation_alpha,
-            support=self.support,
-            topk=self.args.distillation_topk,
-            tail=self.args.distillation_tail,
-            old_token_logps=None if old_token_logps is None else old_token_logps[mask],
-            is_clip=self.args.distillation_is_clip,
-            chunk_size=self.args.distillation_chunk_size,
-        )
-        return terms.loss, {name: value for name, value in vars(terms).items() if name != "loss"}, aux_loss
-
-    def _token_weights(self, inputs: dict[str, Any], mode: str) -> Tensor:
-        train = mode == "train"  # an evaluation batch is neither split nor accumulated
-        return token_weights(
-            inputs,
+    def _reduction(self) -> Reduction:
+        train = self.model.training  # an evaluation batch is neither split nor accumulated
+        return Reduction(
             self.loss_type,
             accumulation=self.current_gradient_accumulation_steps if train else 1.0,
             max_completion_length=self.max_completion_length,
             num_processes=self.accelerator.num_processes,
             steps_per_generation=self.args.steps_per_generation if train else 1,
-            dtype=self._loss_dtype,
         )
 
-    def _log_tokens(self, terms: CreditLoss, contrasted: Tensor, mode: str) -> None:
-        metrics = token_metrics(terms, contrasted, lambda sums: self.accelerator.reduce(sums, reduction="sum"))
-        entropy, contrasted_tokens = metrics.pop("credit/student_entropy"), metrics.pop("credit/contrasted_tokens")
-        if self.adaptive_coef is not None:
-            if mode == "train":
-                self.adaptive_coef.observe(metrics[self.adaptive_coef.metric], contrasted_tokens)
-            metrics["credit/contrastive_coef"] = self.adaptive_coef.value
-        if self.support == "sampled":  # one token is no distribution
-            for name in ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher"):
-                metrics.pop(f"credit/{name}")
-        self.alarms.check_tokens(metrics, full_shape(self.model.get_output_embeddings().weight)[0])
-        if self.args.distillation_weight == 1.0:  # else GRPO's own
-            self._metrics[mode]["entropy"].append(entropy)
-        for name, value in metrics.items():
-            self._metrics[mode][name].append(value)
-
     # ------------------------------------------------------------------ logging, time
+
+    def _sum_over_processes(self, values: Tensor) -> Tensor:
+        return self.accelerator.reduce(values, reduction="sum")
+
+    def _log_tokens(self, loss: MicroBatchLoss) -> None:
+        is_sampled = self.args.distillation_support == "sampled"
+        metrics = token_metrics(loss, is_sampled, self._sum_over_processes)
+        self._log_values(metrics.values)
+        self.alarms.check_tokens(metrics.values, full_shape(self.model.get_output_embeddings().weight)[0])
+        if self.adaptive_coef is not None:
+            if self.model.training:
+                self.adaptive_coef.observe(metrics.values[self.adaptive_coef.metric], metrics.contrasted_tokens)
+            self._log_values({"credit/contrastive_coef": self.adaptive_coef.value})
+        if self.args.distillation_weight == 1.0:  # otherwise GRPO logs its own
+            self._log_values({"entropy": metrics.entropy})
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         with self.clock.around("update"):
@@ -389,11 +344,9 @@ class CreditTrainer(ResumableTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
-            for name, seconds in self.clock.report(self.state.global_step).items():
-                self._metrics["train"][name].append(seconds)
+            self._log_values(self.clock.report(self.state.global_step))
             if self._distills:
                 lost = self.alarms.check_gradient(logs, self._metrics["train"])
-                self._metrics["train"]["credit/frac_lost_gradient"].append(lost)
-                self._metrics["train"]["credit/teacher_drift"].append(self.teacher.drift())
-        self._eval_batches = 0  # every evaluation draws alike, one after a resumption too
+                self._log_values({"credit/frac_lost_gradient": lost, "credit/teacher_drift": self.teacher.drift()})
+        self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
         super().log(logs, start_time)

@@ -234,8 +234,8 @@ def test_contexts_with_tokens_inside_the_completion_survive_packing():
 
 def test_several_verifiers_words_on_a_turn_are_joined():
     log = VerdictLog()
-    log.recording(lambda **_: [Verdict(0.0, turn_feedback={0: "a", 2: "c"}), 1.0], 0)()
-    log.recording(lambda **_: [Verdict(0.0, turn_feedback={0: "b"}), Verdict(0.0, turn_feedback={1: " "})], 1)()
+    log.wrap(lambda **_: [Verdict(0.0, turn_feedback={0: "a", 2: "c"}), 1.0], 0)()
+    log.wrap(lambda **_: [Verdict(0.0, turn_feedback={0: "b"}), Verdict(0.0, turn_feedback={1: " "})], 1)()
     assert log.turn_feedback(2) == [{0: "a\n\nb", 2: "c"}, {}]
     log.clear()
     assert log.turn_feedback(1) == [{}]

@@ -55,8 +55,8 @@ def test_a_verdict_shows_what_it_says_and_nothing_else(verdict, shown):
 
 def test_recording_gives_trl_floats_and_keeps_the_feedback_in_order():
     log, logged = VerdictLog(), []
-    graded = log.recording(lambda **_: [Verdict(1, "first", {"m": 0.5}), Verdict(None), 0.25], 0)
-    plain = log.recording(lambda **_: [Verdict(0, "second"), Verdict(0, "only"), None], 1)
+    graded = log.wrap(lambda **_: [Verdict(1, "first", {"m": 0.5}), Verdict(None), 0.25], 0)
+    plain = log.wrap(lambda **_: [Verdict(0, "second"), Verdict(0, "only"), None], 1)
     assert plain() == [0, 0, None]
     assert graded(log_metric=lambda name, value: logged.append((name, value))) == [1, None, 0.25]
     assert log.feedback(3) == ["first\n\nsecond", "only", None]
@@ -75,7 +75,7 @@ def test_coroutine_functions_stay_coroutine_functions():
 
     for position, func in enumerate((Judge(), judge)):
         log = VerdictLog()
-        recorded = log.recording(func, position)
+        recorded = log.wrap(func, position)
         assert asyncio.iscoroutinefunction(recorded)
         asyncio.run(recorded())
         assert log.feedback(1)[0] in ("async", "too")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.rollout.deadline import seconds_left
+from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy, VerifierTimeout
 from tiny import length_verdicts
 
@@ -103,16 +103,16 @@ def test_a_batch_of_a_verifier_that_is_given_up_ends_with_its_time():
     left = []
 
     async def later():
-        left.append(await asyncio.to_thread(seconds_left, 900.0))
+        left.append(await asyncio.to_thread(remaining_seconds, 900.0))
 
-    assert seconds_left(900.0) == 900.0
-    call(VerifierPolicy(timeout=30.0), lambda: left.append(seconds_left(900.0)))
-    call(VerifierPolicy(timeout=30.0), lambda: left.append(seconds_left(None)))
+    assert remaining_seconds(900.0) == 900.0
+    call(VerifierPolicy(timeout=30.0), lambda: left.append(remaining_seconds(900.0)))
+    call(VerifierPolicy(timeout=30.0), lambda: left.append(remaining_seconds(None)))
     asyncio.run(VerifierPolicy(timeout=30.0).call_async("f", later, {}))
     assert len(left) == 3
     assert all(25.0 < seconds <= 31.0 for seconds in left)  # a second after it was given up
-    assert call(VerifierPolicy(timeout=30.0), lambda: seconds_left(2.0)) == 2.0
-    assert call(VerifierPolicy(), lambda: seconds_left(None)) is None
+    assert call(VerifierPolicy(timeout=30.0), lambda: remaining_seconds(2.0)) == 2.0
+    assert call(VerifierPolicy(), lambda: remaining_seconds(None)) is None
 
 
 def test_a_verifier_with_a_limit_runs_on_the_device_of_its_process(monkeypatch):
@@ -133,7 +133,7 @@ def test_a_failed_function_marks_every_sample_until_the_next_batch():
             raise RuntimeError("down")
         return [Verdict(1.0, "good")] * len(completions)
 
-    graded = log.recording(fails_on_three, 0)
+    graded = log.wrap(fails_on_three, 0)
     assert graded(completions=["a"] * 3) == [0.0] * 3
     assert log.skipped(3) == [True] * 3
     log.clear()

@@ -99,7 +99,7 @@ def test_a_server_that_is_busy_for_longer_than_the_timeout_is_waited_for(server,
 def test_a_server_that_dies_is_gone_at_once(server, client):
     server.answers["/v1/completions"] = 30.0
     threading.Timer(0.3, server.die).start()
-    assert "nothing listens there any more while generating" in named(server, lambda: client.generate([[1]]))
+    assert "is gone: it refuses connections while generating" in named(server, lambda: client.generate([[1]]))
 
 
 @pytest.mark.parametrize("health", [30.0, (503, {}), (500, {"error": "EngineDeadError"})])
@@ -144,7 +144,7 @@ def test_an_error_that_is_not_the_servers_is_left_as_it_is(server, client):
         yield
 
     with pytest.raises(ValueError, match="no such prompt"):
-        client._watched("generating", lambda: next(unreadable()))
+        client._watch("generating", lambda: next(unreadable()))
 
 
 def test_a_server_is_waited_for_until_it_is_up(server):

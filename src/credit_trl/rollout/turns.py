@@ -1,4 +1,4 @@
-"""Turns of a completion that tools or environments interrupt."""
+"""Turns of completions with tool calls or environments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def turn_starts(mask: Sequence[bool]) -> list[int]:
-    """The columns of a completion at which its turns begin.
+    """Return the columns of a completion at which the model's turns start.
 
     Args:
         mask: (T,), True on the model's own tokens.
@@ -16,7 +16,7 @@ def turn_starts(mask: Sequence[bool]) -> list[int]:
 
 
 def set_current_turn(environments: Iterable[Any], turn: int) -> None:
-    """Environments that have the attribute `current_turn` find the number of the turn there while its tools run."""
+    """Set `current_turn` to the turn index on environments that have the attribute, before their tools run."""
     for environment in environments:
         if hasattr(environment, "current_turn"):
             environment.current_turn = turn

@@ -1,7 +1,8 @@
-"""Verdicts: what an environment says of a rollout, `(x, y) -> (reward, z)`.
+"""Verdicts of verifiers, the error and timeout policy for reward functions, and the feedback of a generation batch.
 
-A reward function may return a list of `Verdict`s instead of floats. One grading per rollout then yields both the
-scalar reward that GRPO uses and the feedback z that the self-teacher reads."""
+A reward function may return a list of `Verdict`s instead of floats. A verdict holds the scalar reward that GRPO uses
+and the feedback that the teacher conditions on.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +16,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from credit_trl.rollout.deadline import given_up_after
+from credit_trl.rollout.deadline import deadline_in
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One rollout's grading.
+    """Reward and feedback of one rollout.
 
     Args:
-        reward: the scalar reward, or `None` where this verifier does not apply to the row (TRL's convention: the
-            reward is left out of the group's statistics).
-        feedback: what the environment says of the answer, z in the paper; `None` or an empty string for nothing.
-            It is data, not instructions: special-token strings in it are encoded as plain text.
-        metrics: further numbers to log, averaged over the rollouts that carry them (`{"pass_fraction": 0.5}`).
-        turn_feedback: what it says of single turns of a rollout with tools or environments, by the number of the turn
-            from 0. A turn is one answer of the model, with the calls that it makes.
+        reward: scalar reward, or None if the verifier does not apply to the row, as in TRL: group statistics ignore
+            the reward.
+        feedback: text on the completion, part of the privileged context; None or an empty string for none. It is
+            data, not instructions: special-token strings in it are encoded as plain text.
+        metrics: numbers to log, averaged over the rollouts that have them (`{"pass_fraction": 0.5}`).
+        turn_feedback: text on single turns of a rollout with tools or environments, by turn index from 0. A turn is
+            one message of the model with its tool calls.
 
     Raises:
-        TypeError: `reward` is not a number, `feedback` is not text, `metrics` are not numbers by name, or
-            `turn_feedback` is not text by number.
+        TypeError: `reward` is not a number, `feedback` is not text, `metrics` does not map names to numbers, or
+            `turn_feedback` does not map turn indices to text.
     """
 
     reward: float | None
@@ -46,8 +49,8 @@ class Verdict:
             raise TypeError(f"Verdict.reward must be a number or None, got {type(self.reward).__name__}.")
         if self.feedback is not None and not isinstance(self.feedback, str):
             raise TypeError(
-                f"Verdict.feedback must be text or None, got {type(self.feedback).__name__}. Turn it into the words "
-                "that the model should read, for example with `json.dumps` or `str`."
+                f"Verdict.feedback must be text or None, got {type(self.feedback).__name__}. Convert it to text, for "
+                "example with `json.dumps` or `str`."
             )
         for name in ("metrics", "turn_feedback"):
             if not isinstance(getattr(self, name), Mapping):
@@ -61,32 +64,29 @@ class Verdict:
         for turn, text in self.turn_feedback.items():
             if not (isinstance(turn, int) and turn >= 0 and isinstance(text, str)):
                 raise TypeError(
-                    "Verdict.turn_feedback must map the number of a turn, from 0, to text, as in `{0: 'Look.'}`; "
+                    "Verdict.turn_feedback must map turn indices, from 0, to text, as in `{0: 'Wrong tool.'}`; "
                     f"got {turn!r}: {type(text).__name__}."
                 )
 
     def __repr__(self) -> str:
-        """What it says; nothing of what it leaves empty."""
-        said = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) or one.name == "reward"}
-        return f"Verdict({', '.join(f'{name}={value!r}' for name, value in said.items())})"
+        """Show the reward and the fields that are not empty."""
+        shown = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) or one.name == "reward"}
+        return f"Verdict({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def __float__(self) -> float:
         return math.nan if self.reward is None else float(self.reward)
 
 
-logger = logging.getLogger(__name__)
-
-
 class VerifierTimeout(TimeoutError):
-    """A reward function has not returned within `verifier_timeout`."""
+    """A reward function did not return within `verifier_timeout`."""
 
 
 @dataclass(frozen=True)
 class VerifierPolicy:
-    """What is done about a reward function that fails.
+    """Error and timeout policy for reward functions.
 
     Args:
-        on_error: `"raise"` or `"skip"`.
+        on_error: `"raise"` to end the run, `"skip"` to mask the rollouts of the call.
         timeout: seconds for one call, None for no limit.
     """
 
@@ -94,60 +94,58 @@ class VerifierPolicy:
     timeout: float | None = None
 
     def call(self, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any | None:
-        """What the function returns; None where it failed and that is to be skipped.
+        """Call a reward function; return its result, or None if it failed and `on_error="skip"`.
 
         Raises:
-            VerifierTimeout: it took too long, with `on_error="raise"`. What else it raises passes through.
+            VerifierTimeout: it took too long, with `on_error="raise"`. Other exceptions propagate.
         """
         try:
             if self.timeout is None:
                 return reward_func(**arguments)
-            return _within(self.timeout, name, reward_func, arguments)
+            return _call_in_thread(self.timeout, name, reward_func, arguments)
         except Exception as error:
-            return self._failed(name, error)
+            return self._handle(name, error)
 
     async def call_async(self, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any | None:
-        """The same of a coroutine function, which has to give way while it waits."""
+        """Call a coroutine function as `call` does, without blocking the event loop."""
         try:
-            with given_up_after(self.timeout):
+            with deadline_in(self.timeout):
                 call = asyncio.ensure_future(reward_func(**arguments))
             try:
                 await asyncio.wait({call}, timeout=self.timeout)
-                if call.done():  # not `wait_for`: a function may raise a TimeoutError of its own
+                if call.done():  # not `wait_for`, as the function may raise a TimeoutError itself
                     return call.result()
             finally:
                 call.cancel()
-            raise _too_late(name, self.timeout)
+            raise _timeout_error(name, self.timeout)
         except Exception as error:
-            return self._failed(name, error)
+            return self._handle(name, error)
 
-    def _failed(self, name: str, error: Exception) -> None:
+    def _handle(self, name: str, error: Exception) -> None:
         if self.on_error == "raise":
             raise error
-        logger.warning(f"{name} failed ({type(error).__name__}: {error}); the rollouts it was given are left out.")
+        logger.warning(f"{name} failed ({type(error).__name__}: {error}); the rollouts of this call are skipped.")
 
 
-def _within(seconds: float, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call a function in a thread that is abandoned when the time is over: its late words reach nobody."""
-    import torch  # not above: verdicts are made where torch is not loaded, too
+def _call_in_thread(seconds: float, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call a function in a thread that is abandoned after the timeout; what it logs later is dropped."""
+    import torch  # deferred: tasks import this module without torch
 
     is_late = threading.Event()
     outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
     def until_late(log: Callable[..., None]) -> Callable[..., None]:
-        return lambda *words: None if is_late.is_set() else log(*words)
+        return lambda *args: None if is_late.is_set() else log(*args)
 
-    arguments = arguments | {
-        key: until_late(arguments[key]) for key in ("log_extra", "log_metric") if key in arguments
-    }
-
+    loggers = ("log_extra", "log_metric")
+    arguments = arguments | {key: until_late(arguments[key]) for key in loggers if key in arguments}
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def run() -> None:
         try:
-            if device is not None:  # torch keeps the current one for each thread
+            if device is not None:  # torch stores the current device per thread
                 torch.accelerator.set_device_index(device)
-            with given_up_after(seconds):
+            with deadline_in(seconds):
                 outcome.put((True, reward_func(**arguments)))
         except BaseException as error:
             outcome.put((False, error))
@@ -157,89 +155,87 @@ def _within(seconds: float, name: str, reward_func: Callable[..., Any], argument
         has_returned, value = outcome.get(timeout=seconds)
     except queue.Empty:
         is_late.set()
-        raise _too_late(name, seconds) from None
+        raise _timeout_error(name, seconds) from None
     if not has_returned:
         raise value
     return value
 
 
-def _too_late(name: str, seconds: float | None) -> VerifierTimeout:
+def _timeout_error(name: str, seconds: float | None) -> VerifierTimeout:
     return VerifierTimeout(
-        f"The reward function {name!r} has not returned within {seconds:g} s. Raise `verifier_timeout`, make it "
-        "faster, or go on without the rollouts it was given: `on_verifier_error='skip'`."
+        f"The reward function {name!r} has not returned within {seconds:g} s. Raise `verifier_timeout`, make the "
+        "function faster, or skip the rollouts of such calls with `on_verifier_error='skip'`."
     )
 
 
 class VerdictLog:
-    """Feedback of one generation batch, gathered while the reward functions run.
+    """Feedback of one generation batch, collected while the reward functions run.
 
-    `recording(f)` wraps a reward function so that TRL sees floats and this log keeps the feedback. A sample's feedback
-    is what its verifiers said, in the order of the reward functions, joined by an empty line.
+    `wrap` wraps a reward function so that TRL gets floats and this log keeps the feedback. The feedback of a sample
+    joins that of its reward functions, in their order, with an empty line between them.
 
     Args:
-        policy: what is done about functions that fail.
+        policy: error and timeout policy; by default errors propagate and calls have no limit.
     """
 
     def __init__(self, policy: VerifierPolicy | None = None) -> None:
         self.policy = policy or VerifierPolicy()
-        self._feedback: dict[int, list[str | None]] = {}
-        self._turns: dict[int, list[Mapping[int, str]]] = {}
-        self._has_failed = False
+        self.clear()
 
     def clear(self) -> None:
-        self._feedback.clear()
-        self._turns.clear()
+        """Remove the feedback of the last generation batch."""
+        self._feedback: dict[int, list[str | None]] = {}
+        self._turn_feedback: dict[int, list[Mapping[int, str]]] = {}
         self._has_failed = False
 
-    def skipped(self, num_samples: int) -> list[bool]:
-        """For each local sample, whether a function that graded it failed; a function grades all of them."""
-        return [self._has_failed] * num_samples
-
-    def feedback(self, num_samples: int) -> list[str | None]:
-        """One text per local sample, or None where nobody said anything."""
-        columns = [self._feedback[i] for i in sorted(self._feedback)]
-        return [join_feedback([column[row] for column in columns]) for row in range(num_samples)]
-
-    def turn_feedback(self, num_samples: int) -> list[dict[int, str]]:
-        """What was said of the turns of each local sample, by turn; several functions' words are joined."""
-        said: list[dict[int, str]] = [{} for _ in range(num_samples)]
-        for position in sorted(self._turns):
-            for turns, texts in zip(said, self._turns[position], strict=True):
-                joined = {turn: join_feedback([turns.get(turn), text]) for turn, text in texts.items()}
-                turns.update({turn: text for turn, text in joined.items() if text is not None})
-        return said
-
-    def recording(self, reward_func: Callable[..., Any], position: int) -> Callable[..., Any]:
-        """Wrap the reward function at `position` of the trainer's list; a coroutine function stays one."""
+    def wrap(self, reward_func: Callable[..., Any], position: int) -> Callable[..., Any]:
+        """Wrap the reward function at `position` of the trainer's list. A coroutine function stays one."""
         name = getattr(reward_func, "__name__", type(reward_func).__name__)
         if inspect.iscoroutinefunction(reward_func) or inspect.iscoroutinefunction(type(reward_func).__call__):
 
-            async def recorded_async(**kwargs: Any) -> list[float | None]:
+            async def wrapped_async(**kwargs: Any) -> list[float | None]:
                 return self._record(position, await self.policy.call_async(name, reward_func, kwargs), kwargs)
 
-            return recorded_async
+            return wrapped_async
 
-        def recorded(**kwargs: Any) -> list[float | None]:
+        def wrapped(**kwargs: Any) -> list[float | None]:
             return self._record(position, self.policy.call(name, reward_func, kwargs), kwargs)
 
-        return recorded
+        return wrapped
 
-    def _record(self, position: int, output: Sequence[Any] | None, given: Mapping[str, Any]) -> list[float | None]:
+    def _record(self, position: int, output: Sequence[Any] | None, arguments: Mapping[str, Any]) -> list[float | None]:
         if output is None:
             self._has_failed = True
-            return [0.0] * len(given["completions"])  # stands in until the rewards are withheld
-        log_metric = given.get("log_metric")
+            return [0.0] * len(arguments["completions"])  # placeholders, replaced by NaN in `mask_skipped_rewards`
+        log_metric = arguments.get("log_metric")
         verdicts = [v if isinstance(v, Verdict) else Verdict(v) for v in output]
         self._feedback[position] = [v.feedback for v in verdicts]
-        self._turns[position] = [v.turn_feedback for v in verdicts]
-        for verdict in verdicts:
-            for name, value in verdict.metrics.items():
-                if log_metric is not None:
+        self._turn_feedback[position] = [v.turn_feedback for v in verdicts]
+        if log_metric is not None:
+            for verdict in verdicts:
+                for name, value in verdict.metrics.items():
                     log_metric(name, float(value))
         return [v.reward for v in verdicts]
 
+    def skipped(self, num_samples: int) -> list[bool]:
+        """For each local sample, whether a reward function failed. Each call grades all local samples."""
+        return [self._has_failed] * num_samples
+
+    def feedback(self, num_samples: int) -> list[str | None]:
+        """Feedback of each local sample, or None."""
+        columns = [self._feedback[position] for position in sorted(self._feedback)]
+        return [join_feedback([column[row] for column in columns]) for row in range(num_samples)]
+
+    def turn_feedback(self, num_samples: int) -> list[dict[int, str]]:
+        """Feedback on the turns of each local sample, by turn index."""
+        merged: list[dict[int, str]] = [{} for _ in range(num_samples)]
+        for position in sorted(self._turn_feedback):
+            for turns, texts in zip(merged, self._turn_feedback[position], strict=True):
+                joined = {turn: join_feedback([turns.get(turn), text]) for turn, text in texts.items()}
+                turns.update({turn: text for turn, text in joined.items() if text is not None})
+        return merged
+
 
 def join_feedback(parts: Sequence[str | None]) -> str | None:
-    """Texts that say something, each once, separated by an empty line; None if none does."""
-    said = dict.fromkeys(part for part in parts if part is not None and part.strip())
-    return "\n\n".join(said) or None
+    """Join the distinct texts that are not blank with an empty line; None if there are none."""
+    return "\n\n".join(dict.fromkeys(part for part in parts if part is not None and part.strip())) or None

@@ -1,11 +1,11 @@
-"""What goes from the policy to a vLLM engine: TRL's generation layer, and what a self-teacher asks of it besides.
+"""Weight sync from the policy to a vLLM engine: TRL's generation layer with four changes for self-distillation.
 
 - Adapters are merged out of place, one layer at a time. TRL merges them into the base weights and subtracts them
-  again, which leaves a rounding error there at every synchronisation: under LoRA the teacher scores with those very
-  weights, and in bf16 the errors add up.
-- Of a model with several adapters only the trained one is sent: the teacher's `modules_to_save` never are.
-- An engine in this process seeds torch with its own rank, whatever `seed` says; the run's seed is restored.
-- A server that stops answering ends the run with an error that names it (`vllm_server.py`).
+  again, which leaves a rounding error at each sync. With LoRA, the teacher shares the base weights, and in bf16 the
+  errors accumulate.
+- Only the trained adapter of a model is sent, never the teacher's `modules_to_save`.
+- A colocated engine seeds torch with its own rank; the seed of the run is restored.
+- A server that stops answering raises an error that names it (`vllm_client.py`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from trl import GRPOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 
+# PEFT's infixes in parameter names.
 _WRAPPED = ".base_layer"
 _BASE = f"{_WRAPPED}."
 _SAVED = ".modules_to_save."
 
 
 def await_engine(args: GRPOConfig) -> None:
-    """Wait for the vLLM server of this configuration, where it has one. TRL waits without a limit for a sick one.
+    """Wait for the vLLM server of a configuration, if it uses one. TRL waits for an unhealthy server without a limit.
 
     Raises:
-        VLLMServerError: it did not answer within `vllm_server_timeout`.
+        VLLMServerError: the server did not answer within `vllm_server_timeout`.
     """
     if args.use_vllm and args.vllm_mode == "server" and args.process_index == 0 and is_vllm_available():
         from credit_trl.rollout.vllm_client import await_server  # needs `requests`, which comes with the extra `vllm`
@@ -43,15 +44,15 @@ def await_engine(args: GRPOConfig) -> None:
 
 
 class PolicyGeneration(VLLMGeneration):
-    """TRL's `VLLMGeneration` for a policy that teaches itself."""
+    """TRL's `VLLMGeneration` for a policy whose weights the teacher may share."""
 
     @classmethod
     def adopt(cls, generation: VLLMGeneration, seed: int) -> PolicyGeneration:
-        """Take over what TRL's trainer has built.
+        """Convert the generation layer that TRL's trainer has built.
 
         Args:
-            generation: a colocated engine, or the connection to a server.
-            seed: the run's. Processes that share an engine draw from the same stream, all others from their own.
+            generation: a colocated engine or the connection to a server.
+            seed: seed of the run. Processes that share an engine share a random stream.
         """
         adopted = cls.__new__(cls)
         vars(adopted).update(vars(generation))
@@ -64,10 +65,10 @@ class PolicyGeneration(VLLMGeneration):
         return adopted
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Names in the base model, and the weights as the engine is to have them. Every process must iterate."""
+        """Yield (name in the base model, weight for the engine). Every process must iterate."""
         if not is_peft_model(self.model):
             yield from super()._iter_named_params()
-        elif self._dist.is_zero3 or self._dist.fsdp_version == 1:  # gathered whole, and what was merged is discarded
+        elif self._dist.is_zero3 or self._dist.fsdp_version == 1:  # gathered, merged copies
             yield from (named for named in super()._iter_named_params() if _SAVED not in named[0])
         else:
             for name, weight in merged_weights(self.model):
@@ -76,11 +77,11 @@ class PolicyGeneration(VLLMGeneration):
 
 @contextmanager
 def seeded(generation: VLLMGeneration, seeds: Sequence[int]) -> Iterator[None]:
-    """Inside, a colocated engine draws each answer from a random stream of its own.
+    """Make a colocated engine sample each completion with its own seed inside the block.
 
     Args:
-        generation: with the engine.
-        seeds: one for each prompt of the processes that share the engine, in the order of their ranks.
+        generation: generation layer with the engine.
+        seeds: one per prompt of the processes that share the engine, in the order of their ranks.
     """
     engine = generation.llm
     generation.llm = _SeededEngine(engine, seeds)
@@ -91,12 +92,7 @@ def seeded(generation: VLLMGeneration, seeds: Sequence[int]) -> Iterator[None]:
 
 
 class _SeededEngine:
-    """A `vllm.LLM` whose requests carry seeds.
-
-    Args:
-        engine: the engine.
-        seeds: one a request.
-    """
+    """A `vllm.LLM` with one seed per request."""
 
     def __init__(self, engine: Any, seeds: Sequence[int]) -> None:
         self.engine = engine
@@ -115,9 +111,9 @@ class _SeededEngine:
 
 @torch.no_grad()
 def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """(name in the base model, weight) with the active adapter merged in; the model is the same before and after.
+    """Yield (name in the base model, weight) with the active adapter merged in, and leave the model unchanged.
 
-    Each weight is valid until the next one is asked for. Sharded weights are gathered, which every process must join.
+    Each weight is valid until the next iteration. Sharded weights are gathered, so every process must iterate.
     """
     adapter = model.active_adapter
     for name, parameter in list(model.named_parameters()):
@@ -134,7 +130,7 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _wrappers(model: PeftModel, name: str) -> list[BaseTunerLayer]:
-    """The tuner layers around a base parameter, innermost first: several where a module's parameters are adapted."""
+    """Tuner layers around a base parameter, innermost first. There are several if a module has adapted parameters."""
     path = name.rpartition(_BASE)[0]
     found = [path]
     while path.endswith(_WRAPPED):
@@ -146,17 +142,17 @@ def _wrappers(model: PeftModel, name: str) -> list[BaseTunerLayer]:
 @contextmanager
 def _merged(layer: BaseTunerLayer, adapter: str) -> Iterator[None]:
     base = layer.get_base_layer()
-    kept = [(name, parameter, parameter.data) for name, parameter in base.named_parameters(recurse=False)]
-    for _, parameter, data in kept:
+    originals = [(name, parameter, parameter.data) for name, parameter in base.named_parameters(recurse=False)]
+    for _, parameter, data in originals:
         parameter.data = data.clone()
-    # Not PEFT's `safe_merge`, which rounds the adapter's product before the sum and the sum again.
+    # Without PEFT's `safe_merge`, which rounds the adapter's product before the sum and then the sum.
     layer.merge(adapter_names=[adapter])
     try:
         yield
     finally:
         if layer.merged:
             layer.unmerge()
-        for name, parameter, data in kept:  # quantised layers have put a new parameter in its place
+        for name, parameter, data in originals:  # quantized layers have replaced the parameter
             parameter.data = data
             base.register_parameter(name, parameter)
 

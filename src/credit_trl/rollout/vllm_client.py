@@ -1,8 +1,8 @@
-"""A vLLM server that is watched while it is waited for.
+"""vLLM client with a health watchdog.
 
-TRL waits for its server without a limit: a request has no time-out (a batch of long answers may take any time), and a
-weight broadcast to a server that has died never returns. So each call runs in a thread of its own while this one asks
-`/health`, which the server answers beside its work. Where the answer stays away, the run ends with an error that names
+TRL waits for its server without a limit: requests have no timeout, because a batch of long completions may take any
+time, and a weight broadcast to a dead server never returns. This client runs each call in a thread and meanwhile polls
+`/health`, which the server answers during its work. If the answer fails to come, the run ends with an error that names
 the server.
 """
 
@@ -21,9 +21,9 @@ from trl.generation.vllm_client import VLLMClient
 
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
-# A listening server refuses a connection at most for a moment, so twice in a row means that nothing listens.
+# Consecutive refused connections after which the server counts as gone; one may be a brief overload.
 REFUSALS = 2
-# Endpoints that answer soon, or never will; asking twice would be wrong where the first attempt did something.
+# Endpoints that answer quickly or not at all. They are not retried, because they change the server's state.
 CONTROL_ENDPOINTS = ("start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache")
 
 _START = (
@@ -31,8 +31,8 @@ _START = (
     """--weight-transfer-config '{"backend": "nccl"}'"""
 )
 _RESTART = (
-    "Look at the server's log (running out of memory is the usual cause), start it again with the same model and "
-    "flags, and continue from the last checkpoint: `trainer.train(resume_from_checkpoint=True)`, or "
+    "See the server's log (running out of memory is the usual cause), restart it with the same model and flags, and "
+    "resume from the last checkpoint: `trainer.train(resume_from_checkpoint=True)`, or "
     "`trl credit --resume_from_checkpoint latest`."
 )
 
@@ -40,28 +40,28 @@ T = TypeVar("T")
 
 
 class VLLMServerError(ConnectionError):
-    """The vLLM server is gone, or refused what it was asked to do.
+    """The vLLM server is gone, does not answer, or refused a request.
 
     Args:
-        url: which server.
-        happened: what is wrong with it.
+        url: base URL of the server.
+        problem: what happened, as a predicate of "The vLLM server".
         fix: what to do.
     """
 
-    def __init__(self, url: str, happened: str, fix: str = _RESTART) -> None:
-        super().__init__(f"The vLLM server at {url} {happened}. {fix}")
+    def __init__(self, url: str, problem: str, fix: str = _RESTART) -> None:
+        super().__init__(f"The vLLM server at {url} {problem}. {fix}")
 
 
 class WatchedClient(VLLMClient):
-    """TRL's client; its calls raise [`VLLMServerError`] where TRL's would wait for ever or name no server."""
+    """TRL's client with calls that raise [`VLLMServerError`] when the server fails, instead of waiting forever."""
 
     @classmethod
     def adopt(cls, client: VLLMClient, patience: float) -> WatchedClient:
-        """Take over a connected client.
+        """Convert a connected client.
 
         Args:
-            client: TRL's.
-            patience: seconds that the server may leave `/health` or a control request unanswered.
+            client: TRL's client.
+            patience: seconds that `/health` or a control request may stay unanswered.
         """
         watched = cls.__new__(cls)
         vars(watched).update(vars(client))
@@ -72,39 +72,39 @@ class WatchedClient(VLLMClient):
         return watched
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._watched("generating", lambda: super(WatchedClient, self).generate(*args, **kwargs))
+        return self._watch("generating", lambda: super(WatchedClient, self).generate(*args, **kwargs))
 
     def update_named_params(self, *args: Any, **kwargs: Any) -> None:
-        self._watched("receiving weights", lambda: super(WatchedClient, self).update_named_params(*args, **kwargs))
+        self._watch("receiving weights", lambda: super(WatchedClient, self).update_named_params(*args, **kwargs))
 
     def reset_prefix_cache(self) -> None:
-        self._watched("clearing its cache", lambda: super(WatchedClient, self).reset_prefix_cache())
+        self._watch("clearing its cache", lambda: super(WatchedClient, self).reset_prefix_cache())
 
-    def _watched(self, doing: str, work: Callable[[], T]) -> T:
+    def _watch(self, activity: str, work: Callable[[], T]) -> T:
         outcome: Future[T] = Future()
-        # A daemon: what never returns must not keep the process from ending.
+        # A daemon thread, so that a call that never returns does not keep the process alive.
         Thread(target=_settle, args=(outcome, work, _device()), name="vllm-server-call", daemon=True).start()
         health = _Health(self.base_url, self.patience)
         while not wait([outcome], timeout=POLL_SECONDS).done:
-            # A refused control request ends the update, though the broadcast beside it waits for its receiver.
+            # A failed control request ends the update while the broadcast still waits for its receiver.
             problem = self.control.failure or health.problem()
             if problem is not None:
-                raise VLLMServerError(self.base_url, f"{problem} while {doing}")
+                raise VLLMServerError(self.base_url, f"{problem} while {activity}")
         try:
             return outcome.result()
         except requests.RequestException as error:
-            raise VLLMServerError(self.base_url, f"failed while {doing} ({error})") from error
+            raise VLLMServerError(self.base_url, f"failed while {activity} ({error})") from error
         except Exception as error:
-            if type(error) is Exception:  # TRL's way to report a status other than 200
-                raise VLLMServerError(self.base_url, f"failed while {doing} ({error})") from error
+            if type(error) is Exception:  # TRL raises it for a status other than 200
+                raise VLLMServerError(self.base_url, f"failed while {activity} ({error})") from error
             raise
 
 
 def await_server(url: str, timeout: float) -> None:
-    """Wait until a server answers.
+    """Wait until a server answers `/health`.
 
     Raises:
-        VLLMServerError: it did not within `timeout` seconds.
+        VLLMServerError: it did not answer within `timeout` seconds.
     """
     started = time.monotonic()
     while (problem := _ask_health(url, min(CONNECT_SECONDS, max(timeout, 1.0)))) is not None:
@@ -115,10 +115,10 @@ def await_server(url: str, timeout: float) -> None:
 
 
 class _ControlAdapter(HTTPAdapter):
-    """Limits how long an answer may take, and remembers what failed.
+    """HTTP adapter with a timeout that stores the last failure.
 
     Args:
-        patience: seconds.
+        patience: timeout in seconds.
     """
 
     def __init__(self, patience: float) -> None:
@@ -139,7 +139,7 @@ class _ControlAdapter(HTTPAdapter):
 
 
 class _Health:
-    """What a row of `/health` requests says."""
+    """State of a series of `/health` requests."""
 
     def __init__(self, url: str, patience: float) -> None:
         self.url = url
@@ -148,14 +148,14 @@ class _Health:
         self.refusals = 0
 
     def problem(self) -> str | None:
-        """Ask once; None where the server answers, or has not been silent for long enough."""
+        """Send one request. None if the server answers, or if its silence is shorter than `patience`."""
         problem = _ask_health(self.url, min(CONNECT_SECONDS, self.patience))
         if problem is None:
             self.last_answer, self.refusals = time.monotonic(), 0
             return None
         self.refusals = self.refusals + 1 if "refused" in problem.lower() else 0
         if self.refusals >= REFUSALS:
-            return "is gone: nothing listens there any more"
+            return "is gone: it refuses connections"
         if time.monotonic() - self.last_answer >= self.patience:
             return f"has not answered for {self.patience:g} s ({problem})"
         return None
@@ -166,7 +166,7 @@ def _ask_health(url: str, timeout: float) -> str | None:
         response = requests.get(f"{url}/health", timeout=timeout)
     except requests.RequestException as error:
         return str(error)
-    return None if response.status_code == 200 else f"/health says {response.status_code}"
+    return None if response.status_code == 200 else f"/health returned {response.status_code}"
 
 
 def _device() -> int | None:
@@ -174,7 +174,7 @@ def _device() -> int | None:
 
 
 def _settle(outcome: Future[T], work: Callable[[], T], device: int | None) -> None:
-    """Run `work` on `device`: torch keeps the current one, and whether gradients are recorded, for each thread."""
+    """Run `work` on `device` without gradients. torch stores the current device and grad mode per thread."""
     try:
         if device is not None:
             torch.accelerator.set_device_index(device)
