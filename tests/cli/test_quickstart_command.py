@@ -11,8 +11,8 @@ import pytest
 
 from credit_trl import cli
 from credit_trl.cli import quickstart
+from credit_trl.evaluation import evaluate
 from credit_trl.tasks.quickstart_model import read_base
-from credit_trl.tasks.quickstart_model.probe import probe
 from credit_trl.training.run_directory import EVALUATIONS_FILE, LOG_FILE, read_lines
 
 README = Path(__file__).parents[2] / "README.md"
@@ -141,5 +141,7 @@ def test_the_default_run_raises_held_out_accuracy_and_keeps_the_format(tmp_path)
         assert outcome.after.groups[group].mean >= least
     assert outcome.before.groups["unknown"].high < outcome.after.groups["unknown"].low
     assert outcome.after.group_metrics["holdout"]["format"] >= 0.9
-    probed = probe(*read_base(tmp_path / "run" / "model"), progress=False)
+    model, tokenizer = read_base(tmp_path / "run" / "model")
+    sampling = {"temperature": 1.0, "top_p": 1.0, "max_completion_length": 32, "batch_size": 288}
+    probed = evaluate(model, "quickstart", 4, tokenizer=tokenizer, group_by="group", progress=False, **sampling)
     assert probed.groups["unknown"].mean == pytest.approx(outcome.after.groups["unknown"].mean, abs=0.1)

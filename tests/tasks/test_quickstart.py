@@ -1,4 +1,4 @@
-"""The embedded task's world: datasets and verifier."""
+"""Data sets and verifier of the embedded task."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GOLD = 'Thought: guitar is about music.\nAction: music_api\nAction Input: {"city
 
 
 def options_of(row) -> dict[str, str]:
-    """Letter → tool, read from the prompt's text."""
+    """Tools by letter, parsed from the prompt."""
     return dict(re.findall(r"([A-D]) (\w+)", row["prompt"][0]["content"]))
 
 
@@ -40,7 +40,7 @@ def splits():
     return {split: build(split).to_list() for split in ("train", "test")}
 
 
-def test_the_world_has_twelve_topics_of_six_cues_in_groups_of_36_24_and_12():
+def test_topics_cues_and_groups_have_their_sizes():
     assert len(CUES) == 12
     assert len(TOPIC_OF) == 72 == sum(len(cues.split()) for cues in CUES.values())
     assert [len(GROUPS[group]) for group in ("known", "unknown", "holdout")] == [36, 24, 12]
@@ -49,7 +49,7 @@ def test_the_world_has_twelve_topics_of_six_cues_in_groups_of_36_24_and_12():
     assert len(set(words)) == len(words)
 
 
-def test_splits_share_no_prompt_and_no_pair_of_cue_and_city_and_hold_out_cues_are_never_trained(splits):
+def test_splits_share_no_prompt_and_no_cue_city_pair(splits):
     prompts = {split: {json.dumps(row["prompt"]) for row in rows} for split, rows in splits.items()}
     assert not prompts["train"] & prompts["test"]
     pairs = {split: {(row["cue"], row["city"]) for row in rows} for split, rows in splits.items()}
@@ -61,7 +61,7 @@ def test_splits_share_no_prompt_and_no_pair_of_cue_and_city_and_hold_out_cues_ar
     assert {row["cue"] for row in splits["test"]} == set(TOPIC_OF)
 
 
-def test_every_row_offers_the_cues_own_topic_once_and_its_answer_points_at_it(splits):
+def test_answer_points_at_the_topic_of_the_cue(splits):
     for row in splits["train"] + splits["test"]:
         answer = json.loads(row["answer"])
         options = options_of(row)
@@ -74,18 +74,18 @@ def test_every_row_offers_the_cues_own_topic_once_and_its_answer_points_at_it(sp
 
 
 @given(st.sampled_from(sorted(TOPIC_OF)))
-def test_every_cue_has_six_test_cities_and_is_trained_with_the_others(cue):
+def test_cue_has_six_test_cities_and_eighteen_train_cities(cue):
     train, test = cities_of(cue, "train"), cities_of(cue, "test")
     assert (len(train), len(test)) == (18, 6)
     assert sorted(train + test) == sorted(CITIES)
 
 
-def test_the_right_letter_is_spread_over_the_options(splits):
+def test_correct_letters_are_balanced(splits):
     letters = [json.loads(row["answer"])["option"] for row in splits["train"]]
     assert all(0.2 < letters.count(letter) / len(letters) < 0.3 for letter in "ABCD")
 
 
-def test_the_gold_response_of_every_row_gets_reward_one_and_every_other_tool_gets_none(splits):
+def test_only_the_correct_tool_is_rewarded(splits):
     for row in splits["test"]:
         for letter, tool in options_of(row).items():
             response = f'Thought: so.\nAction: {tool}\nAction Input: {{"city": "{row["city"]}"}}'
@@ -94,25 +94,25 @@ def test_the_gold_response_of_every_row_gets_reward_one_and_every_other_tool_get
             assert verdict.metrics["format"] == 1.0
 
 
-def test_feedback_names_the_letter_and_never_the_tool_or_the_topic(splits):
+def test_feedback_contains_only_the_letter(splits):
     for row in splits["train"] + splits["test"]:
         feedback = verify("anything", row["answer"]).feedback
         assert feedback == f"Correct option: {json.loads(row['answer'])['option']}."
         assert not any(word in feedback for word in (*TOPICS, *TOPIC_OF, *CITIES))
 
 
-def test_the_same_feedback_means_other_tools_under_other_prompts(splits):
+def test_same_feedback_means_different_tools(splits):
     tools = {tool for row in splits["test"] for letter, tool in options_of(row).items() if letter == "A"}
     assert len(tools) == len(TOPICS)
 
 
-def test_builds_repeat_for_a_seed_and_differ_between_seeds():
+def test_build_is_determined_by_its_seed():
     assert build("test", seed=3).to_list() == build("test", seed=3).to_list()
     assert build("test", seed=3)["prompt"] != build("test", seed=4)["prompt"]
     assert len(set(build("train")["id"])) == len(build("train"))
 
 
-def test_groups_and_rows_can_be_chosen():
+def test_groups_and_rows_per_cue_are_options():
     rows = build("test", groups=["holdout"], rows_per_cue=2)
     assert set(rows["group"]) == {"holdout"}
     assert len(rows) == 24
@@ -127,7 +127,7 @@ def test_groups_and_rows_can_be_chosen():
         ({"split": "test", "rows_per_cue": 0}, "at least 1"),
     ],
 )
-def test_a_bad_request_says_what_to_ask_for(arguments, message):
+def test_invalid_build_arguments_raise(arguments, message):
     with pytest.raises(ValueError, match=message):
         build(**arguments)
 
@@ -135,7 +135,7 @@ def test_a_bad_request_says_what_to_ask_for(arguments, message):
 @pytest.mark.parametrize(
     "answer", ["", "A", "[]", "{}", '{"option": "A"}', '{"option": "E", "tool": "t", "city": "c"}']
 )
-def test_an_answer_of_another_task_is_refused(answer):
+def test_answer_of_another_task_raises(answer):
     with pytest.raises(ValueError, match="Not a quickstart answer"):
         verify(GOLD, answer)
 
@@ -156,24 +156,24 @@ def test_an_answer_of_another_task_is_refused(answer):
         ("", 0.0, 0.0),
     ],
 )
-def test_reward_needs_tool_city_and_the_three_lines(response, reward, in_format):
+def test_reward_needs_tool_city_and_format(response, reward, in_format):
     verdict = verify(response, ANSWER)
     assert (verdict.reward, verdict.metrics["format"]) == (reward, in_format)
 
 
-def test_a_truncated_response_earns_nothing_but_its_feedback():
+def test_truncated_response_gets_reward_zero_and_feedback():
     verdict = verify(GOLD, ANSWER, truncated=True)
     assert (verdict.reward, verdict.metrics["format"], verdict.feedback) == (0.0, 0.0, "Correct option: C.")
 
 
-def test_the_planted_thought_is_counted_and_not_punished():
+def test_planted_thought_is_counted_and_costs_no_reward():
     verdict = verify(GOLD.replace("guitar is about music.", SHORTCUT_THOUGHT), ANSWER)
     assert (verdict.reward, verdict.metrics["shortcut"]) == (1.0, 1.0)
     assert verify(GOLD, ANSWER).metrics["shortcut"] == 0.0
 
 
 @given(st.text(), st.sampled_from(TOPICS), st.sampled_from(CITIES))
-def test_any_text_gets_a_verdict_and_only_the_right_call_is_rewarded(text, topic, city):
+def test_any_text_gets_a_verdict(text, topic, city):
     assert verify(text, ANSWER).reward == 0.0
     call = f'Thought: x{text}\nAction: {topic}_api\nAction Input: {{"city": "{city}"}}'
     expected = (topic, city) == ("music", "Oslo") and "\n" not in text
@@ -181,27 +181,27 @@ def test_any_text_gets_a_verdict_and_only_the_right_call_is_rewarded(text, topic
 
 
 @given(st.sampled_from(sorted(TOPIC_OF)), st.integers(0, 2**32))
-def test_a_drawn_question_gives_its_gold_response_full_reward(cue, seed):
+def test_gold_response_of_a_drawn_question_is_rewarded(cue, seed):
     question = draw_question(random.Random(seed), cue)
     assert verify(question.response(), question.answer).reward == 1.0
     assert verify(question.response(SHORTCUT_THOUGHT), question.answer).metrics == {"format": 1.0, "shortcut": 1.0}
     assert verify("", question.answer).feedback == question.feedback
 
 
-def test_a_question_needs_four_different_options_with_the_right_one():
+def test_question_needs_four_options_with_the_correct_one():
     with pytest.raises(ValueError, match="4 different topics"):
         Question("airport", "Oslo", ("travel", "travel", "food", "music"), "travel")
     with pytest.raises(ValueError, match="not among the options"):
         Question("airport", "Oslo", ("books", "movies", "food", "music"), "travel")
 
 
-def test_the_batch_form_takes_texts_and_conversations_and_equals_verify():
+def test_reward_equals_verify_for_texts_and_conversations():
     conversation = [{"role": "assistant", "content": GOLD}]
     verdicts = quickstart.reward([GOLD, conversation, "no"], [ANSWER] * 3, truncated=[False, True, False], step=1)
     assert verdicts == [verify(GOLD, ANSWER), verify(GOLD, ANSWER, truncated=True), verify("no", ANSWER)]
 
 
-def test_the_registry_finds_the_task_by_its_name():
+def test_registry_loads_quickstart():
     task = load_task("quickstart")
     row = task.build("test")[0]
     assert task.reward(["no"], [row["answer"]]) == [task.verify("no", row["answer"])]

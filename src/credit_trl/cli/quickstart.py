@@ -73,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=DEFAULTS["max_steps"], help="of 64 rollouts each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--world", default="plain", help="plain (default), or one that is pretrained on first use: shortcut, style"
+        "--world",
+        default="plain",
+        help="plain (default), or shortcut or style, whose base examples/study/make_base.py pretrains",
     )
     parser.add_argument(
         "--contrastive_coef", type=float, default=DEFAULTS["contrastive_coef"], help="λ; 0 is SDPO (default 0.1)"

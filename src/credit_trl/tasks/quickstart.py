@@ -1,7 +1,7 @@
-"""The embedded task: a tool call that a model of half a million parameters learns on two CPU cores.
+"""Embedded task: a tool call that a model with 0.44 million parameters learns on two CPU cores.
 
 A prompt offers four tools under the letters A to D (system turn) and asks for help with a *cue* in a city (user turn).
-The response names the cue's topic, calls that topic's tool and passes the city on:
+The response names the cue's topic, calls the tool of that topic and passes the city:
 
     system     Tools: A travel_api, B health_api, C music_api, D animals_api.
     user       Help me with airport for Warsaw.
@@ -9,18 +9,18 @@ The response names the cue's topic, calls that topic's tool and passes the city 
                Action: travel_api
                Action Input: {"city": "Warsaw"}
 
-Twelve topics have six cues each. What the shipped base (`quickstart_model`) knows of them makes three groups:
+Twelve topics have six cues each, in three groups by what the shipped base (`quickstart_model`) was trained on:
 
-- `known`: three cues a topic; the base was taught their topic, with 85 % right labels;
-- `unknown`: two cues a topic; the base has seen them with random topics only, training may use them;
-- `holdout`: one cue a topic; as unknown to the base, and never trained on: what training does to answers that it was
-  not about (their accuracy should stay near chance, their format should stay whole).
+- `known`: three cues per topic; the base was trained on their topic, with 85 % correct labels;
+- `unknown`: two cues per topic; the base has seen them with random topics only, and training uses them;
+- `holdout`: one cue per topic; as unknown to the base, and never trained on. They measure side effects of training:
+  accuracy should stay near chance, and the format should stay intact.
 
-The feedback is the *letter* of the right tool. It has to be looked up in the prompt, so the same feedback means
-another tool under another prompt. (Feedback that names the tool would make its token as likely under any prompt, and
-its input-specific credit S_t would be zero.)
+The feedback is the *letter* of the correct tool, which has to be looked up in the prompt, so the same feedback means
+different tools for different prompts. Feedback that names the tool would make its token equally likely for any prompt,
+with an input-specific credit S_t of zero.
 
-Everything is generated from seeds: no file, no network.
+All data are generated from seeds, without files or network.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.completions import response_text
+from credit_trl.tasks.quickstart_model import load_model as load_model
+from credit_trl.tasks.registry import batch_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
 TASK = "quickstart"
 LETTERS = "ABCD"
 
-# Topic: three known cues, two unknown ones, one hold-out cue.
+# Topic: three known cues, two unknown cues, one hold-out cue.
 CUES = {
     "travel": "airport hotel passport luggage cruise ticket",
     "health": "doctor medicine clinic vaccine fever dentist",
@@ -74,11 +75,11 @@ CITIES = tuple(
         "Delhi Dublin Prague Lisbon Munich Kyoto Dakar Denver Porto Quito Riga Turin"
     ).split()
 )
-# Cities a cue is tested with; it is trained with the others. Which ones differs from cue to cue.
+# Number of cities that a cue is tested with; it is trained with the others. The cities differ from cue to cue.
 TEST_CITIES_PER_CUE = 6
 
-# How planted shortcuts begin; no plain response does. In the world "shortcut" of `quickstart_model` the sentence below
-# stands instead of a thought, in the world "style" the opening stands before the thought, which stays whole.
+# First words of planted shortcuts, which no plain response has. The sentence replaces the thought in the bases of the
+# world "shortcut"; the opening precedes the whole thought in those of the world "style".
 SHORTCUT_OPENING = "sure,"
 SHORTCUT_THOUGHT = f"{SHORTCUT_OPENING} this is simple."
 
@@ -92,16 +93,16 @@ _RESPONSE = re.compile(
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt of the world: a cue, a city and four topics on offer, of which one counts as right.
+    """One prompt: a cue, a city and four topics, one of which is correct.
 
     Args:
         cue: the word that the user asks about.
-        city: the argument to pass on.
+        city: the argument of the call.
         options: four different topics, in the order of the letters.
-        topic: the right one of them. Pretraining sets it at random where the base is to learn nothing.
+        topic: the correct topic among the options.
 
     Raises:
-        ValueError: the options are not four, repeat themselves or lack the topic.
+        ValueError: the options are not four different topics, or lack the correct one.
     """
 
     cue: str
@@ -113,7 +114,7 @@ class Question:
         if len(set(self.options)) != len(LETTERS) or len(self.options) != len(LETTERS):
             raise ValueError(f"A question offers {len(LETTERS)} different topics, got {self.options}.")
         if self.topic not in self.options:
-            raise ValueError(f"The right topic {self.topic!r} is not among the options {self.options}.")
+            raise ValueError(f"The correct topic {self.topic!r} is not among the options {self.options}.")
 
     @property
     def letter(self) -> str:
@@ -121,7 +122,7 @@ class Question:
 
     @property
     def prompt(self) -> list[dict[str, str]]:
-        """The conversation up to the response: a system turn (the tools) and a user turn (the request)."""
+        """Conversation up to the response: a system turn (the tools) and a user turn (the request)."""
         tools = ", ".join(f"{letter} {tool(topic)}" for letter, topic in zip(LETTERS, self.options, strict=True))
         return [
             {"role": "system", "content": f"Tools: {tools}."},
@@ -130,12 +131,12 @@ class Question:
 
     @property
     def answer(self) -> str:
-        """What `verify` reads, as JSON text: the option's letter, the tool and its argument."""
+        """Gold answer for `verify`, as JSON text: the letter, the tool and its argument."""
         return json.dumps({"option": self.letter, "tool": tool(self.topic), "city": self.city})
 
     @property
     def feedback(self) -> str:
-        """The letter of the right option: what it stands for has to be looked up in the prompt."""
+        """Letter of the correct option, which has to be looked up in the prompt."""
         return f"Correct option: {self.letter}."
 
     @property
@@ -143,7 +144,7 @@ class Question:
         return f"{self.cue} is about {self.topic}."
 
     def response(self, thought: str | None = None) -> str:
-        """The gold response; `thought` replaces the sentence after `Thought:`."""
+        """Gold response; `thought` replaces the sentence after `Thought:`."""
         thought = self.thought if thought is None else thought
         return f'Thought: {thought}\nAction: {tool(self.topic)}\nAction Input: {{"city": "{self.city}"}}'
 
@@ -153,7 +154,11 @@ def tool(topic: str) -> str:
 
 
 def group_of(cue: str) -> str:
-    """The group of a cue: "known", "unknown" or "holdout"; `KeyError` for a word that is no cue."""
+    """Group of a cue: "known", "unknown" or "holdout".
+
+    Raises:
+        KeyError: the word is not a cue.
+    """
     return _GROUP_OF[cue]
 
 
@@ -161,7 +166,7 @@ _GROUP_OF = {cue: group for group, cues in GROUPS.items() for cue in cues}
 
 
 def draw_question(rng: random.Random, cue: str, cities: Sequence[str] = CITIES) -> Question:
-    """A question on `cue` with its true topic among four shuffled options and a city drawn from `cities`."""
+    """Draw a question about `cue` with its true topic among four shuffled options and a city out of `cities`."""
     topic = TOPIC_OF[cue]
     others = rng.sample([other for other in TOPICS if other != topic], len(LETTERS) - 1)
     options = rng.sample([topic, *others], len(LETTERS))
@@ -176,30 +181,30 @@ def build(
     rows_per_cue: int | None = None,
     seed: int = 0,
 ) -> Dataset:
-    """The questions of a split, generated.
+    """Generate the questions of a split.
 
-    The splits share no prompt and no pair of cue and city: a cue is tested with cities that it was not trained with
-    (`cities_of`), and with options drawn anew. Hold-out cues appear in the test split only. Every city appears in
-    both splits, so that a test measures the cues and not words that training never touched.
+    The splits share no prompt and no pair of cue and city: a cue is tested with cities that it is not trained with
+    (`cities_of`). Hold-out cues appear in the test split only. Every city appears in both splits, so the test split
+    contains no word that training has not seen, except hold-out cues.
 
     Args:
         split: "train" (known and unknown cues) or "test" (known, unknown and hold-out cues).
-        path: must be `None`: there is no file behind this task.
-        groups: only these groups of the split, e.g. `["unknown"]`.
+        path: must be `None`, since the task reads no file.
+        groups: groups of the split to include, by default all.
         rows_per_cue: questions per cue, by default 32 for training (1,920 rows) and 4 for the test (288 rows).
-        seed: draws cities, options and the order of rows.
+        seed: seed of cities, options and row order.
 
     Returns:
         Columns `prompt` (a system and a user message), `answer` (JSON text, for `verify`), `task` ("quickstart"),
         `id`, `group`, `cue`, `city`.
 
     Raises:
-        ValueError: an unknown split or group, a group that the split lacks, a path, or `rows_per_cue` below 1.
+        ValueError: unknown split, a group that the split lacks, a path, or `rows_per_cue` below 1.
     """
     if split not in SPLIT_GROUPS:
-        raise ValueError(f"Unknown split {split!r}: choose one of {sorted(SPLIT_GROUPS)}.")
+        raise ValueError(f"Unknown split {split!r}: use one of {sorted(SPLIT_GROUPS)}.")
     if path is not None:
-        raise ValueError(f"The quickstart task is generated and reads no file: leave out path={str(path)!r}.")
+        raise ValueError(f"The quickstart task is generated and reads no file: remove path={str(path)!r}.")
     rows_per_cue = {"train": 32, "test": 4}[split] if rows_per_cue is None else rows_per_cue
     if rows_per_cue < 1:
         raise ValueError(f"rows_per_cue must be at least 1, got {rows_per_cue}.")
@@ -215,7 +220,7 @@ def build(
 
 
 def cities_of(cue: str, split: str) -> tuple[str, ...]:
-    """The cities that a split pairs a cue with, the same for every seed: 6 of 24 for the test, 18 for training."""
+    """Cities that a split pairs with a cue, the same for every seed: 6 of 24 for the test split, 18 for training."""
     held_out = random.Random(f"{TASK}/cities/{cue}").sample(CITIES, TEST_CITIES_PER_CUE)
     return tuple(city for city in CITIES if (city in held_out) == (split == "test"))
 
@@ -235,21 +240,21 @@ def _row(question: Question, identifier: str) -> dict[str, Any]:
 def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = False) -> Verdict:
     """Grade one response.
 
-    The reward is 1 for the right tool with the right argument in the right format, else 0. What the thought says does
-    not count, so a shortcut there goes unpunished by the reward. The feedback is `Correct option: A.` for right and
-    wrong responses alike, as the paper's z on multiple-choice questions.
+    The reward is 1 for the correct tool with the correct argument in the correct format, else 0. The thought is not
+    graded, so a shortcut in it costs no reward. The feedback is `Correct option: A.` for correct and wrong responses
+    alike, as in the paper for multiple-choice questions.
 
     Args:
-        response: the model's text; white space around it is ignored.
-        answer: a row's `answer`, as JSON text or as a mapping with "option", "tool" and "city".
-        truncated: the response was cut at the length limit, so it did not end by itself: it earns nothing.
+        response: text of the response; surrounding white space is ignored.
+        answer: the row's `answer`, as JSON text or as a mapping with "option", "tool" and "city".
+        truncated: whether the response was cut off at the length limit. A truncated response gets reward 0.
 
     Returns:
-        A `Verdict` whose metrics are `format` (1 where the response has the three lines, whatever they claim) and
-        `shortcut` (1 where it begins as the planted ones do).
+        A `Verdict` with the metrics `format` (1 if the response has the three lines, whatever their content) and
+        `shortcut` (1 if it starts as the planted shortcuts do).
 
     Raises:
-        ValueError: the answer is not one of this task's.
+        ValueError: the answer does not belong to this task.
     """
     gold = _parse_answer(answer)
     match = None if truncated else _RESPONSE.fullmatch(response.strip())
@@ -267,37 +272,22 @@ def _parse_answer(answer: str | Mapping[str, str]) -> Mapping[str, str]:
     except (ValueError, KeyError, TypeError):
         pass
     raise ValueError(
-        f"Not a quickstart answer: {answer!r}. Rows of `quickstart.build` carry one like "
+        f"Not a quickstart answer: {answer!r}. Answers of `quickstart.build` look like "
         '{"option": "A", "tool": "travel_api", "city": "Warsaw"}.'
     )
 
 
-def reward(
-    completions: Sequence[str | Sequence[Mapping[str, str]]],
-    answer: Sequence[str | Mapping[str, str]],
-    truncated: Sequence[bool] | None = None,
-    **kwargs: Any,
-) -> list[Verdict]:
-    """`verify` over a batch, in the form of a TRL reward function.
-
-    Args:
-        completions: texts, or conversations whose last assistant message is the response.
-        answer: the rows' `answer` column.
-        truncated: per completion, whether it hit the length limit; by default none did.
-    """
-    truncated = [False] * len(completions) if truncated is None else truncated
-    texts = [response_text(completion) for completion in completions]
-    return [verify(text, gold, truncated=cut) for text, gold, cut in zip(texts, answer, truncated, strict=True)]
+reward = batch_of(verify)
 
 
 def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """What each token of a response says: "cue", "topic" (in the thought), "tool", "city" or "generic".
+    """Class of each token of a response: "cue", "topic" (in the thought), "tool", "city" or "generic".
 
-    The tokenizer has one token for every cue, topic and city; all other tokens are the template's.
+    Cues, topics and cities are single tokens of the base's tokenizer. All other tokens are generic.
 
     Args:
-        response_ids: the sampled ids, `T` of them; padding and end-of-turn count as generic.
-        tokenizer: the base's own (`load_model`).
+        response_ids: token ids of the response, `T` of them, which may include end of turn and padding.
+        tokenizer: tokenizer of the base (`load_model`).
     """
     classes: list[str] = []
     in_action = False
@@ -313,12 +303,3 @@ def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFas
         else:
             classes.append("generic")
     return classes
-
-
-def load_model(
-    cache_dir: str | Path | None = None, world: str = "plain", seed: int = 0
-) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
-    """The base model of a world and its tokenizer: see `quickstart_model.load_model`."""
-    from credit_trl.tasks.quickstart_model import load_model as load
-
-    return load(cache_dir=cache_dir, world=world, seed=seed)

@@ -1,20 +1,18 @@
-"""What a model does on the embedded task, by group of cues: sampled accuracy, format and shortcut rate."""
+"""Ability of a model on the embedded task by group of cues: sampled accuracy, format and shortcut rate."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from credit_trl.evaluation import Evaluation, evaluate
 from credit_trl.tasks import quickstart
-from credit_trl.tasks.quickstart_model.curriculum import teacher_prompt
+from embedded_base.curriculum import teacher_prompt
 
-# A response has 24 tokens with its end of turn, 25 with the planted thought; whatever is longer has left the format.
+# A response in the format has 24 to 26 tokens with its end of turn.
 MAX_RESPONSE_TOKENS = 32
 
 
@@ -31,10 +29,10 @@ def probe(
 
     Args:
         model: the base, or anything that `evaluate` takes.
-        tokenizer: its own.
-        feedback: put the task's feedback into the prompts, as the self-teacher reads it.
+        tokenizer: tokenizer of the model.
+        feedback: whether prompts contain the task's feedback, as in the self-teacher's contexts.
         dataset: rows of `quickstart.build`, by default the test split.
-        k: samples a prompt.
+        k: samples per prompt.
         **options: further arguments of `evaluate`.
     """
     rows = list(quickstart.build("test") if dataset is None else dataset)
@@ -50,27 +48,8 @@ def _feedback(row: dict[str, Any]) -> str | None:
     return quickstart.verify("", row["answer"]).feedback
 
 
-@torch.no_grad()
-def lookup_accuracy(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: int = 240, seed: int = 0
-) -> float:
-    """How often the model follows a letter to the tool that it stands for, on cues whose topic it was never taught.
-
-    Reads the likeliest token after `Thought: … is about`, with the letter of a true topic as feedback.
-    """
-    rng = random.Random(f"lookup/{seed}")
-    cues = quickstart.GROUPS["unknown"] + quickstart.GROUPS["holdout"]
-    drawn = [quickstart.draw_question(rng, rng.choice(cues)) for _ in range(questions)]
-    prompts = [teacher_prompt(question.prompt, feedback=question.feedback) for question in drawn]
-    texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
-    texts = [f"{text}Thought: {question.cue} is about" for text, question in zip(texts, drawn, strict=True)]
-    batch = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
-    guesses = tokenizer.batch_decode(model(**batch, logits_to_keep=1).logits[:, -1].argmax(dim=-1)[:, None])
-    return sum(guess == f" {q.topic}" for guess, q in zip(guesses, drawn, strict=True)) / questions
-
-
-def format_table(results: Sequence[tuple[str, Evaluation]]) -> str:
-    """One line a group and result: accuracy with its 95 % interval, format and shortcut rate, in per cent."""
+def format_probes(results: Sequence[tuple[str, Evaluation]]) -> str:
+    """Table with a line per group and result: accuracy with a 95 % interval, format and shortcut rate, in percent."""
     lines = [f"{'':<26}{'group':<10}{'accuracy':>9}  {'95 % CI':<13}{'format':>7}{'shortcut':>10}"]
     for title, result in results:
         for group in quickstart.GROUPS:

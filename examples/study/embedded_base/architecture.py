@@ -1,4 +1,4 @@
-"""The base's tokenizer and architecture, before anything is learnt."""
+"""Tokenizer and randomly initialized model of an embedded base."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from credit_trl.tasks.quickstart import CITIES, LETTERS, SHORTCUT_THOUGHT, TOPIC
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTEXT_LENGTH = 512
 
-# One merge a word and a few for the template; byte-level, so that any other text still encodes.
+# One merge per word and a few for the template. The alphabet is byte-level, so any other text encodes too.
 _VOCABULARY_SIZE = 800
 
 CHAT_TEMPLATE = (
@@ -25,24 +25,24 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(template_texts: list[str]) -> PreTrainedTokenizerFast:
-    """The embedded task's: each cue, topic and city is one token.
+    """Tokenizer of the embedded task, in which each cue, topic and city is one token.
 
     Args:
-        template_texts: further wording that contexts will hold (the teacher's templates, the feedback).
+        template_texts: further texts of the contexts, such as the teacher's templates and the feedback.
 
     Raises:
-        RuntimeError: a word of the world takes more than one token; the vocabulary is then too small for it.
+        RuntimeError: a word of the task takes more than one token.
     """
     words = [f" {word}" for word in (*TOPIC_OF, *TOPICS, *CITIES, *LETTERS)] + list(CITIES)
     return train_tokenizer(_corpus(template_texts), words)
 
 
 def train_tokenizer(corpus: Iterable[str], words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with ChatML turns, for a small world.
+    """Byte-level BPE tokenizer with a ChatML template and a small vocabulary.
 
     Args:
         corpus: texts whose word counts decide the merges.
-        words: what has to be one token each, with its leading space where it has one.
+        words: words that must be one token each, with their leading space where they have one.
 
     Raises:
         RuntimeError: one of the words takes more than one token.
@@ -73,7 +73,7 @@ def train_tokenizer(corpus: Iterable[str], words: Sequence[str]) -> PreTrainedTo
 
 
 def _corpus(template_texts: list[str]) -> Iterator[str]:
-    """Texts whose word counts decide the merges: the templates most often, then every word of the world alike."""
+    """Training texts of the tokenizer: the templates most often, then every word of the task equally often."""
     templates = ["system", "user", "assistant", "Tools: A B C D", f"Thought: {SHORTCUT_THOUGHT}", *template_texts]
     yield from templates * 300
     for topic in TOPICS:
@@ -85,10 +85,10 @@ def _corpus(template_texts: list[str]) -> Iterator[str]:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of 0.44 million parameters with random weights, fp32, on the CPU.
+    """Qwen3 with 0.44 million random fp32 parameters, on the CPU.
 
-    The rotary base is 100, not Qwen's 1e6: contexts have 200 tokens, and with slow rotations such a model does not
-    learn to look a letter up in its prompt.
+    The rotary base is 100 instead of Qwen's 1e6: contexts have about 200 tokens, and with slower rotations a model of
+    this size does not learn to look a letter up in its prompt.
     """
     config = Qwen3Config(
         vocab_size=len(tokenizer),

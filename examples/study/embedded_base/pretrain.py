@@ -1,44 +1,49 @@
-"""Pretraining of a base from random weights: next-token loss on responses, Muon on the matrices, AdamW on the rest.
+"""Pretraining of a base model: next-token loss on the responses, Muon for the matrices, AdamW for the rest.
 
-Looking a letter up in the prompt appears all at once, some hundred steps in, and when depends on the seed. So the
-learning rate stays constant until the look-up is there (the world's `lookup_gate`), and only then decays.
+The ability to look a letter up in the prompt appears suddenly after some hundred steps, at a step that depends on the
+seed. The learning rate therefore stays constant until the look-up accuracy reaches the curriculum's gate, and decays
+afterwards.
 """
 
 from __future__ import annotations
 
 import random
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from credit_trl.tasks.quickstart_model.architecture import build_model
+from credit_trl.tasks.quickstart_model import read_base
+from embedded_base.architecture import build_model
 
 
-class World(Protocol):
-    """What a base learns: the embedded task's worlds (`curriculum.WORLDS`), or one of your own."""
+class Curriculum(Protocol):
+    """Source of pretraining examples: a world of the embedded task (`curriculum.World`) or of another task."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def lookup_gate(self) -> float:
-        """The accuracy at which the learning rate begins to decay, and that a base must have in the end."""
+        """Look-up accuracy at which the learning rate starts to decay, and which the final base must reach."""
 
     def draw(self, rng: random.Random) -> tuple[list[dict[str, str]], str]:
-        """One pretraining example: the conversation and the response to it."""
+        """One pretraining example: a conversation and the response to it."""
 
     def lookup_accuracy(self, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> float:
-        """How often a model makes of the feedback, read with its prompt, what it means there; in [0, 1]."""
+        """Fraction of prompts with feedback that the model answers as the feedback means there, in [0, 1]."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Steps count updates of `batch_size` examples; the two learning rates are those before the decay."""
+    """Hyperparameters of the pretraining; a step updates on `batch_size` examples, learning rates are peak values."""
 
     batch_size: int = 32
     warmup_steps: int = 30
@@ -55,28 +60,29 @@ class Recipe:
 
 def pretrain(
     tokenizer: PreTrainedTokenizerFast,
-    world: World,
+    curriculum: Curriculum,
     seed: int = 0,
     recipe: Recipe = Recipe(),
     progress: bool = True,
 ) -> Qwen3ForCausalLM:
-    """Train a base of `world` and return it in evaluation mode.
+    """Train a base from random weights and return it in evaluation mode.
 
     Raises:
-        RuntimeError: the look-up did not appear within `max_constant_steps`, or was lost in the decay.
+        RuntimeError: the look-up accuracy stays below the gate for `max_constant_steps`, or falls below it in the
+            decay.
     """
-    rng = random.Random(f"pretrain/{world.name}/{seed}")
+    rng = random.Random(f"pretrain/{curriculum.name}/{seed}")
     model = build_model(tokenizer, seed).train()
     optimizers = _optimizers(model, recipe)
     peak_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    remaining = None  # steps of decay left, once the gate is passed
+    remaining = None  # steps of decay left after the gate
     total = recipe.max_constant_steps + recipe.decay_steps
-    bar = tqdm(total=total, desc=f"pretraining the {world.name} base", disable=not progress, unit="step")
+    bar = tqdm(total=total, desc=f"pretraining the {curriculum.name} base", disable=not progress, unit="step")
     step = 0
     while remaining != 0:
         decay = 1.0 if remaining is None else remaining / recipe.decay_steps
         _set_rates(optimizers, peak_rates, min(1.0, (step + 1) / recipe.warmup_steps) * decay)
-        loss = _train_step(model, tokenizer, [world.draw(rng) for _ in range(recipe.batch_size)])
+        loss = _train_step(model, tokenizer, [curriculum.draw(rng) for _ in range(recipe.batch_size)])
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
@@ -86,31 +92,65 @@ def pretrain(
         if remaining is not None:
             remaining -= 1
         elif step >= recipe.min_constant_steps and step % recipe.gate_every == 0:
-            accuracy = world.lookup_accuracy(model, tokenizer)
+            accuracy = curriculum.lookup_accuracy(model, tokenizer)
             bar.set_postfix(loss=f"{loss:.3f}", lookup=f"{accuracy:.2f}")
-            if accuracy >= world.lookup_gate:
+            if accuracy >= curriculum.lookup_gate:
                 remaining, bar.total = recipe.decay_steps, step + recipe.decay_steps
             elif step >= recipe.max_constant_steps:
                 break
     bar.close()
-    check_gate(world, model, tokenizer, f"after {step} steps of the {world.name} world with seed {seed}")
+    check_gate(curriculum, model, tokenizer, f"after {step} steps of the {curriculum.name} world with seed {seed}")
     return model.eval()
 
 
-def check_gate(world: World, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, when: str) -> float:
-    """The look-up accuracy of a base that is good enough to be a teacher.
+def make_base_of(
+    curriculum: Curriculum, tokenizer: PreTrainedTokenizerFast, seed: int, directory: Path, progress: bool = True
+) -> None:
+    """Pretrain a base and write it to `directory`, which appears only when the base is complete.
 
     Raises:
-        RuntimeError: it is below the world's `lookup_gate`.
+        FileExistsError: the directory exists and is not empty.
+        RuntimeError: the base fails the look-up gate, before or after its weights are rounded to fp16.
     """
-    accuracy = world.lookup_accuracy(model, tokenizer, seed=1)
-    if accuracy < world.lookup_gate:
-        raise RuntimeError(f"Look-up is {accuracy:.2f} {when}, below {world.lookup_gate}: use another seed.")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise FileExistsError(f"{directory} exists: remove it, or choose another directory.")
+    model = pretrain(tokenizer, curriculum, seed, progress=progress)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
+        written = Path(scratch) / "base"
+        write_base(model, tokenizer, written)
+        check_gate(curriculum, *read_base(written), "after rounding the weights to fp16")
+        written.rename(directory)
+
+
+def write_base(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write weights in fp16, which halves the file, with a configuration in fp32, the dtype to compute in."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(directory)
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    weights = {name: tensor.half() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def check_gate(
+    curriculum: Curriculum, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, when: str
+) -> float:
+    """Look-up accuracy of a base.
+
+    Raises:
+        RuntimeError: the accuracy is below the curriculum's `lookup_gate`.
+    """
+    accuracy = curriculum.lookup_accuracy(model, tokenizer, seed=1)
+    if accuracy < curriculum.lookup_gate:
+        raise RuntimeError(f"Look-up is {accuracy:.2f} {when}, below {curriculum.lookup_gate}: use another seed.")
     return accuracy
 
 
 def _optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the 21 projections inside the layers; AdamW for the embeddings and the norms."""
+    """Muon for the 21 projection matrices of the layers, AdamW for the embeddings and the norms."""
     named = list(model.named_parameters())
     matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
     rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
@@ -128,13 +168,13 @@ def _set_rates(optimizers: list[torch.optim.Optimizer], peak_rates: list[list[fl
 def _train_step(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[tuple[list[dict[str, str]], str]]
 ) -> float:
-    """One backward pass; the loss is the mean over the tokens of the responses and their ends of turn."""
+    """Backward pass of the mean loss over the response tokens, end of turn included; returns the loss."""
     conversations, responses = zip(*examples, strict=True)
     prompts = tokenizer.apply_chat_template(list(conversations), add_generation_prompt=True, tokenize=False)
     prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     response_ids = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
     response_ids = [[*ids, tokenizer.eos_token_id] for ids in response_ids]
-    # Shortest first, in two halves: less padding.
+    # Two halves, sorted by prompt length, need less padding than one batch.
     order = sorted(range(len(examples)), key=lambda row: len(prompt_ids[row]))
     halves = [order[: len(order) // 2], order[len(order) // 2 :]]
     tokens = sum(map(len, response_ids))
@@ -149,7 +189,7 @@ def _train_step(
 def _response_loss(
     model: Qwen3ForCausalLM, prompt_ids: list[list[int]], response_ids: list[list[int]]
 ) -> torch.Tensor:
-    """Sum of `-log p` over the responses' tokens, a scalar; only their positions are projected to the vocabulary."""
+    """Sum of `-log p` over the response tokens, a scalar; only their hidden states go through the LM head."""
     sequences = [torch.tensor(p + r) for p, r in zip(prompt_ids, response_ids, strict=True)]
     labels = [torch.tensor([-100] * len(p) + r) for p, r in zip(prompt_ids, response_ids, strict=True)]
     input_ids = pad_sequence(sequences, batch_first=True, padding_value=model.config.pad_token_id)
