@@ -27,11 +27,11 @@ from credit_trl.tasks.completions import response_text
         ([], ""),
     ],
 )
-def test_the_last_assistant_text_is_the_response(completion, text):
+def test_response_is_the_last_assistant_text(completion, text):
     assert response_text(completion) == text
 
 
 @pytest.mark.parametrize("completion", [None, 3, ["a text in a list"], {"role": "assistant"}, b"bytes"])
-def test_anything_else_is_an_error(completion):
+def test_other_completion_types_raise(completion):
     with pytest.raises(TypeError, match="a text or a list of messages"):
         response_text(completion)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ JSON_OBJECTS = st.lists(
 
 @settings(max_examples=30, deadline=None)
 @given(rows=JSON_OBJECTS, ascii_only=st.booleans())
-def test_json_and_jsonl_read_the_same_whatever_the_text(tmp_path_factory, rows, ascii_only):
+def test_json_list_and_json_lines_give_the_same_rows(tmp_path_factory, rows, ascii_only):
     folder = tmp_path_factory.mktemp("rows")
     (folder / "list.json").write_text(json.dumps(rows, ensure_ascii=True), encoding="utf-8")
     lines = [json.dumps(row, ensure_ascii=ascii_only) for row in rows]
@@ -33,10 +34,28 @@ def test_json_and_jsonl_read_the_same_whatever_the_text(tmp_path_factory, rows, 
         assert [row.data for row in read_rows(folder / "list.json")] == rows
 
 
-def test_rows_are_numbered_as_an_editor_numbers_the_lines(tmp_path):
+def test_row_numbers_are_line_numbers(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n{"a": 2}\r\n')
     assert [(row.number, row.data["a"]) for row in read_rows(path)] == [(1, 1), (3, 2)]
+
+
+def test_json_values_are_read_without_type_inference(tmp_path):
+    """The JSON loader of `datasets` reads the first two as numbers and the third as a date."""
+    path, answers = tmp_path / "rows.jsonl", ["1e-05", "07", "2020-01-01", 2, 10**30, [["f", {}], "text"], True]
+    path.write_text("".join(json.dumps({"answer": answer}) + "\n" for answer in answers))
+    read = [row.data["answer"] for row in read_rows(path)]
+    assert read == answers
+    assert [type(answer) for answer in read] == [type(answer) for answer in answers]
+
+
+def test_parquet_rows_equal_what_was_written(tmp_path):
+    """Paths with the characters of a glob pattern included."""
+    rows = [example(number) | {"n": number, "tags": ["x"] * number} for number in range(70)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows[1].parquet")
+    read = list(read_rows(tmp_path / "rows[1].parquet"))
+    assert [row.data for row in read] == rows
+    assert [row.number for row in read] == list(range(1, 71))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +71,7 @@ def test_rows_are_numbered_as_an_editor_numbers_the_lines(tmp_path):
     ],
     ids=["cut line", "a list", "a number", "cut list", "text", "too deep", "too long a number"],
 )
-def test_a_line_that_is_no_object_is_named(tmp_path, content, row):
+def test_line_that_is_not_an_object_raises_with_its_number(tmp_path, content, row):
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
     with pytest.raises(RowError, match=rf"rows\.jsonl, row {row}, field '\(whole row\)'"):
@@ -60,7 +79,7 @@ def test_a_line_that_is_no_object_is_named(tmp_path, content, row):
 
 
 @pytest.mark.parametrize("broken", ['{"n": ', "[1]", "3"], ids=["cut", "a list", "a number"])
-def test_a_line_that_is_no_object_is_one_row_to_drop_and_no_field_of_it_can_be_read(tmp_path, broken, capsys):
+def test_line_that_is_not_an_object_can_be_dropped(tmp_path, broken, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"n": 0}}\n{broken}\n{{"n": 2}}\n')
     tally = Tally("t")
@@ -71,7 +90,7 @@ def test_a_line_that_is_no_object_is_one_row_to_drop_and_no_field_of_it_can_be_r
         [row.get("n", int) for row in read_rows(path)]
 
 
-def test_a_wrong_path_suffix_or_encoding_says_what_is_read(tmp_path):
+def test_wrong_path_suffix_or_encoding_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"\.json, \.jsonl, \.parquet"):
         read_rows(tmp_path / "absent.jsonl")
     (tmp_path / "rows.pkl").write_bytes(b"")
@@ -89,21 +108,21 @@ def test_a_wrong_path_suffix_or_encoding_says_what_is_read(tmp_path):
     ("data", "problem"),
     [({}, "missing"), ({"a": None}, "NoneType"), ({"a": 3}, "int"), ({"a": " \n"}, "blank"), ({"a": True}, "bool")],
 )
-def test_a_text_field_must_be_a_text(data, problem):
+def test_text_field_must_be_a_nonblank_text(data, problem):
     with pytest.raises(RowError, match=rf"f\.jsonl, row 7, field 'a': .*{problem}"):
         Row("f.jsonl", 7, data).text("a")
 
 
 @pytest.mark.parametrize("value", ["a\ud800", ["b", "\udfff"], {"text": ["c", "\ud83d"]}, {"\udc00": 1}])
-def test_half_a_surrogate_pair_is_no_text_however_deep(value):
-    """JSON can spell it, no file, table or tokenizer takes it."""
-    with pytest.raises(RowError, match=r"f\.jsonl, row 7, field 'a': '\\ud.* surrogate"):
+def test_lone_surrogate_raises_at_any_depth(value):
+    """JSON can escape a lone surrogate, but files, tables and tokenizers cannot hold it."""
+    with pytest.raises(RowError, match=r"f\.jsonl, row 7, field 'a': contains the lone surrogate '\\ud"):
         Row("f.jsonl", 7, json.loads(json.dumps({"a": value}))).get("a", (str, list, dict))
     assert Row("f.jsonl", 7, {"a": "\U0001f600"}).text("a") == "\U0001f600"
 
 
-def test_true_is_no_number():
-    with pytest.raises(RowError, match="bool where int"):
+def test_bool_is_not_accepted_as_int():
+    with pytest.raises(RowError, match="expected int, got bool"):
         Row("f", 1, {"a": True}).get("a", int)
 
 
@@ -116,31 +135,31 @@ def refuse_odd(row: Row) -> int:
 ROWS = [Row("f.jsonl", n + 1, {"n": n}) for n in range(5)]
 
 
-def test_a_malformed_row_ends_the_load():
+def test_malformed_row_raises_by_default():
     with pytest.raises(RowError, match=r"f\.jsonl, row 2, field 'n': odd"):
         list(accept(ROWS, refuse_odd, Tally("t"), "raise"))
 
 
-def test_or_is_dropped_printed_and_counted(capsys):
+def test_malformed_row_can_be_dropped_printed_and_counted(capsys):
     tally = Tally("t")
     assert list(accept(ROWS, refuse_odd, tally, "drop")) == [0, 2, 4]
     assert tally.dropped == {"malformed in 'n'": 2}
     assert capsys.readouterr().err.count("dropped: f.jsonl, row ") == 2
 
 
-def test_there_is_no_third_way():
+def test_on_malformed_is_raise_or_drop():
     with pytest.raises(ValueError, match="'raise' or 'drop'"):
         list(accept(ROWS, refuse_odd, Tally("t"), "ignore"))
 
 
-def test_what_a_row_says_commands_no_terminal(capsys):
+def test_hostile_strings_are_printed_escaped(capsys):
     tally = Tally("rows")
     tally.drop("of domain \x1b]0;owned\x07\nnext")
     assert "1 of domain ⟨U+001B⟩]0;owned⟨U+0007⟩⟨U+000A⟩next" in str(tally)
     assert str(RowError("a.jsonl", 1, "id", "the row has \x1b[2J")).endswith("the row has ⟨U+001B⟩[2J")
 
 
-def test_the_tally_is_printed_and_stays_with_the_data_set(capsys):
+def test_tally_is_printed_and_kept_as_description(capsys):
     tally = Tally("bench train")
     tally.drop("too long", 3)
     tally.drop("never happened", 0)
@@ -151,7 +170,7 @@ def test_the_tally_is_printed_and_stays_with_the_data_set(capsys):
     assert built.select(range(1)).info.description == line
 
 
-def test_no_row_left_is_an_error_that_says_where_they_went():
+def test_no_rows_left_raises_with_the_tally():
     tally = Tally("bench train")
     tally.drop("too long", 3)
     with pytest.raises(ValueError, match=r"No rows left.*3 too long"):

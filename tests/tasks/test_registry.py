@@ -32,7 +32,7 @@ OWN_TASK = """
 
 @pytest.fixture
 def own_package(tmp_path, monkeypatch):
-    """An installed package `echo_env` that offers the task `echo` by an entry point."""
+    """Installed package `echo_env` with the task `echo` as an entry point."""
     (tmp_path / "echo_env.py").write_text(textwrap.dedent(OWN_TASK))
     info = tmp_path / "echo_env-1.0.dist-info"
     info.mkdir()
@@ -44,7 +44,7 @@ def own_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_every_built_in_task_offers_the_same_names(name):
+def test_built_in_tasks_have_build_verify_and_reward(name):
     task = load_task(name)
     assert task.name == name
     assert callable(task.build)
@@ -52,7 +52,7 @@ def test_every_built_in_task_offers_the_same_names(name):
     assert task.reward.__name__ == name  # TRL logs a reward function under its name
 
 
-def test_an_option_after_the_colon_reaches_the_builder(shared_data):
+def test_option_after_colon_is_passed_to_build(shared_data):
     built = load_task("sciknoweval:biology").build("test", shared_data / "sciknoweval")
     assert set(built["task"]) == {"sciknoweval:biology"}
 
@@ -70,12 +70,12 @@ def test_an_option_after_the_colon_reaches_the_builder(shared_data):
         (".relative:Task", "Unknown task"),
     ],
 )
-def test_a_wrong_name_lists_what_exists(name, message):
+def test_unknown_names_raise_and_list_known_tasks(name, message):
     with pytest.raises(ValueError, match=message):
         load_task(name)
 
 
-def test_a_module_that_fails_to_import_says_what_it_misses(tmp_path, monkeypatch):
+def test_import_error_names_the_missing_module(tmp_path, monkeypatch):
     (tmp_path / "needs_something.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
@@ -83,19 +83,19 @@ def test_a_module_that_fails_to_import_says_what_it_misses(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["echo_env:Echo", "echo_env:instance"])
-def test_an_own_task_is_named_by_module_and_attribute(own_package, name):
+def test_custom_task_loads_by_module_and_attribute(own_package, name):
     task = load_task(name)
     assert task.build("train") == ("train", None)
     assert [verdict.reward for verdict in task.reward(completions=["a", "b"], answer=["a", "a"])] == [1.0, 0.0]
     assert task.reward.__name__ == name
 
 
-def test_an_own_task_without_the_two_functions_is_refused(own_package):
+def test_custom_task_without_build_and_verify_raises(own_package):
     with pytest.raises(TypeError, match="`build` and `verify`"):
         load_task("echo_env:not_a_task")
 
 
-def test_a_task_whose_rows_lack_a_column_names_it_and_the_fix():
+def test_rows_without_required_columns_raise():
     class Unasked:
         def build(self, split, path=None):
             return Dataset.from_list([{"question": "1 + 1?"}])
@@ -107,30 +107,30 @@ def test_a_task_whose_rows_lack_a_column_names_it_and_the_fix():
         as_task(Unasked, "unasked").build("train")
 
 
-def test_an_installed_package_adds_a_name_by_an_entry_point(own_package):
+def test_entry_point_adds_a_task_name(own_package):
     assert "echo" in known_tasks()
     assert load_task("echo").verify("a", "a").reward == 1.0
     with pytest.raises(ValueError, match="takes no option"):
         load_task("echo:loud")
 
 
-def test_two_packages_with_one_name_are_told_apart_by_the_user(own_package):
+def test_one_name_from_two_packages_raises(own_package):
     info = own_package / "other_env-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-env\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[credit_trl.tasks]\necho = echo_env:instance\n")
-    with pytest.raises(ValueError, match="several packages"):
+    with pytest.raises(ValueError, match="Several packages define"):
         load_task("echo")
 
 
-def test_a_task_object_is_taken_as_it_is():
+def test_task_object_is_returned_unchanged():
     task = Task(
         "mine", build=lambda split, path=None: None, verify=lambda *_, **__: Verdict(1.0), reward=lambda **_: []
     )
     assert as_task(task, "package:mine") is task
 
 
-def test_a_reward_that_is_a_coroutine_function_stays_one():
+def test_async_reward_stays_a_coroutine_function():
     class Slow:
         build = verify = staticmethod(exact)
 
@@ -143,7 +143,7 @@ def test_a_reward_that_is_a_coroutine_function_stays_one():
     assert asyncio.run(reward(completions=["a", "b"], answer=["a", "b"])) == [0.5, 0.5]
 
 
-def test_names_resolve_without_importing_the_other_tasks():
+def test_loading_a_task_imports_no_other_task():
     code = (
         "import sys; import credit_trl.tasks; credit_trl.tasks.known_tasks();"
         "credit_trl.tasks.load_task('sciknoweval:physics');"
@@ -161,7 +161,7 @@ def exact(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     return Verdict(float(response == answer), f"expected {answer}{' (cut)' if truncated else ''}")
 
 
-def test_a_batch_grades_texts_and_conversations_alike():
+def test_batch_grades_texts_and_conversations_alike():
     reward = batch_of(exact)
     completions = ["yes", [{"role": "assistant", "content": "yes"}], [{"role": "assistant", "content": "no"}]]
     verdicts = reward(completions=completions, answer=["yes"] * 3, truncated=[False, True, False], prompts=["?"] * 3)
@@ -169,7 +169,7 @@ def test_a_batch_grades_texts_and_conversations_alike():
     assert [verdict.feedback for verdict in verdicts] == ["expected yes", "expected yes (cut)", "expected yes"]
 
 
-def test_a_batch_with_too_few_answers_is_an_error():
+def test_batch_with_too_few_answers_raises():
     with pytest.raises(ValueError, match="zip"):
         batch_of(exact)(completions=["a", "b"], answer=["a"])
 
@@ -178,7 +178,7 @@ NAMES = ["sciknoweval:physics", "sciknoweval:biology", "toolalpaca", "toolalpaca
 
 
 @given(rows=st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from("AB"), st.booleans()), max_size=12))
-def test_a_mixed_batch_is_graded_as_each_task_grades_its_rows_alone(rows):
+def test_mixed_batch_equals_grading_each_row_with_its_task(rows):
     calls = '[{"Action": "f", "Action_Input": "{\\"x\\": 1}"}]'
     names = [name for name, _, _ in rows]
     completions = [f'<answer>{letter}</answer> Action: f\nAction Input: {{"x": 1}}' for _, letter, _ in rows]
@@ -193,7 +193,7 @@ def test_a_mixed_batch_is_graded_as_each_task_grades_its_rows_alone(rows):
     ]
 
 
-def test_a_mixed_batch_calls_each_task_once_with_its_own_rows(monkeypatch):
+def test_mixed_batch_calls_each_task_once_with_its_rows(monkeypatch):
     seen = []
 
     def reward(completions, answer, extra, trainer_state, truncated=None, **columns):
@@ -218,7 +218,7 @@ def test_a_mixed_batch_calls_each_task_once_with_its_own_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("inside_a_loop", [False, True])  # a notebook has a loop that runs
-def test_a_mixed_batch_waits_for_a_task_whose_reward_is_a_coroutine(monkeypatch, inside_a_loop):
+def test_mixed_batch_awaits_async_rewards(monkeypatch, inside_a_loop):
     async def reward(completions, answer, **columns):
         await asyncio.sleep(0)
         return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
@@ -235,7 +235,7 @@ def test_a_mixed_batch_waits_for_a_task_whose_reward_is_a_coroutine(monkeypatch,
     assert (asyncio.run(in_a_loop()) if inside_a_loop else mixed_reward(**batch)) == [1.0, 0.0]
 
 
-def test_a_task_that_is_a_class_is_made_once_for_all_batches(own_package):
+def test_task_class_is_instantiated_once(own_package):
     import echo_env
 
     load_task("echo_env:Echo")
@@ -246,7 +246,7 @@ def test_a_task_that_is_a_class_is_made_once_for_all_batches(own_package):
     assert len(made) == 1
 
 
-def test_a_name_in_data_imports_nothing(tmp_path, monkeypatch):
+def test_task_name_in_data_imports_no_module(tmp_path, monkeypatch):
     (tmp_path / "planted.py").write_text("raise SystemExit('it ran')\n")
     monkeypatch.syspath_prepend(tmp_path)
     rows = {"completions": ["a"], "answer": ["a"]}
@@ -259,12 +259,12 @@ def test_a_name_in_data_imports_nothing(tmp_path, monkeypatch):
     assert "planted" not in sys.modules
 
 
-def test_a_row_of_no_known_task_is_an_error():
+def test_row_of_an_unknown_task_raises():
     with pytest.raises(ValueError, match="Unknown task 'nothing'"):
         mixed_reward(completions=["x"], task=["nothing"], answer=["a"])
 
 
-def test_mixed_data_sets_keep_every_row_and_route_to_their_verifiers(shared_data):
+def test_mix_datasets_keeps_rows_and_routes_verifiers(shared_data):
     physics = load_task("sciknoweval:physics").build("test", shared_data / "sciknoweval")
     tools = load_task("toolalpaca").build("test", shared_data / "toolalpaca" / "eval_simulated.json")
     mixed = mix_datasets([physics, tools])
@@ -276,7 +276,7 @@ def test_mixed_data_sets_keep_every_row_and_route_to_their_verifiers(shared_data
     assert {verdict.feedback.split()[0] for verdict in verdicts} == {"Correct", "Actions"}
 
 
-def test_several_names_are_one_task_that_routes_its_rows(shared_data):
+def test_several_names_load_a_mixed_task(shared_data):
     task = load_task("sciknoweval:physics, toolalpaca:strict")
     built = task.build("test", shared_data)
     assert built["task"][:] == ["sciknoweval:physics"] * 80 + ["toolalpaca:strict"] * 68
@@ -295,19 +295,19 @@ def test_several_names_are_one_task_that_routes_its_rows(shared_data):
         task.verify("x", "A", task="math")
 
 
-def test_a_mixture_with_an_unknown_part_says_which():
+def test_mixture_with_an_unknown_part_names_it():
     with pytest.raises(ValueError, match="Unknown task 'nothing'"):
         load_task("sciknoweval:physics,nothing")
 
 
-def test_the_name_under_which_a_part_is_mixed_becomes_its_task_column():
+def test_mix_datasets_sets_task_column_from_keys():
     rows = [{"prompt": [{"role": "user", "content": "?"}], "answer": "A"}]
     own = Dataset.from_list(rows)
     other = Dataset.from_list([rows[0] | {"task": "something else"}])
     assert mix_datasets({"my.own:Task": own, "math": other})["task"] == ["my.own:Task", "math"]
 
 
-def test_mixing_takes_data_sets_of_any_text_width_and_without_ids():
+def test_mix_datasets_accepts_extra_columns_and_no_ids():
     rows = [{"prompt": [{"role": "user", "content": "?"}], "answer": "A", "task": "sciknoweval:physics", "extra": 1}]
     mixed = mix_datasets([Dataset.from_list(rows), Dataset.from_list(rows)])
     assert mixed.column_names == ["prompt", "answer", "task"]

@@ -1,7 +1,7 @@
-"""Tasks: where prompts come from and how responses are graded.
+"""Tasks: sources of prompts with the verifiers that grade responses to them.
 
-`load_task` resolves a name; `mixed_reward` and `mix_datasets` run several tasks at once. The task modules themselves
-are imported only when their name is asked for.
+`load_task` resolves a name; `mixed_reward` and `mix_datasets` combine several tasks in one run. A task's module is
+imported when its name is loaded.
 """
 
 from credit_trl.tasks.registry import (

@@ -1,11 +1,16 @@
-"""Reading a benchmark's rows: every row is checked, every row is accounted for.
+"""Reading and checking of benchmark rows.
 
-A `Row` knows its file and number, so that whatever is wrong with it can be said as file, row and field. A `Tally`
-counts what was kept and what was dropped and why, and fingerprints the content.
+A `Row` knows its file and number, so errors name file, row and field. A `Tally` counts kept and dropped rows, with
+reasons, and fingerprints the content.
+
+Parquet files and hub data sets are read by `datasets`. JSON is read line by line with the standard library: the JSON
+loader of `datasets` fails for a whole file at one malformed line, and its column types change values (`"1e-05"` beside
+`2` becomes a number, `"2020-01-01"` a date).
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import sys
@@ -21,11 +26,12 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
-PATH_OPTIONS = "`--dataset_path` of `trl credit`, `--path` of the commands beside it"
+PATH_OPTIONS = "`--dataset_path` of `trl credit`, `--path` of its companion commands"
+WHOLE_ROW = "(whole row)"
 
 
 class RowError(ValueError):
-    """A malformed row, told as file, row (from 1; in JSONL the line) and field."""
+    """Malformed row, with its file, its number (from 1; the line number in JSON lines) and the field."""
 
     def __init__(self, source: str, row: int, field: str, problem: str) -> None:
         self.source, self.row, self.field, self.problem = source, row, field, problem
@@ -34,7 +40,14 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One record as read, with where it came from; `fault` says what is wrong with one that could not be read."""
+    """One record with its origin.
+
+    Args:
+        source: file or data set.
+        number: number of the row in `source`, from 1.
+        data: fields of the record.
+        fault: error of a row that is not a JSON object; `accept` and `get` raise it.
+    """
 
     source: str
     number: int
@@ -45,10 +58,11 @@ class Row:
         return RowError(self.source, self.number, field, problem)
 
     def get(self, field: str, kind: type | tuple[type, ...]) -> Any:
-        """The field's value, which must be there and of the given type.
+        """Value of a field, checked for presence and type.
 
         Raises:
-            RowError: it is missing or of another type (a bool is no int), or holds text that no encoding can write.
+            RowError: the field is missing, has another type (bool is not accepted as int), or contains a lone
+                surrogate, which no encoding can write.
         """
         if self.fault is not None:
             raise self.fault
@@ -58,20 +72,19 @@ class Row:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(one.__name__ for one in kinds)
-            raise self.error(field, f"{type(value).__name__} where {names} is needed")
-        for text in _texts(value):
+            raise self.error(field, f"expected {names}, got {type(value).__name__}")
+        for text in _strings_in(value):
             try:
                 text.isascii() or text.encode()
             except UnicodeEncodeError as error:
-                half = text[error.start]
-                raise self.error(field, f"{half!a} is half of a surrogate pair and no character") from error
+                raise self.error(field, f"contains the lone surrogate {text[error.start]!a}") from error
         return value
 
     def text(self, field: str) -> str:
-        """A text that is not blank.
+        """Text of a field that is not blank.
 
         Raises:
-            RowError: missing, not a text, or blank.
+            RowError: the field is missing, not a text, or blank.
         """
         value = self.get(field, str)
         if not value.strip():
@@ -79,10 +92,10 @@ class Row:
         return value
 
     def parsed(self, field: str) -> Any:
-        """The value of a field that holds JSON as text.
+        """Value of a field that holds JSON text.
 
         Raises:
-            RowError: missing, not a text, or not JSON.
+            RowError: the field is missing, not a text, or not JSON.
         """
         try:
             return json.loads(self.get(field, str))
@@ -90,8 +103,8 @@ class Row:
             raise self.error(field, f"not JSON: {error}") from error
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value as JSON has them, however deep."""
+def _strings_in(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, at any depth."""
     pending = [value]
     while pending:
         one = pending.pop()
@@ -105,11 +118,11 @@ def _texts(value: Any) -> Iterator[str]:
 
 @dataclass
 class Tally:
-    """Rows read, kept and dropped, and a hash of what was kept.
+    """Counts of kept and dropped rows, and a hash of the kept ones.
 
     Args:
-        name: what was loaded, for the printed line.
-        notes: oddities of rows that were kept all the same.
+        name: name of what is loaded, for the printed line.
+        notes: counts of peculiarities of kept rows.
     """
 
     name: str
@@ -127,24 +140,27 @@ class Tally:
         return self.kept + self.dropped.total()
 
     def __str__(self) -> str:
-        kept = f"{self.kept} kept{_counted(self.notes)}"
-        dropped = f"{self.dropped.total()} dropped{_counted(self.dropped)}"
+        kept = f"{self.kept} kept{_with_reasons(self.notes)}"
+        dropped = f"{self.dropped.total()} dropped{_with_reasons(self.dropped)}"
         return f"{self.name}: {self.read} read, {kept}, {dropped}, sha256 {self.digest}"
 
 
-def _counted(reasons: Counter[str]) -> str:
+def _with_reasons(reasons: Counter[str]) -> str:
     listed = "; ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
     return f" ({listed})" if listed else ""
 
 
 def accept(rows: Iterable[Any], convert: Callable[[Any], Any], tally: Tally, on_malformed: str) -> Iterator[Any]:
-    """Convert rows, or records made of them; a `RowError` ends the load, or with `on_malformed="drop"` is printed and
-    counted.
+    """Convert rows, or records made from them, and handle malformed ones.
 
-    `convert` returns `None` for a row that it has dropped and tallied itself.
+    Args:
+        rows: rows or records.
+        convert: conversion of one of them; returns `None` for a row that it has dropped and tallied itself.
+        tally: counts malformed rows.
+        on_malformed: `"raise"` raises the `RowError`; `"drop"` prints and counts it.
     """
     if on_malformed not in ("raise", "drop"):
-        raise ValueError(f"on_malformed is 'raise' or 'drop', got {on_malformed!r}.")
+        raise ValueError(f"on_malformed must be 'raise' or 'drop', got {on_malformed!r}.")
     for row in rows:
         try:
             if isinstance(row, Row) and row.fault is not None:
@@ -161,15 +177,14 @@ def accept(rows: Iterable[Any], convert: Callable[[Any], Any], tally: Tally, on_
 
 
 def dataset_of(rows: Sequence[Mapping[str, Any]], tally: Tally) -> Dataset:
-    """The finished data set, after printing the tally; `dataset.info.description` carries the same line.
+    """Build the data set and print the tally, which `dataset.info.description` contains too.
 
     Args:
-        rows: each with `prompt` (messages), `answer`, `task` and `id`, all text.
-        tally: completed here with the number of rows and the hash of their content, which depends on nothing else
-            (order included), so that two machines can tell whether they train on the same data.
+        rows: rows with `prompt` (messages), `answer`, `task` and `id`, all text.
+        tally: receives the number of rows and the hash of their content and order. Equal hashes mean equal data.
 
     Raises:
-        ValueError: no row is left; the message is the tally, which says where they went.
+        ValueError: there are no rows; the message contains the tally.
     """
     from datasets import Dataset
 
@@ -183,7 +198,7 @@ def dataset_of(rows: Sequence[Mapping[str, Any]], tally: Tally) -> Dataset:
 
 
 def row_features() -> Features:
-    """The columns of every task: `prompt` (messages), `answer`, `task`, `id`; answers may be megabytes of tests."""
+    """Columns of every task: `prompt` (messages), `answer` (up to megabytes of tests), `task`, `id`."""
     from datasets import Features, List, Value
 
     message = {"role": Value("string"), "content": Value("string")}
@@ -192,21 +207,26 @@ def row_features() -> Features:
 
 
 def content_hash(rows: Iterable[Mapping[str, Any]]) -> str:
-    """SHA-256 over the rows' canonical JSON, in order."""
+    """SHA-256 of the rows' canonical JSON, in order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode() + b"\n")
     return digest.hexdigest()
 
 
-def read_rows(path: str | Path) -> Iterator[Row]:
-    """The rows of a JSON list, of JSON lines (whatever the suffix says) or of a parquet file, one at a time.
+def data_files(folder: Path) -> list[Path]:
+    """Data files below a folder, sorted by path."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
 
-    A line that is not JSON, or a row that is no object, is a `Row` with a `fault`.
+
+def read_rows(path: str | Path) -> Iterator[Row]:
+    """Rows of a JSON list, of JSON lines (whatever the suffix) or of a parquet file, read as they are consumed.
+
+    A line that is not JSON, or a value that is not an object, yields a `Row` with a `fault`.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a suffix that is none of `.json`, `.jsonl`, `.parquet`, bytes that are not UTF-8, or no parquet.
+        FileNotFoundError: the file does not exist.
+        ValueError: unknown suffix, text that is not UTF-8, or an invalid parquet file.
         RowError: a list that is not JSON.
     """
     path = Path(path)
@@ -214,18 +234,18 @@ def read_rows(path: str | Path) -> Iterator[Row]:
         raise FileNotFoundError(f"No file {path}; pass a {', '.join(SUFFIXES)} file or a folder of such files.")
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path}: rows are read from {', '.join(SUFFIXES)}, not from {path.suffix or 'this'}.")
-    return _objects(_parquet(path) if path.suffix == ".parquet" else _json_rows(path), str(path))
+    return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
 
 
 def hub_rows(repository: str, split: str, name: str | None = None, **options: Any) -> Iterator[Row]:
-    """The rows of a data set on the hub, or of a local folder in the hub's layout, through `datasets`.
+    """Rows of a hub data set, or of a local folder in the hub's layout.
 
     Args:
-        repository, split, options: as `datasets.load_dataset` takes them.
-        name: what errors call the data set; by default the repository.
+        repository, split, options: arguments of `datasets.load_dataset`.
+        name: name of the data set in errors, by default the repository.
 
     Raises:
-        ValueError: it cannot be loaded; the message says how to use a local copy.
+        ValueError: the data set cannot be loaded.
     """
     from datasets import load_dataset
 
@@ -237,60 +257,51 @@ def hub_rows(repository: str, split: str, name: str | None = None, **options: An
             f"Could not load {name!r} from the hub ({type(error).__name__}: {error}). Without network, pass `path=` "
             f"({PATH_OPTIONS}): a file or folder with the same rows as JSON, JSONL or parquet."
         ) from error
-    return _objects(enumerate(rows, 1), f"{name}[{split}]")
+    return (_row(f"{name}[{split}]", number, data) for number, data in enumerate(rows, 1))
 
 
-def data_files(folder: Path) -> list[Path]:
-    """The data files below a folder, sorted by path."""
-    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+    from datasets import load_dataset
 
-
-def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """The members of a JSON list, or the lines of a file, with their numbers; blank lines only count."""
-    try:
-        # newline="\n": JSON text may hold U+2028 and friends unescaped, and lines are read as they stand
-        with open(path, encoding="utf-8-sig", newline="\n") as lines:
-            numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-            for count, (number, line) in enumerate(numbered):
-                if count == 0 and line.lstrip().startswith("["):
-                    yield from enumerate(_json(line + lines.read(), str(path), number), 1)
-                    return
-                yield number, _json_line(line, str(path), number)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-
-
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=64))
-            yield from enumerate((row for batch in batches for row in batch), 1)
+    try:  # streaming, since the cache of `datasets` would be a copy of the file
+        rows = load_dataset("parquet", data_files=glob.escape(str(path)), split="train", streaming=True)
+        yield from (_row(str(path), number, data) for number, data in enumerate(rows, 1))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def _json(text: str, source: str, number: int) -> Any:
+def _json_rows(path: Path) -> Iterator[Row]:
+    """Members of a JSON list, or lines of a file; blank lines count in the numbers only."""
+    source, is_first = str(path), True
+    try:
+        # newline="\n": JSON strings may contain other line separators, such as U+2028
+        with open(path, encoding="utf-8-sig", newline="\n") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                if is_first and line.lstrip().startswith("["):
+                    members = _load_json(line + lines.read(), source, number)
+                    yield from (_row(source, place, data) for place, data in enumerate(members, 1))
+                    return
+                is_first = False
+                try:
+                    yield _row(source, number, _load_json(line, source, number))
+                except RowError as error:
+                    yield Row(source, number, {}, error)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _load_json(text: str, source: str, number: int) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RowError(source, number, "(whole row)", f"not JSON: {error}") from error
+        raise RowError(source, number, WHOLE_ROW, f"not JSON: {error}") from error
 
 
-def _json_line(text: str, source: str, number: int) -> Any:
-    """The line's value, or the error that says why it has none: the lines after it are rows all the same."""
-    try:
-        return _json(text, source, number)
-    except RowError as error:
-        return error
-
-
-def _objects(numbered: Iterable[tuple[int, Any]], source: str) -> Iterator[Row]:
-    for number, data in numbered:
-        if isinstance(data, Mapping):
-            yield Row(source, number, data)
-            continue
-        problem = f"{type(data).__name__} where an object is needed"
-        fault = data if isinstance(data, RowError) else RowError(source, number, "(whole row)", problem)
-        yield Row(source, number, {}, fault)
+def _row(source: str, number: int, data: Any) -> Row:
+    if isinstance(data, Mapping):
+        return Row(source, number, data)
+    fault = RowError(source, number, WHOLE_ROW, f"expected an object, got {type(data).__name__}")
+    return Row(source, number, {}, fault)

@@ -1,15 +1,15 @@
-"""Tasks by name: `load_task("sciknoweval:chemistry")` gives a dataset builder and its verifier.
+"""Task registry: `load_task("sciknoweval:chemistry")` returns a dataset builder and its verifier.
 
-A task is two functions, `build(split, path=None, **options) -> Dataset` and
-`verify(response, answer, *, truncated=False, **options) -> Verdict`, and the batch form of the second, `reward`,
-which plugs straight into TRL's `reward_funcs`. Names resolve in this order:
+A task has two functions, `build(split, path=None, **options) -> Dataset` and
+`verify(response, answer, *, truncated=False, **options) -> Verdict`, and the batch form of the second, `reward`, for
+TRL's `reward_funcs`. Names resolve in this order:
 
-1. the built-in tasks (`BUILT_IN`), with an option after a colon where the module declares one;
-2. entry points of the group `credit_trl.tasks`, so that an installed package can add names;
-3. `package.module:attribute`, anything importable.
+1. built-in tasks (`BUILT_IN`), with an option after a colon where the module declares one;
+2. entry points of the group `credit_trl.tasks`, through which installed packages add names;
+3. `package.module:attribute`, any importable object.
 
-Several names with commas between them are one mixed task, whose column `task` routes each row to its verifier.
-Nothing is imported before its name is asked for.
+Several names separated by commas form a mixed task, whose column `task` routes each row to its verifier. A module is
+imported when its name is loaded.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ BUILT_IN = {
 
 Rewards = list["Verdict | float | None"]
 
-# What this program asked for itself. A row may name no other import path, since data is not trusted.
-_asked_for: set[str] = set()
+# Names that this process has loaded. Data is not trusted, so a row may name no other import path.
+_loaded_names: set[str] = set()
 
 
 @dataclass(frozen=True)
 class Task:
-    """An environment: where its prompts come from and how responses to them are graded.
+    """A source of prompts and the verifier of responses to them.
 
     Args:
-        name: the registry name, which is also what `build` writes into the `task` column.
+        name: registry name, which `build` writes into the column `task`.
         build: `(split, path=None, **options) -> Dataset` with the columns `prompt` (messages), `answer`, `task`, `id`.
-        verify: `(response, answer, *, truncated=False, **options) -> Verdict`, one response.
-        reward: `(completions, answer, truncated=None, **columns) -> list[Verdict]`, a batch, for `reward_funcs`.
+        verify: `(response, answer, *, truncated=False, **options) -> Verdict`, for one response.
+        reward: `(completions, answer, truncated=None, **columns) -> list[Verdict]`, for a batch.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskOption:
-    """What the text after the colon of a task's name means: a module declares it as `OPTION`.
+    """Meaning of the text after the colon of a task's name. A module declares it as `OPTION`.
 
     Args:
-        keyword: the keyword argument that takes the text.
-        values: the texts allowed, or empty where the task itself checks.
-        verify: whether the verifier takes the keyword too (the builder always does).
+        keyword: keyword argument of `build` that receives the text.
+        values: allowed texts; empty where the task checks them itself.
+        verify: whether the verifier receives the argument too.
     """
 
     keyword: str
@@ -81,39 +81,39 @@ class TaskOption:
 
 
 def known_tasks() -> list[str]:
-    """The names that `load_task` resolves without an import path: built in and from entry points, sorted."""
+    """Sorted names that need no import path: built-in tasks and entry points."""
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def check_name(name: str) -> None:
-    """Refuse what is neither a known task nor the path of one; nothing is imported.
+    """Check the form of a task name, or of several with commas between them, without importing anything.
 
     Raises:
-        ValueError: such a name, alone or among several; the message lists what exists.
+        ValueError: a name is neither a known task nor an import path; the message lists the known tasks.
     """
     if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"A task is named by text, got {name!r}. Known tasks: {', '.join(known_tasks())}.")
+        raise ValueError(f"A task name must be a text, got {name!r}. Known tasks: {', '.join(known_tasks())}.")
     for one in map(str.strip, name.split(",")):
         head, _, tail = one.partition(":")
         if one and head not in known_tasks() and (head.startswith(".") or ("." not in head and not tail)):
-            raise _unknown(one)
+            raise _unknown_task(one)
 
 
 def load_task(name: str) -> Task:
-    """Resolve `"sciknoweval:chemistry"`, `"toolalpaca"`, `"my_package.my_task:MyTask"`, or several, to a `Task`.
+    """Resolve `"sciknoweval:chemistry"`, `"toolalpaca"` or `"my_package.my_task:MyTask"` to a `Task`.
 
-    Of several (`"sciknoweval:physics,toolalpaca"`) `build` hands each its own part of `path`, the subfolder with the
-    task's name (`sciknoweval`, `toolalpaca`) where there is one and `path` itself elsewhere, and `verify` takes the
-    row's `task` too.
+    Several names (`"sciknoweval:physics,toolalpaca"`) give a mixed task. Its `build` passes each part the subfolder of
+    `path` with the part's name (`sciknoweval`, `toolalpaca`) where there is one, else `path`; its `verify` needs the
+    row's `task` as a keyword.
 
     Raises:
-        ValueError: no such name, or an option that the task does not know; the message lists what exists.
-        TypeError: the object found offers no `build` and `verify`.
+        ValueError: unknown name or option; the message lists the known ones.
+        TypeError: the object has no `build` and `verify`.
     """
     check_name(name)
     if "," in name:
         return _mixture(name)
-    _asked_for.add(name)
+    _loaded_names.add(name)
     return _load(name)
 
 
@@ -133,21 +133,20 @@ def _load(name: str) -> Task:
 
 
 def as_task(found: Any, name: str, option: str | None = None) -> Task:
-    """Make a `Task` of what a name resolved to: a `Task`, a class, or anything with `build` and `verify`.
+    """Make a `Task` of a `Task`, a class, or any object with `build` and `verify`.
 
     Raises:
-        TypeError: neither a `Task` nor an object with `build` and `verify`.
-        ValueError: `option` given where the task takes none, or not among its values.
+        TypeError: the object has no `build` and `verify`.
+        ValueError: the task takes no option, or has no such value of it.
     """
     if inspect.isclass(found):
         found = found()
-    declared: TaskOption | None = getattr(found, "OPTION", None)
-    build_options, verify_options = _options(declared, name, option)
+    build_options, verify_options = _options(getattr(found, "OPTION", None), name, option)
     if isinstance(found, Task):
         return found
     for part in ("build", "verify"):
         if not callable(getattr(found, part, None)):
-            raise TypeError(f"Task {name!r}: {found!r} has no function `{part}`; a task offers `build` and `verify`.")
+            raise TypeError(f"Task {name!r}: {found!r} has no function `{part}`; a task needs `build` and `verify`.")
     verify = _with_options(found.verify, verify_options, name)
     batch = getattr(found, "reward", None)
     reward = batch_of(verify, name) if batch is None else _with_options(batch, verify_options, name)
@@ -156,11 +155,10 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
 
 
 def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[..., list[Verdict]]:
-    """The batch form of a verifier that takes one response and its answer.
+    """Batch form of a verifier, for TRL's `reward_funcs`.
 
-    The function returned takes TRL's arguments: `completions` (texts, or lists of messages of which the last
-    assistant turn counts), the dataset column `answer`, and `truncated` (one flag a completion, or `None`). Its name
-    is `name`, under which TRL logs it.
+    The returned function takes `completions` (texts, or conversations whose last assistant message is graded), the
+    column `answer`, and `truncated` (a flag per completion, or `None`). Its `__name__` is `name`, which TRL logs.
     """
 
     def reward(
@@ -179,45 +177,36 @@ def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[.
 def mixed_reward(
     completions: Sequence[Any], task: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Any
 ) -> Rewards:
-    """Grade a batch of several environments: the column `task` routes each row to its verifier.
+    """Grade a batch of several tasks: the column `task` routes each row to its verifier.
 
-    Each task sees its own rows in one call, with every column cut to them, so that a task that runs programs still
-    runs them as one batch. Verdicts come back in the order of `completions`. A reward function may be asynchronous.
+    Each task grades its rows in one call, with every column reduced to them. A reward function may be asynchronous.
+
+    Returns:
+        One result per completion, in order.
 
     Raises:
-        ValueError: a row without a task, or with a name that is neither known (`known_tasks`) nor one that this
-            program has given to `load_task` or `mix_datasets`. Names in data import nothing.
+        ValueError: a row has no task, or a name that is neither known (`known_tasks`) nor passed to `load_task` or
+            `mix_datasets` before.
     """
-    return _routed(_of_a_row, completions, task, truncated, columns)
+    return _route(_task_of_row, {"completions": completions, "task": task, "truncated": truncated, **columns})
 
 
-def _routed(
-    find: Callable[[str], Task],
-    completions: Sequence[Any],
-    task: Sequence[str],
-    truncated: Sequence[bool] | None,
-    columns: dict[str, Any],
-) -> Rewards:
-    """Verdicts of rows that are graded by several tasks, each found by its name."""
-    count = len(completions)
+def _route(find: Callable[[str], Task], columns: Mapping[str, Any]) -> Rewards:
+    """Grade the rows of several tasks; `find` returns the task of a name."""
+    count = len(columns["completions"])
     rows_of: dict[str, list[int]] = {}
-    for row, name in enumerate(task):
+    for row, name in enumerate(columns["task"]):
         rows_of.setdefault(name, []).append(row)
     verdicts: Rewards = [None] * count
-    columns |= {"completions": completions, "task": task, "truncated": truncated}
     for name, rows in rows_of.items():
-        own_columns = {key: _rows(value, rows, count) for key, value in columns.items()}
-        graded = call_reward(find(name).reward, **own_columns)
+        graded = call_reward(find(name).reward, **{key: _select(value, rows, count) for key, value in columns.items()})
         for row, verdict in zip(rows, graded, strict=True):
             verdicts[row] = verdict
     return verdicts
 
 
 def call_reward(reward: Callable[..., Any], **arguments: Any) -> Rewards:
-    """What a reward function says of a batch; a coroutine is waited for.
-
-    That is done in a thread of its own, since a notebook's has a running loop.
-    """
+    """Call a reward function. A coroutine runs in a thread of its own, since a notebook's thread has a running loop."""
     graded = reward(**arguments)
     if not inspect.iscoroutine(graded):
         return graded
@@ -225,40 +214,39 @@ def call_reward(reward: Callable[..., Any], **arguments: Any) -> Rewards:
         return thread.submit(asyncio.run, graded).result()
 
 
-@functools.lru_cache(maxsize=64)  # a task that is a class is made once, not once a batch
-def _of_a_row(name: str) -> Task:
+@functools.lru_cache(maxsize=64)  # a task that is a class is instantiated once, not once per batch
+def _task_of_row(name: str) -> Task:
     check_name(name)
-    if name not in _asked_for and name.partition(":")[0] not in known_tasks():
+    if name not in _loaded_names and name.partition(":")[0] not in known_tasks():
         raise ValueError(
             f"A row names the task {name!r}, which is not one of {', '.join(known_tasks())}. A name in data does not "
-            f"import a module: where this task is yours, call `load_task({name!r})` first."
+            f"import a module: if the task is yours, call `load_task({name!r})` first."
         )
     return _load(name)
 
 
 def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
-    """One data set of several tasks' rows, for a run that `mixed_reward` grades.
+    """Concatenate data sets of several tasks, for a run with `mixed_reward`.
 
-    Only the columns that every task has are kept (`prompt`, `answer`, `task`, and `id` where all have it); rows keep
-    their order, part after part, since the trainer shuffles.
+    Keeps the columns that every task has (`prompt`, `answer`, `task`, and `id` if all parts have it).
 
     Args:
-        parts: data sets with a `task` column, or data sets by task name, which then becomes their `task` column.
+        parts: data sets with a `task` column, or data sets by task name, which then fills their `task` column.
     """
     from datasets import concatenate_datasets
 
     from credit_trl.tasks.records import row_features
 
     if isinstance(parts, Mapping):
-        _asked_for.update(parts)
-        parts = [_named(part, name) for name, part in parts.items()]
+        _loaded_names.update(parts)
+        parts = [_with_task_column(part, name) for name, part in parts.items()]
     features = row_features()
     if not all("id" in part.column_names for part in parts):
         del features["id"]
     return concatenate_datasets([part.select_columns(list(features)).cast(features) for part in parts])
 
 
-def _named(part: Dataset, name: str) -> Dataset:
+def _with_task_column(part: Dataset, name: str) -> Dataset:
     rest = part.remove_columns("task") if "task" in part.column_names else part
     return rest.add_column("task", [name] * len(rest))
 
@@ -267,7 +255,7 @@ def _mixture(name: str) -> Task:
     parts = {one.strip(): load_task(one.strip()) for one in name.split(",")}
 
     def build(split: str, path: str | Path | None = None, **options: Any) -> Dataset:
-        paths = {one: None if path is None else _own_path(Path(path), one) for one in parts}
+        paths = {one: None if path is None else _path_of_part(Path(path), one) for one in parts}
         return mix_datasets({one: part.build(split, paths[one], **options) for one, part in parts.items()})
 
     def part_of(task: str) -> Task:
@@ -281,36 +269,38 @@ def _mixture(name: str) -> Task:
     def reward(
         completions: Sequence[Any], task: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Any
     ) -> Rewards:
-        return _routed(part_of, completions, task, truncated, columns)
+        return _route(part_of, {"completions": completions, "task": task, "truncated": truncated, **columns})
 
     return Task(name=name, build=build, verify=verify, reward=_with_options(reward, {}, name))
 
 
-def _own_path(path: Path, name: str) -> Path:
-    own = path / name.partition(":")[0]
-    return own if own.is_dir() else path
+def _path_of_part(path: Path, name: str) -> Path:
+    folder = path / name.partition(":")[0]
+    return folder if folder.is_dir() else path
 
 
-def _rows(value: Any, rows: Sequence[int], count: int) -> Any:
-    """The given rows of a column; what is not a column of the batch passes through whole."""
+def _select(value: Any, rows: Sequence[int], count: int) -> Any:
+    """The given rows of a column; values that are not a column of the batch are returned unchanged."""
     is_column = isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == count
     return [value[row] for row in rows] if is_column else value
 
 
 def _options(declared: TaskOption | None, name: str, option: str | None) -> tuple[dict[str, str], dict[str, str]]:
+    """Keyword arguments of `build` and `verify` that the option sets."""
     if option is None:
         return {}, {}
+    head = name.partition(":")[0]
     if declared is None:
-        raise ValueError(f"Task {name!r}: {name.partition(':')[0]!r} takes no option after the colon.")
+        raise ValueError(f"Task {name!r}: {head!r} takes no option after the colon.")
     if declared.values and option not in declared.values:
-        allowed = ", ".join(f"{name.partition(':')[0]}:{value}" for value in declared.values)
-        raise ValueError(f"Task {name!r}: {option!r} is no {declared.keyword}. Use one of {allowed}.")
+        allowed = ", ".join(f"{head}:{value}" for value in declared.values)
+        raise ValueError(f"Task {name!r}: {option!r} is not a {declared.keyword}. Use one of {allowed}.")
     chosen = {declared.keyword: option}
     return chosen, chosen if declared.verify else {}
 
 
 def _with_columns(build: Callable[..., Dataset], name: str) -> Callable[..., Dataset]:
-    """`build`, whose rows have what every reader of a task's rows reads."""
+    """`build` with a check for the columns `prompt` and `answer`."""
 
     @functools.wraps(build)
     def checked(*args: Any, **kwargs: Any) -> Dataset:
@@ -327,18 +317,9 @@ def _with_columns(build: Callable[..., Dataset], name: str) -> Callable[..., Dat
 
 
 def _with_options(function: Callable[..., Any], options: dict[str, str], name: str) -> Callable[..., Any]:
-    """`function` with keyword arguments fixed, under the task's name, since TRL logs a reward by its `__name__`."""
-
-    def configured(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{**options, **kwargs})
-
-    async def configured_coroutine(*args: Any, **kwargs: Any) -> Any:
-        return await function(*args, **{**options, **kwargs})
-
-    configured = configured_coroutine if inspect.iscoroutinefunction(function) else configured
+    """`function` with fixed keyword arguments and the task's name as `__name__`, under which TRL logs rewards."""
+    configured = functools.update_wrapper(functools.partial(function, **options), function)
     configured.__name__ = name
-    configured.__doc__ = function.__doc__
-    configured.__wrapped__ = function
     return configured
 
 
@@ -347,21 +328,21 @@ def _import(module: str, name: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
-            raise  # the task exists and something that it imports is missing: its own message says more
-        raise _unknown(name) from error
+            raise  # the task exists, and a module that it imports is missing
+        raise _unknown_task(name) from error
 
 
 def _load_entry_point(points: Sequence[EntryPoint], name: str) -> Any:
     if len({point.value for point in points}) > 1:
         origins = ", ".join(f"{point.value} ({point.dist.name if point.dist else '?'})" for point in points)
-        raise ValueError(f"Task {name!r} is offered by several packages: {origins}. Uninstall all but one.")
+        raise ValueError(f"Several packages define the task {name!r}: {origins}. Uninstall all but one.")
     return points[0].load()
 
 
-def _unknown(name: str) -> ValueError:
+def _unknown_task(name: str) -> ValueError:
     close = difflib.get_close_matches(name.partition(":")[0], known_tasks(), n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    suggestion = f" Did you mean {close[0]!r}?" if close else ""
     return ValueError(
-        f"Unknown task {name!r}.{hint} Known tasks: {', '.join(known_tasks())}; or name your own as "
+        f"Unknown task {name!r}.{suggestion} Known tasks: {', '.join(known_tasks())}; or name your own as "
         f"`package.module:attribute`, or add an entry point in the group `{ENTRY_POINT_GROUP}`."
     )
