@@ -259,7 +259,7 @@ def test_saving_and_loading_hold_one_tensor_at_a_time(make_model, tmp_path, monk
     ("options", "thawed", "message"),
     [
         ({"bias": "lora_only"}, None, r"`bias='lora_only'`.*Set `bias=\"none\"`.*'live'"),
-        ({}, "norm", r"`.*norm\.weight` of the base trains.*`modules_to_save`.*'live'"),
+        ({}, "norm", r"`.*norm\.weight` of the base is trainable.*`modules_to_save`.*'live'"),
     ],
     ids=["bias", "thawed"],
 )

@@ -10,13 +10,14 @@ import asyncio
 import inspect
 import logging
 import math
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from credit_trl.rollout.deadline import deadline_in
+from credit_trl.rollout.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class VerifierPolicy:
         try:
             if self.timeout is None:
                 return reward_func(**arguments)
-            return _call_in_thread(self.timeout, name, reward_func, arguments)
+            return _call_with_timeout(self.timeout, name, reward_func, arguments)
         except Exception as error:
             return self._handle(name, error)
 
@@ -127,38 +128,24 @@ class VerifierPolicy:
         logger.warning(f"{name} failed ({type(error).__name__}: {error}); the rollouts of this call are skipped.")
 
 
-def _call_in_thread(seconds: float, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _call_with_timeout(seconds: float, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Call a function in a thread that is abandoned after the timeout; what it logs later is dropped."""
-    import torch  # deferred: tasks import this module without torch
-
     is_late = threading.Event()
-    outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
     def until_late(log: Callable[..., None]) -> Callable[..., None]:
         return lambda *args: None if is_late.is_set() else log(*args)
 
-    loggers = ("log_extra", "log_metric")
-    arguments = arguments | {key: until_late(arguments[key]) for key in loggers if key in arguments}
-    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    def work() -> Any:
+        loggers = {key: until_late(arguments[key]) for key in ("log_extra", "log_metric") if key in arguments}
+        with deadline_in(seconds):
+            return reward_func(**(arguments | loggers))
 
-    def run() -> None:
-        try:
-            if device is not None:  # torch stores the current device per thread
-                torch.accelerator.set_device_index(device)
-            with deadline_in(seconds):
-                outcome.put((True, reward_func(**arguments)))
-        except BaseException as error:
-            outcome.put((False, error))
-
-    threading.Thread(target=run, name=f"verifier {name}", daemon=True).start()
-    try:
-        has_returned, value = outcome.get(timeout=seconds)
-    except queue.Empty:
+    outcome = call_in_thread(f"verifier {name}", work)
+    wait([outcome], timeout=seconds)
+    if not outcome.done():
         is_late.set()
-        raise _timeout_error(name, seconds) from None
-    if not has_returned:
-        raise value
-    return value
+        raise _timeout_error(name, seconds)
+    return outcome.result()
 
 
 def _timeout_error(name: str, seconds: float | None) -> VerifierTimeout:

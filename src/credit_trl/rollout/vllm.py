@@ -84,29 +84,19 @@ def seeded(generation: VLLMGeneration, seeds: Sequence[int]) -> Iterator[None]:
         seeds: one per prompt of the processes that share the engine, in the order of their ranks.
     """
     engine = generation.llm
-    generation.llm = _SeededEngine(engine, seeds)
+    generate = engine.generate
+
+    def seeded_generate(prompts: Sequence[Any], sampling_params: Any, **options: Any) -> Any:
+        parameters = [sampling_params.clone() for _ in prompts]
+        for one, seed in zip(parameters, seeds, strict=True):
+            one.seed = seed
+        return generate(prompts, sampling_params=parameters, **options)
+
+    engine.generate = seeded_generate
     try:
         yield
     finally:
-        generation.llm = engine
-
-
-class _SeededEngine:
-    """A `vllm.LLM` with one seed per request."""
-
-    def __init__(self, engine: Any, seeds: Sequence[int]) -> None:
-        self.engine = engine
-        self.seeds = seeds
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def generate(self, prompts: Sequence[Any], sampling_params: Any, **options: Any) -> Any:
-        parameters = []
-        for _, seed in zip(prompts, self.seeds, strict=True):
-            parameters.append(sampling_params.clone())
-            parameters[-1].seed = seed
-        return self.engine.generate(prompts, sampling_params=parameters, **options)
+        engine.generate = generate
 
 
 @torch.no_grad()

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from threading import Thread
-from typing import Any, TypeVar
+from concurrent.futures import wait
+from typing import Any
 
 import requests
 import torch
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
+
+from credit_trl.rollout.threads import call_in_thread
 
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
@@ -35,8 +36,6 @@ _RESTART = (
     "resume from the last checkpoint: `trainer.train(resume_from_checkpoint=True)`, or "
     "`trl credit --resume_from_checkpoint latest`."
 )
-
-T = TypeVar("T")
 
 
 class VLLMServerError(ConnectionError):
@@ -80,10 +79,8 @@ class WatchedClient(VLLMClient):
     def reset_prefix_cache(self) -> None:
         self._watch("clearing its cache", lambda: super(WatchedClient, self).reset_prefix_cache())
 
-    def _watch(self, activity: str, work: Callable[[], T]) -> T:
-        outcome: Future[T] = Future()
-        # A daemon thread, so that a call that never returns does not keep the process alive.
-        Thread(target=_settle, args=(outcome, work, _device()), name="vllm-server-call", daemon=True).start()
+    def _watch(self, activity: str, work: Callable[[], Any]) -> Any:
+        outcome = call_in_thread("vllm-server-call", torch.no_grad()(work))  # torch stores the grad mode per thread
         health = _Health(self.base_url, self.patience)
         while not wait([outcome], timeout=POLL_SECONDS).done:
             # A failed control request ends the update while the broadcast still waits for its receiver.
@@ -167,18 +164,3 @@ def _ask_health(url: str, timeout: float) -> str | None:
     except requests.RequestException as error:
         return str(error)
     return None if response.status_code == 200 else f"/health returned {response.status_code}"
-
-
-def _device() -> int | None:
-    return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-
-
-def _settle(outcome: Future[T], work: Callable[[], T], device: int | None) -> None:
-    """Run `work` on `device` without gradients. torch stores the current device and grad mode per thread."""
-    try:
-        if device is not None:
-            torch.accelerator.set_device_index(device)
-        with torch.no_grad():
-            outcome.set_result(work())
-    except BaseException as error:
-        outcome.set_exception(error)

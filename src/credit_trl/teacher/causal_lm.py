@@ -1,4 +1,4 @@
-"""What a causal language model is made of: its backbone, its head, and how families differ in them."""
+"""Backbone, LM head and hidden states of causal language models."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 
 def unwrap_adapters(model: nn.Module) -> nn.Module:
-    """The causal LM inside a PEFT model, or the model itself."""
+    """Return the causal LM inside a PEFT model, or the model itself."""
     return model.get_base_model() if is_peft_model(model) else model
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The causal LM's transformer, without its head; adapters stay in place."""
+    """Return the transformer of a causal LM, without its head and with its adapters."""
     return unwrap_adapters(model).base_model
 
 
 def keep_quantized_differentiable(model: nn.Module) -> None:
-    """Keep the layers of a four-bit base such that gradients pass them, on every CPU.
+    """Keep the layers of a 4-bit base differentiable on every CPU.
 
-    With AVX512-BF16, bitsandbytes lays them out for inference at the first pass without gradient, such as a rollout's.
-    There is no way back, and no gradient passes them any more, without a word.
+    On CPUs with AVX512-BF16, bitsandbytes converts them to an inference layout at the first pass without gradients,
+    such as a rollout. This is permanent and silently blocks gradients.
     """
     for module in model.modules():
         if getattr(module, "support_avx512bf16_for_cpu", False):
@@ -32,19 +32,19 @@ def keep_quantized_differentiable(model: nn.Module) -> None:
 
 
 def use_fp32_lm_head(model: nn.Module) -> None:
-    """From now on, under mixed precision too: what TRL's `cast_lm_head_to_fp32` asks for. Copies do it as well."""
+    """Multiply the LM head of a model and its copies in fp32, under autocast too (TRL's `cast_lm_head_to_fp32`)."""
     unwrap_adapters(model).get_output_embeddings().uses_fp32_matmul = True
 
 
 def uses_fp32_lm_head(model: nn.Module) -> bool:
-    """Whether `use_fp32_lm_head` said so."""
+    """Whether `use_fp32_lm_head` was called on the model."""
     return getattr(unwrap_adapters(model).get_output_embeddings(), "uses_fp32_matmul", False)
 
 
 def head_input(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Last hidden states in the dtype that `head_dtype` says, under the autocast that they were computed under.
+    """Cast last hidden states to the dtype of `head_dtype`, or to fp32 after `use_fp32_lm_head`.
 
-    In fp32 after `use_fp32_lm_head`, whatever the autocast.
+    Call it under the same autocast as the forward pass.
     """
     if uses_fp32_lm_head(model):
         return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
@@ -55,14 +55,17 @@ def head_input(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def head_dtype(hidden: torch.dtype, weight: torch.dtype, device: str, autocast: torch.dtype | None) -> torch.dtype:
-    """The dtype of the states that the head multiplies: that of the model's own head, wherever its sums stay in fp32.
+    """Return the dtype in which hidden states are multiplied with the LM head.
+
+    It is the dtype of the model's own head where that accumulates in fp32. Under bf16 autocast on a GPU it is bf16, as
+    in a linear layer, also for fp32 weights. fp16 autocast is ignored: its range is too small for the gradient of one
+    token.
 
     Args:
-        hidden: what the backbone gives.
-        weight: the head's; where it is in fp32 and the states are in less, products are in fp32.
-        device: its kind.
-        autocast: the dtype of mixed precision, or None. bf16 on a GPU has products of bf16, as a linear layer would,
-            with weights of fp32 too; fp16 has too little range for a token's share of a gradient.
+        hidden: dtype of the backbone's output.
+        weight: dtype of the head's weight.
+        device: device type.
+        autocast: dtype of mixed precision, or None.
     """
     if autocast == torch.bfloat16 and device == "cuda":
         return autocast
@@ -72,12 +75,16 @@ def head_dtype(hidden: torch.dtype, weight: torch.dtype, device: str, autocast: 
 def completion_states(
     model: nn.Module, batch: dict[str, Any], *, router_loss: bool = False
 ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, ""] | None]:
-    """The hidden states that predict each token of the completions, under the student's own prompts.
+    """Compute the hidden states that predict each completion token, given the student's prompts.
 
     Args:
         model: the unwrapped student.
-        batch: TRL's: `prompt_ids` (B, P), left-padded, `completion_ids` (B, T), right-padded, and their masks.
-        router_loss: whether the load-balancing loss of a mixture of experts is wanted beside them.
+        batch: TRL's batch with `prompt_ids` (B, P), left-padded, `completion_ids` (B, T), right-padded, and
+            `prompt_mask` and `completion_mask`.
+        router_loss: also compute the load-balancing loss of a mixture of experts.
+
+    Returns:
+        (hidden states (B, T, H), router loss or None).
     """
     attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     outputs = backbone(model)(

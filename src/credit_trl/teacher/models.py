@@ -1,12 +1,13 @@
-"""π_ref, the lagged teacher: the policy itself, its initial copy, or its exponential moving average.
+"""Weights of the teacher π_ref: the policy itself, its initial copy, or its exponential moving average (EMA).
 
-Full fine-tuning keeps a second copy of the weights; LoRA keeps a frozen adapter called `teacher` beside the trained
-one, on the same base. The average is held in fp32: at a rate of 0.01 a bf16 average would round every update away.
+Full fine-tuning stores a second copy of the weights. LoRA stores a frozen adapter `teacher` beside the trained one, on
+the same base. The EMA is stored in fp32, because at a rate of 0.01 a bf16 average rounds the updates away.
 """
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -29,11 +30,11 @@ TEACHER_FILE = "teacher.safetensors"
 
 
 class Teacher:
-    """A live teacher: the policy as it is. Base of the other two.
+    """Live teacher that scores with the policy's current weights. Base class of teachers with stored weights.
 
     Args:
-        student: the policy, unwrapped.
-        accelerator: the trainer's.
+        student: the unwrapped policy.
+        accelerator: the trainer's accelerator.
     """
 
     def __init__(self, student: nn.Module, accelerator: Accelerator) -> None:
@@ -42,12 +43,12 @@ class Teacher:
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        """The module to score with, its weights those of the teacher and in eval mode, until the block ends."""
+        """Yield the module to score with, in eval mode and with the teacher's weights inside the block."""
         with _eval_mode(self.student):
             yield self.student
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(teacher, student) parameters that may differ."""
+        """Yield (teacher, student) pairs of parameters that may differ."""
         yield from ()
 
     @torch.no_grad()
@@ -60,36 +61,37 @@ class Teacher:
 
     @torch.no_grad()
     def drift(self) -> float:
-        """‖θ_ref − θ‖ / ‖θ‖ over the parameters that may differ; 0 for a live teacher."""
+        """Return ‖θ_ref − θ‖ / ‖θ‖ over the parameters that may differ; 0 for a live teacher."""
         reshard(self.student)
         difference = norm = torch.zeros((), device=self.accelerator.device)
         for teacher, student in self.pairs():
             with gathered([teacher, student]):
-                ours, theirs = _local(teacher), _local(student.to(teacher.device, teacher.dtype))
-                difference = difference + _square_sum(ours - theirs).to(norm.device)
-                norm = norm + _square_sum(theirs).to(norm.device)
+                own, trained = _local(teacher), _local(student.to(teacher.device, teacher.dtype))
+                difference = difference + _square_sum(own - trained).to(norm.device)
+                norm = norm + _square_sum(trained).to(norm.device)
         if self._is_fsdp2():
             difference, norm = (self.accelerator.reduce(x, reduction="sum") for x in (difference, norm))
         return (difference / norm.clamp(min=1e-30)).sqrt().item()
 
     def save(self, directory: str | Path) -> None:
-        """Write the teacher's weights into a checkpoint directory; nothing for a live one."""
+        """Write the teacher's weights into a checkpoint directory; a live teacher writes nothing."""
 
     def load(self, directory: str | Path) -> None:
-        """Read them back.
+        """Read the teacher's weights from a checkpoint directory.
 
         Raises:
-            FileNotFoundError: the checkpoint holds no teacher.
+            FileNotFoundError: the checkpoint has no teacher.
+            ValueError: its teacher has other parameters.
         """
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
-        """The causal LM inside what `active` yields."""
+        """Return the causal LM inside the module that `active` yields."""
         return self.accelerator.unwrap_model(model)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The precision that the student computes in: mixed precision, or that of its half-precision weights.
+        """Return a context with the student's precision: mixed precision, or that of its half-precision weights.
 
-        DeepSpeed trains in mixed precision without autocast: it casts the student's weights.
+        DeepSpeed trains in mixed precision without autocast, because it casts the student's weights.
         """
         if self.accelerator.native_amp:
             return self.accelerator.autocast()
@@ -99,30 +101,27 @@ class Teacher:
         return nullcontext()
 
     def most_batches(self, count: int) -> int:
-        """How many forward passes every process has to join: the largest `count` where weights are sharded."""
-        if not self._is_sharded():
+        """Return the number of forward passes of every process: with sharded weights, the largest `count` of all."""
+        if not (is_zero3(self.accelerator) or self._is_fsdp2()):
             return count
         counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
         return int(counts.max())
-
-    def _is_sharded(self) -> bool:
-        return is_zero3(self.accelerator) or self._is_fsdp2()
 
     def _is_fsdp2(self) -> bool:
         return any(isinstance(module, FSDPModule) for module in self.student.modules())
 
 
-class _StoredTeacher(Teacher):
-    """A teacher with weights of its own, by name."""
+class _StoredTeacher(Teacher, ABC):
+    """A teacher with stored weights."""
 
+    @abstractmethod
     def named_weights(self) -> dict[str, Tensor]:
-        """What is saved and loaded; each kind of stored teacher says which weights."""
-        raise NotImplementedError
+        """Return the stored weights by name, as they are saved and loaded."""
 
     def save(self, directory: str | Path) -> None:
         weights: dict[str, Tensor] = {}
         for name, weight in self.named_weights().items():
-            whole = full_tensor(weight)  # every process joins, and one keeps it
+            whole = full_tensor(weight)  # a collective: every process must call it
             if self.accelerator.is_main_process:
                 weights[name] = whole.detach().cpu().contiguous()
         if self.accelerator.is_main_process:
@@ -133,28 +132,28 @@ class _StoredTeacher(Teacher):
         path = Path(directory) / TEACHER_FILE
         if not path.is_file():
             raise FileNotFoundError(
-                f"The checkpoint {directory} has no {TEACHER_FILE}, so its teacher cannot be restored. Resume "
-                "from a checkpoint of a run with the same `teacher_model_kind`, or start a new run from its weights."
+                f"The checkpoint {directory} has no {TEACHER_FILE}, so the teacher cannot be restored. Resume from a "
+                "checkpoint of a run with the same `teacher_model_kind`, or start a new run from its weights."
             )
         own = self.named_weights()
         with safe_open(path, framework="pt") as saved:  # one tensor at a time
             if differing := own.keys() ^ saved.keys():
                 raise ValueError(
-                    f"{path} holds other parameters than this run's teacher (for example {sorted(differing)[:3]}): "
-                    "was the run full fine-tuning or LoRA with another config?"
+                    f"{path} and this run's teacher have different parameters (for example {sorted(differing)[:3]}). "
+                    "Resume with the same fine-tuning method (full or LoRA) and LoRA configuration."
                 )
             for name, weight in own.items():
                 copy_full(weight, saved.get_tensor(name))
 
 
 class CopyTeacher(_StoredTeacher):
-    """A second copy of a fully fine-tuned policy."""
+    """Teacher of full fine-tuning: a second copy of the policy."""
 
     def __init__(self, student: PreTrainedModel, accelerator: Accelerator, model: nn.Module) -> None:
         super().__init__(student, accelerator)
         self.model = model
         self.model.requires_grad_(False)
-        self.model.eval()  # DeepSpeed's returns nothing
+        self.model.eval()  # not chained: DeepSpeed's `eval` returns None
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
@@ -173,7 +172,7 @@ class CopyTeacher(_StoredTeacher):
 
 
 class OffloadedTeacher(CopyTeacher):
-    """A copy that waits in main memory: it is on the accelerator only while it scores."""
+    """Copy in main memory that is on the accelerator only while it scores."""
 
     def __init__(self, student: PreTrainedModel, accelerator: Accelerator, model: PreTrainedModel) -> None:
         super().__init__(student, accelerator, model.to("cpu"))
@@ -188,10 +187,10 @@ class OffloadedTeacher(CopyTeacher):
 
 
 class AdapterTeacher(_StoredTeacher):
-    """A frozen adapter beside the trained one; the base is shared.
+    """Teacher of LoRA: a frozen adapter beside the trained one, on a shared base.
 
-    DeepSpeed casts every parameter of a model to one precision, so there the fp32 average is kept beside the model,
-    whole on every process, and the adapter follows it.
+    DeepSpeed casts all parameters of a model to one precision. There, the fp32 average is stored outside the model,
+    complete on every process, and copied into the adapter after each update.
     """
 
     def __init__(self, student: nn.Module, accelerator: Accelerator) -> None:
@@ -199,7 +198,7 @@ class AdapterTeacher(_StoredTeacher):
         self.trained = student.active_adapter
         config = copy.deepcopy(student.peft_config[self.trained])
         if hasattr(config, "init_lora_weights"):
-            # PiSSA, OLoRA and others take what an adapter starts with out of the base: once is enough.
+            # PiSSA, OLoRA and others subtract the initial adapter from the base, which must happen only once.
             config.init_lora_weights = True
         student.add_adapter(ADAPTER_NAME, config)
         self.averages: dict[str, Tensor] = {}
@@ -208,7 +207,7 @@ class AdapterTeacher(_StoredTeacher):
             teacher.data = trained.detach().to(torch.promote_types(trained.dtype, torch.float32), copy=True)
         if accelerator.distributed_type == "DEEPSPEED":
             self.averages = {name: adapter.clone() for name, adapter in self._adapter().items()}
-        # The model that a user saves is the student; checkpoints keep the teacher in a file of its own.
+        # `save_pretrained` saves the student only; checkpoints store the teacher in a separate file.
         student.save_pretrained = partial(student.save_pretrained, selected_adapters=[self.trained])
 
     @contextmanager
@@ -221,14 +220,14 @@ class AdapterTeacher(_StoredTeacher):
             self._switch(self.trained)
 
     def _switch(self, adapter: str) -> None:
-        """Use this adapter, and leave what trains to whoever decided it.
+        """Activate an adapter without changing which parameters are trainable.
 
-        PEFT's `set_adapter` freezes all other adapters and thaws all of its own; FSDP2 fixes at the first pass, which
-        may be one of scoring, in which precision it keeps what trains.
+        PEFT's `set_adapter` freezes all other adapters and unfreezes the active one. FSDP2 reads the trainable
+        parameters at the first forward pass, which may be a scoring pass.
         """
-        trains = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
+        trainable = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
         self.student.set_adapter(adapter)
-        for parameter, requires_grad in trains.items():
+        for parameter, requires_grad in trainable.items():
             parameter.requires_grad_(requires_grad)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -241,15 +240,15 @@ class AdapterTeacher(_StoredTeacher):
 
     def update(self, rate: float) -> None:
         super().update(rate)
-        self._follow()
+        self._copy_averages()
 
     def load(self, directory: str | Path) -> None:
         super().load(directory)
-        self._follow()
+        self._copy_averages()
 
     @torch.no_grad()
-    def _follow(self) -> None:
-        """Round the averages that are kept beside the model into its adapter."""
+    def _copy_averages(self) -> None:
+        """Copy the averages stored outside the model into the adapter."""
         adapter = self._adapter()
         for name, average in self.averages.items():
             self.averages[name] = average.to(self.accelerator.device)
@@ -267,32 +266,32 @@ def make_teacher(
     accelerator: Accelerator,
     offload: bool = False,
 ) -> Teacher:
-    """Build π_ref from the policy before it is wrapped for distributed training.
+    """Build the teacher π_ref from the policy, before the policy is wrapped for distributed training.
 
     Args:
-        kind: `"live"` shares the policy's weights; `"ema"` and `"base"` start as its copy.
-        student: the policy: a `PreTrainedModel` or a `PeftModel` with tuner adapters.
-        accelerator: places or shards the copy as it does the policy.
-        offload: keep the copy in main memory between scoring phases.
+        kind: `"live"` shares the policy's weights; `"ema"` and `"base"` start as a copy of them.
+        student: the policy, a `PreTrainedModel` or a `PeftModel` with tuner adapters.
+        accelerator: places or shards the copy in the same way as the policy.
+        offload: store the copy in main memory between scoring phases.
 
     Raises:
-        ValueError: a PEFT method without tuner layers (prompt or prefix tuning), one that trains parameters of the
-            base, which the teacher shares, or `offload` where there is no whole copy to move.
+        ValueError: the PEFT method has no tuner layers (prompt or prefix tuning) or trains parameters of the base,
+            which the teacher shares; or `offload` is set without an unsharded copy.
     """
     sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
     if offload and (kind == "live" or is_peft_model(student) or sharded):
         raise ValueError(
-            "`teacher_offload=True` moves a whole second copy of the policy, which this run does not have: a live "
-            "teacher and adapters share the policy's weights, FSDP and DeepSpeed shard the copy (offload it through "
-            "their own configuration). Set `teacher_offload=False`."
+            "`teacher_offload=True` needs a second, unsharded copy of the policy: a live teacher and adapters share "
+            "the policy's weights, and FSDP and DeepSpeed shard the copy (use their configuration to offload it). "
+            "Set `teacher_offload=False`."
         )
     if kind == "live":
         return Teacher(student, accelerator)
     if is_peft_model(student):
         if student.peft_config[student.active_adapter].is_prompt_learning:
             raise ValueError(
-                "Prompt-learning adapters change the model's inputs and cannot be averaged beside each other; use "
-                "LoRA (or DoRA)."
+                "Prompt-learning adapters change the model's inputs, so a teacher cannot be stored beside the trained "
+                "adapter. Use LoRA or DoRA."
             )
         _check_trains_adapter_only(student)
         return AdapterTeacher(student, accelerator)
@@ -303,26 +302,26 @@ def make_teacher(
 
 
 def _check_trains_adapter_only(student: nn.Module) -> None:
-    """What trains is the adapter, or what PEFT has copied for it (`modules_to_save`)."""
+    """Check that only the adapter and PEFT's copies for it (`modules_to_save`) are trainable."""
     config, mark = student.peft_config[student.active_adapter], f".{student.active_adapter}"
     base = [n for n, p in student.named_parameters() if p.requires_grad and f"{mark}." not in f"{n}."]
     if getattr(config, "bias", "none") != "none":
-        what, fix = f"`bias={config.bias!r}` trains biases of the base", 'Set `bias="none"`'
+        problem, fix = f"`bias={config.bias!r}` trains biases of the base", 'Set `bias="none"`'
     elif base:
-        what, fix = f"`{base[0]}` of the base trains", "Freeze it, have its module copied by `modules_to_save`"
+        problem, fix = f"`{base[0]}` of the base is trainable", "Freeze it, add its module to `modules_to_save`"
     else:
         return
     raise ValueError(
-        f"{what}, and the teacher shares the base: there it would neither lag nor stay as it was. {fix}, or set "
+        f"{problem}, and the teacher shares the base, so it would change with the student. {fix}, or set "
         "`teacher_model_kind='live'`."
     )
 
 
 class TeacherUpdate(TrainerCallback):
-    """Moves the EMA after an optimizer step: every `teacher_sync_steps`, or where a generation batch ended.
+    """Updates the EMA every `teacher_sync_steps` optimizer steps, by default at the end of each generation batch.
 
     Args:
-        trainer: whose `teacher` it is; its passes over micro-batches are counted.
+        trainer: the trainer with the `teacher` and the count of forward-backward passes.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -340,9 +339,9 @@ class TeacherUpdate(TrainerCallback):
 
 
 def _layers_dtype(model: nn.Module) -> torch.dtype:
-    """Of the base's weights without the head, which TRL may have cast to fp32, and tied embeddings with it.
+    """Return the dtype of the base without its head, which TRL may cast to fp32 with tied embeddings.
 
-    Of the head where the model has nothing else.
+    If the model has no other weights, return the dtype of the head.
     """
     head, adapters = model.get_output_embeddings(), tuple(getattr(model, "peft_config", ()))
     layers = (
@@ -356,7 +355,7 @@ def _layers_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:
-    """By the names that they had before activation checkpointing or compilation wrapped modules inside."""
+    """Parameters by their names before activation checkpointing or compilation wrapped inner modules."""
     return fsdp2_canonicalize_names(dict(module.named_parameters()))
 
 
@@ -371,7 +370,7 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def _square_sum(weights: Tensor) -> Tensor:
-    """In fp32, whose pairwise sum is precise enough: not every device has fp64."""
+    """Sum of squares in fp32: pairwise summation is precise enough, and not every device has fp64."""
     return weights.float().pow(2).sum()
 
 

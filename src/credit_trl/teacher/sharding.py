@@ -1,6 +1,6 @@
-"""Weights that lie in parts on several processes, made whole for a moment: FSDP2's `DTensor`s and ZeRO-3's partitions.
+"""Gathering of sharded weights (FSDP2's `DTensor`s, ZeRO-3's partitions), frozen copies, and wrapped forward passes.
 
-And work that goes on inside their wrapper. Every process of the run must call these functions, in the same order.
+Every process must call these functions, in the same order.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ T = TypeVar("T")
 
 
 def is_zero3(accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed keeps a part of each parameter on each process."""
+    """Whether DeepSpeed partitions the parameters over the processes."""
     plugin = accelerator.state.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
 
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
-    """Inside, parameters that ZeRO-3 has partitioned are whole; all others are as they were.
+    """Gather parameters that ZeRO-3 has partitioned inside the block; other parameters are unchanged.
 
     Args:
-        parameters: of any kind.
-        write: they are changed inside, on every process alike.
+        parameters: parameters of any kind.
+        write: the block changes them, with the same result on every process.
     """
     partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_tensor")]
     if not partitioned:
@@ -50,7 +50,7 @@ def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[N
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor: itself where it is in one piece, else a copy."""
+    """Return a tensor that is not sharded: the tensor itself, or a gathered copy of a sharded one."""
     if hasattr(tensor, "ds_tensor"):
         with gathered([tensor]):
             return tensor.detach().clone()
@@ -58,7 +58,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_full(target: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor into a parameter, sharded or not."""
+    """Copy a full tensor into a parameter that may be sharded."""
     if hasattr(target, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 
@@ -68,74 +68,74 @@ def copy_full(target: Tensor, value: Tensor) -> None:
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """The shape of the whole parameter."""
+    """Shape of a parameter before sharding."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def run_in_wrapped_forward(
     wrapper: nn.Module, unwrapped: nn.Module, work: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """Call `work` as the wrapper's forward, where DDP, FSDP and DeepSpeed see parameters used.
+    """Call `work` as the forward pass of the wrapper, so that DDP, FSDP and DeepSpeed register the used parameters.
 
     Args:
-        wrapper: the model as it was prepared for distributed training.
-        unwrapped: the model inside, perhaps the same.
-        work: returns tensors, perhaps in a tuple or a dictionary, and may bind others beforehand.
-        args, kwargs: of `work`: integers and masks, one at least (DDP on a GPU fails on none). FSDP2's mixed precision
-            rounds floats on their way in, those inside dataclasses too.
+        wrapper: the model prepared for distributed training.
+        unwrapped: the model inside, which may be the wrapper itself.
+        work: function that returns tensors, a tuple or a dictionary of them.
+        args, kwargs: arguments of `work`, at least one (DDP on a GPU needs one), without floating-point tensors:
+            FSDP2's mixed precision casts those, inside dataclasses too. Bind such tensors to `work` instead.
 
     Returns:
-        What `work` returned, from before FSDP2 rounds it: the hooks of its backward pass are on those very tensors.
+        The result of `work`, before FSDP2 casts it. FSDP2's backward hooks are on these tensors.
     """
     returned: list[T] = []
 
-    def keeping(*args: Any, **kwargs: Any) -> T:
+    def forward(*args: Any, **kwargs: Any) -> T:
         returned.append(work(*args, **kwargs))
         return returned[0]
 
-    output = _ForwardRedirection()(wrapper, unwrapped, keeping, *args, **kwargs)
+    output = _ForwardRedirection()(wrapper, unwrapped, forward, *args, **kwargs)
     return returned[0] if isinstance(unwrapped, FSDPModule) else output
 
 
 def reshard(module: nn.Module) -> None:
-    """After a forward without a backward, FSDP2's last groups are still gathered: their parameters are not shards."""
+    """Reshard FSDP2's parameters, whose last groups stay gathered after a forward pass without a backward pass."""
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             submodule.reshard()
 
 
 def frozen_copy(model: PreTrainedModel, *, precise: bool) -> PreTrainedModel:
-    """A copy that is never trained, on the same device.
+    """Copy a model without gradients, on the same device.
 
     Args:
-        model: a causal LM that is in one piece.
-        precise: hold the copy in fp32 at least.
+        model: a causal LM that is not sharded.
+        precise: store the copy in at least fp32.
     """
-    twin = copy.deepcopy(model).requires_grad_(False)
-    twin.__dict__.pop("forward", None)  # TRL's patched forward is bound to the model, not to its copy
-    return twin.to(torch.promote_types(twin.dtype, torch.float32)) if precise else twin
+    copied = copy.deepcopy(model).requires_grad_(False)
+    copied.__dict__.pop("forward", None)  # TRL's patched forward is bound to the original
+    return copied.to(torch.promote_types(copied.dtype, torch.float32)) if precise else copied
 
 
 def sharded_copy(model: PreTrainedModel, accelerator: Accelerator, *, precise: bool) -> nn.Module:
-    """A frozen copy that is placed, or sharded, as the model itself is going to be.
+    """Copy a model without gradients, and place or shard the copy as the accelerator will do with the model.
 
     Args:
-        model: a causal LM, not wrapped yet; ZeRO-3 may have partitioned it while it was loaded.
-        accelerator: the trainer's.
-        precise: hold the copy in fp32 at least, which DeepSpeed would cast to its own precision.
+        model: a causal LM that is not wrapped yet; ZeRO-3 may have partitioned it during loading.
+        accelerator: the trainer's accelerator.
+        precise: store the copy in at least fp32, in place of DeepSpeed's precision.
     """
     if is_zero3(accelerator):
         return _zero3_copy(model, accelerator, precise)
-    twin = frozen_copy(model, precise=precise)
-    if accelerator.distributed_type == "FSDP":  # layer by layer, as the model: TRL's own would gather it all at once
-        return fsdp2_prepare_model(accelerator, twin)
-    if accelerator.distributed_type == "DEEPSPEED":  # stages 1 and 2 shard what a frozen model does not have
-        return twin.to(accelerator.device)
-    return accelerator.prepare_model(twin, evaluation_mode=True)
+    copied = frozen_copy(model, precise=precise)
+    if accelerator.distributed_type == "FSDP":  # by layer, as the model; TRL's function gathers the whole copy
+        return fsdp2_prepare_model(accelerator, copied)
+    if accelerator.distributed_type == "DEEPSPEED":  # stages 1 and 2 shard only optimizer states and gradients
+        return copied.to(accelerator.device)
+    return accelerator.prepare_model(copied, evaluation_mode=True)
 
 
 def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool) -> nn.Module:
-    """Built in parts and filled from the model one parameter at a time, so that no process ever holds it whole."""
+    """Build a partitioned copy and fill it one parameter at a time, so that no process holds the whole copy."""
     import deepspeed
     from transformers.initialization import no_init_weights
     from transformers.integrations.deepspeed import prevent_arange_dtype_change
@@ -144,16 +144,16 @@ def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool)
     if precise:
         config = {name: value for name, value in config.items() if name not in ("bf16", "fp16")}
     with no_init_weights(), prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=config):
-        twin = type(model)(copy.deepcopy(model.config))
-    twin.requires_grad_(False)
+        copied = type(model)(copy.deepcopy(model.config))
+    copied.requires_grad_(False)
     if uses_fp32_lm_head(model):
-        use_fp32_lm_head(twin)
+        use_fp32_lm_head(copied)
     named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     with torch.no_grad():
-        for name, parameter in twin.named_parameters():
+        for name, parameter in copied.named_parameters():
             with gathered([named[name]]), gathered([parameter], write=True):
                 parameter.copy_(named[name])
-        for name, buffer in twin.named_buffers():  # whole on every process; some decide which expert a token goes to
+        for name, buffer in copied.named_buffers():  # not partitioned; some route tokens to experts
             buffer.copy_(buffers[name])
     plugin = SimpleNamespace(deepspeed_config=config)
-    return prepare_deepspeed(twin, SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
+    return prepare_deepspeed(copied, SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))

@@ -80,12 +80,6 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
         ValueError: the model is split over devices, its logits are not those of its backbone and head
             (`check_logits`), or they change when the prompt is padded on the left.
     """
-    _check_one_device(model)
-    check_logits(model, accelerator)
-    _check_padding(model, accelerator)
-
-
-def _check_one_device(model: nn.Module) -> None:
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
     if len(devices) > 1:
         raise ValueError(
@@ -93,6 +87,8 @@ def _check_one_device(model: nn.Module) -> None:
             "loads a model by name and sees several GPUs. Start one process per GPU (`accelerate launch`, `trl "
             "credit`; with FSDP2 if the model does not fit), or select one GPU: `CUDA_VISIBLE_DEVICES=0`."
         )
+    check_logits(model, accelerator)
+    _check_padding(model, accelerator)
 
 
 def _check_padding(model: nn.Module, accelerator: Accelerator) -> None:
@@ -225,7 +221,9 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
                 f"are {', '.join(columns)}. Add it, or use `contrastive_source='batch'`."
             )
         if "privileged_context" in columns:
-            _check_text_column(name, dataset, "privileged_context")
+            feature = (getattr(dataset, "features", None) or {}).get("privileged_context")
+            if feature is not None and getattr(feature, "dtype", None) not in ("string", "large_string", "null"):
+                raise ValueError(f"`{name}` column `privileged_context` must hold text, but holds {feature}.")
     contrasts = args.distillation_weight > 0.0 and args.contrasts
     has_rows = isinstance(train_dataset, Dataset) and "prompt" in train_dataset.column_names
     if contrasts and args.contrastive_source == "dataset" and not has_rows:
@@ -327,10 +325,3 @@ def _has_images(images: Any) -> bool:
     if isinstance(images, list | tuple):
         return any(map(_has_images, images))
     return images is not None and not (isinstance(images, int) and images == 0)
-
-
-def _check_text_column(name: str, dataset: Any, column: str) -> None:
-    features = getattr(dataset, "features", None)
-    dtype = getattr(features.get(column), "dtype", None) if features else "string"
-    if dtype not in ("string", "large_string", "null"):
-        raise ValueError(f"`{name}` column `{column}` must hold text, but holds {features[column]}.")
