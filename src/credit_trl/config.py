@@ -1,4 +1,4 @@
-"""Every knob of CREDIT, its range and its symbol in the paper, checked where it is set."""
+"""`CreditConfig`: every option with its range, its symbol in the paper and its checks."""
 
 from __future__ import annotations
 
@@ -28,51 +28,49 @@ else:
 @dataclass
 class CreditConfig(GRPOConfig):
     r"""
-    Configuration of [`CreditTrainer`]: TRL's [`~trl.GRPOConfig`] plus what turns feedback into credit.
+    Configuration of [`CreditTrainer`]: TRL's [`~trl.GRPOConfig`] and the options of the credit.
 
     GRPO, SDPO and CREDIT are one trainer that differs only in the advantage: `distillation_weight=0` is GRPO,
-    `contrastive_coef=0` is SDPO. Options that TRL's `SDPOConfig` has too keep their names; defaults are the paper's
+    `contrastive_coef=0` is SDPO. Options of TRL's `SDPOConfig` keep their names. Defaults are the paper's
     LiveCodeBench column.
 
     Parameters:
         > The contrast
 
         contrastive_coef (`float` or `"auto"`, *optional*, defaults to `0.1`):
-            λ: how much of the input-generic baseline Ĝ is taken off the teacher (Eq. 8), in [0, 1]; any λ ≥ 0 for
-            `contrastive_form="guide"`. The paper finds 0.05 to 0.1 best and a collapse of S_t towards 0.5. `"auto"`
-            adapts it after every optimizer step, see the next four; `credit/contrastive_coef` logs it.
+            λ, the weight of the input-generic baseline Ĝ that is subtracted from the teacher (Eq. 8), in [0, 1]; any
+            λ ≥ 0 for `contrastive_form="guide"`. The paper finds 0.05 to 0.1 best, and a collapse of S_t towards 0.5.
+            `"auto"` adapts λ after every optimizer step by the next four options; it is logged as
+            `credit/contrastive_coef`.
         contrastive_auto_quantity (`"kl"` or `"s"`, *optional*, defaults to `"kl"`):
-            What `"auto"` holds: the mean divergence from the target to the teacher (`credit/kl_to_teacher`), or the
-            mean S_t (`credit/s_mean`).
+            Quantity that `"auto"` holds constant: the mean divergence from the target to the teacher
+            (`credit/kl_to_teacher`), or the mean S_t (`credit/s_mean`).
         contrastive_auto_level (`float`, *optional*):
-            Where, in nats; to be stated with `"auto"`. What a run with a fixed λ that you like logs is a good level.
+            Level of that quantity, in nats; required with `"auto"`. Take the value that a good run with a fixed λ
+            logs.
         contrastive_auto_start (`float`, *optional*, defaults to `0.1`):
             λ of the first step.
         contrastive_auto_rate (`float`, *optional*, defaults to `0.1`):
-            In (0, 1]: the most that log λ moves in a step.
+            In (0, 1]: maximum change of log λ in one step.
         contrastive_form (`"subtract"` or `"guide"`, *optional*, defaults to `"subtract"`):
-            The target: the paper's `f − λ Ĝ`, or `f + λ (f − Ĝ)`, which is the teacher itself where the question does
-            not matter, and is guided away from the generic prediction elsewhere. λ = 1 there is the paper's 0.5
-            without its flattening.
+            Form of the target: the paper's `f − λ Ĝ`, or `f + λ (f − Ĝ)`, which equals the teacher at positions where
+            teacher and contrast agree. λ = 1 of `"guide"` is λ = 0.5 of `"subtract"` without its flattening.
         contrastive_gate (`float`, *optional*, defaults to `0.0`):
             In [0, 1): contrast only positions where the total variation between teacher and contrast exceeds it; 0
-            contrasts all.
-        contrastive_plausibility (`float`, *optional*, defaults to `0.0`):
-            In [0, 1]: contrast only tokens that have at least this share of the teacher's highest probability; 0
-            contrasts all. The tail bucket, whose tokens are not told apart, is then left to the teacher.
+            contrasts every position.
         contrastive_count (`int`, *optional*, defaults to `1`):
-            C ≥ 1: other questions per sample. Each costs one more forward pass of the teacher.
+            C ≥ 1: contrast prompts per sample. Each costs one forward pass of the teacher.
         contrastive_source (`str`, *optional*, defaults to `"batch"`):
-            Where the other questions come from: the global generation batch (`"batch"`, the paper), the most similar
-            prompts of it (`"hard"`), those of the same `task` column (`"same_task"`, for mixed runs), the whole
-            `"dataset"`, for batches that hold few problems, or nowhere: `"none"` leaves the question out, which needs
-            no other prompt and has one contrast.
+            Source of the contrast prompts: the global generation batch (`"batch"`, the paper), its most similar
+            prompts (`"hard"`), its prompts of the same `task` column (`"same_task"`, for mixed runs), the whole
+            `"dataset"` (for batches with few prompts), or `"none"`: one contrast, the system messages with an empty
+            user turn.
         contrastive_baseline (`"mean_log"` or `"log_mean"`, *optional*, defaults to `"mean_log"`):
-            Ĝ of several contrasts: the mean of their logs (the paper), or the log of their mean, which makes Ŝ the
-            paper's pCMI. The same for C = 1.
+            Average over the contrasts: the mean of their logs (the paper), or the log of their mean, which makes Ŝ the
+            paper's pCMI. Equal for C = 1.
         contrastive_swap (`"input"` or `"hint"`, *optional*, defaults to `"input"`):
-            What the contrast exchanges: the question (the paper), or what the teacher is shown, for that of another
-            problem of the batch (as in RLCSD). The second is a control for experiments.
+            Part that the contrast exchanges: the prompt (the paper), or the privileged context, for that of another
+            prompt of the batch (as in RLCSD). `"hint"` is a control for experiments.
 
         > The distillation loss
 
@@ -81,93 +79,92 @@ class CreditConfig(GRPOConfig):
         distillation_alpha (`float`, *optional*, defaults to `1.0`):
             α in [0, 1]: 1 reverse KL (Algorithm 1), 0 forward KL, 0.5 Jensen-Shannon.
         distillation_support (`str`, *optional*, defaults to `"teacher_topk"`):
-            Which tokens of the vocabulary carry the loss: the teacher's K most likely (the paper), the student's
+            Tokens of the vocabulary that carry the loss: the teacher's K most likely (the paper), the student's
             (`"student_topk"`, SDPO's code), all (`"full"`) or the sampled token only (`"sampled"`, α = 1).
         distillation_topk (`int`, *optional*, defaults to `20`):
             K_v. The paper uses 20 on LiveCodeBench, 100 elsewhere.
         distillation_tail (`"bucket"` or `"renormalize"`, *optional*, defaults to `"bucket"`):
-            What happens to the mass outside a top-K support: one more bucket, or conditioning on the support. Doing
-            neither collapses, so it is not offered.
+            Treatment of the probability outside a top-K support: one more bucket, or conditioning on the support.
+            Doing neither collapses and is not supported.
         distillation_is_clip (`float`, *optional*, defaults to `2.0`):
-            Upper bound on the importance ratio π_θ / π_rollout of the sampled token that multiplies its loss when a
+            Upper bound on the importance ratio π_θ / π_rollout of the sampled token, which multiplies its loss when a
             generation batch is used for more than one update. `None`: no ratio.
         distillation_chunk_size (`int`, *optional*):
-            Tokens whose vocabulary row lives at the same time. `None` chooses.
+            Tokens per logits chunk; `None` picks from free memory.
         distillation_kernels (`"torch"` or `"triton"`, *optional*, defaults to `"torch"`):
-            What finishes, sums and differentiates rows of logits on a GPU: torch in many passes over memory, or
-            Triton in one each. `"torch"` is the default because nothing has been measured on a GPU: `"triton"` agrees
-            with it in Triton's interpreter on a CPU, and what it saves is a count of bytes (docs/performance.md). It
-            needs a GPU, and the package triton, which torch's CUDA builds bring along.
+            Implementation of the passes over rows of logits. `"triton"` needs a GPU and the package triton, which
+            torch's CUDA builds include; it agrees with `"torch"` in Triton's interpreter, and has not been timed on a
+            GPU (docs/performance.md).
         scoring_batch_tokens (`int`, *optional*, defaults to `16384`):
-            Tokens in one forward pass of the teacher, padding included; independent of the micro-batch.
+            Maximum number of tokens in one forward pass of the teacher, padding included; independent of the
+            micro-batch.
         scoring_packed (`bool`, *optional*, defaults to `False`):
-            Sequences one after the other instead of side by side: no padding at all. Needs an attention
-            implementation with variable lengths (FlashAttention, FlexAttention).
+            Concatenate sequences in the teacher's passes instead of padding them. Needs an attention implementation
+            with variable lengths (FlashAttention, FlexAttention).
 
         > The teacher π_ref
 
         teacher_model_kind (`"ema"`, `"live"` or `"base"`, *optional*, defaults to `"ema"`):
-            An exponential moving average of the policy, the policy itself, or the initial policy.
+            The teacher: an exponential moving average of the policy, the policy itself, or the initial policy.
         teacher_update_rate (`float`, *optional*, defaults to `0.01`):
             In (0, 1]: `teacher ← (1 − rate) · teacher + rate · student`.
         teacher_sync_steps (`int`, *optional*):
-            Optimizer steps between two updates of the EMA. `None`: one update a generation batch.
+            Optimizer steps between updates of the EMA. `None`: one update per generation batch.
         teacher_offload (`bool`, *optional*, defaults to `False`):
-            Keep the teacher's copy in main memory between scoring phases. For full fine-tuning without sharding.
+            Keep the teacher's weights in main memory between scoring phases. For full fine-tuning without sharding.
 
-        > The teacher's context: what the teacher reads besides the prompt
+        > The privileged context z
 
         teacher_hint (`"own"` or `"foreign"`, *optional*, defaults to `"own"`):
-            Whose solution and feedback the teacher sees: its own problem's, or another's of the batch. The second is
-            a control for experiments: nothing is to be learnt from it.
+            Privileged context that the teacher reads: the sample's own, or that of another prompt of the batch.
+            `"foreign"` is a control for experiments.
         include_environment_feedback (`bool`, *optional*, defaults to `True`):
             Whether `Verdict.feedback` and the column `privileged_context` reach the teacher.
         environment_feedback_only_without_solution (`bool`, *optional*, defaults to `False`):
-            Use feedback only where the group has no successful rollout to show (SDPO's code).
+            Use feedback only where the group has no successful rollout (SDPO's code).
         use_successful_as_teacher (`bool`, *optional*, defaults to `True`):
-            Whether a successful rollout of the same group is shown as the solution.
+            Whether the teacher reads a successful rollout of the same group as a demonstration.
         success_reward_threshold (`float`, *optional*, defaults to `1.0`):
-            Reward from which a rollout counts as successful.
+            Lowest reward of a successful rollout.
         dont_reprompt_on_self_success (`bool`, *optional*, defaults to `True`):
-            A rollout is never its own demonstration.
+            Whether a rollout may not be its own demonstration.
         teacher_context (`str`, *optional*, defaults to `"solution"`):
-            What of a successful rollout the teacher sees: `"solution"` without its thinking, `"think"` alone, or
-            `"think+solution"`. The paper finds the first stable and the second collapsing.
+            Part of a demonstration that the teacher reads: `"solution"` without the thinking, `"think"` alone, or
+            `"think+solution"`. The paper finds the first stable; the second collapses.
         remove_thinking_from_demonstration (`bool`, *optional*):
-            SDPO's switch: `True` is `teacher_context="solution"`, `False` is `"think+solution"`, `None` leaves it to
+            Name of `teacher_context` in SDPO: `True` is `"solution"`, `False` is `"think+solution"`, `None` keeps
             `teacher_context`.
         max_reprompt_len (`int`, *optional*, defaults to `10240`):
-            Tokens of a teacher or contrast prompt. Over budget, feedback is cut in its middle first, then the
-            demonstration; the prompt and the generation prompt never are.
+            Maximum number of tokens of a teacher or contrast prompt. A longer one loses the middle of its feedback,
+            then of its demonstration; the prompt and the generation prompt are never cut.
         reprompt_template, solution_template, feedback_template (`str`, *optional*):
-            SDPO's wording. Placeholders: `{prompt}{solution}{feedback}`, `{successful_previous_attempt}`,
-            `{feedback_raw}`.
+            Templates of the teacher's user turn; SDPO's wording by default. Placeholders:
+            `{prompt}{solution}{feedback}`, `{successful_previous_attempt}`, `{feedback_raw}`.
 
-        > Verifiers that fail
+        > Errors of reward functions
 
         on_verifier_error (`"raise"` or `"skip"`, *optional*, defaults to `"raise"`):
-            What a reward function that raises, or exceeds `verifier_timeout`, does to the run: ends it, or leaves the
-            rollouts that it was given out of the loss. `credit/frac_verifier_skipped` counts them.
+            Policy for a reward function that raises or exceeds `verifier_timeout`: end the run, or mask the rollouts
+            of that call in the loss; `credit/frac_verifier_skipped` logs their share.
         verifier_timeout (`float`, *optional*):
-            Seconds that one call of a reward function (all rollouts of one process) may take; what it returns later
-            is ignored. With a limit it runs in a thread of its own. `None`: no limit.
+            Maximum seconds of one call of a reward function (all rollouts of one process); later results are ignored.
+            With a limit the function runs in its own thread. `None`: no limit.
 
     Raises:
-        ValueError: at construction, for any value out of range or any combination that could not train.
+        ValueError: at construction, where a value is out of range or a combination cannot train.
     """
 
     contrastive_coef: Coefficient = field(
         default=0.1, metadata={"help": "λ in [0, 1] (Eq. 8), any λ >= 0 for 'guide', or auto."}
     )
     contrastive_auto_quantity: Literal["kl", "s"] = field(
-        default="kl", metadata={"help": "What an adapted λ holds: the target's divergence to the teacher, or S_t."}
+        default="kl",
+        metadata={"help": "Quantity that an adapted λ holds: the KL from target to teacher, or S_t."},
     )
-    contrastive_auto_level: float | None = field(
-        default=None, metadata={"help": "The level at which an adapted λ holds it, in nats."}
-    )
-    contrastive_auto_start: float = field(default=0.1, metadata={"help": "An adapted λ at the first step."})
+    contrastive_auto_level: float | None = field(default=None, metadata={"help": "Level of that quantity, in nats."})
+    contrastive_auto_start: float = field(default=0.1, metadata={"help": "Adapted λ at the first step."})
     contrastive_auto_rate: float = field(
-        default=0.1, metadata={"help": "The most that the log of an adapted λ moves in a step."}
+        default=0.1, metadata={"help": "Maximum change of the log of an adapted λ in one step."}
     )
     contrastive_form: Literal["subtract", "guide"] = field(
         default="subtract", metadata={"help": "The target: f - λ G (the paper), or f + λ (f - G)."}
@@ -175,19 +172,16 @@ class CreditConfig(GRPOConfig):
     contrastive_gate: float = field(
         default=0.0, metadata={"help": "Contrast where the total variation to the contrast exceeds it; 0 is off."}
     )
-    contrastive_plausibility: float = field(
-        default=0.0, metadata={"help": "Contrast tokens with this share of the teacher's maximum; 0 is off."}
-    )
-    contrastive_count: int = field(default=1, metadata={"help": "C >= 1, other questions per sample."})
+    contrastive_count: int = field(default=1, metadata={"help": "C >= 1, contrast prompts per sample."})
     contrastive_source: Literal["batch", "dataset", "hard", "same_task", "none"] = field(
         default="batch",
-        metadata={"help": "Other questions: of the batch (all, the nearest, the same task), the dataset, or none."},
+        metadata={"help": "Contrast prompts: of the batch (all, most similar, same task), the dataset, or none."},
     )
     contrastive_baseline: Literal["mean_log", "log_mean"] = field(
         default="mean_log", metadata={"help": "Average contrasts as the mean of logs (the paper) or log of the mean."}
     )
     contrastive_swap: Literal["input", "hint"] = field(
-        default="input", metadata={"help": "Contrast with another question, or another problem's hint (a control)."}
+        default="input", metadata={"help": "Exchange the prompt, or the privileged context (a control)."}
     )
 
     distillation_weight: float = field(
@@ -207,13 +201,13 @@ class CreditConfig(GRPOConfig):
         default=2.0, metadata={"help": "Upper bound on the importance ratio of off-policy updates; None for no ratio."}
     )
     distillation_chunk_size: int | None = field(
-        default=None, metadata={"help": "Tokens whose vocabulary row lives at the same time; None chooses."}
+        default=None, metadata={"help": "Tokens per logits chunk; None picks from free memory."}
     )
     distillation_kernels: Literal["torch", "triton"] = field(
-        default="torch", metadata={"help": "What works on rows of logits on a GPU; triton is unmeasured there."}
+        default="torch", metadata={"help": "Implementation of the passes over rows of logits; triton needs a GPU."}
     )
     scoring_batch_tokens: int = field(
-        default=16384, metadata={"help": "Tokens in one forward pass of the teacher, padding included."}
+        default=16384, metadata={"help": "Maximum tokens of one forward pass of the teacher, padding included."}
     )
     scoring_packed: bool = field(
         default=False, metadata={"help": "Score without padding; needs attention with variable lengths."}
@@ -225,37 +219,35 @@ class CreditConfig(GRPOConfig):
     teacher_update_rate: float = field(default=0.01, metadata={"help": "Update rate of the EMA teacher."})
     teacher_sync_steps: int | None = field(
         default=None,
-        metadata={"help": "Optimizer steps between two updates of the EMA; None for one a generation batch."},
+        metadata={"help": "Optimizer steps between updates of the EMA; None for one per generation batch."},
     )
     teacher_offload: bool = field(
-        default=False, metadata={"help": "Keep the teacher's copy in main memory between scoring phases."}
+        default=False, metadata={"help": "Keep the teacher's weights in main memory between scoring phases."}
     )
 
     teacher_hint: Literal["own", "foreign"] = field(
-        default="own", metadata={"help": "Whose solution and feedback the teacher sees; foreign is a control."}
+        default="own", metadata={"help": "Privileged context that the teacher reads; foreign is a control."}
     )
     include_environment_feedback: bool = field(
         default=True, metadata={"help": "Whether feedback reaches the teacher."}
     )
     environment_feedback_only_without_solution: bool = field(
-        default=False, metadata={"help": "Use feedback only where no successful rollout can be shown."}
+        default=False, metadata={"help": "Use feedback only where the group has no successful rollout."}
     )
     use_successful_as_teacher: bool = field(
-        default=True, metadata={"help": "Show a successful rollout of the group to the teacher."}
+        default=True, metadata={"help": "Whether the teacher reads a successful rollout of the group."}
     )
-    success_reward_threshold: float = field(
-        default=1.0, metadata={"help": "Reward from which a rollout counts as successful."}
-    )
+    success_reward_threshold: float = field(default=1.0, metadata={"help": "Lowest reward of a successful rollout."})
     dont_reprompt_on_self_success: bool = field(
-        default=True, metadata={"help": "A rollout is never its own demonstration."}
+        default=True, metadata={"help": "Whether a rollout may not be its own demonstration."}
     )
     teacher_context: Literal["solution", "think", "think+solution"] = field(
-        default="solution", metadata={"help": "What of a successful rollout the teacher sees."}
+        default="solution", metadata={"help": "Part of a demonstration that the teacher reads."}
     )
     remove_thinking_from_demonstration: bool | None = field(
-        default=None, metadata={"help": "SDPO's switch for `teacher_context`; None leaves it alone."}
+        default=None, metadata={"help": "Name of `teacher_context` in SDPO; None keeps `teacher_context`."}
     )
-    max_reprompt_len: int = field(default=10240, metadata={"help": "Tokens of a teacher or contrast prompt."})
+    max_reprompt_len: int = field(default=10240, metadata={"help": "Maximum tokens of a teacher or contrast prompt."})
     reprompt_template: str = field(
         default="{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
         metadata={"help": "The teacher's user turn; needs {prompt}, {solution} and {feedback}."},
@@ -270,14 +262,14 @@ class CreditConfig(GRPOConfig):
     )
 
     on_verifier_error: Literal["raise", "skip"] = field(
-        default="raise", metadata={"help": "A reward function that fails ends the run, or its rollouts are left out."}
+        default="raise", metadata={"help": "A failing reward function ends the run, or its rollouts are masked."}
     )
     verifier_timeout: float | None = field(
-        default=None, metadata={"help": "Seconds that one call of a reward function may take; None for no limit."}
+        default=None, metadata={"help": "Maximum seconds of one call of a reward function; None for no limit."}
     )
 
     def __post_init__(self) -> None:
-        # Our own options first: TRL looks at the machine, and its error about that would hide a mistake in them.
+        # Own options first: TRL checks the machine, and its error would hide theirs.
         check_values(self)
         self._settle_teacher_context()
         try:
@@ -286,17 +278,17 @@ class CreditConfig(GRPOConfig):
             if "bf16" not in str(error):
                 raise
             raise ValueError(f"{error} On a machine without a GPU set `use_cpu=True` and `bf16=False`.") from error
-        check_combinations(self)  # reads the sizes of batches, which TRL settles
+        check_combinations(self)  # uses batch sizes that TRL has resolved
 
     @property
     def contrasts(self) -> bool:
-        """Whether other questions are read at all: λ is not 0."""
+        """Whether contrast prompts are used: λ is not 0."""
         return self.contrastive_coef != 0.0
 
     @property
     def contrast_rule(self) -> ContrastRule:
-        """Form, gate and plausibility, as the kernels take them."""
-        return ContrastRule(self.contrastive_form, self.contrastive_gate, self.contrastive_plausibility)
+        """Form and gate of the contrast."""
+        return ContrastRule(self.contrastive_form, self.contrastive_gate)
 
     def _settle_teacher_context(self) -> None:
         if self.remove_thinking_from_demonstration is None:
@@ -306,12 +298,12 @@ class CreditConfig(GRPOConfig):
         if self.teacher_context not in (default, wanted):
             raise ValueError(
                 f"`remove_thinking_from_demonstration={self.remove_thinking_from_demonstration}` means "
-                f"`teacher_context={wanted!r}`, but `teacher_context={self.teacher_context!r}`. Set one of them only."
+                f"`teacher_context={wanted!r}`, but `teacher_context={self.teacher_context!r}`. Set only one of them."
             )
         self.teacher_context = wanted
 
 
-# Bounds of an adapted λ: it can rise again from the lower one; the upper one is that of the form.
+# Bounds of an adapted λ.
 FLOOR = 1e-3
 CEILING = {"subtract": 1.0, "guide": 10.0}
 
@@ -336,18 +328,18 @@ _CHOICES = {
     "on_verifier_error": ("raise", "skip"),
 }
 
-# Of transformers' options that are JSON, these may be the name of a file instead.
+# JSON options of transformers that may also be file names.
 _JSON_OR_FILE = ("accelerator_config", "fsdp_config", "deepspeed")
 
-# Sources that need another problem in the generation batch.
+# Sources that need at least two prompts in the generation batch.
 _FROM_BATCH = ("batch", "hard", "same_task")
 
 
 def check_values(config: CreditConfig) -> None:
-    """Each option by itself.
+    """Check each option by itself.
 
     Raises:
-        ValueError: a value of another type or out of range, or a template that loses or lacks something.
+        ValueError: a value has the wrong type or is out of range, or a template has wrong placeholders.
     """
     _check_types(config)
     _check_json(config)
@@ -360,13 +352,13 @@ def check_values(config: CreditConfig) -> None:
             "bring it along: install one, or set `distillation_kernels='torch'`."
         )
     _check_adapted(config) if config.contrastive_coef == "auto" else _check_coefficient(config)
-    for name in ("distillation_weight", "distillation_alpha", "contrastive_plausibility"):
+    for name in ("distillation_weight", "distillation_alpha"):
         if not 0.0 <= getattr(config, name) <= 1.0:
             raise ValueError(f"`{name}` must be in [0, 1], got {getattr(config, name)}.")
     if not 0.0 <= config.contrastive_gate < 1.0:
         raise ValueError(
-            f"`contrastive_gate` must be in [0, 1), got {config.contrastive_gate}: no total variation exceeds 1. For "
-            "no contrast at all set `contrastive_coef=0`."
+            f"`contrastive_gate` must be in [0, 1), got {config.contrastive_gate}: no total variation exceeds 1. To "
+            "disable the contrast set `contrastive_coef=0`."
         )
     if not 0.0 < config.teacher_update_rate <= 1.0:
         raise ValueError(f"`teacher_update_rate` must be in (0, 1], got {config.teacher_update_rate}.")
@@ -388,7 +380,7 @@ _NUMBERS = {"int": numbers.Integral, "float": numbers.Real}
 
 
 def _check_types(config: CreditConfig) -> None:
-    """A list in the YAML or a text in a script is named here, where a comparison would fail without a name."""
+    """Check the types of numbers, so that the error names the option."""
     for own in takewhile(lambda one: one is not GRPOConfig, type(config).__mro__):
         for name, declared in vars(own).get("__annotations__", {}).items():
             kind, _, otherwise = str(declared).partition(" | ")
@@ -403,7 +395,7 @@ def _check_types(config: CreditConfig) -> None:
 
 
 def _check_is_no_text(name: str, value: object) -> None:
-    """transformers keeps a number that is written as text, and fails where the optimizer is made."""
+    """Raise for a number that YAML read as text; transformers would fail later, without the option's name."""
     if not isinstance(value, str):
         return
     try:
@@ -411,8 +403,8 @@ def _check_is_no_text(name: str, value: object) -> None:
     except ValueError:
         return
     raise ValueError(
-        f"`{name}` is the text {value!r}, where a number belongs. In YAML a number with an exponent needs a point: "
-        f"write {meant:.1e}."
+        f"`{name}` is the text {value!r} instead of a number. In YAML a number with an exponent needs a decimal "
+        f"point: write {meant:.1e}."
     )
 
 
@@ -435,7 +427,7 @@ def _check_coefficient(config: CreditConfig) -> None:
 
 
 def _check_json(config: CreditConfig) -> None:
-    """Options that a command line gives as text; transformers' own error does not name them."""
+    """Check options that the command line gives as JSON text; transformers' own error does not name them."""
     for name in config._VALID_DICT_FIELDS:
         value = getattr(config, name)
         if not isinstance(value, str) or (name in _JSON_OR_FILE and not value.startswith("{")):
@@ -447,8 +439,8 @@ def _check_json(config: CreditConfig) -> None:
         if not isinstance(read, dict):
             why = f": {read}" if isinstance(read, ValueError) else ""
             raise ValueError(
-                f"`{name}` must be a JSON object, such as '{{\"name\": false}}', got {value!r}{why}. Names stand in "
-                "double quotes, and true, false and null are written so."
+                f"`{name}` must be a JSON object such as '{{\"name\": false}}', got {value!r}{why}. Use double "
+                "quotes, true, false and null."
             )
 
 
@@ -456,7 +448,7 @@ def _check_adapted(config: CreditConfig) -> None:
     level, ceiling = config.contrastive_auto_level, CEILING[config.contrastive_form]
     if level is None or not (level > 0.0 and math.isfinite(level)):
         raise ValueError(
-            f"`contrastive_coef='auto'` needs a level above 0 to hold: set `contrastive_auto_level`, got {level}. "
+            f"`contrastive_coef='auto'` needs `contrastive_auto_level` above 0, got {level}. "
             "A run with a fixed λ logs the quantity as `credit/kl_to_teacher` or `credit/s_mean`."
         )
     if not FLOOR <= config.contrastive_auto_start <= ceiling:
@@ -469,27 +461,27 @@ def _check_adapted(config: CreditConfig) -> None:
 
 
 def check_combinations(config: CreditConfig) -> None:
-    """Options together.
+    """Check combinations of options.
 
     Raises:
-        ValueError: a combination that could not train, or that asks for something it would not get.
+        ValueError: a combination cannot train, or an option would have no effect.
     """
     if config.enable_jit_checkpoint:
         raise ValueError(
-            "`enable_jit_checkpoint=True` saves inside a step, where weights, teacher and generation batch are not "
-            "of one moment: a run resumed from there is another one. Set it to False and save often (`save_steps`)."
+            "`enable_jit_checkpoint=True` saves inside a step, where weights, teacher and generation batch do not "
+            "match, so that a resumed run differs. Set it to False and save often (`save_steps`)."
         )
     if config.distillation_weight == 0.0:
         return
     if config.torch_compile:
         raise ValueError(
-            "`torch_compile=True` compiles the model's forward pass, and a distillation loss reads hidden states "
-            "below it: nothing would be compiled. Set `torch_compile=False`."
+            "`torch_compile=True` compiles the model's forward pass, but a distillation loss calls the backbone "
+            "below it, so nothing would be compiled. Set `torch_compile=False`."
         )
     if config.use_transformers_continuous_batching:
         raise ValueError(
-            "`use_transformers_continuous_batching=True` casts the whole model at each rollout, the teacher beside "
-            "the trained adapter too, whose average would then stand still. Set `use_vllm=True` for fast rollouts, or "
+            "`use_transformers_continuous_batching=True` casts the whole model at each rollout, including the "
+            "teacher's adapter, which would round its average away. Set `use_vllm=True` for fast rollouts, or "
             "`use_transformers_continuous_batching=False`."
         )
     if config.distillation_support == "sampled":
@@ -500,7 +492,7 @@ def check_combinations(config: CreditConfig) -> None:
         _check_batch_has_other_problems(config)
     if not config.use_successful_as_teacher and not config.include_environment_feedback:
         raise ValueError(
-            "The teacher would see nothing that the student does not: set `include_environment_feedback=True` or "
+            "The teacher would have no privileged context: set `include_environment_feedback=True` or "
             "`use_successful_as_teacher=True`."
         )
     if config.distillation_weight == 1.0:
@@ -510,13 +502,8 @@ def check_combinations(config: CreditConfig) -> None:
 def _check_sampled(config: CreditConfig) -> None:
     if config.distillation_alpha != 1.0:
         raise ValueError(
-            "`distillation_support='sampled'` scores the sampled token only, which gives the reverse KL: it "
+            "`distillation_support='sampled'` scores the sampled token only, which estimates the reverse KL: it "
             f"needs `distillation_alpha=1`, got {config.distillation_alpha}."
-        )
-    if config.contrastive_plausibility > 0.0:
-        raise ValueError(
-            "`contrastive_plausibility` compares tokens, and `distillation_support='sampled'` scores one: set "
-            "`contrastive_plausibility=0`, or use a top-k or full support."
         )
     if config.contrastive_coef == "auto" and config.contrastive_auto_quantity == "kl":
         raise ValueError(
@@ -528,13 +515,13 @@ def _check_sampled(config: CreditConfig) -> None:
 def _check_contrast(config: CreditConfig) -> None:
     if config.contrastive_swap == "hint" and config.contrastive_source != "batch":
         raise ValueError(
-            "`contrastive_swap='hint'` takes hints of other rollouts, which only the batch has: set "
+            "`contrastive_swap='hint'` uses privileged contexts of other rollouts of the batch: set "
             "`contrastive_source='batch'`."
         )
     if config.contrastive_source == "none" and config.contrastive_count != 1:
         raise ValueError(
-            "`contrastive_source='none'` leaves the question out, which can be done once: set `contrastive_count=1`, "
-            f"got {config.contrastive_count}."
+            "`contrastive_source='none'` has one contrast, the prompt without its question: set "
+            f"`contrastive_count=1`, got {config.contrastive_count}."
         )
     if config.contrastive_source in _FROM_BATCH:
         _check_batch_has_other_problems(config)
@@ -544,15 +531,14 @@ def _check_batch_has_other_problems(config: CreditConfig) -> None:
     if config.generation_batch_size // config.num_generations < 2:
         raise ValueError(
             f"A generation batch of {config.generation_batch_size} rollouts with `num_generations="
-            f"{config.num_generations}` holds one problem, so there is no other question to contrast with. Raise "
-            "`per_device_train_batch_size`, `gradient_accumulation_steps` or `generation_batch_size`, draw the "
-            "other questions with `contrastive_source='dataset'`, leave the question out with "
-            "`contrastive_source='none'`, or set `contrastive_coef=0` (SDPO)."
+            f"{config.num_generations}` holds one prompt, so there is no contrast prompt. Increase "
+            "`per_device_train_batch_size`, `gradient_accumulation_steps` or `generation_batch_size`, set "
+            "`contrastive_source='dataset'` or `'none'`, or set `contrastive_coef=0` (SDPO)."
         )
 
 
 def _check_policy_terms_are_off(config: CreditConfig) -> None:
-    """Terms of GRPO's loss are not computed at `distillation_weight=1`: asking for one there is a mistake."""
+    """Raise for options of GRPO's loss at `distillation_weight=1`, which does not compute that loss."""
     off = {
         "beta": 0.0,
         "entropy_coef": 0.0,
@@ -566,13 +552,13 @@ def _check_policy_terms_are_off(config: CreditConfig) -> None:
     for name, neutral in off.items():
         if getattr(config, name) != neutral:
             raise ValueError(
-                f"`{name}={getattr(config, name)}` belongs to GRPO's loss, which `distillation_weight=1` leaves "
-                f"out. Lower `distillation_weight`, or set `{name}={neutral!r}`."
+                f"`{name}={getattr(config, name)}` is an option of GRPO's loss, which `distillation_weight=1` does "
+                f"not compute. Lower `distillation_weight`, or set `{name}={neutral!r}`."
             )
 
 
 def _check_template(name: str, template: str, placeholders: tuple[str, ...]) -> None:
-    """A template has each of its placeholders once and no other, so that nothing in it is lost or left unfilled."""
+    """Check that a template has each of its placeholders once and no other."""
     try:
         found = [field_name for _, field_name, _, _ in string.Formatter().parse(template) if field_name is not None]
     except ValueError as error:

@@ -8,7 +8,7 @@ Symbols (all log-probabilities are natural logs, of the same token or bucket `v`
     p_t(v)   = π_θ(v | x, y_<t)                 the student                                          `student_logps`
 
 Beside the paper's equations stand the other contrasts of `docs/contrast.md`: the form `"guide"`, the baseline
-`"log_mean"`, the gate and the plausibility mask.
+`"log_mean"` and the gate.
 
 The last dimension is the vocabulary, or the buckets of a truncated support: K tokens and, with a tail bucket, one more
 for everything else. Leading dimensions are free. `contrast_logps` carries C in front.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 # Upper bound on the log of the support's mass: `log(1 - Σp)` stays finite when the support holds all of it.
@@ -37,13 +37,11 @@ class ContrastRule:
 
     Args:
         form: `"subtract"`, the paper's `f − λ Ĝ`, or `"guide"`, `f + λ (f − Ĝ)`.
-        gate: the total variation between teacher and contrast that a position must exceed; 0 contrasts everywhere.
-        plausibility: the share of the teacher's highest probability that a token must have; 0 contrasts every token.
+        gate: total variation between teacher and contrast that a position must exceed; 0 contrasts every position.
     """
 
     form: Form = "subtract"
     gate: float = 0.0
-    plausibility: float = 0.0
 
 
 def self_distillation_reward(
@@ -76,7 +74,6 @@ def credit_target(
     generic_logps: Float[Tensor, "*t v"],
     contrastive_coef: float | Float[Tensor, "*t"],
     form: Form = "subtract",
-    contrasted: Bool[Tensor, "*t v"] | None = None,
 ) -> Float[Tensor, "*t v"]:
     """a_t(v) = f_t(v) − λ Ĝ_t(v): what the student is pulled towards, not normalised.
 
@@ -87,12 +84,9 @@ def credit_target(
         generic_logps: Ĝ, of the same shape.
         contrastive_coef: λ, one number or one per position (a position without another question to compare has 0).
         form: which of the two.
-        contrasted: tokens that the contrast touches, by default all; the others keep `a = f`.
     """
     if isinstance(contrastive_coef, Tensor):
         contrastive_coef = contrastive_coef.unsqueeze(-1)
-    if contrasted is not None:
-        contrastive_coef = contrastive_coef * contrasted
     if form == "guide":
         return teacher_logps + contrastive_coef * (teacher_logps - generic_logps)
     return teacher_logps - contrastive_coef * generic_logps
@@ -101,11 +95,6 @@ def credit_target(
 def total_variation(teacher_logps: Float[Tensor, "*t v"], generic_logps: Float[Tensor, "*t v"]) -> Float[Tensor, "*t"]:
     """½ Σ_v |f̄(v) − ḡ(v)| of the two as distributions: how much the question matters at a position, in [0, 1]."""
     return (teacher_logps.softmax(-1) - generic_logps.softmax(-1)).abs().sum(-1) / 2
-
-
-def plausible_tokens(teacher_logps: Float[Tensor, "*t v"], share: float) -> Bool[Tensor, "*t v"]:
-    """Where f(v) ≥ max f + log share; everywhere for a share of 0."""
-    return teacher_logps >= teacher_logps.amax(dim=-1, keepdim=True) + teacher_logps.new_tensor(share).log()
 
 
 def credit_advantages(

@@ -261,8 +261,7 @@ class CreditTrainer(ResumableTrainer):
         """Teacher and contrast contexts of the local samples."""
         decode = partial(self.processing_class.batch_decode, skip_special_tokens=True)
         contexts = build_contexts(batch, self.context_builder, self._renderer, self._contrast_source(), decode)
-        reduce = self._sum_over_processes
-        shares = context_metrics(contexts, self.args.contrasts, lambda x: reduce(x.to(self.accelerator.device)))
+        shares = context_metrics(contexts, self.args.contrasts, self._sum_over_processes)
         self._log_values(shares)
         self.alarms.check_contexts(shares)
         self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
@@ -324,7 +323,7 @@ class CreditTrainer(ResumableTrainer):
     # ------------------------------------------------------------------ logging, time
 
     def _sum_over_processes(self, values: Tensor) -> Tensor:
-        return self.accelerator.reduce(values, reduction="sum")
+        return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
 
     def _log_tokens(self, loss: MicroBatchLoss) -> None:
         is_sampled = self.args.distillation_support == "sampled"

@@ -1,8 +1,9 @@
-"""The contexts under which the teacher reads a response: teacher `(x, z)` and contrasts `(x'_k, z)`.
+"""Token ids of the teacher's prompt (x, z) and of the contrast prompts (x'_k, z).
 
-z is a successful rollout of the same group, if there is one, and the environment's feedback. Both are text from an
-untrusted source: whatever they contain, they cannot end a turn or open another. The prompt around them is tokenised as
-it is for the student."""
+z is a demonstration (a successful rollout of the same group) and feedback. Both are untrusted text: control tokens in
+them are encoded as plain text, so that they cannot end a turn or begin one. The prompt around them is tokenised as it
+is for the student.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from transformers import PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.contexts.prompts import Prompt, Render, _with_user_text, user_text
+from credit_trl.contexts.prompts import Prompt, Render, user_text, with_user_text
 from credit_trl.contexts.tokens import TokenContexts
 
 
 class ContextBuilder:
-    """Turns `(prompt, privileged)` into token ids, safely and within a budget.
+    """Encodes prompts with privileged contexts as token ids, within a budget.
 
     Args:
-        tokenizer: the student's.
+        tokenizer: tokenizer of the student.
         config: templates and `max_reprompt_len`.
-        eos_token_ids: further ids that end a turn, besides the tokenizer's special tokens.
+        eos_token_ids: ids that end a turn besides the tokenizer's special tokens.
     """
 
     def __init__(
@@ -36,54 +37,54 @@ class ContextBuilder:
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._control_ids = frozenset(special | set(tokenizer.all_special_ids) | set(eos_token_ids))
 
-    def build(self, prompts: Sequence[Prompt], privileged: PrivilegedContext, render: Render) -> TokenContexts:
-        """The contexts of one response: the teacher's for `prompts[0]`, contrasts for the others.
+    def build(
+        self, prompt: Prompt, contrasts: Sequence[Prompt], privileged: PrivilegedContext, render: Render
+    ) -> TokenContexts:
+        """The teacher's prompt and the contrast prompts of one sample, which share the same z.
 
-        All share the same z. If one is longer than `max_reprompt_len`, the feedback is cut in its middle for all of
-        them, then dropped, then the same happens to the demonstration. Where nothing of z would be left beside another
-        question, or nothing at all is in its context, there is no contrast, and z is fitted to the teacher's context
-        alone.
+        Where one of them is longer than `max_reprompt_len`, the middle of the feedback is cut for all of them, then
+        the feedback is dropped, then the same is done to the demonstration. There are no contrasts where nothing of z
+        fits beside a contrast prompt, or where a contrast prompt has no token; z is then fitted to the teacher's
+        prompt alone.
 
         Args:
-            prompts: x, x'_1, …, x'_C, conversational or plain text.
+            prompt: x, conversational or plain text.
+            contrasts: x'_1, …, x'_C.
             privileged: z.
-            render: a conversation → the text of the chat template up to the generation prompt, with the options that
-                the student's prompts are rendered with. Unused for plain text.
+            render: see `chat_renderer`; unused for plain text.
         """
         whole = privileged
         while privileged:
-            ids = [self.encode(prompt, privileged, render) for prompt in prompts]
-            excess = max(map(len, ids)) - self.config.max_reprompt_len
-            if not all(
-                ids[1:]
-            ):  # plain text without its question, with feedback on turns only: no token to begin from
+            teacher, *others = (self.encode(one, privileged, render) for one in (prompt, *contrasts))
+            if not all(others):  # plain text without its question, and feedback on turns only
                 break
+            excess = max(map(len, (teacher, *others))) - self.config.max_reprompt_len
             if excess <= 0:
-                return TokenContexts(ids, privileged, cut=privileged != whole)
+                return TokenContexts(teacher, others, privileged=privileged, cut=privileged != whole)
             privileged = self._shorten(privileged, excess)
-        if len(prompts) > 1 and whole:
-            return self.build(prompts[:1], whole, render)
-        return TokenContexts(None, privileged, cut=privileged != whole)
+        if contrasts and whole:
+            return self.build(prompt, (), whole, render)
+        return TokenContexts(None, privileged=privileged, cut=privileged != whole)
 
-    def build_hint_contrasts(
-        self, prompt: Prompt, privileged: PrivilegedContext, hints: Sequence[PrivilegedContext], render: Render
+    def build_swapped(
+        self, prompt: Prompt, privileged: PrivilegedContext, others: Sequence[PrivilegedContext], render: Render
     ) -> TokenContexts:
-        """The contexts of one response where contrasts exchange the hint: `(x, z)`, then `(x, z'_1)`, …, `(x, z'_C)`.
+        """Contexts whose contrasts exchange z: `(x, z)`, then `(x, z'_1)`, …, `(x, z'_C)`.
 
-        Each z is fitted to the budget by itself. If one of the hints does not fit at all, there is no contrast.
+        Each z is fitted to the budget by itself. If one of the others does not fit at all, there are no contrasts.
 
         Args:
             prompt: x.
             privileged: z.
-            hints: z'_1, …, z'_C, of other problems.
+            others: z'_1, …, z'_C, of other prompts.
             render: as in `build`.
         """
-        teacher = self.build([prompt], privileged, render)
-        others = [self.build([prompt], hint, render) for hint in hints]
-        if teacher.ids is None or any(other.ids is None for other in others):
-            return teacher
-        ids = [context for built in (teacher, *others) for context in built.ids]
-        return TokenContexts(ids, teacher.privileged, cut=any(built.cut for built in (teacher, *others)))
+        own = self.build(prompt, (), privileged, render)
+        swapped = [self.build(prompt, (), other, render) for other in others]
+        if own.teacher is None or any(other.teacher is None for other in swapped):
+            return own
+        contrasts = [other.teacher for other in swapped]
+        return replace(own, contrasts=contrasts, cut=any(built.cut for built in (own, *swapped)))
 
     def encode(self, prompt: Prompt, privileged: PrivilegedContext, render: Render) -> list[int]:
         """Token ids of one context, of any length."""
@@ -94,12 +95,14 @@ class ContextBuilder:
         return self._tokenize(text, first=False)
 
     def encode_turn(self, feedback: str, before: str, after: str, budget: int) -> tuple[list[int], bool]:
-        """Token ids of a message in the middle of a conversation, and whether it was cut to fit.
+        """Token ids of a feedback message in the middle of a conversation, and whether it was cut.
 
         Args:
-            feedback: what the message says, worded by `feedback_template`; untrusted.
-            before, after: the chat template's text around it.
-            budget: the most tokens; over it the feedback loses its middle. No id at all where that is not enough.
+            feedback: untrusted text, put into `feedback_template`.
+            before: text of the chat template before the message.
+            after: text of the chat template after it.
+            budget: maximum number of tokens; a longer message loses the middle of its feedback, and is dropped where
+                that is not enough.
         """
         text: str | None = _encodable(feedback)
         while text is not None:
@@ -116,27 +119,27 @@ class ContextBuilder:
         expected = self._controls(self._tokenize(_scaffold(pieces), first=first))
         if self._controls(ids) == expected:
             return ids
-        # Something in z reads as a control token. Encode it as plain text, apart from what surrounds it.
+        # z contains the text of a control token: encode it as plain text, separately from the text around it.
         ids = []
         for position, (text, trusted) in enumerate(pieces):
             ids += self._tokenize(text, first=first and position == 0) if trusted else self._tokenize_plain(text)
         if self._controls(ids) != expected:
             raise ValueError(
-                "A demonstration or feedback still encodes to control tokens with `split_special_tokens=True`; the "
-                f"tokenizer {type(self.tokenizer).__name__} cannot take untrusted text safely."
+                "A demonstration or feedback encodes to control tokens although `split_special_tokens=True`: the "
+                f"tokenizer {type(self.tokenizer).__name__} cannot encode untrusted text safely. Use another one."
             )
         return ids
 
     def _pieces(self, prompt: Prompt, privileged: PrivilegedContext, render: Render) -> list[tuple[str, bool]]:
-        """The context's text as (text, trusted) pieces; the untrusted ones are the demonstration and the feedback.
+        """The prompt's text as (text, trusted) pieces; demonstration and feedback are untrusted.
 
-        The chat template sees marks in their place, so that it cannot be steered by them.
+        The chat template renders marks in their place, so that their text cannot change how it renders.
         """
         untrusted = {}
         for name in ("demonstration", "feedback"):
             if getattr(privileged, name) is not None:
                 untrusted[f"\x02{secrets.token_hex(16)}\x03"] = _encodable(getattr(privileged, name))
-        if not untrusted:  # turns only: the opening prompt is the student's
+        if not untrusted:  # feedback on turns only: the opening prompt is the student's
             return [(prompt if isinstance(prompt, str) else render(prompt), True)]
         marks = iter(untrusted)
         solution = feedback = ""
@@ -145,12 +148,12 @@ class ContextBuilder:
         if privileged.feedback is not None:
             feedback = self.config.feedback_template.format(feedback_raw=next(marks))
         turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
-        text = turn if isinstance(prompt, str) else render(_with_user_text(prompt, turn))
+        text = turn if isinstance(prompt, str) else render(with_user_text(prompt, turn))
         parts = re.split("(" + "|".join(map(re.escape, untrusted)) + ")", text)
         return [(untrusted.get(part, part), part not in untrusted) for part in parts if part]
 
     def _tokenize(self, text: str, *, first: bool) -> list[int]:
-        """`first`: plain prompts get the tokenizer's own special tokens, as the student's do."""
+        """Token ids; with `first` the tokenizer adds its special tokens, as for the student's plain prompts."""
         return self.tokenizer(text, add_special_tokens=first)["input_ids"]
 
     def _tokenize_plain(self, text: str) -> list[int]:
@@ -160,9 +163,9 @@ class ContextBuilder:
         return [i for i in ids if i in self._control_ids]
 
     def _shorten(self, privileged: PrivilegedContext, excess: int) -> PrivilegedContext:
-        """Take `excess` tokens or more out of the feedback's middle, or drop it; then those of the demonstration."""
+        """Cut at least `excess` tokens from the middle of the feedback, else of the demonstration, or drop it."""
         if privileged.feedback is None and privileged.demonstration is None:
-            return PrivilegedContext()  # the question alone is too long
+            return PrivilegedContext()  # the prompt alone is too long
         name = "feedback" if privileged.feedback is not None else "demonstration"
         return replace(privileged, **{name: self._cut_middle(getattr(privileged, name), excess)})
 
@@ -179,10 +182,10 @@ class ContextBuilder:
 
 
 def _encodable(text: str) -> str:
-    """Without lone surrogates."""
+    """The text with lone surrogates replaced."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _scaffold(pieces: list[tuple[str, bool]]) -> str:
-    """The context with each untrusted piece replaced by a letter: the control tokens in it are the template's own."""
+    """The text with each untrusted piece replaced by a letter; its control tokens are those of the template."""
     return "".join(text if trusted else "x" for text, trusted in pieces)

@@ -1,7 +1,8 @@
-"""Which other questions x'_k a sample is compared with (line 3 of Algorithm 1).
+"""Draws of the contrast prompts x'_k (line 3 of Algorithm 1).
 
-A draw depends on `(seed, step, sample)` and on the questions that may be drawn, not on the number of processes: each
-sample has a random stream of its own, and its index is that in the global batch."""
+A draw depends on `(seed, step, sample)` and on the prompts that can be drawn, not on the number of processes: each
+sample has its own random stream, and `sample` is its index in the global generation batch.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from credit_trl.rollout.batch import GenerationBatch
 
 
 def prompt_key(prompt: str | list[dict[str, Any]]) -> str:
-    """What makes two prompts the same question: their content, whatever the order of a message's keys."""
+    """Key that two prompts share where their content is the same, whatever the order of a message's keys."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
 
 
@@ -35,19 +37,19 @@ def draw_from_batch(
     step: int,
     eligible: Sequence[bool] | None = None,
 ) -> list[list[int]]:
-    """Draw `count` other questions for each of `samples`, uniformly from the distinct questions of the batch.
+    """Draw `count` contrast prompts for each of `samples`, uniformly from the distinct prompts of the batch.
 
     Args:
-        keys: `prompt_key` of every sample of the global generation batch, in the order of the samples.
+        keys: `prompt_key` of every sample of the global generation batch.
         samples: global indices of the samples to draw for.
         count: C.
-        seed: the run's seed.
-        step: which generation batch this is.
-        eligible: which samples may be drawn, by default all.
+        seed: seed of the run.
+        step: index of the generation batch.
+        eligible: samples that can be drawn; all by default.
 
     Returns:
-        For each sample, `count` indices into `keys`, never of its own question or a duplicate of it; without
-        replacement while enough questions exist, then again from all of them. Empty where no other question exists.
+        For each sample, `count` indices into `keys`, never of its own prompt or a duplicate of it: without replacement
+        while enough prompts exist, then from all of them again. Empty where no other prompt exists.
     """
     first: dict[str, int] = {}
     for index, key in enumerate(keys):
@@ -64,11 +66,11 @@ def draw_from_batch(
 def draw_within_groups(
     keys: Sequence[str], groups: Sequence[Any], samples: Sequence[int], count: int, *, seed: int, step: int
 ) -> list[list[int]]:
-    """Like `draw_from_batch`, from the samples of the same group only.
+    """Draw as `draw_from_batch` does, from samples of the same group only.
 
     Args:
-        keys, samples, count, seed, step: as above.
-        groups: which group every sample of the batch belongs to, such as its task.
+        keys: see `draw_from_batch`, as `samples`, `count`, `seed` and `step`.
+        groups: group of every sample of the batch, such as its task.
     """
     draws: dict[int, list[int]] = {}
     for group in dict.fromkeys(groups[sample] for sample in samples):
@@ -82,14 +84,14 @@ def draw_within_groups(
 def draw_nearest(
     keys: Sequence[str], texts: Sequence[str], samples: Sequence[int], count: int, *, seed: int, step: int
 ) -> list[list[int]]:
-    """The `count` other questions of the batch that are most similar to the sample's, the nearest first.
+    """Choose the `count` prompts of the batch that are most similar to the sample's, the most similar first.
 
     Args:
-        keys, samples, count, seed, step: as above; chance decides between questions that are equally near.
-        texts: the question of every sample of the batch.
+        keys: see `draw_from_batch`, as `samples`, `count`, `seed` and `step`; ties are broken at random.
+        texts: user text of every sample of the batch.
 
     Returns:
-        As above; where the batch has fewer other questions, the nearest come again.
+        Indices as `draw_from_batch` returns; where the batch has fewer prompts, the most similar repeat.
     """
     first: dict[str, int] = {}
     for index, key in enumerate(keys):
@@ -107,9 +109,10 @@ def draw_nearest(
 
 
 def text_similarity(texts: Sequence[str]) -> np.ndarray:
-    """(n, n) cosines of the texts' word counts, each weighted with `1 + log((1 + n) / (1 + texts with the word))`.
+    """(n, n) cosine similarities of the texts' word counts, weighted by inverse document frequency.
 
-    A text without a word is similar to none.
+    The weight of a word is `1 + log((1 + n) / (1 + number of texts with the word))`. A text without words has
+    similarity 0 to every text.
     """
     counts = [Counter(re.findall(r"\w+", text.casefold())) for text in texts]
     containing = Counter(word for words in counts for word in words)
@@ -132,17 +135,15 @@ def text_similarity(texts: Sequence[str]) -> np.ndarray:
 def draw_from_dataset(
     prompts: Sequence[Any], keys: Sequence[str], samples: Sequence[int], count: int, *, seed: int, step: int
 ) -> list[list[int]]:
-    """Like `draw_from_batch`, uniformly from the rows of a dataset.
+    """Draw as `draw_from_batch` does, uniformly from the rows of a dataset.
 
     Args:
-        prompts: the dataset's prompt column; rows are read as they are drawn.
-        keys: `prompt_key` of every sample of the global generation batch.
-        samples: global indices of the samples to draw for.
-        count, seed, step: as above.
+        prompts: prompt column of the dataset; rows are read as they are drawn.
+        keys: see `draw_from_batch`, as `samples`, `count`, `seed` and `step`.
 
     Returns:
-        For each sample, `count` row numbers of `prompts`, all of different questions while the dataset has enough;
-        empty where it has no other question.
+        For each sample, `count` row numbers of `prompts`, distinct prompts while the dataset has enough; empty where
+        it has no other prompt.
     """
     draws = []
     for sample in samples:
@@ -160,76 +161,83 @@ def draw_from_dataset(
 
 
 def _rows_in_random_order(rng: np.random.Generator, population: int) -> Iterator[int]:
-    """A few independent draws first, which nearly always suffice; then every row, for data that repeat themselves."""
+    """Yield 16 independent draws, which nearly always suffice, then a permutation of all rows."""
     if population:
         yield from (int(row) for row in rng.integers(population, size=16))
         yield from (int(row) for row in rng.permutation(population))
 
 
 def _rounds(rng: np.random.Generator, population: int, count: int) -> list[int]:
-    """`count` numbers below `population`: whole permutations one after another, the last one cut."""
+    """`count` numbers below `population`: concatenated permutations, the last one cut."""
     picks: list[int] = []
     while population and len(picks) < count:
         picks.extend(rng.permutation(population)[: count - len(picks)].tolist())
     return picks
 
 
-# Another problem's hint for the teacher is drawn from random streams beyond those of the contrasts.
-_FOREIGN_STREAM = 2**32
-
-
-def draw_contrasts(rollouts: GenerationBatch, config: CreditConfig, dataset: Any, step: int) -> list[list[Prompt]]:
-    """The other questions x'_k of each local sample; empty lists where there are none. Every process must call it.
+@dataclass(frozen=True)
+class ContrastSource:
+    """Where contrast prompts come from besides the generation batch.
 
     Args:
-        rollouts: the generation batch.
+        dataset: rows of `contrastive_source="dataset"`.
+        step: index of the generation batch; selects the random stream.
+    """
+
+    dataset: Any
+    step: int
+
+
+def draw_contrasts(batch: GenerationBatch, config: CreditConfig, source: ContrastSource) -> list[list[Prompt]]:
+    """The contrast prompts x'_k of each local sample; empty lists where there are none. Every process must call it.
+
+    Args:
+        batch: the generation batch.
         config: C, λ, the source and the seed.
-        dataset: the rows to draw from with `contrastive_source="dataset"`.
-        step: which generation batch this is.
+        source: rows and random stream.
     """
     if not config.contrasts:
-        return [[] for _ in rollouts.prompts]
+        return [[] for _ in batch.prompts]
     if config.contrastive_source == "none":
-        return [[without_question(prompt)] for prompt in rollouts.prompts]
+        return [[without_question(prompt)] for prompt in batch.prompts]
     from_dataset = config.contrastive_source == "dataset"
-    prompts: Sequence[Prompt] = gather_object(rollouts.asked() if from_dataset else rollouts.prompts)
-    keys = _question_keys(prompts, 1 if from_dataset else rollouts.group_size)
-    options = {"samples": rollouts.indices, "count": config.contrastive_count, "seed": config.seed, "step": step}
+    prompts: Sequence[Prompt] = gather_object(batch.dataset_prompts if from_dataset else batch.prompts)
+    keys = _group_keys(prompts, 1 if from_dataset else batch.group_size)
+    options = {"samples": batch.indices, "count": config.contrastive_count, "seed": config.seed, "step": source.step}
     if config.contrastive_source == "batch":
         draws = draw_from_batch(keys, **options)
     elif config.contrastive_source == "hard":
         draws = draw_nearest(keys, [user_text(prompt) for prompt in prompts], **options)
     elif config.contrastive_source == "same_task":
-        draws = draw_within_groups(keys, gather_object([row["task"] for row in rollouts.rows]), **options)
+        draws = draw_within_groups(keys, gather_object([row["task"] for row in batch.rows]), **options)
     else:
-        prompts = dataset["prompt"] if isinstance(dataset, Dataset) else []
+        prompts = source.dataset["prompt"] if isinstance(source.dataset, Dataset) else []
         draws = draw_from_dataset(prompts, keys, **options)
     return [[prompts[i] for i in drawn] for drawn in draws]
 
 
-def _question_keys(prompts: Sequence[Prompt], group_size: int) -> list[str]:
-    """What tells questions apart, for the global batch: the rollouts of a row ask the same one, in whatever words an
-    environment's `reset` put it for each.
-    """
-    firsts = [prompt_key(prompt) for prompt in prompts[::group_size]]
-    return [firsts[i // group_size] for i in range(len(prompts))]
-
-
-def draw_hints(
-    rollouts: GenerationBatch, privileged: Sequence[PrivilegedContext], count: int, *, seed: int, step: int
+def draw_privileged_contexts(
+    batch: GenerationBatch, privileged: Sequence[PrivilegedContext], count: int, *, seed: int, step: int
 ) -> list[list[PrivilegedContext]]:
-    """What other problems' rollouts were shown, `count` of them for each local sample; empty lists where nothing was.
-
-    Every process must call it.
+    """Draw `count` privileged contexts of other prompts for each local sample. Every process must call it.
 
     Args:
-        rollouts: the generation batch.
+        batch: the generation batch.
         privileged: z of each local sample.
-        count: hints a sample.
-        seed, step: as in `draw_from_batch`.
+        count: draws for each sample.
+        seed: see `draw_from_batch`, as `step`.
+
+    Returns:
+        Lists of `count`; empty where no other prompt of the batch has a privileged context.
     """
-    keys = _question_keys(gather_object(rollouts.prompts), rollouts.group_size)
-    hints: list[PrivilegedContext] = gather_object(list(privileged))
-    shown = [bool(hint) for hint in hints]
-    draws = draw_from_batch(keys, rollouts.indices, count, seed=seed, step=step, eligible=shown)
-    return [[hints[i] for i in drawn] for drawn in draws]
+    keys = _group_keys(gather_object(batch.prompts), batch.group_size)
+    everyone: list[PrivilegedContext] = gather_object(list(privileged))
+    eligible = [bool(one) for one in everyone]
+    draws = draw_from_batch(keys, batch.indices, count, seed=seed, step=step, eligible=eligible)
+    return [[everyone[i] for i in drawn] for drawn in draws]
+
+
+def _group_keys(prompts: Sequence[Prompt], group_size: int) -> list[str]:
+    """`prompt_key` of each sample's group, whose prompts an environment may word differently."""
+    firsts = [prompt_key(prompt) for prompt in prompts[::group_size]]
+    return [firsts[i // group_size] for i in range(len(prompts))]

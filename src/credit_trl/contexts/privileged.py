@@ -13,18 +13,18 @@ from credit_trl.rollout.batch import GenerationBatch
 
 _THINKING = re.compile(r"^(?:(?!</?think>).)*</think>|<think>.*?(?:</think>|\Z)", flags=re.DOTALL)
 
-# Of the threshold: what fp32 sums of rewards may lack.
+# Relative tolerance of the success threshold: rewards are summed in fp32.
 _REWARD_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
 class PrivilegedContext:
-    """z, what the teacher is shown of one rollout's outcome. At least one of the three makes a teacher.
+    """z of one sample. A sample has a teacher where at least one of the three fields is set.
 
     Args:
-        demonstration: a successful rollout of the group.
-        feedback: what the environment said of the whole rollout.
-        turns: what it said of single turns, by the turn's number; None for nothing. See `turns.place_turns`.
+        demonstration: text of a successful rollout of the group.
+        feedback: feedback on the whole rollout.
+        turns: feedback on single turns by turn index, or None. See `contexts.turns.place_turns`.
     """
 
     demonstration: str | None = None
@@ -45,11 +45,11 @@ def choose_demonstrations(
     """For each rollout, the first successful rollout of its group, or None.
 
     Args:
-        rewards: of the global generation batch, groups contiguous; NaN never succeeds.
-        group_size: rollouts a group.
-        threshold: reward from which a rollout is successful. A reward that lacks a millionth of it is enough: rewards
-            are weighted and summed in fp32, where 0.7 is a little less.
-        exclude_self: a rollout is not its own demonstration.
+        rewards: rewards of the global generation batch, groups contiguous; NaN is never successful.
+        group_size: rollouts of a group.
+        threshold: lowest reward of a successful rollout, less a relative 1e-6: rewards are weighted and summed in
+            fp32, where 0.7 is rounded down.
+        exclude_self: whether a rollout may not be its own demonstration.
     """
     lowest = threshold - _REWARD_ROUNDING * abs(threshold)
     chosen: list[int | None] = []
@@ -62,10 +62,14 @@ def choose_demonstrations(
 
 
 def demonstration_text(completion: str, teacher_context: str) -> str | None:
-    """What of a successful completion is shown: its solution, its thinking, or both; None if that part is empty.
+    """The part of a successful completion that the teacher reads; None if that part is empty.
 
-    Thinking is what stands in `<think>…</think>`, up to `</think>` where the generation prompt opened the block, and
-    to the end where it was never closed.
+    Thinking is the text inside `<think>…</think>`: from the start where the generation prompt opened the block, and to
+    the end where the block is not closed.
+
+    Args:
+        completion: decoded completion.
+        teacher_context: `"solution"`, `"think"` or `"think+solution"`.
     """
     if teacher_context == "think+solution":
         text = completion
@@ -77,39 +81,47 @@ def demonstration_text(completion: str, teacher_context: str) -> str | None:
 
 
 def gather_privileged_contexts(
-    rollouts: GenerationBatch, config: CreditConfig, decode: Callable[[list[list[int]]], list[str]]
+    batch: GenerationBatch, config: CreditConfig, decode: Callable[[list[list[int]]], list[str]]
 ) -> list[PrivilegedContext]:
-    """z of each local sample. Every process must call it.
+    """z of each local sample, by the options that choose its parts. Every process must call it.
 
     Args:
-        rollouts: the generation batch.
+        batch: the generation batch.
         config: which parts of z are used.
-        decode: sampled ids → texts without special tokens.
+        decode: sampled ids to texts without special tokens.
     """
-    demonstrations: list[str | None] = [None] * len(rollouts.prompts)
-    if config.use_successful_as_teacher:
-        chosen = choose_demonstrations(
-            rollouts.rewards,
-            rollouts.group_size,
-            config.success_reward_threshold,
-            exclude_self=config.dont_reprompt_on_self_success,
+    size = len(batch.prompts)
+    demonstrations = (
+        _gather_demonstrations(batch, config, decode) if config.use_successful_as_teacher else [None] * size
+    )
+    feedback, turns = batch.feedback, batch.feedback_by_turn
+    contexts = []
+    for demonstration, text, by_turn in zip(demonstrations, feedback, turns, strict=True):
+        is_used = config.include_environment_feedback and not (
+            config.environment_feedback_only_without_solution and demonstration is not None
         )
-        texts = gather_object([demonstration_text(t, config.teacher_context) for t in decode(rollouts.completion_ids)])
-        demonstrations = [None if chosen[i] is None else texts[chosen[i]] for i in rollouts.indices]
-    feedback = rollouts.feedback() if config.include_environment_feedback else [None] * len(demonstrations)
-    if config.environment_feedback_only_without_solution:
-        feedback = [f if d is None else None for f, d in zip(feedback, demonstrations, strict=True)]
-    turns = rollouts.feedback_by_turn() if config.include_environment_feedback else [None] * len(demonstrations)
-    if config.environment_feedback_only_without_solution:
-        turns = [t if d is None else None for t, d in zip(turns, demonstrations, strict=True)]
-    return [PrivilegedContext(d, f, t) for d, f, t in zip(demonstrations, feedback, turns, strict=True)]
+        contexts.append(PrivilegedContext(demonstration, *((text, by_turn) if is_used else (None, None))))
+    return contexts
 
 
-def unread_feedback(rollouts: GenerationBatch, config: CreditConfig) -> tuple[bool, list[int]]:
-    """Whether any process was given feedback that is switched off, and the turns of any that were spoken of in vain.
+def _gather_demonstrations(
+    batch: GenerationBatch, config: CreditConfig, decode: Callable[[list[list[int]]], list[str]]
+) -> list[str | None]:
+    chosen = choose_demonstrations(
+        batch.rewards,
+        batch.group_size,
+        config.success_reward_threshold,
+        exclude_self=config.dont_reprompt_on_self_success,
+    )
+    texts = gather_object([demonstration_text(t, config.teacher_context) for t in decode(batch.completion_ids)])
+    return [None if chosen[i] is None else texts[chosen[i]] for i in batch.indices]
+
+
+def ignored_feedback(batch: GenerationBatch, config: CreditConfig) -> tuple[bool, list[int]]:
+    """Whether any process has feedback that `include_environment_feedback` ignores, and `missing_turns` of all.
 
     Every process must call it.
     """
-    is_switched_off = not config.include_environment_feedback and any(rollouts.feedback())
-    switched_off, lost = zip(*gather_object([(is_switched_off, rollouts.lost_turns())]), strict=True)
-    return any(switched_off), [turn for turns in lost for turn in turns]
+    is_ignored = not config.include_environment_feedback and any(batch.feedback)
+    ignored, missing = zip(*gather_object([(is_ignored, batch.missing_turns)]), strict=True)
+    return any(ignored), [turn for turns in missing for turn in turns]

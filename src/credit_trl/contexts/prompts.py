@@ -1,4 +1,4 @@
-"""Prompts as text and as conversations."""
+"""Prompts in plain-text and conversational form."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from trl.data_utils import prepare_multimodal_messages
 
-Prompt = str | list[dict[str, Any]]
+from credit_trl.rollout.batch import Prompt
 
-Render = Callable[..., str]  # of a conversation; `add_generation_prompt=False` leaves out what opens the model's turn
+Render = Callable[..., str]  # conversation to text; takes `add_generation_prompt`, True by default
 
 
 def chat_renderer(
     processor: Any, is_multimodal: bool, tools: list[Any] | None, chat_template: str | None, options: dict[str, Any]
 ) -> Render:
-    """Conversations → the chat template's text, as TRL renders a student's prompt up to tokenisation.
+    """Function that renders a conversation with the chat template, as TRL renders the student's prompts.
 
     Args:
-        processor: the tokenizer, or the processor of a multimodal model.
-        is_multimodal: messages are turned into lists of parts.
-        tools: of the sample's environment, or None.
+        processor: tokenizer, or processor of a multimodal model.
+        is_multimodal: whether messages are converted to lists of parts.
+        tools: tools of the sample's environment, or None.
         chat_template: None for the tokenizer's own.
         options: `chat_template_kwargs`.
     """
@@ -49,15 +49,15 @@ def user_text(prompt: Prompt) -> str:
 
 
 def without_question(prompt: Prompt) -> Prompt:
-    """The prompt with nothing asked: its system messages and an empty user turn; an empty text for plain text."""
+    """The system messages of a prompt and an empty user turn; an empty string for plain text."""
     if isinstance(prompt, str):
         return ""
     turn = prompt[_last_user(prompt)]
-    return [*(m for m in prompt if m.get("role") == "system"), *_with_user_text([turn], "")]
+    return [*(m for m in prompt if m.get("role") == "system"), *with_user_text([turn], "")]
 
 
 def has_images(prompt: Prompt) -> bool:
-    """Whether a conversational prompt carries an image part."""
+    """Whether a conversational prompt has an image part."""
     if isinstance(prompt, str):
         return False
     contents = (message.get("content") for message in prompt)
@@ -69,11 +69,13 @@ def _last_user(messages: list[dict[str, Any]]) -> int:
         if messages[index].get("role") == "user":
             return index
     raise ValueError(
-        f"A prompt needs a user turn for the teacher's context; its roles are {[m.get('role') for m in messages]}."
+        f"The teacher's prompt needs a user turn; the roles of this prompt are {[m.get('role') for m in messages]}. "
+        "Add a message with the role 'user'."
     )
 
 
-def _with_user_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+def with_user_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The conversation with another text in its last user turn."""
     index = _last_user(messages)
     content: Any = text
     if isinstance(messages[index].get("content"), list):

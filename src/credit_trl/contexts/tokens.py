@@ -1,9 +1,9 @@
-"""Teacher and contrast prompts as token ids."""
+"""Prompts of the teacher as token ids, and completions beside them: the input of the scoring passes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,67 +14,112 @@ from credit_trl.contexts.privileged import PrivilegedContext
 
 
 @dataclass(frozen=True)
-class TokenContexts:
-    """One response's contexts.
+class ContextColumns:
+    """Positions of context tokens that lie inside the completion (feedback on single turns).
+
+    Each list has one entry for each token of its prompt: the column of the completion before which the token stands,
+    in ascending order; 0 for tokens before the completion.
 
     Args:
-        ids: token ids of the teacher's prompt, then of C contrast prompts; None where there is no teacher.
-        privileged: what of z is in them.
-        cut: whether z was shortened to fit the budget.
-        columns: for each token of each context, the column of the completion before which it stands; None where all
-            stand before the first.
+        teacher: columns of the teacher's prompt.
+        contrasts: columns of each contrast prompt.
     """
 
-    ids: list[list[int]] | None
-    privileged: PrivilegedContext
+    teacher: list[int]
+    contrasts: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TokenContexts:
+    """Token ids of the prompts under which the teacher reads one completion.
+
+    Args:
+        teacher: the prompt (x, z); None where the sample has no teacher.
+        contrasts: the contrast prompts (x'_k, z), C of them; C may be 0.
+        columns: where prompt tokens stand inside the completion; None where every prompt precedes it.
+        privileged: z, as far as it fits the budget.
+        cut: whether z was shortened to fit the budget.
+    """
+
+    teacher: list[int] | None
+    contrasts: list[list[int]] = field(default_factory=list)
+    columns: ContextColumns | None = None
+    privileged: PrivilegedContext = field(default_factory=PrivilegedContext)
     cut: bool = False
-    columns: list[list[int]] | None = None
+
+    def sequences(self) -> Iterator[tuple[list[int], list[int] | None]]:
+        """Yield (ids, columns) of the teacher's prompt and of each contrast prompt; nothing without a teacher."""
+        if self.teacher is None:
+            return
+        if self.columns is None:
+            yield from ((ids, None) for ids in (self.teacher, *self.contrasts))
+        else:
+            yield self.teacher, self.columns.teacher
+            yield from zip(self.contrasts, self.columns.contrasts, strict=True)
 
 
-def context_masks(built: Sequence[TokenContexts], device: torch.device) -> dict[str, Bool[Tensor, " B"]]:
-    """Which samples have a teacher, and which of them a contrast."""
+@dataclass(frozen=True)
+class CompletionBatch:
+    """Completions to score, right-padded.
+
+    Args:
+        ids: (B, T), int64, the sampled ids.
+        mask: (B, T), 1 on tokens of the completion, tool output included: the teacher reads them.
+        loss_mask: (B, T), bool, True on tokens that are scored.
+    """
+
+    ids: Int[Tensor, "B T"]
+    mask: Int[Tensor, "B T"]
+    loss_mask: Bool[Tensor, "B T"]
+
+    def lengths(self) -> list[int]:
+        """Tokens of each completion up to its last unmasked one."""
+        return ((self.mask.cumsum(-1) * self.mask).argmax(-1) + 1).tolist()
+
+
+def context_masks(contexts: Sequence[TokenContexts], device: torch.device) -> dict[str, Bool[Tensor, " B"]]:
+    """`teacher_mask` and `contrast_mask`: which samples have a teacher, and which have contrast prompts."""
     return {
-        "teacher_mask": torch.tensor([c.ids is not None for c in built], device=device),
-        "contrast_mask": torch.tensor([len(c.ids or ()) > 1 for c in built], device=device),
+        "teacher_mask": torch.tensor([c.teacher is not None for c in contexts], device=device),
+        "contrast_mask": torch.tensor([len(c.contrasts) > 0 for c in contexts], device=device),
     }
 
 
-def pack_contexts(built: Sequence[TokenContexts], device: torch.device) -> dict[str, Int[Tensor, "B ..."]]:
-    """TokenContexts as tensors that TRL can shuffle and split: ids (B, 1+C, P), lengths (B, 1+C), 0 where there is none.
+def pack_contexts(contexts: Sequence[TokenContexts], device: torch.device) -> dict[str, Int[Tensor, "B ..."]]:
+    """Contexts as tensors that TRL can shuffle and split. `unpack_contexts` is the inverse.
 
-    Where a context has tokens inside the completion, `context_columns` (B, 1+C, P) are beside them.
+    Returns:
+        `context_ids` (B, 1+C, P), the teacher's prompt in row 0, and `context_lengths` (B, 1+C), 0 where there is no
+        prompt; `context_columns` (B, 1+C, P) where a prompt has tokens inside the completion.
     """
-    ids = _packed([c.ids for c in built])
-    lengths = torch.zeros(ids.shape[:2], dtype=torch.long)
-    for i, sample in enumerate(built):
-        for k, context in enumerate(sample.ids or []):
-            lengths[i, k] = len(context)
+    rows = [list(c.sequences()) for c in contexts]
+    count = max((len(sample) for sample in rows), default=1) or 1
+    longest = max((len(ids) for sample in rows for ids, _ in sample), default=1)
+    ids = torch.zeros(len(rows), count, longest, dtype=torch.long)
+    lengths, columns = torch.zeros(len(rows), count, dtype=torch.long), torch.zeros_like(ids)
+    for i, sample in enumerate(rows):
+        for k, (prompt, inside) in enumerate(sample):
+            lengths[i, k] = len(prompt)
+            ids[i, k, : len(prompt)] = torch.tensor(prompt)
+            if inside is not None:
+                columns[i, k, : len(prompt)] = torch.tensor(inside)
     packed = {"context_ids": ids, "context_lengths": lengths}
-    if any(c.columns is not None for c in built):
-        packed["context_columns"] = _packed(
-            [c.columns or (c.ids and [[0] * len(row) for row in c.ids]) for c in built]
-        )
+    if any(c.columns is not None for c in contexts):
+        packed["context_columns"] = columns
     return {name: tensor.to(device) for name, tensor in packed.items()}
 
 
-def unpack_contexts(batch: dict[str, Any]) -> tuple[list[list[list[int]] | None], list[list[list[int]] | None] | None]:
-    """The inverse of `pack_contexts`, for one micro-batch: ids, and columns where there are any."""
+def unpack_contexts(batch: dict[str, Any]) -> list[TokenContexts]:
+    """Contexts of one micro-batch from the tensors of `pack_contexts`."""
     lengths = batch["context_lengths"].tolist()
-
-    def rows(tensor: Tensor) -> list[list[list[int]] | None]:
-        return [
-            [row[:n] for row, n in zip(r, ns, strict=True) if n] or None
-            for r, ns in zip(tensor.tolist(), lengths, strict=True)
-        ]
-
-    return rows(batch["context_ids"]), rows(batch["context_columns"]) if "context_columns" in batch else None
-
-
-def _packed(samples: Sequence[list[list[int]] | None]) -> Int[Tensor, "B C P"]:
-    count = max((len(rows) for rows in samples if rows is not None), default=1)
-    longest = max((len(row) for rows in samples if rows is not None for row in rows), default=1)
-    packed = torch.zeros(len(samples), count, longest, dtype=torch.long)
-    for i, rows in enumerate(samples):
-        for k, row in enumerate(rows or []):
-            packed[i, k, : len(row)] = torch.tensor(row)
-    return packed
+    ids = batch["context_ids"].tolist()
+    columns = batch["context_columns"].tolist() if "context_columns" in batch else [None] * len(ids)
+    contexts = []
+    for prompts, sizes, inside in zip(ids, lengths, columns, strict=True):
+        teacher, *contrasts = ([row[:n] for row, n in zip(prompts, sizes, strict=True) if n]) or [None]
+        cut = None
+        if inside is not None and teacher is not None:
+            own, *others = [row[:n] for row, n in zip(inside, sizes, strict=True) if n]
+            cut = ContextColumns(own, others)
+        contexts.append(TokenContexts(teacher, contrasts, cut))
+    return contexts

@@ -22,15 +22,18 @@ memory (CUDA) or from a fixed budget of bytes (CPU), unless given.
 """
 
 from credit_trl.loss.head import Kernels, LMHead
-from credit_trl.loss.scores import Scores, Support, Tail, TeacherStates, score_tokens
-from credit_trl.loss.student import CreditLoss, credit_loss
+from credit_trl.loss.scores import Scores, Support, SupportConfig, Tail, TeacherStates, score_tokens
+from credit_trl.loss.student import CreditLoss, LossConfig, LossTokens, credit_loss
 
 __all__ = [
     "CreditLoss",
     "Kernels",
     "LMHead",
+    "LossConfig",
+    "LossTokens",
     "Scores",
     "Support",
+    "SupportConfig",
     "Tail",
     "TeacherStates",
     "credit_loss",

@@ -1,4 +1,4 @@
-"""Scoring: what the lagged teacher says of sampled tokens and of the tokens that compete with them."""
+"""Scores of the teacher: its log-probabilities of the sampled tokens and of the tokens of the support."""
 
 from __future__ import annotations
 
@@ -20,17 +20,63 @@ Support = Literal["teacher_topk", "student_topk", "full", "sampled"]
 Tail = Literal["bucket", "renormalize"]
 
 
-@dataclass
-class Scores:
-    """What the teacher says of N tokens, on the support only. B = K buckets, or K + 1 with a tail bucket.
+@dataclass(frozen=True)
+class SupportConfig:
+    """Tokens of the vocabulary that carry the loss.
 
     Args:
-        support_ids: (N, K) token ids, the likeliest first; the sampled token alone for `"sampled"`.
+        kind: the teacher's or the student's `topk` most likely tokens, the whole vocabulary, or the sampled token.
+        topk: K, at most V.
+        tail: `"bucket"` adds one bucket for the probability outside a top-K support; `"renormalize"` conditions on the
+            support. Other supports ignore it.
+    """
+
+    kind: Support = "teacher_topk"
+    topk: int = 20
+    tail: Tail = "bucket"
+
+    @property
+    def is_topk(self) -> bool:
+        """Whether the support is the K most likely tokens."""
+        return self.kind in ("teacher_topk", "student_topk")
+
+    @property
+    def in_step(self) -> bool:
+        """Whether scores depend on the live student, so that they are computed inside the optimizer step."""
+        return self.kind in ("full", "student_topk")
+
+    @property
+    def renormalizes(self) -> bool:
+        """Whether the loss is conditional on the support."""
+        return self.is_topk and self.tail == "renormalize"
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether the last bucket is the probability outside the support."""
+        return self.is_topk and self.tail == "bucket"
+
+    @property
+    def size(self) -> int:
+        """Token ids that are stored for each position."""
+        return self.topk if self.is_topk else 1
+
+    def check(self, vocabulary: int) -> None:
+        """Raise a `ValueError` where K exceeds the vocabulary."""
+        if self.is_topk and not 1 <= self.topk <= vocabulary:
+            raise ValueError(f"topk must lie between 1 and the vocabulary size {vocabulary}, got {self.topk}.")
+
+
+@dataclass
+class Scores:
+    """Log-probabilities of the teacher for N tokens, on the support. B = K buckets, or K + 1 with a tail bucket.
+
+    Args:
+        support_ids: (N, K) token ids, the most likely first; the sampled token for `"sampled"`.
         teacher_logps: (N, B), f; true log-probabilities, the tail bucket last.
-        generic_logps: (N, B), Ĝ, the same; with `"renormalize"` each g is normalised over the support. Zeros where
-            there was no contrast (λ is 0 there).
-        teacher_token_logps: (N,), f at the sampled token; with `"renormalize"` within the support and that token.
-        generic_token_logps: (N,), Ĝ at the sampled token, likewise.
+        generic_logps: (N, B), Ĝ; with `"renormalize"` each contrast is normalised over the support. Zeros where there
+            is no contrast (λ is 0 there).
+        teacher_token_logps: (N,), f at the sampled token; with `"renormalize"` conditional on support and token.
+        generic_token_logps: (N,), Ĝ at the sampled token, conditional likewise.
         teacher_entropy: (N,), nats, over the whole vocabulary.
     """
 
@@ -47,13 +93,13 @@ class Scores:
 
 @dataclass
 class TeacherStates:
-    """The teacher's hidden states, for supports that are chosen inside the step (`"full"`, `"student_topk"`).
+    """Hidden states of the teacher, for supports that are chosen inside the step (`"full"`, `"student_topk"`).
 
     Args:
-        hidden: (N, H), the teacher's context.
-        contrast_hidden: (C, N, H), the contrast contexts; C may be 0.
-        head: the teacher's head.
-        baseline: how the contrasts are averaged, see `objective.input_generic`.
+        hidden: (N, H), under the teacher's prompt.
+        contrast_hidden: (C, N, H), under the contrast prompts; C may be 0.
+        head: head of the teacher.
+        baseline: average over the contrasts, see `objective.input_generic`.
     """
 
     hidden: Float[Tensor, "N H"]
@@ -65,15 +111,15 @@ class TeacherStates:
         return replace(self, hidden=self.hidden[rows], contrast_hidden=self.contrast_hidden[:, rows])
 
 
-class Average:
-    """Ĝ of log-probabilities that come one contrast at a time: nothing is kept but what they add up to."""
+class ContrastAverage:
+    """Streaming mean over the contrasts: Ĝ from one contrast at a time."""
 
     def __init__(self, baseline: Baseline) -> None:
         self.baseline = baseline
         self.count = 0
 
-    def fold(self, total: Tensor, logps: Tensor) -> None:
-        """Take another contrast's into the total, in place; the first overwrites what the total held."""
+    def add(self, total: Tensor, logps: Tensor) -> None:
+        """Add the log-probabilities of one contrast to `total`, in place; the first one overwrites it."""
         if not self.count:
             total.copy_(logps)
         elif self.baseline == "log_mean":
@@ -83,7 +129,7 @@ class Average:
         self.count += 1
 
     def finish(self, total: Tensor) -> None:
-        """From the total to Ĝ, in place."""
+        """Turn the total into Ĝ, in place."""
         if self.baseline == "log_mean":
             total -= math.log(self.count)
         else:
@@ -92,58 +138,43 @@ class Average:
 
 @torch.no_grad()
 def score_tokens(
-    teacher_hidden: Float[Tensor, "N H"],
-    contrast_hidden: Float[Tensor, "C N H"],
-    head: LMHead,
-    token_ids: Int[Tensor, " N"],
-    *,
-    support: Literal["teacher_topk", "sampled"] = "teacher_topk",
-    topk: int = 20,
-    tail: Tail = "bucket",
-    baseline: Baseline = "mean_log",
-    chunk_size: int | None = None,
+    states: TeacherStates, token_ids: Int[Tensor, " N"], support: SupportConfig, chunk_size: int | None = None
 ) -> Scores:
-    """Score N sampled tokens under the teacher's context and C contrast contexts (lines 4 to 6 of Algorithm 1).
+    """Score N sampled tokens under the teacher's prompt and C contrast prompts (lines 4 to 6 of Algorithm 1).
 
     Args:
-        teacher_hidden: (N, H), the teacher's hidden states at the positions that predict the tokens. Masked
-            positions are not among them.
-        contrast_hidden: (C, N, H), the same under the contrast prompts; C = 0 leaves Ĝ at zero.
-        head: the teacher's head; gathered once if it is sharded.
+        states: hidden states of the teacher at the positions that predict the tokens; masked positions are not among
+            them. C = 0 gives Ĝ = 0. A sharded head is gathered once.
         token_ids: (N,), the sampled tokens y_t.
-        support: `"teacher_topk"` keeps the teacher's `topk` most likely tokens, `"sampled"` the sampled token.
-        topk: K, at most V.
-        tail: `"bucket"` gives f and Ĝ a last bucket for the mass outside the support; `"renormalize"` projects the
-            contrast on the K columns and the sampled token only. `"sampled"` takes no notice of it.
-        baseline: the mean of the contrasts' logs, or the log of their mean, tail bucket included; with
-            `"renormalize"` of the distributions within the support.
-        chunk_size: tokens projected at once; None chooses.
+        support: `"teacher_topk"` or `"sampled"`. With `"renormalize"` the contrasts are projected on the K columns and
+            the sampled token only.
+        chunk_size: tokens per logits chunk; None picks from free memory.
 
     Returns:
-        Scores in fp32, in fp64 for fp64 hidden states. No gradient flows.
+        Scores in fp32, or fp64 for fp64 hidden states, without gradient.
 
     Raises:
-        ValueError: `topk` exceeds the vocabulary, or the support is one that is chosen inside the step.
+        ValueError: K exceeds the vocabulary, or the support is chosen inside the step.
     """
-    if support not in ("teacher_topk", "sampled"):
-        raise ValueError(f"support {support!r} is chosen inside the step: give `credit_loss` a `TeacherStates`.")
-    check_topk(topk, head, support)
-    states = TeacherStates(teacher_hidden, contrast_hidden, head.gathered().detached(), baseline)
-    tokens, within = token_ids.unsqueeze(-1), renormalizes(support, tail)
-    n, dtype = len(token_ids), accumulation_dtype(teacher_hidden)
-    size = chunk_size or logits_chunk(n, head.vocabulary_size, dtype, teacher_hidden.device)
-    buffer = teacher_hidden.new_empty((min(size, n), head.vocabulary_size), dtype=dtype)
+    if support.in_step:
+        raise ValueError(f"support {support.kind!r} is chosen inside the step: pass `TeacherStates` to `credit_loss`.")
+    support.check(states.head.vocabulary_size)
+    states = replace(states, head=states.head.gathered().detached())
+    tokens = token_ids.unsqueeze(-1)
+    n, dtype = len(token_ids), accumulation_dtype(states.hidden)
+    size = chunk_size or logits_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
+    buffer = states.hidden.new_empty((min(size, n), states.head.vocabulary_size), dtype=dtype)
     parts = []
     for rows in chunks(n, size):
         out = buffer[: rows.stop - rows.start]
-        chosen = {"topk": topk} if support == "teacher_topk" else {"ids": tokens[rows]}
-        teacher = project(states.head, teacher_hidden[rows], out, tokens[rows], **chosen)
-        parts.append(_of_teacher(teacher, tokens[rows], has_tail(support, tail), within))
+        chosen = {"topk": support.topk} if support.is_topk else {"ids": tokens[rows]}
+        teacher = project(states.head, states.hidden[rows], out, tokens[rows], **chosen)
+        parts.append(_teacher_scores(teacher, tokens[rows], support))
     scores = concatenate(parts)
-    if len(contrast_hidden):
-        average = _generic_within_support if within else _generic_over_vocabulary
+    if len(states.contrast_hidden):
+        average = _generic_within_support if support.renormalizes else _generic_over_vocabulary
         scores.generic_logps, scores.generic_token_logps = average(
-            states, scores.support_ids, tokens, has_tail(support, tail), chunk_size
+            states, scores.support_ids, tokens, support.has_tail, chunk_size
         )
     return scores
 
@@ -151,9 +182,9 @@ def score_tokens(
 def score_over_vocabulary(
     states: TeacherStates, ids: Int[Tensor, "n K"], tokens: Int[Tensor, "n 1"], out: Float[Tensor, "n V"]
 ) -> Scores:
-    """Scores of one chunk on a given support with a tail bucket, in true log-probabilities."""
+    """Scores of one chunk on a given support with a tail bucket, as true log-probabilities."""
     teacher = project(states.head, states.hidden, out, tokens, ids)
-    scores = _of_teacher(teacher, tokens, has_tail=True, within=False)
+    scores = _teacher_scores(teacher, tokens, SupportConfig("student_topk", ids.shape[-1]))
     if len(states.contrast_hidden):
         scores.generic_logps, scores.generic_token_logps = _generic_over_vocabulary(
             states, ids, tokens, True, len(ids)
@@ -162,7 +193,7 @@ def score_over_vocabulary(
 
 
 def score_within_support(states: TeacherStates, ids: Int[Tensor, "n K"], tokens: Int[Tensor, "n 1"]) -> Scores:
-    """Scores of one chunk that project the K columns of a given support only: all of them within the support."""
+    """Scores of one chunk conditional on a given support; only its K columns are projected."""
     columns = states.head.gather_columns(torch.cat([ids, tokens], dim=-1))
     in_support = (ids == tokens).any(dim=-1)
     teacher_logps, teacher_token_logps = condition(states.head.column_logits(states.hidden, columns), in_support)
@@ -173,14 +204,14 @@ def score_within_support(states: TeacherStates, ids: Int[Tensor, "n K"], tokens:
     return Scores(ids, teacher_logps, generic_logps, teacher_token_logps, generic_token_logps, entropy)
 
 
-def _of_teacher(teacher: Projection, tokens: Int[Tensor, "n 1"], has_tail: bool, within: bool) -> Scores:
-    """f, and Ĝ zero. The sampled token's f is within the support where the rest will be."""
-    logps, token_logps = _buckets(teacher, has_tail), teacher.token_logps
-    if within:
+def _teacher_scores(teacher: Projection, tokens: Int[Tensor, "n 1"], support: SupportConfig) -> Scores:
+    """f of one chunk, with Ĝ = 0."""
+    logps, token_logps = _buckets(teacher, support.has_tail), teacher.token_logps
+    if support.renormalizes:
         logits = torch.cat([teacher.columns, teacher.token_logits], dim=-1)
         _, token_logps = condition(logits, (teacher.ids == tokens).any(dim=-1))
-    nothing, nothing_at_token = torch.zeros_like(logps), torch.zeros_like(token_logps)
-    return Scores(teacher.ids, logps, nothing, token_logps, nothing_at_token, teacher.entropy)
+    zeros, token_zeros = torch.zeros_like(logps), torch.zeros_like(token_logps)
+    return Scores(teacher.ids, logps, zeros, token_logps, token_zeros, teacher.entropy)
 
 
 def _generic_over_vocabulary(
@@ -193,14 +224,14 @@ def _generic_over_vocabulary(
     """Ĝ on the support and at the sampled token, from true log-probabilities; no logits are kept."""
     n, dtype = len(ids), accumulation_dtype(states.hidden)
     size = chunk_size or passing_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
-    # The sampled token's stands behind the buckets.
+    # The last column is the sampled token.
     generic_logps = states.hidden.new_empty((n, ids.shape[-1] + has_tail + 1), dtype=dtype)
     for rows in chunks(n, size):
-        average = Average(states.baseline)
+        average = ContrastAverage(states.baseline)
         for hidden in states.contrast_hidden[:, rows]:
             contrast = project(states.head, hidden, None, tokens[rows], ids[rows], wants_entropy=False)
             logps = torch.cat([_buckets(contrast, has_tail), contrast.token_logps.unsqueeze(-1)], dim=-1)
-            average.fold(generic_logps[rows], logps)
+            average.add(generic_logps[rows], logps)
         average.finish(generic_logps[rows])
     return generic_logps[:, :-1], generic_logps[:, -1]
 
@@ -212,29 +243,29 @@ def _generic_within_support(
     has_tail: bool,
     chunk_size: int | None,
 ) -> tuple[Float[Tensor, "N K"], Float[Tensor, " N"]]:
-    """The same within the support. The head's rows are gathered once for all C contrasts."""
+    """Ĝ conditional on the support. The rows of the head are gathered once for all C contrasts."""
     everything, in_support = torch.cat([ids, tokens], dim=-1), (ids == tokens).any(dim=-1)
     hidden_size, dtype = states.hidden.shape[-1], accumulation_dtype(states.hidden)
     size = chunk_size or columns_chunk(*everything.shape, hidden_size, dtype, states.hidden.device)
     generic_logps = states.hidden.new_empty(everything.shape, dtype=dtype)
     for rows in chunks(len(ids), size):
-        columns, average = states.head.gather_columns(everything[rows]), Average(states.baseline)
+        columns, average = states.head.gather_columns(everything[rows]), ContrastAverage(states.baseline)
         for hidden in states.contrast_hidden[:, rows]:
             logps, token_logps = condition(states.head.column_logits(hidden, columns), in_support[rows])
-            average.fold(generic_logps[rows], torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1))
+            average.add(generic_logps[rows], torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1))
         average.finish(generic_logps[rows])
     return generic_logps[:, :-1], generic_logps[:, -1]
 
 
-def generic_over_everything(
+def full_generic_logps(
     states: TeacherStates, out: Float[Tensor, "n V"], scratch: Float[Tensor, "n V"]
 ) -> Float[Tensor, "n V"]:
-    """Ĝ over the vocabulary, in `out`; zeros without contrast."""
-    average = Average(states.baseline)
+    """Ĝ over the vocabulary, written to `out`; zeros without contrasts."""
+    average = ContrastAverage(states.baseline)
     for hidden in states.contrast_hidden:
         contrast = project(states.head, hidden, scratch if average.count else out, wants_entropy=False)
         contrast.logits.sub_(contrast.log_normalizer.unsqueeze(-1))
-        average.fold(out, contrast.logits)
+        average.add(out, contrast.logits)
     if average.count:
         average.finish(out)
         return out
@@ -244,11 +275,11 @@ def generic_over_everything(
 def condition(
     logits: Float[Tensor, "n K+1"], in_support: Bool[Tensor, " n"]
 ) -> tuple[Float[Tensor, "n K"], Float[Tensor, " n"]]:
-    """Log-probabilities conditional on the support, and the sampled token's on the support and itself.
+    """Log-probabilities conditional on the support, and of the sampled token conditional on the support and itself.
 
     Args:
-        logits: of the K tokens of the support and, last, of the sampled token.
-        in_support: where the sampled token is one of the K.
+        logits: logits of the K tokens of the support and, last, of the sampled token.
+        in_support: True where the sampled token is one of the K.
     """
     support, token = logits[:, :-1], logits[:, -1]
     normalizer = support.logsumexp(dim=-1)
@@ -256,21 +287,8 @@ def condition(
     return support - normalizer.unsqueeze(-1), token - wider
 
 
-def renormalizes(support: Support, tail: Tail) -> bool:
-    """Whether the loss lives on K columns alone: a support of one token or of all has nothing to renormalise."""
-    return tail == "renormalize" and support in ("teacher_topk", "student_topk")
-
-
-def has_tail(support: Support, tail: Tail) -> bool:
-    return tail == "bucket" and support in ("teacher_topk", "student_topk")
-
-
-def check_topk(topk: int, head: LMHead, support: Support) -> None:
-    if support in ("teacher_topk", "student_topk") and not 1 <= topk <= head.vocabulary_size:
-        raise ValueError(f"topk must lie between 1 and the vocabulary's {head.vocabulary_size}, got {topk}.")
-
-
 def concatenate(parts: list[Scores]) -> Scores:
+    """Scores of all chunks."""
     return Scores(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Scores)})
 
 

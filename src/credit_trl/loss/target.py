@@ -1,4 +1,4 @@
-"""The target of each token, from f and Ĝ: on a support, or in place over the vocabulary."""
+"""Target of each token from f and Ĝ, and the divergence of the student from it with its gradient."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from credit_trl import objective
-from credit_trl.loss.scores import Scores, Support, Tail, renormalizes
+from credit_trl.loss.scores import Scores, SupportConfig
 from credit_trl.objective import ContrastRule
 
 
 @dataclass
 class Target:
-    """What the student is pulled towards at n positions.
+    """Target a at n positions.
 
     Args:
         logps: (n, B) or (n, V), a, not normalised.
-        contrastive_coef: (n,), λ as it entered: 0 where there is no contrast or the gate is shut.
+        contrastive_coef: (n,), λ as applied: 0 where there is no contrast or the gate is closed.
         token_logps: (n,), a at the sampled token.
         kl_to_teacher: (n,), `KL(softmax(a) ‖ f)` over the same buckets, nats.
     """
@@ -32,33 +32,25 @@ class Target:
 
 
 def support_target(
-    scores: Scores,
-    token_ids: Int[Tensor, "n 1"],
-    contrastive_coef: Float[Tensor, " n"],
-    rule: ContrastRule,
-    *,
-    support: Support,
-    tail: Tail,
+    scores: Scores, contrastive_coef: Float[Tensor, " n"], rule: ContrastRule, support: SupportConfig
 ) -> Target:
     """The target over the buckets of a support.
 
-    With `"renormalize"` f is taken within the support, as Ĝ is. The gate looks at the buckets (a sampled token and
-    all the rest are two). Plausibility is a matter of single tokens: the tail bucket, and a sampled token that lies
-    in it, keep `a = f` where a mask is set, as if no token of the tail were plausible.
+    With `"renormalize"` f is conditional on the support, as Ĝ is. The gate compares the buckets; for `"sampled"` these
+    are the sampled token and the rest.
     """
     teacher, generic = scores.teacher_logps, scores.generic_logps
-    if renormalizes(support, tail):
+    if support.renormalizes:
         teacher = objective.renormalize(teacher)
     if rule.gate > 0.0:
-        both = (objective.add_tail_bucket(x) if support == "sampled" else x for x in (teacher, generic))
+        both = (objective.add_tail_bucket(x) if support.kind == "sampled" else x for x in (teacher, generic))
         contrastive_coef = contrastive_coef * (objective.total_variation(*both) > rule.gate)
-    contrasted, token_coef = None, contrastive_coef
-    if rule.plausibility > 0.0:
-        contrasted, at_token = _plausible(teacher, scores.support_ids, token_ids, rule.plausibility)
-        token_coef = contrastive_coef * at_token
-    target = objective.credit_target(teacher, generic, contrastive_coef, rule.form, contrasted)
-    token_logps = _at_token(scores.teacher_token_logps, scores.generic_token_logps, token_coef, rule)
-    return Target(target, contrastive_coef, token_logps, _divergence(target, teacher))
+    target = objective.credit_target(teacher, generic, contrastive_coef, rule.form)
+    token_scores = (scores.teacher_token_logps.unsqueeze(-1), scores.generic_token_logps.unsqueeze(-1))
+    token_logps = objective.credit_target(*token_scores, contrastive_coef, rule.form).squeeze(-1)
+    normalized = objective.renormalize(target)
+    kl = torch.linalg.vecdot(normalized.exp(), normalized - objective.renormalize(teacher))
+    return Target(target, contrastive_coef, token_logps, kl)
 
 
 def vocabulary_target(
@@ -69,18 +61,13 @@ def vocabulary_target(
     rule: ContrastRule,
     scratch: Float[Tensor, "n V"],
 ) -> Target:
-    """The target over the vocabulary, in the teacher's buffer; uses up the other two."""
+    """The target over the vocabulary, written to the buffer of `teacher_logps`; overwrites the other two buffers."""
     if rule.gate > 0.0:
         torch.sub(generic_logps, generic_logps.logsumexp(dim=-1, keepdim=True), out=scratch)
         shared = torch.minimum(scratch, teacher_logps, out=scratch).exp_().sum(dim=-1)
         contrastive_coef = contrastive_coef * (1.0 - shared > rule.gate)
-    implausible = None
-    if rule.plausibility > 0.0:
-        implausible = objective.plausible_tokens(teacher_logps, rule.plausibility).logical_not_()
     is_guide = rule.form == "guide"
     shift = torch.sub(teacher_logps, generic_logps, out=generic_logps) if is_guide else generic_logps.neg_()
-    if implausible is not None:
-        shift.masked_fill_(implausible, 0.0)
     shift.mul_(contrastive_coef.unsqueeze(-1))
     target = teacher_logps.add_(shift)
     normalizer = target.logsumexp(dim=-1)
@@ -89,53 +76,37 @@ def vocabulary_target(
     return Target(target, contrastive_coef, target.gather(-1, token_ids).squeeze(-1), kl)
 
 
-def _plausible(
-    teacher_logps: Float[Tensor, "n B"], support_ids: Int[Tensor, "n K"], token_ids: Int[Tensor, "n 1"], share: float
-) -> tuple[Bool[Tensor, "n B"], Bool[Tensor, " n"]]:
-    """Which buckets the contrast touches, and whether it touches the sampled token."""
-    size = support_ids.shape[-1]
-    tokens = objective.plausible_tokens(teacher_logps[:, :size], share)
-    nothing = tokens.new_zeros(len(tokens), teacher_logps.shape[-1] - size)
-    return torch.cat([tokens, nothing], dim=-1), (tokens & (support_ids == token_ids)).any(dim=-1)
-
-
-def _at_token(teacher: Tensor, generic: Tensor, coef: Tensor, rule: ContrastRule) -> Float[Tensor, " n"]:
-    return objective.credit_target(teacher.unsqueeze(-1), generic.unsqueeze(-1), coef, rule.form).squeeze(-1)
-
-
-def _divergence(target: Float[Tensor, "n B"], teacher_logps: Float[Tensor, "n B"]) -> Float[Tensor, " n"]:
-    target, teacher_logps = objective.renormalize(target), objective.renormalize(teacher_logps)
-    return torch.linalg.vecdot(target.exp(), target - teacher_logps)
-
-
 def support_divergence(
     columns: Float[Tensor, "n K"],
     log_outside: Float[Tensor, " n"] | None,
     target: Float[Tensor, "n B"],
-    *,
     alpha: float,
-    support: Support,
-    tail: Tail,
+    support: SupportConfig,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, "n K"], Float[Tensor, " n"] | None]:
     """ℓ, `KL(p ‖ softmax(a))`, dℓ/d columns and dℓ/d log_outside, by the equations of `objective`.
 
     Args:
-        columns: the student's log-probabilities of the support; where the support is renormalised any logits do.
-        log_outside: the log of its mass outside the support, where that is a bucket.
+        columns: log-probabilities of the student on the support; logits where the support is renormalised.
+        log_outside: log of the student's probability outside the support, where that is a bucket.
         target: a, not normalised.
+        alpha: see `objective.distillation_loss`.
+        support: tokens that carry the loss.
     """
     target = target.to(columns.dtype)
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (columns, log_outside) if x is not None]
         columns = leaves[0]
-        if support == "sampled":
+        if support.kind == "sampled":
             advantages = (target - columns).detach()
             token_loss, kl = -(advantages * columns).sum(dim=-1), -advantages.squeeze(-1)
         else:
-            within = renormalizes(support, tail)
-            student_logps = objective.renormalize(columns) if within else objective.add_tail_bucket(*leaves)
+            student_logps = (
+                objective.renormalize(columns) if support.renormalizes else objective.add_tail_bucket(*leaves)
+            )
             normalized = objective.renormalize(target)
-            token_loss = objective.distillation_loss(student_logps, normalized if within else target, alpha)
+            token_loss = objective.distillation_loss(
+                student_logps, normalized if support.renormalizes else target, alpha
+            )
             kl = objective.distillation_loss(student_logps.detach(), normalized, alpha=1.0)
         grads = torch.autograd.grad(token_loss.sum(), leaves)
     return token_loss.detach(), kl, grads[0], grads[1] if len(grads) > 1 else None
@@ -144,7 +115,7 @@ def support_divergence(
 def vocabulary_divergence(
     logps: Float[Tensor, "n V"], target: Float[Tensor, "n V"], alpha: float
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, "n V"]]:
-    """The same over the vocabulary, with dℓ/d logits in closed form; uses up both arguments.
+    """ℓ, `KL(p ‖ softmax(a))` and dℓ/d logits over the vocabulary, in closed form; overwrites both arguments.
 
     With p the student and q = softmax(a): α = 1 gives `p (log p − a − ℓ)`, α = 0 gives `p − q`, and between them
     `(1−α) p (log p/m − KL(p ‖ m))`.

@@ -1,8 +1,12 @@
-"""One generation batch with its rewards and feedback."""
+"""One generation batch with its rewards and feedback.
+
+Local lists have one entry for each sample of this process, global lists one for each sample of all processes, in the
+order of the ranks. That order does not depend on the number of processes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,23 +14,25 @@ from accelerate import Accelerator
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from credit_trl.contexts.prompts import Prompt
+from credit_trl.rollout.turns import turn_starts
 from credit_trl.rollout.verdict import join_feedback
 
+Prompt = str | list[dict[str, Any]]
 
-@dataclass
+
+@dataclass(frozen=True)
 class GenerationBatch:
-    """What the verifiers saw, and said.
+    """Prompts, completions, rewards and feedback of one generation batch.
 
     Args:
         rows: local dataset rows.
         prompts: local prompts, as an environment may have completed them.
         completion_ids: local sampled ids.
         rewards: global, weighted sums over the reward functions; NaN where none applied.
-        verdict_feedback: local.
+        verdict_feedback: local, `Verdict.feedback` of the reward functions, joined.
         first: global index of the first local sample.
-        turn_feedback: local, what the verdict said of single turns, by turn.
-        turn_starts: local, the first columns of each completion's turns.
+        turn_feedback: local, `Verdict.turn_feedback` by turn index.
+        turn_starts: local, the first column of each turn of the completion; empty until `with_turns`.
         group_size: rollouts of a row; groups are contiguous in the global batch.
     """
 
@@ -40,50 +46,62 @@ class GenerationBatch:
     turn_starts: list[list[int]] = field(default_factory=list)
     group_size: int = 1
 
+    def with_turns(self, mask: Bool[Tensor, "B T"]) -> GenerationBatch:
+        """The batch with the turns of its completions.
+
+        Args:
+            mask: (B, T), True on the policy's own tokens, see `loss_mask`.
+        """
+        return replace(self, turn_starts=[turn_starts(row) for row in mask.tolist()])
+
     @property
     def indices(self) -> range:
         """Global indices of the local samples."""
         return range(self.first, self.first + len(self.prompts))
 
-    def asked(self) -> list[Prompt]:
-        """Local: the prompts as the data have them, before an environment completed them."""
+    @property
+    def dataset_prompts(self) -> list[Prompt]:
+        """Local prompts as in the dataset, before an environment completed them."""
         return [row.get("prompt", prompt) for row, prompt in zip(self.rows, self.prompts, strict=True)]
 
+    @property
     def feedback(self) -> list[str | None]:
-        """Local: the column `privileged_context`, then what the verdict said."""
+        """Local feedback: the column `privileged_context`, then the verdicts' feedback."""
         static = [row.get("privileged_context") for row in self.rows]
         return [join_feedback(parts) for parts in zip(static, self.verdict_feedback, strict=True)]
 
+    @property
     def feedback_by_turn(self) -> list[dict[int, str] | None]:
-        """Local: what was said of turns that the rollout has; None for nothing."""
+        """Local feedback on turns that the completion has; None where there is none."""
         if not self.turn_starts:
             return [None] * len(self.prompts)
         pairs = zip(self.turn_feedback, self.turn_starts, strict=True)
-        return [{turn: text for turn, text in said.items() if turn < len(own)} or None for said, own in pairs]
+        return [{turn: text for turn, text in given.items() if turn < len(own)} or None for given, own in pairs]
 
-    def lost_turns(self) -> list[int]:
-        """Local: turns that were spoken of and that their rollouts do not have. One without any is left out anyway."""
+    @property
+    def missing_turns(self) -> list[int]:
+        """Turn indices that have feedback but no such turn. Completions without any turn are ignored."""
         pairs = zip(self.turn_feedback, self.turn_starts, strict=True)
-        return [turn for said, own in pairs if own for turn in said if turn >= len(own)]
+        return [turn for given, own in pairs if own for turn in given if turn >= len(own)]
 
 
 def total_rewards(rewards_per_func: Float[Tensor, "n f"], weights: Float[Tensor, " f"]) -> list[float]:
-    """Weighted sums over reward functions that apply; NaN where none does."""
+    """Weighted sums over the reward functions that apply; NaN where none does."""
     rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
     return rewards.tolist()
 
 
 def mask_skipped_rewards(rewards_per_func: Tensor, is_skipped: list[bool], accelerator: Accelerator) -> float:
-    """Take the rewards of skipped rollouts out of a generation batch. Every process must call it.
+    """Set the rewards of skipped rollouts to NaN, TRL's value for no reward. Every process must call it.
 
     Args:
-        rewards_per_func: (global rollouts, functions), changed in place: NaN is TRL's word for no reward.
-        is_skipped: of the local rollouts.
+        rewards_per_func: (global rollouts, functions), changed in place.
+        is_skipped: one flag for each local rollout.
         accelerator: the trainer's.
 
     Returns:
-        The share of skipped rollouts, over all processes.
+        The share of skipped rollouts over all processes.
     """
     skipped = accelerator.gather(torch.tensor(is_skipped, device=rewards_per_func.device))
     rewards_per_func[skipped] = torch.nan
@@ -91,20 +109,19 @@ def mask_skipped_rewards(rewards_per_func: Tensor, is_skipped: list[bool], accel
 
 
 def mask_skipped_tokens(output: dict[str, Any], is_skipped: list[bool], accelerator: Accelerator) -> None:
-    """Take the tokens of skipped rollouts out of a generation batch. Every process must call it.
+    """Mask the tokens of skipped rollouts, so that no loss counts them. Every process must call it.
 
     Args:
-        output: TRL's, changed in place.
-        is_skipped: of the local rollouts.
+        output: TRL's generation batch, changed in place.
+        is_skipped: one flag for each local rollout.
         accelerator: the trainer's.
     """
     kept = ~torch.tensor(is_skipped, device=output["completion_mask"].device)
     output["completion_mask"] = output["completion_mask"] * kept[:, None]
-    mask = output["completion_mask"] * output["tool_mask"] if "tool_mask" in output else output["completion_mask"]
-    output["num_items_in_batch"] = accelerator.gather(mask.sum()).sum()
+    output["num_items_in_batch"] = accelerator.gather(loss_mask(output).sum()).sum()
 
 
 def loss_mask(batch: dict[str, Any]) -> Bool[Tensor, "B T"]:
-    """The model's own completion tokens: no padding, no tool's words."""
+    """True on the policy's own completion tokens: neither padding nor tool output."""
     mask = batch["completion_mask"].bool()
     return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask

@@ -1,40 +1,40 @@
-"""What a run says about its credit: numbers every logging step, and one warning for each thing that looks wrong."""
+"""Training metrics and one-time warnings."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss import CreditLoss
+from credit_trl.loss.distillation import MicroBatchLoss
 
-# Teacher entropy above this share of log V carries no information worth distilling.
+# Teacher entropy above this share of log V is close to uniform.
 NEARLY_UNIFORM = 0.9
-# Below this student mass on the support the loss looks at a minority of what the student does.
+# Below this student probability of the support the loss ignores most of the student's distribution.
 LOW_SUPPORT_MASS = 0.5
-# Generation batches in a row in which no group's rewards differ.
+# Consecutive generation batches in which the rewards of every group are equal.
 FLAT_REWARD_BATCHES = 5
 # Mean difference between the log-probabilities of vLLM and of the model, in nats; bf16 kernels differ by about 0.01.
 ENGINE_MISMATCH = 0.1
 
 
 class CreditWarning(UserWarning):
-    """Something in the run that usually means that it does not learn what was meant."""
+    """A sign that the run does not learn what it should."""
 
 
 class Alarms:
-    """Warns once for each cause.
+    """Warnings, each raised once a run.
 
     Args:
-        enabled: on the main process only, so that a cause is reported once a run.
+        enabled: True on the main process only.
 
     Attributes:
-        raised: the causes that have been reported.
+        raised: causes that have been reported.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -48,89 +48,104 @@ class Alarms:
             warnings.warn(message, CreditWarning, stacklevel=3)
 
     def check_contexts(self, share: dict[str, float]) -> None:
-        """`share`: `context_metrics`'s, of the global generation batch."""
+        """Warn where no sample has a teacher, or none has a contrast prompt.
+
+        Args:
+            share: the result of `context_metrics`.
+        """
         if share["credit/frac_without_teacher"] == 1.0:
             self.raise_once(
                 "no_teacher",
-                "No sample of this generation batch has a teacher: no rollout succeeded "
-                "(`success_reward_threshold`) and no feedback came. Return `Verdict(reward, feedback)` from the "
-                "reward function, fill `privileged_context`, or lower the threshold. The batch teaches nothing.",
+                "No sample of this generation batch has a teacher, so its loss is 0: no rollout reached "
+                "`success_reward_threshold` and there is no feedback. Return `Verdict(reward, feedback)` from the "
+                "reward function, fill the column `privileged_context`, or lower the threshold.",
             )
 
         if share["credit/frac_without_contrast"] == 1.0:
             self.raise_once(
                 "no_contrast",
-                "No sample of this generation batch has another question to contrast with, so λ is 0 for all of it. "
-                "In an evaluation raise `per_device_eval_batch_size` or lower `num_generations_eval`; in training see "
+                "No sample of this generation batch has a contrast prompt, so λ is 0 for all of them. In evaluation "
+                "raise `per_device_eval_batch_size` or lower `num_generations_eval`; in training see "
                 "`contrastive_source`.",
             )
 
-    def check_unread(self, is_switched_off: bool, lost_turns: Sequence[int]) -> None:
-        """Feedback that no teacher reads: `rollouts.unread_feedback`'s."""
-        if is_switched_off:
+    def check_ignored_feedback(self, is_ignored: bool, missing_turns: Sequence[int]) -> None:
+        """Warn about feedback that no teacher reads, see `contexts.privileged.ignored_feedback`."""
+        if is_ignored:
             self.raise_once(
                 "feedback_off",
-                "Feedback was given, but `include_environment_feedback=False`, so the teacher does not see it.",
+                "The reward functions return feedback, but `include_environment_feedback=False` ignores it. Set it to "
+                "True.",
             )
-        if lost_turns:
+        if missing_turns:
             self.raise_once(
                 "lost_turns",
-                f"`Verdict.turn_feedback` names turn {lost_turns[0]} of a rollout that has fewer turns, so nobody "
-                "reads it. Turns count from 0, one for each answer of the model; an environment that has the "
-                "attribute `current_turn` finds the number there while its tools run.",
+                f"`Verdict.turn_feedback` has feedback on turn {missing_turns[0]} of a rollout with fewer "
+                "turns; it is ignored. Turns count from 0, one for each answer of the model. An environment with the "
+                "attribute `current_turn` is given the number while its tools run.",
             )
 
     def check_rewards(self, all_groups_flat: bool) -> None:
+        """Warn where the rewards of every group are equal in several generation batches in a row."""
         self._flat = self._flat + 1 if all_groups_flat else 0
         if self._flat >= FLAT_REWARD_BATCHES:
             self.raise_once(
                 "flat_reward",
-                f"All rollouts of every group got the same reward in {self._flat} generation batches in a row. Check "
-                "the verifier on a few completions (`log_completions=True`), or the difficulty of the prompts.",
+                f"The rewards of every group were equal in {self._flat} generation batches in a row. Check the "
+                "verifier on a few completions (`log_completions=True`), or the difficulty of the prompts.",
             )
 
     def check_engine(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        """`metrics`: TRL's, by name; those of vLLM are there where its importance ratio is computed."""
+        """Warn where vLLM's log-probabilities differ from the model's.
+
+        Args:
+            metrics: TRL's metrics; vLLM's are among them where its importance ratio is computed.
+        """
         differences = metrics.get("sampling/sampling_logp_difference/mean")
         if differences and differences[-1] > ENGINE_MISMATCH:
             self.raise_once(
                 "engine_mismatch",
-                f"vLLM and the model give the sampled tokens log-probabilities that differ by {differences[-1]:.2f} "
-                "nats on average (`sampling/sampling_logp_difference/mean`). Check that the engine got the policy's "
-                "weights, that both compute in the same precision, and that a server runs with `--logprobs-mode "
-                "processed_logprobs`.",
+                f"The log-probabilities of the sampled tokens under vLLM and under the model differ "
+                f"by {differences[-1]:.2f} nats on average (`sampling/sampling_logp_difference/mean`). Check that "
+                "the engine has the policy's weights, that both compute in the same precision, and that a server runs "
+                "with `--logprobs-mode processed_logprobs`.",
             )
 
     def check_tokens(self, metrics: dict[str, float], vocabulary: int) -> None:
-        """`metrics`: `token_metrics`'s."""
+        """Warn about a teacher close to uniform, a support with little probability, and a gate that is always closed.
+
+        Args:
+            metrics: `TokenMetrics.values`.
+            vocabulary: V.
+        """
         if metrics.get("credit/teacher_entropy", 0.0) > NEARLY_UNIFORM * math.log(vocabulary):
             self.raise_once(
                 "uniform_teacher",
                 f"The teacher is nearly uniform (entropy {metrics['credit/teacher_entropy']:.2f} of at most "
-                f"{math.log(vocabulary):.2f} nats): its weights or its context are not what you think.",
+                f"{math.log(vocabulary):.2f} nats). Check its weights and its prompt.",
             )
         if metrics.get("credit/support_mass_student", 1.0) < LOW_SUPPORT_MASS:
             self.raise_once(
                 "low_mass",
-                f"The support holds {metrics['credit/support_mass_student']:.2f} of the student's probability. Raise "
-                "`distillation_topk`, or use `distillation_support='student_topk'` or `'full'`.",
+                f"The support holds {metrics['credit/support_mass_student']:.2f} of the student's probability. "
+                "Increase `distillation_topk`, or use `distillation_support='student_topk'` or `'full'`.",
             )
         if metrics.get("credit/frac_gated") == 1.0:
             self.raise_once(
                 "gate_shut",
-                "No position of this batch exceeds `contrastive_gate`, so nothing is contrasted. Lower it: "
+                "No position of this batch exceeds `contrastive_gate`, so no position is contrasted. Lower it; "
                 "`credit/frac_gated` logs the share of positions below it.",
             )
 
     def check_gradient(self, logs: Mapping[str, float], metrics: Mapping[str, Sequence[float]]) -> float:
-        """Whether the step that is logged had a loss on tokens with an advantage, and no gradient at all.
+        """Warn where the logged step had a loss on tokens with an advantage and a gradient of exactly 0.
 
         Args:
             logs: `loss` and `grad_norm`, the norm of the last step.
-            metrics: this trainer's, by name; the last entry is that of the last step's last micro-batch.
+            metrics: metrics of the trainer; the last entry is that of the last micro-batch.
 
         Returns:
-            1.0 where the gradient was lost, else 0.0; NaN where no step is logged, or its tokens had no loss.
+            1.0 where the gradient is lost, else 0.0; NaN where no step is logged or its tokens had no loss.
         """
         moments = [(metrics.get(f"credit/advantage_{m}") or [math.nan])[-1] for m in ("mean", "std")]
         if logs.get("grad_norm") is None or math.isnan(moments[0]) or not logs.get("loss"):
@@ -139,59 +154,78 @@ class Alarms:
         if is_lost:
             self.raise_once(
                 "lost_gradient",
-                "The loss is not 0 and its gradient is exactly 0, so nothing is learnt: something between the trained "
-                "weights and the loss stops gradients. Check that the forward pass uses the weights that train "
+                "The loss is not 0 and its gradient is exactly 0: an operation between the trained weights and "
+                "the loss blocks gradients. Check that the forward pass uses the weights that train "
                 "(`target_modules`), and that a quantised base passes gradients on this device.",
             )
         return float(is_lost)
 
 
-def context_counts(built: Sequence[TokenContexts], *, wants_contrast: bool) -> Tensor:
-    """(6,) counts of local samples, to be summed over processes for `context_metrics`.
+_CONTEXT_SHARES = ("with_demonstration", "with_feedback", "without_teacher", "without_contrast", "context_cut")
+
+
+def context_metrics(
+    contexts: Sequence[TokenContexts], wants_contrast: bool, reduce: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """Shares of samples of the global generation batch.
 
     Args:
-        built: the contexts of the local samples.
-        wants_contrast: λ is not 0; a sample with a teacher and no other question then counts as without contrast.
+        contexts: contexts of the local samples.
+        wants_contrast: λ is not 0: a sample with a teacher and no contrast prompt then counts as without contrast.
+        reduce: sums a vector over processes. Every process calls it once.
+
+    Returns:
+        `credit/frac_with_demonstration`, `…_with_feedback`, `…_without_teacher`, `…_without_contrast` and
+        `…_context_cut`.
     """
-    kinds = torch.tensor(
+    counts = torch.tensor(
         [
             (
-                c.ids is not None and c.privileged.demonstration is not None,
-                c.ids is not None and (c.privileged.feedback is not None or c.privileged.turns is not None),
-                c.ids is None,
-                c.ids is not None and wants_contrast and len(c.ids) == 1,
+                c.teacher is not None and c.privileged.demonstration is not None,
+                c.teacher is not None and (c.privileged.feedback is not None or c.privileged.turns is not None),
+                c.teacher is None,
+                c.teacher is not None and wants_contrast and not c.contrasts,
                 c.cut,
                 True,
             )
-            for c in built
+            for c in contexts
         ],
         dtype=torch.float32,
     )
-    return kinds.sum(dim=0)
+    *shares, total = reduce(counts.sum(dim=0)).tolist()
+    return {f"credit/frac_{name}": count / total for name, count in zip(_CONTEXT_SHARES, shares, strict=True)}
 
 
-def context_metrics(counts: Tensor) -> dict[str, float]:
-    """Shares of samples of the global batch, from summed `context_counts`."""
-    *kinds, total = counts.tolist()
-    names = ("with_demonstration", "with_feedback", "without_teacher", "without_contrast", "context_cut")
-    return {f"credit/frac_{name}": count / total for name, count in zip(names, kinds, strict=True)}
-
-
-def token_metrics(
-    terms: CreditLoss, contrasted: Bool[Tensor, " N"], reduce: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
-    """Means over the tokens of all processes, at the sampled tokens y_t, in nats.
+@dataclass(frozen=True)
+class TokenMetrics:
+    """Means over the tokens of all processes that carry loss, at the sampled tokens, in nats.
 
     Args:
-        terms: of the N local tokens that carry loss; N may be 0.
-        contrasted: (N,), where the sample had a contrast. The others do not count in S, Ĝ, the share of gated
-            positions and the divergence to the teacher.
-        reduce: sums a vector over processes. It is called once by every process.
-
-    Returns:
-        `credit/…`; NaN (which TRL leaves out of a log's mean) where no token counts. `credit/contrasted_tokens` is
-        their number.
+        values: `credit/…`, for logging; NaN, which TRL ignores in the mean of a log, where no token counts.
+        entropy: entropy of the student.
+        contrasted_tokens: number of tokens with a contrast.
     """
+
+    values: dict[str, float]
+    entropy: float
+    contrasted_tokens: float
+
+
+# Not defined for `distillation_support="sampled"`: one token is no distribution.
+_NOT_SAMPLED = ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher")
+
+
+def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tensor], Tensor]) -> TokenMetrics:
+    """Metrics of the tokens of one micro-batch.
+
+    Tokens without a contrast do not count in S_t, Ĝ_t, the share of gated positions and the divergence to the teacher.
+
+    Args:
+        loss: the loss of the N local tokens; N may be 0.
+        is_sampled: the support is `"sampled"`.
+        reduce: sums a vector over processes. Every process calls it once.
+    """
+    terms, contrasted = loss.terms, loss.contrasted
     f, generic, student = terms.teacher_token_logps, terms.generic_token_logps, terms.token_logps
     per_token = {
         "delta_v_mean": f - student,
@@ -215,14 +249,15 @@ def token_metrics(
     squares = [x.to(dtype).pow(2).sum() for x in (terms.advantages, per_contrast["s_mean"])]
     counts = [torch.tensor(len(f), dtype=dtype, device=f.device), contrasted.to(dtype).sum()]
     *totals, square, specific_square, tokens, contrasts = reduce(torch.stack([*sums, *squares, *counts])).tolist()
-    names = [f"credit/{name}" for name in (*per_token, *per_contrast)]
     divisors = [tokens] * len(per_token) + [contrasts] * len(per_contrast)
-    metrics = {name: _ratio(total, count) for name, total, count in zip(names, totals, divisors, strict=True)}
-    metrics["credit/advantage_mean"] = metrics.pop("credit/advantage")
-    metrics["credit/advantage_std"] = _std(metrics["credit/advantage_mean"], _ratio(square, tokens))
-    metrics["credit/s_std"] = _std(metrics["credit/s_mean"], _ratio(specific_square, contrasts))
-    metrics["credit/contrasted_tokens"] = contrasts
-    return metrics
+    names = (*per_token, *per_contrast)
+    means = {name: _ratio(total, count) for name, total, count in zip(names, totals, divisors, strict=True)}
+    entropy, means["advantage_mean"] = means.pop("student_entropy"), means.pop("advantage")
+    means["advantage_std"] = _std(means["advantage_mean"], _ratio(square, tokens))
+    means["s_std"] = _std(means["s_mean"], _ratio(specific_square, contrasts))
+    dropped = _NOT_SAMPLED if is_sampled else ()
+    values = {f"credit/{name}": value for name, value in means.items() if name not in dropped}
+    return TokenMetrics(values, entropy, contrasts)
 
 
 def _ratio(total: float, count: float) -> float:

@@ -1,0 +1,124 @@
+"""Scoring phase: the teacher's scores of a whole generation batch, without gradient.
+
+Supports that depend on the live student are scored inside the optimizer step instead: `gather_states` then returns the
+hidden states of the teacher for one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
+from credit_trl.loss.head import Kernels, LMHead, lm_head
+from credit_trl.loss.scores import Scores, SupportConfig, TeacherStates, score_tokens
+from credit_trl.objective import Baseline
+from credit_trl.teacher.models import Teacher
+from credit_trl.teacher.passes import PassConfig, token_states
+
+
+@dataclass(frozen=True)
+class ScoringConfig:
+    """How completions are scored.
+
+    Args:
+        support: tokens that carry the loss.
+        temperature: rollout temperature; logits are divided by it.
+        baseline: average over the contrasts, see `objective.input_generic`.
+        passes: size and layout of the forward passes.
+        kernels: implementation of the passes over rows of logits, see `LMHead`.
+        chunk_size: tokens per logits chunk; None picks from free memory.
+    """
+
+    support: SupportConfig = field(default_factory=SupportConfig)
+    temperature: float = 1.0
+    baseline: Baseline = "mean_log"
+    passes: PassConfig = field(default_factory=PassConfig)
+    kernels: Kernels = "torch"
+    chunk_size: int | None = None
+
+
+def score_completions(
+    teacher: Teacher, contexts: Sequence[TokenContexts], batch: CompletionBatch, config: ScoringConfig
+) -> dict[str, Tensor]:
+    """Score a generation batch with a support that does not depend on the student.
+
+    Args:
+        teacher: π_ref.
+        contexts: prompts of the B samples.
+        batch: their completions.
+        config: how they are scored.
+
+    Returns:
+        The fields of `Scores`, each (B, T, …), zero at positions that are not scored.
+    """
+    scores: dict[str, Tensor] = {}
+    with teacher.active() as model:
+        head = _teacher_head(teacher, model, config, batch)
+        for name, dtype, depth in stored_layout(config.support, head.weight.dtype):
+            scores[name] = torch.zeros(*batch.ids.shape, *depth, dtype=dtype, device=batch.ids.device)
+        for states in token_states(teacher, model, contexts, batch, config.passes):
+            at = (states.rows, states.columns)
+            hidden = TeacherStates(states.teacher, states.contrasts, head, config.baseline)
+            part = score_tokens(hidden, batch.ids[at], config.support, config.chunk_size)
+            for name, values in scores.items():
+                values[at] = getattr(part, name).to(values.dtype)
+    return scores
+
+
+def gather_states(
+    teacher: Teacher, contexts: Sequence[TokenContexts], batch: CompletionBatch, config: ScoringConfig
+) -> TeacherStates:
+    """Hidden states of the teacher for a micro-batch, for supports that are chosen inside the step.
+
+    Returns:
+        States of the N tokens of `batch.loss_mask`, in row-major order.
+    """
+    mask = batch.loss_mask
+    order = torch.full(mask.shape, -1, dtype=torch.long, device=mask.device)
+    order[mask] = torch.arange(int(mask.sum()), device=mask.device)
+    count = max((len(c.contrasts) for c in contexts if c.teacher is not None), default=0)
+    with teacher.active() as model:
+        head = _teacher_head(teacher, model, config, batch)
+        hidden = head.weight.new_zeros(1 + count, int(mask.sum()), head.weight.shape[1])
+        for states in token_states(teacher, model, contexts, batch, config.passes):
+            hidden = hidden.to(states.teacher.dtype)
+            tokens = order[states.rows, states.columns]
+            hidden[0, tokens] = states.teacher
+            hidden[1 : 1 + len(states.contrasts), tokens] = states.contrasts
+    return TeacherStates(hidden[0], hidden[1:], head, config.baseline)
+
+
+def stored_scores(inputs: dict[str, Tensor], loss_mask: Bool[Tensor, "B T"]) -> Scores:
+    """The scores of the N tokens of `loss_mask`, from a batch that holds what `score_completions` returned."""
+    picked = {f.name: inputs[f.name][loss_mask] for f in fields(Scores)}
+    picked["support_ids"] = picked["support_ids"].long()
+    return Scores(**picked)
+
+
+def stored_layout(support: SupportConfig, dtype: torch.dtype) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Name, dtype and trailing shape of every stored score. Ids take 4 bytes.
+
+    Args:
+        support: tokens that carry the loss.
+        dtype: dtype of the teacher's head; scores are stored in fp32 at least.
+    """
+    dtype = torch.promote_types(dtype, torch.float32)
+    buckets = support.size + support.has_tail
+    return [
+        ("support_ids", torch.int32, (support.size,)),
+        ("teacher_logps", dtype, (buckets,)),
+        ("generic_logps", dtype, (buckets,)),
+        ("teacher_token_logps", dtype, ()),
+        ("generic_token_logps", dtype, ()),
+        ("teacher_entropy", dtype, ()),
+    ]
+
+
+def _teacher_head(teacher: Teacher, model: nn.Module, config: ScoringConfig, batch: CompletionBatch) -> LMHead:
+    head = lm_head(teacher.unwrapped(model), config.temperature, config.kernels)
+    return head.gathered().detached().on(batch.ids.device)
