@@ -16,7 +16,6 @@ import tracemalloc
 import pytest
 from observing import gone, run_one
 
-from credit_trl.rollout.verdict import VerifierPolicy
 from credit_trl.sandbox import Limits, Program, SandboxError, observe
 from credit_trl.sandbox.pool import PoolSandbox
 
@@ -115,14 +114,6 @@ def test_waiting_for_another_batch_counts_against_the_deadline(sandbox) -> None:
     [outcome] = sandbox.run([Program("print(1)")], deadline=0.2)
     assert (outcome.status, time.monotonic() - started < 1) == ("deadline", True)
     long.join()
-
-
-def test_a_batch_of_a_verifier_that_was_given_up_is_not_in_the_way_of_the_next(sandbox) -> None:
-    endless = [Program("while True: pass", limits=Limits(cpu_seconds=60, wall_seconds=60))] * 5
-    policy = VerifierPolicy("skip", timeout=0.5)
-    assert policy.call("tests", lambda: sandbox.run(endless, deadline=900), {}) is None
-    [outcome] = sandbox.run([Program("print(1)")], deadline=10)
-    assert outcome.stdout == "1\n"
 
 
 def test_closing_ends_the_batch_of_another_thread_and_is_for_good(sandbox) -> None:

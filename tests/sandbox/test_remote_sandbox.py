@@ -13,7 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from credit_trl.rollout.deadline import given_up_after
 from credit_trl.sandbox import Limits, Program, Sandbox, SandboxError, open_sandbox, remote
 from credit_trl.sandbox.remote import RemoteSandbox, outcome_of
 
@@ -188,15 +187,6 @@ def test_the_deadline_holds_though_the_service_never_answers(service: Service) -
     assert [outcome.status for outcome in outcomes] == ["deadline"] * 8
 
 
-def test_a_batch_that_is_given_up_ends_though_the_service_never_answers(service: Service) -> None:
-    service.misbehave = lambda handler, body: time.sleep(5)
-    with RemoteSandbox(service.url) as sandbox, given_up_after(0.2):
-        started = time.monotonic()
-        [outcome] = sandbox.run([Program("print(1)")])
-        assert time.monotonic() - started < 4
-    assert outcome.status == "deadline"
-
-
 def test_the_deadline_holds_though_the_service_drips(service: Service) -> None:
     def drip(handler: Handler, body: dict) -> None:
         handler.send_response(200)
@@ -231,7 +221,9 @@ def test_a_flood_in_place_of_an_answer_is_cut(service: Service) -> None:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
     """The seconds that are waited between tries, and why, recorded in place of waiting."""
     waited: list[tuple[float, str]] = []
-    monkeypatch.setattr(remote._Crew, "_wait", lambda crew, seconds, reason: waited.append((seconds, str(reason))))
+    monkeypatch.setattr(
+        remote._BatchThreads, "_wait", lambda _, seconds, reason: waited.append((seconds, str(reason)))
+    )
     return waited
 
 

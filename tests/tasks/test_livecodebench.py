@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_trl import Verdict
+from credit_trl.rollout.deadline import deadline_in
+from credit_trl.rollout.verdict import VerifierPolicy
 from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import livecodebench, load_task, mixed_reward
 from credit_trl.tasks.lcb_cases import parse_answer
@@ -516,13 +518,24 @@ def test_it_mixes_with_other_tasks_through_the_default_sandbox(sandbox):
     assert [verdict.reward for verdict in verdicts] == [1.0, 1.0, 0.0]
 
 
-# ---- the verifier, with a sandbox that says what it is told to ----
+def test_programs_of_a_timed_out_verifier_do_not_block_the_next(sandbox):
+    endless, answer = fenced("while True:\n    pass"), stdin_answer(*[("1", "1")] * 5, time_limit=60)
+    policy = VerifierPolicy("skip", timeout=0.5)
+    assert (
+        policy.call("tests", livecodebench.reward, {"completions": [endless], "answer": [answer], "sandbox": sandbox})
+        is None
+    )
+    [outcome] = sandbox.run([Program("print(1)")], deadline=10)
+    assert outcome.stdout == "1\n"
 
 
-class Told:
-    """A sandbox whose outcomes are given, which keeps what it was asked to run."""
+# ---- the verifier, with a sandbox that returns given outcomes ----
 
-    tier, workers = "told", 1
+
+class RecordingSandbox:
+    """Returns given outcomes, and records the programs and options of `run`."""
+
+    tier, workers = "recording", 1
 
     def __init__(self, *outcomes: Outcome) -> None:
         self.outcomes, self.programs, self.options = list(outcomes), [], {}
@@ -542,12 +555,12 @@ def ok(text: str) -> Outcome:
 
 def test_expected_outputs_never_reach_the_sandbox():
     secret = "314159265358979"
-    box = Told(ok("1"), ok("2"))
+    box = RecordingSandbox(ok("1"), ok("2"))
     answer = stdin_answer(("3\n", f"{secret}\n"), ("10\n", f"{secret}\n"))
     livecodebench.verify(fenced("print(1)"), answer, sandbox=box)
     assert secret not in repr(box.programs)
     assert [program.stdin for program in box.programs] == ["3\n", "10\n"]
-    box = Told(Outcome("ok", value="1"), Outcome("ok", value="2"))
+    box = RecordingSandbox(Outcome("ok", value="1"), Outcome("ok", value="2"))
     answer = functional_answer("f", ("1\n2", secret), ("3\n4", secret))
     livecodebench.verify(fenced("def f(a, b): pass"), answer, sandbox=box)
     assert secret not in repr(box.programs)
@@ -559,13 +572,18 @@ def test_expected_outputs_never_reach_the_sandbox():
 
 def test_an_answer_may_be_an_object_too():
     answers = [json.loads(DOUBLE), DOUBLE]
-    verdicts = livecodebench.reward([fenced("print(6)")] * 2, answers, sandbox=Told(*[ok("6"), ok("20")] * 2))
+    box = RecordingSandbox(*[ok("6"), ok("20")] * 2)
+    verdicts = livecodebench.reward(
+        [fenced("print(6)")] * 2, answers, sandbox=RecordingSandbox(*[ok("6"), ok("20")] * 2)
+    )
     assert [verdict.reward for verdict in verdicts] == [1.0, 1.0]
 
 
 def test_outputs_are_judged_as_they_come_in_and_not_held():
     long = "7" * 100_000
-    box = Told(ok("6"), ok(long), Outcome("ok", value=json.dumps(long), stdout=long), Outcome("ok", value="[]"))
+    box = RecordingSandbox(
+        ok("6"), ok(long), Outcome("ok", value=json.dumps(long), stdout=long), Outcome("ok", value="[]")
+    )
     verdicts = livecodebench.reward([fenced("print(6)"), fenced("def turn(xs): pass")], [DOUBLE, TURN], sandbox=box)
     assert [(outcome.stdout, outcome.value) for outcome in box.kept] == [("", None)] * 4
     assert [verdict.reward for verdict in verdicts] == [0.0, 0.0]
@@ -575,7 +593,7 @@ def test_outputs_are_judged_as_they_come_in_and_not_held():
 
 
 def test_limits_follow_from_the_tests():
-    box = Told(ok("6"), ok("20"))
+    box = RecordingSandbox(ok("6"), ok("20"))
     livecodebench.verify(fenced("print(1)"), stdin_answer(("3", "6"), ("4", "x" * 100_000), time_limit=2), sandbox=box)
     limits = box.programs[0].limits
     assert (limits.cpu_seconds, limits.wall_seconds) == (3, 6)
@@ -584,6 +602,17 @@ def test_limits_follow_from_the_tests():
     costly = ("timeout", "output_limit", "memory")
     assert box.options == {"deadline": 900.0, "skip_group_after": costly, "progress": False}
     assert {program.group for program in box.programs} == {0}
+
+
+def test_the_deadline_of_the_reward_function_call_applies():
+    seconds = []
+    for own in (None, 900.0, 2.0):
+        box = RecordingSandbox(ok("6"), ok("20"))
+        with deadline_in(30.0):
+            livecodebench.verify(fenced("print(1)"), DOUBLE, sandbox=box, deadline=own)
+        seconds.append(box.options["deadline"])
+    assert all(25.0 < one <= 31.0 for one in seconds[:2])
+    assert seconds[2] == 2.0
 
 
 @pytest.mark.parametrize(
@@ -598,19 +627,19 @@ def test_limits_follow_from_the_tests():
     ],
 )
 def test_a_response_that_the_deadline_left_undecided_has_no_reward(outcomes, reward):
-    verdict = livecodebench.verify(fenced("print(1)"), DOUBLE, sandbox=Told(*outcomes), deadline=1.0)
+    verdict = livecodebench.verify(fenced("print(1)"), DOUBLE, sandbox=RecordingSandbox(*outcomes), deadline=1.0)
     assert verdict.reward == reward
     assert ("undecided" in verdict.metrics) == (reward is None)
 
 
 def test_a_functional_outcome_without_a_value_is_an_error():
-    verdict = livecodebench.verify(fenced("def turn(xs): pass"), TURN, sandbox=Told(ok("[2,1]"), ok("[]")))
+    verdict = livecodebench.verify(fenced("def turn(xs): pass"), TURN, sandbox=RecordingSandbox(ok("[2,1]"), ok("[]")))
     assert verdict.reward == 0
     assert verdict.feedback.startswith("Test 1: Runtime Error")
 
 
 def test_a_program_that_is_graded_in_a_batch_is_asked_for_once_a_test():
-    box = Told(*[ok("6")] * 9)
+    box = RecordingSandbox(*[ok("6")] * 9)
     livecodebench.reward([fenced("print(6)"), "none", fenced("print(6)")], [DOUBLE] * 3, sandbox=box)
     assert [(program.group, program.stdin) for program in box.programs] == [
         (0, "3\n"),

@@ -8,29 +8,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# Between a caller's giving up and the end of its batch, so that the batch's own word on the time never comes first.
-_ABANDONED_SECONDS = 1.0
+# The caller's own time-out comes first, so that its error is the one that is raised.
+_MARGIN_SECONDS = 1.0
 
-_must_end: ContextVar[float] = ContextVar("must_end", default=math.inf)
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)  # on the clock of `time.monotonic`
 
 
 @contextmanager
-def given_up_after(seconds: float | None) -> Iterator[None]:
-    """What is called in here is not waited for any longer than this; `None`: as long as it takes.
+def deadline_in(seconds: float | None) -> Iterator[None]:
+    """Set the deadline of the code in this context to one second after its caller stops waiting.
 
-    A batch that it runs then ends a second later, whatever its own deadline: it would hold the sandbox for nobody.
+    Args:
+        seconds: time that the caller waits, or `None` for no limit. An earlier deadline of an outer context stays.
     """
-    until = math.inf if seconds is None else time.monotonic() + seconds + _ABANDONED_SECONDS
-    token = _must_end.set(min(_must_end.get(), until))
+    deadline = math.inf if seconds is None else time.monotonic() + seconds + _MARGIN_SECONDS
+    token = _deadline.set(min(_deadline.get(), deadline))
     try:
         yield
     finally:
-        _must_end.reset(token)
+        _deadline.reset(token)
 
 
-def seconds_left(deadline: float | None) -> float | None:
-    """A batch's deadline in seconds, or less where it is `given_up_after` fewer."""
-    left = _must_end.get() - time.monotonic()
-    if left == math.inf:
-        return deadline
-    return left if deadline is None else min(deadline, left)
+def remaining_seconds(limit: float | None = None) -> float | None:
+    """Seconds until the deadline, at most `limit`; `None` if there is neither. Negative after the deadline."""
+    remaining = _deadline.get() - time.monotonic()
+    if remaining == math.inf:
+        return limit
+    return remaining if limit is None else min(limit, remaining)

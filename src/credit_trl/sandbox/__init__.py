@@ -1,4 +1,4 @@
-"""Running model-written programs: a fresh interpreter per program, behind walls that are probed before use.
+"""Sandbox for model-written programs: a fresh interpreter per program, in isolation that is probed before use.
 
 with open_sandbox() as sandbox:
     [outcome] = sandbox.run([Program("print(int(input()) + 1)", stdin="41")])
@@ -12,22 +12,23 @@ import os
 import sys
 import warnings
 
+from credit_trl.sandbox.batch import Sandbox
 from credit_trl.sandbox.cores import worker_count
-from credit_trl.sandbox.protocol import STATUSES, Limits, Outcome, Program, Sandbox, SandboxError, Status
+from credit_trl.sandbox.protocol import STATUSES, Limits, Outcome, Program, SandboxError, Status
 
 TIERS = ("auto", "bubblewrap", "landlock", "unprotected", "remote")
 
 _REMEDIES = """\
 What helps, best first:
-  1. bubblewrap: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora), and leave for
+  1. bubblewrap: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora), and allow
      ordinary users to create user namespaces. Ubuntu 24.04: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`.
      Docker: `--security-opt seccomp=unconfined --security-opt apparmor=unconfined`.
-  2. Landlock: a kernel from 5.13 on that lists `landlock` in /sys/kernel/security/lsm.
+  2. Landlock: Linux 5.13 or newer with `landlock` in /sys/kernel/security/lsm.
   3. a remote sandbox: open_sandbox(url="http://..."), or --sandbox http://... on the command line.
   4. no protection: open_sandbox(allow_unsandboxed=True), or --allow_unsandboxed on the command line, runs
      model-written programs with resource limits only."""
 
-# What `open_sandbox` does where a caller leaves it open; processes that are started inherit it.
+# Environment variables with the defaults of `open_sandbox`, inherited by child processes.
 CHOICE, UNPROTECTED = "CREDIT_TRL_SANDBOX", "CREDIT_TRL_ALLOW_UNSANDBOXED"
 
 _logger = logging.getLogger(__name__)
@@ -40,25 +41,25 @@ def open_sandbox(
     url: str | None = None,
     python: str | None = None,
 ) -> Sandbox:
-    """Open a sandbox, probing that its walls hold on this machine.
+    """Open a sandbox after probing that its isolation works on this machine.
 
     Args:
-        tier: `"bubblewrap"` (namespaces), `"landlock"` (Landlock and seccomp, where namespaces are unavailable),
-            `"remote"` (needs `url`), `"unprotected"` (needs `allow_unsandboxed=True`), or `"auto"`: `"remote"` where
-            `url` is given, else the first of bubblewrap and Landlock whose probe passes, else, with
-            `allow_unsandboxed=True` and a warning, unprotected. A tier that is named is that one or an error. `None`
-            takes what the environment variable CREDIT_TRL_SANDBOX says, a tier or the address of a remote sandbox,
-            and `"auto"` where it says nothing.
-        workers: programs that run at the same time. Default: this process's cores, or its container's quota
-            of them, divided by `LOCAL_WORLD_SIZE`.
-        allow_unsandboxed: run programs with resource limits only, after a warning, where nothing better holds and
-            no tier but `"auto"` or `"unprotected"` was asked for. `None` means no, unless the environment variable
+        tier: `"bubblewrap"` (namespaces), `"landlock"` (Landlock and seccomp, for machines without namespaces),
+            `"remote"` (needs `url`), `"unprotected"` (needs `allow_unsandboxed=True`), or `"auto"`: `"remote"` if
+            `url` is given, else the first of bubblewrap and Landlock that passes its probe, else, with
+            `allow_unsandboxed=True` and a warning, unprotected. A tier given by name is never replaced by another.
+            `None` reads a tier or the address of a remote sandbox from the environment variable CREDIT_TRL_SANDBOX,
+            and means `"auto"` if it is not set.
+        workers: number of programs that run at the same time. Default: the cores that this process may use, with a
+            container's quota, divided by `LOCAL_WORLD_SIZE`; 16 for a remote sandbox.
+        allow_unsandboxed: run programs with resource limits only, after a warning, if no better tier works and `tier`
+            is `"auto"` or `"unprotected"`. `None` means `False`, unless the environment variable
             CREDIT_TRL_ALLOW_UNSANDBOXED is `1`.
         url: address of a remote sandbox, e.g. `"http://127.0.0.1:8080"`.
-        python: interpreter that runs the programs. Default: the one that runs this process.
+        python: interpreter for the programs. Default: the one of this process.
 
     Raises:
-        SandboxError: no tier holds; the message says why and what to install.
+        SandboxError: no tier works; the message lists the reasons and what to install.
         ValueError: an unknown tier, `"remote"` without `url`, `"unprotected"` without `allow_unsandboxed=True`, or
             fewer than one worker.
     """
@@ -76,18 +77,18 @@ def open_sandbox(
     if tier == "remote":
         raise ValueError('tier="remote" needs url="http://...", the address of the sandbox.')
     if url is not None:
-        raise ValueError(f'url={url!r} and tier={tier!r} exclude each other; leave tier at "auto".')
+        raise ValueError(f'url={url!r} and tier={tier!r} exclude each other; use tier="auto".')
     if tier == "unprotected" and not allow_unsandboxed:
         raise ValueError('tier="unprotected" runs model-written programs unprotected; confirm allow_unsandboxed=True.')
     return _open_local(tier, workers or worker_count(), allow_unsandboxed, python)
 
 
 def choose_sandbox(sandbox: str | None = None, allow_unsandboxed: bool = False) -> None:
-    """What `open_sandbox` is to do in this process and those that it starts, where its caller leaves it open.
+    """Set the defaults of `open_sandbox` for this process and its child processes.
 
     Args:
-        sandbox: a tier, or the address of a remote sandbox; `None` leaves the choice as it is.
-        allow_unsandboxed: as in `open_sandbox`; `False` leaves it as it is.
+        sandbox: a tier, or the address of a remote sandbox; `None` leaves the default as it is.
+        allow_unsandboxed: as in `open_sandbox`; `False` leaves the default as it is.
 
     Raises:
         ValueError: neither a tier nor an address, or `"unprotected"` without `allow_unsandboxed`.
@@ -105,7 +106,7 @@ def choose_sandbox(sandbox: str | None = None, allow_unsandboxed: bool = False) 
 
 
 def _choice(tier: str | None, url: str | None) -> tuple[str, str | None]:
-    """(tier, address), from the environment where the caller gave neither."""
+    """Tier and address, from the environment if the caller gives neither."""
     if tier is not None or url is not None:
         return tier or "auto", url
     chosen = os.environ.get(CHOICE) or "auto"
@@ -119,15 +120,14 @@ def _is_address(text: str) -> bool:
 def _open_local(tier: str, workers: int, allow_unsandboxed: bool, python: str | None) -> Sandbox:
     if not sys.platform.startswith("linux"):
         raise SandboxError(
-            'The local sandbox needs Linux. Elsewhere use a remote one: open_sandbox(url="http://...").'
+            'The local sandbox needs Linux. Use a remote one on other systems: open_sandbox(url="http://...").'
         )
     from credit_trl.sandbox.pool import PoolSandbox
     from credit_trl.sandbox.probe import probe
 
     reasons: list[str] = []
-    for candidate in ("bubblewrap", "landlock") if tier == "auto" else (tier,):
-        if candidate == "unprotected":
-            break
+    candidates = {"auto": ("bubblewrap", "landlock"), "unprotected": ()}.get(tier, (tier,))
+    for candidate in candidates:
         try:
             sandbox = PoolSandbox(candidate, workers, python)
             try:

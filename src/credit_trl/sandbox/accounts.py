@@ -1,8 +1,8 @@
-"""Unprivileged users for programs, where the trainer runs as root: a number per slot, shared with nobody.
+"""Unprivileged user ids for programs of a server that is root: one per slot, claimed machine-wide.
 
-Numbers without an entry in the password file suffice. Each is claimed by binding an abstract Unix socket, which the
-kernel releases when the pool server ends however it ends, so two trainers on one machine never share a number: a
-program could otherwise signal the other's programs, or use up their process limit.
+An id needs no entry in the password file. Each is claimed by binding an abstract Unix socket, which the kernel
+releases when the server ends in any way. Two trainers on a machine thus never share an id: a program could otherwise
+signal the other's programs, or use up their process limit.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import socket
 
 from credit_trl.sandbox.protocol import SandboxError
 
-# Left free by Debian's, Fedora's and systemd's allocations. The second, for machines of hundreds of cores, is beyond
-# what a container's own user namespace maps as a rule.
+# Not allocated by Debian, Fedora or systemd. User namespaces of containers usually do not map the second range, which
+# machines with hundreds of cores need.
 RANGES = (range(60800, 61184), range(2_000_000_000, 2_000_004_096))
 
 
 def claim(count: int) -> tuple[list[int], list[socket.socket]]:
-    """Claim `count` user numbers. They stay claimed while the returned sockets live.
+    """Claim `count` user ids, and return them with the sockets that hold the claims until they are closed.
 
     Raises:
         SandboxError: fewer are free.
@@ -40,27 +40,24 @@ def claim(count: int) -> tuple[list[int], list[socket.socket]]:
     if len(numbers) < count:
         ranges = ", ".join(f"{numbers.start} to {numbers.stop - 1}" for numbers in RANGES)
         raise SandboxError(
-            f"Only {len(numbers)} of {count} user numbers ({ranges}) are free for programs: other sandboxes on this "
-            "machine hold the rest, or its user namespace maps no more. Close them, or open it with fewer workers."
+            f"Only {len(numbers)} of {count} user ids ({ranges}) are free for programs: other sandboxes on this "
+            "machine have the rest, or its user namespace maps no more. Close them, or open it with fewer workers."
         )
     return numbers, claims
 
 
 def _mapped(numbers: range) -> bool:
-    """Whether this process's user namespace knows all these numbers, as users and as groups."""
-    return all(
-        any(first <= numbers.start and numbers.stop <= first + count for first, _, count in _map(kind))
-        for kind in ("uid", "gid")
-    )
-
-
-def _map(kind: str) -> list[list[int]]:
-    with open(f"/proc/self/{kind}_map") as lines:
-        return [[int(part) for part in line.split()] for line in lines]
+    """Whether this process's user namespace maps all these ids, as users and as groups."""
+    for kind in ("uid", "gid"):
+        with open(f"/proc/self/{kind}_map") as lines:
+            mapped = [tuple(map(int, line.split())) for line in lines]
+        if not any(first <= numbers.start and numbers.stop <= first + count for first, _, count in mapped):
+            return False
+    return True
 
 
 def become(number: int) -> None:
-    """Give up root for this user, for good: user, group, and all supplementary groups."""
+    """Change from root to this user and group for good, without supplementary groups."""
     os.setgroups([])
     os.setresgid(number, number, number)
     os.setresuid(number, number, number)

@@ -1,8 +1,8 @@
-"""Tier one: namespaces, by bubblewrap.
+"""Isolation by namespaces, made with bubblewrap.
 
-A program sees its own user, process, IPC, network, UTS and mount namespace: the interpreter, the system's shared
-libraries, three devices, and a scratch directory in memory, everything else read-only or absent. There is no /proc, no
-/etc, no home, no network interface but a loopback that is down, and no process but its own.
+A program has its own user, process, IPC, network, UTS, cgroup and mount namespace. It sees the interpreter and the
+system's shared libraries read-only, three devices, and a scratch directory in memory. It has no /proc, no /etc, no
+home, no network interface but a loopback that is down, and no process but its own.
 """
 
 from __future__ import annotations
@@ -14,44 +14,41 @@ import subprocess
 
 from credit_trl.sandbox import seccomp
 from credit_trl.sandbox.interpreter import Interpreter, package_directories
-from credit_trl.sandbox.launch import interpreter_command
+from credit_trl.sandbox.launch import Isolation
 from credit_trl.sandbox.protocol import Program, SandboxError
 
 _SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64")
 _DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
-INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora)."
+_INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora)."
 
 
-class Bubblewrap:
-    """See `credit_trl.sandbox.launch.Walls`.
+class Bubblewrap(Isolation):
+    """See `Isolation`.
 
     Raises:
-        SandboxError: bubblewrap is not installed or too old, or the seccomp table does not know this architecture.
+        SandboxError: bubblewrap is missing or too old, or the seccomp table lacks this architecture.
     """
 
     own_tasks = 1  # the reaper, process 1 of the namespace
 
     def __init__(self, interpreter: Interpreter, driver: bytes) -> None:
-        self.driver = driver
+        super().__init__(interpreter, driver)
         path = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
         if path is None:
-            raise SandboxError(f"bubblewrap (bwrap) is not installed. {INSTALL}")
-        if not seccomp.supported():
-            raise SandboxError("The system call filter knows x86_64 and aarch64 only. Use a remote sandbox (url=...).")
-        self.path = path
-        self.version = _version(path)
-        if self.version < (0, 5):
-            raise SandboxError(
-                f"{path} is version {'.'.join(map(str, self.version))}, 0.5 or newer is needed. {INSTALL}"
-            )
-        self.scratch = "/tmp" if self.version >= (0, 7) else None  # older ones cannot bound a tmpfs
+            raise SandboxError(f"bubblewrap (bwrap) is not installed. {_INSTALL}")
+        seccomp.require_supported()
+        version = _version(path)
+        number = ".".join(map(str, version))
+        if version < (0, 5):
+            raise SandboxError(f"{path} is version {number}, 0.5 or newer is needed. {_INSTALL}")
+        self.description = f"bubblewrap {number}"
+        self.scratch = "/tmp" if version >= (0, 7) else None  # older versions cannot limit the size of a tmpfs
         self.counts_own_users = _kernel() >= (5, 14)
         self._filter = seccomp.namespace_filter()
         self._namespaces = [path, *_namespaces()]
         for name, value in interpreter.environment:
             self._namespaces += ["--setenv", name, value]
-        self._mounts = _mounts(interpreter)
-        self._suffix = ["--remount-ro", "/", "--seccomp", "5", *interpreter_command(interpreter)]
+        self._mounts = [*_mounts(interpreter), "--remount-ro", "/", "--seccomp", "5"]
 
     def command(self, program: Program) -> tuple[list[str], dict[str, str]]:
         scratch: list[str] = []
@@ -60,7 +57,7 @@ class Bubblewrap:
             scratch = ["--size", size, "--tmpfs", self.scratch, "--chdir", self.scratch]
         if _opens_stdin(program):
             scratch += ["--ro-bind-data", "6", "/dev/stdin"]
-        return [*self._namespaces, *scratch, *self._mounts, *self._suffix], {}
+        return [*self._namespaces, *scratch, *self._mounts, *self._command], {}
 
     def descriptors(self, program: Program) -> list[int]:
         read_end, write_end = os.pipe()
@@ -76,11 +73,11 @@ class Bubblewrap:
         return descriptors
 
     def enter(self) -> None:
-        """Nothing: bubblewrap builds the walls itself."""
+        """Does nothing: bubblewrap restricts the process itself."""
 
 
 def _opens_stdin(program: Program) -> bool:
-    # /dev/stdin is a link into /proc, which does not exist here; programs that name it get a file in its place.
+    # /dev/stdin is a link into /proc, which does not exist here. Programs that mention it get a file instead.
     return "/dev/stdin" in program.source
 
 
@@ -94,9 +91,9 @@ def _namespaces() -> list[str]:
 
 
 def _mounts(interpreter: Interpreter) -> list[str]:
-    """Read-only binds of the interpreter and of every directory that its shared libraries come from.
+    """Arguments that bind the interpreter and the directories of its shared libraries read-only.
 
-    Over the directories of installed packages in them lies an empty one.
+    An empty directory covers every directory of installed packages in them.
     """
     arguments: list[str] = []
     bound: list[str] = []

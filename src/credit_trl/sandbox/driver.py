@@ -1,11 +1,12 @@
-"""What runs inside the sandbox before the program does. Compiled once and passed through a pipe; never imported.
+"""Runs a program inside the sandbox. Compiled once, passed through a descriptor, never imported.
 
-It imports nothing of this project. Descriptor 3 holds this file's code and then the request (both marshalled by the
-pool server, which is trusted). Descriptor 4 is a socket: the driver waits there for the word to begin, so that the
-walls of the next program are built while this one runs. It takes the report: "B" as the program begins, then at most
-one of "R" (return value, JSON), "E" (traceback), "M" (MemoryError), or instead of all that "A" (malformed arguments),
-each an 8-byte length and text. The program shares this process, so it can write a report itself. That gains it
-nothing: a report is data like standard output, compared outside with what the program does not know.
+It imports nothing of this project. Descriptor 3 holds this file's code and then the request, both marshalled by the
+server, which is trusted. Descriptor 4 is a socket on which the driver waits for the byte that starts the program, so
+that the next process is prepared while this program runs. The driver reports on it: "B" when the program begins, then
+at most one of "R" (return value, JSON), "E" (traceback) and "M" (MemoryError), or instead of all of these "A"
+(malformed arguments), each followed by an 8-byte length and text. The program shares this process and can write a
+report itself. It gains nothing: a report is data like standard output, and is compared outside of the sandbox with
+what the program does not know.
 """
 
 import builtins
@@ -15,27 +16,20 @@ import resource
 import sys
 
 
-def report(kind, text):
-    payload = text.encode("utf-8", "backslashreplace")
-    view = memoryview(kind + len(payload).to_bytes(8, "big") + payload)
-    while view:
-        view = view[os.write(4, view) :]
-
-
 def source_line(frame_file, number, sources):
     lines = sources.get(frame_file, "").split("\n")
     return lines[number - 1].strip()[:200] if 0 < number <= len(lines) else ""
 
 
 def short_traceback(error, sources):
-    """The last exception with at most eight frames; file names without directories; messages cut."""
+    """The exception and at most eight frames, with file names without directories and a shortened message."""
     try:
         message = str(error)
     except BaseException:
         message = "<the exception has no text>"
     lines = []
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code in (main.__code__, execute.__code__, call.__code__):
+    while trace is not None and trace.tb_frame.f_code in (run.__code__, execute.__code__, call.__code__):
         trace = trace.tb_next
     while trace is not None:
         code, number = trace.tb_frame.f_code, trace.tb_lineno or 0
@@ -70,30 +64,17 @@ def call(fn_name, arguments, namespace):
     return namespace[fn_name](*arguments)
 
 
-def main():
-    with REQUEST:
-        limits, prelude, source, fn_name, arguments = marshal.load(REQUEST)
-    if fn_name is not None:
-        import json
-
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            report(b"A", str(error))
-            os._exit(1)
-    builtins.exit = builtins.quit = sys.exit  # programs take them for granted; `site`, which is not loaded, adds them
-    os.set_inheritable(4, False)
-    sys.argv[:] = ["program.py"]
+def run(prelude, source, fn_name, arguments, report):
+    """Execute a script or call a function of it, and report its value or error."""
+    # Programs expect these builtins, which `site` would add.
+    builtins.exit = builtins.quit = sys.exit
     name = "__main__" if fn_name is None else "program"
     module = type(sys)(name)
     module.__file__ = "program.py"
     sys.modules[name] = module
     process = os.getpid()
-    for limit, soft, hard in limits:
-        resource.setrlimit(limit, (soft, hard))
-    if not os.read(4, 1):
-        os._exit(1)
-    os.write(4, b"B")
+    if fn_name is not None:
+        import json
     try:
         execute(prelude, source, module.__dict__)
         if fn_name is None:
@@ -108,18 +89,46 @@ def main():
                 sys.stdout.flush()
             except Exception:
                 pass
-            report(b"R", value)
+            report("R", value)
         os._exit(0)
     except SystemExit:
         raise
     except MemoryError:
         module.__dict__.clear()
-        report(b"M", "MemoryError")
+        report("M", "MemoryError")
         os._exit(1)
     except BaseException as error:
         if os.getpid() == process:
-            report(b"E", short_traceback(error, {"program.py": source, "prelude.py": prelude}))
+            report("E", short_traceback(error, {"program.py": source, "prelude.py": prelude}))
     raise SystemExit(1)
+
+
+def main():
+    with REQUEST:
+        limits, prelude, source, fn_name, arguments = marshal.load(REQUEST)
+    if fn_name is not None:
+        import json
+
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            report("A", str(error))
+            os._exit(1)
+    os.set_inheritable(4, False)
+    sys.argv[:] = ["program.py"]
+    for limit, soft, hard in limits:
+        resource.setrlimit(limit, (soft, hard))
+    if not os.read(4, 1):
+        os._exit(1)
+    os.write(4, b"B")
+    run(prelude, source, fn_name, arguments, report)
+
+
+def report(kind, text):
+    payload = text.encode("utf-8", "backslashreplace")
+    view = memoryview(kind.encode() + len(payload).to_bytes(8, "big") + payload)
+    while view:
+        view = view[os.write(4, view) :]
 
 
 main()

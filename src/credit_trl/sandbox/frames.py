@@ -1,4 +1,4 @@
-"""Length-prefixed JSON frames over a stream socket: how the trainer's side and the pool server talk."""
+"""Length-prefixed JSON frames over a stream socket, between the client and the server of a sandbox."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CHUNK = 1 << 18
 
 
 class Channel:
-    """One end of the conversation. Never blocks: `send` queues, `flush` writes and `pump` writes and reads.
+    """One end of a connection, which never blocks: `send` queues, `flush` writes, `pump` writes and reads.
 
-    Frames are a 4-byte big-endian length and that many bytes of JSON in ASCII (lone surrogates survive as escapes).
+    A frame is a 4-byte big-endian length and that many bytes of JSON in ASCII, with lone surrogates as escapes.
     """
 
     def __init__(self, stream: socket.socket) -> None:
@@ -32,19 +32,19 @@ class Channel:
 
     @property
     def unsent(self) -> int:
-        """Bytes queued that the socket has not taken yet."""
+        """Number of queued bytes that are not yet written."""
         return len(self._outgoing)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a frame. Raises `ValueError` where it is larger than 4 GiB."""
+        """Queue a frame. Raises `ValueError` if it is larger than 4 GiB."""
         body = json.dumps(message, separators=(",", ":")).encode("ascii")
         if len(body) >= 1 << 32:
-            raise ValueError(f"A message of {len(body)} bytes does not fit a frame; 4 GiB is the most.")
+            raise ValueError(f"A message of {len(body)} bytes does not fit a frame of at most 4 GiB.")
         self._outgoing += _HEADER.pack(len(body))
         self._outgoing += body
 
     def flush(self) -> None:
-        """Write what the socket takes."""
+        """Write as much as the socket accepts."""
         try:
             while self._outgoing:
                 sent = self.stream.send(memoryview(self._outgoing)[:_CHUNK])
@@ -55,10 +55,7 @@ class Channel:
             self.closed = True
 
     def pump(self) -> None:
-        """Write what the socket takes and read what it has. Sets `closed` once the other end is gone.
-
-        What has been read waits for `messages`: the socket does not become readable for it again.
-        """
+        """Write as much as the socket accepts and read all that it has. Sets `closed` if the other end is closed."""
         self.flush()
         try:
             while chunk := self.stream.recv(_CHUNK):
@@ -70,7 +67,7 @@ class Channel:
             self.closed = True
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """The complete frames that have arrived."""
+        """The complete frames that `pump` has read."""
         while len(self._incoming) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._incoming)
             end = _HEADER.size + length
@@ -87,7 +84,7 @@ class Channel:
 
 def wait(channels: list[Channel], timeout: float) -> None:
     """Wait until one of the channels can be pumped, at most `timeout` seconds."""
-    poll = select.poll()  # not select.select, which knows no descriptor above 1023
+    poll = select.poll()  # `select.select` takes no descriptor above 1023
     for channel in channels:
         poll.register(channel, select.POLLIN | (select.POLLOUT if channel.unsent else 0))
     poll.poll(None if timeout == math.inf else max(0.0, timeout) * 1000)

@@ -1,4 +1,4 @@
-"""The few system calls that Python's standard library does not offer, through ctypes."""
+"""System calls that Python's standard library lacks, through ctypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _SockFprog(ctypes.Structure):
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """Make a system call; raises `OSError` where it fails. Integers are passed as C longs."""
+    """Make a system call, with integers as C longs. Raises `OSError` if it fails."""
     converted = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     result = _LIBC.syscall(ctypes.c_long(number), *converted)
     if result == -1:
@@ -38,17 +38,17 @@ def die_with_parent(signal: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ended, so that none outlives its run unnoticed."""
+    """Become the parent of descendants whose own parent ended."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def no_new_privileges() -> None:
-    """From here on, set-user-id files and file capabilities give this process and its children nothing."""
+    """Ignore set-user-id files and file capabilities in this process and its children from now on."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def install_seccomp(program: bytes) -> None:
-    """Install a BPF program (`struct sock_filter[]`) for this process and its children. Needs no new privileges."""
+    """Install a BPF program (`struct sock_filter[]`) for this process and its children, after `no_new_privileges`."""
     buffer = ctypes.create_string_buffer(program, len(program))
     fprog = _SockFprog(len(program) // 8, ctypes.cast(buffer, ctypes.c_void_p))
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(fprog))

@@ -1,9 +1,9 @@
-"""Tier two: Landlock, for machines where no namespaces can be had.
+"""Isolation by Landlock and seccomp, for machines that offer no namespaces.
 
-A program may read the interpreter's library and the system's shared libraries and execute the interpreter, and
-nothing else: no other file opens, no directory lists, nothing can be written. Landlock does not hide names: `stat`
-tells whether a path exists, and packages installed inside a library can be listed, though not read. Signals,
-processes, sockets and file attributes are the seccomp filter's part.
+A program may read the interpreter's library and the system's shared libraries, and execute the interpreter. It can
+open no other file, list no other directory and write nothing. Landlock does not hide names: `stat` shows whether a
+path exists, and packages installed inside a library can be listed, though not read. The seccomp filter restricts
+signals, processes, sockets and file attributes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Collection, Iterable
 
 from credit_trl.sandbox import kernel, seccomp
 from credit_trl.sandbox.interpreter import Interpreter, package_directories
-from credit_trl.sandbox.launch import interpreter_command
-from credit_trl.sandbox.protocol import Program, SandboxError
+from credit_trl.sandbox.launch import Isolation
+from credit_trl.sandbox.protocol import SandboxError
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _QUERY_VERSION, _RULE_PATH_BENEATH = 1, 1
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
-# Number of file rights by version: 13, then REFER (2), TRUNCATE (3), IOCTL_DEV (5).
+# Number of file rights by version: 13, then also REFER (2), TRUNCATE (3), IOCTL_DEV (5).
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _NETWORK_RIGHTS = 0b11  # bind and connect TCP, from version 4
 _SCOPES = 0b11  # abstract Unix sockets and signals, from version 6
@@ -34,7 +34,7 @@ _DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is
 
 
 def version() -> int:
-    """The kernel's Landlock version, 0 where it has none or it is not among the enabled security modules."""
+    """The kernel's Landlock version, 0 if it has none or does not enable it."""
     try:
         return kernel.syscall(_CREATE_RULESET, None, 0, _QUERY_VERSION)
     except OSError:
@@ -42,12 +42,15 @@ def version() -> int:
 
 
 class Ruleset:
-    """A Landlock ruleset that grants reading `readable` (files and directories) and executing `executable`.
+    """Landlock ruleset. It handles every right that the kernel knows, so all that no rule grants is refused.
 
-    What lies in `hidden` (real paths of directories) stays unreadable also inside of a readable directory.
+    It can be used for any number of processes: each calls `restrict_self` after its fork.
 
-    It handles every right that the kernel knows, so what no rule grants is refused. One ruleset serves any number of
-    processes: each calls `restrict_self` after its fork.
+    Args:
+        readable: files and directories that may be read.
+        executable: files that may be read and executed.
+        devices: files that may be read and written.
+        hidden: real paths of directories that may not be read, also inside of a readable one.
 
     Raises:
         OSError: the kernel has no Landlock, or a path does not exist.
@@ -78,7 +81,7 @@ class Ruleset:
             self._grant(path, _READ_FILE | _WRITE_FILE)
 
     def _grant_reading(self, path: str, hidden: Collection[str]) -> None:
-        """A rule holds for all that is below its directory, so one with hidden parts is granted entry by entry."""
+        """Grant a file, or a directory: entry by entry if it has hidden parts, as a rule covers all that is below."""
         if not os.path.isdir(path):
             self._grant(path, _READ_FILE)
         elif not any(inside.startswith(path + "/") for inside in hidden):
@@ -86,7 +89,7 @@ class Ruleset:
         else:
             self._grant(path, _READ_DIR)
             for entry in os.scandir(path):
-                if entry.path not in hidden and not entry.is_symlink():  # a link's target needs a grant of its own
+                if entry.path not in hidden and not entry.is_symlink():  # the target needs its own grant
                     self._grant_reading(entry.path, hidden)
 
     def _grant(self, path: str, rights: int) -> None:
@@ -102,28 +105,24 @@ class Ruleset:
         kernel.syscall(_RESTRICT_SELF, self.descriptor, 0)
 
 
-class LandlockWalls:
-    """See `credit_trl.sandbox.launch.Walls`.
+class Landlock(Isolation):
+    """See `Isolation`.
 
     Raises:
-        SandboxError: the kernel lacks Landlock or seccomp filters, or the table does not know this architecture.
+        SandboxError: the kernel has no Landlock, or the seccomp table lacks this architecture.
     """
 
-    own_tasks = 0
-    counts_own_users = False
-    scratch = None
-
     def __init__(self, interpreter: Interpreter, driver: bytes) -> None:
-        self.driver = driver
-        self.version = version()
-        if not self.version:
+        super().__init__(interpreter, driver)
+        abi = version()
+        if not abi:
             raise SandboxError(
                 "The kernel offers no Landlock. It needs Linux 5.13 or newer with `landlock` among its security "
                 "modules (kernel parameter lsm=landlock,...), and a container runtime that lets its calls through."
             )
-        if not seccomp.supported():
-            raise SandboxError("The system call filter knows x86_64 and aarch64 only. Use a remote sandbox (url=...).")
-        self._filter = seccomp.landlock_filter(truncation_mediated=self.version >= 3)
+        seccomp.require_supported()
+        self.description = f"Landlock version {abi} and seccomp"
+        self._filter = seccomp.landlock_filter(truncation_mediated=abi >= 3)
         system = [path for path in _READABLE if os.path.exists(path)]
         self._ruleset = Ruleset(
             readable=[*interpreter.paths, *system],
@@ -131,14 +130,6 @@ class LandlockWalls:
             devices=_DEVICES,
             hidden=package_directories(map(os.path.realpath, (*system, *interpreter.paths, *interpreter.stdlib))),
         )
-        self._command = interpreter_command(interpreter)
-        self._environment = dict(interpreter.environment)
-
-    def command(self, program: Program) -> tuple[list[str], dict[str, str]]:
-        return self._command, self._environment
-
-    def descriptors(self, program: Program) -> list[int]:
-        return []
 
     def enter(self) -> None:
         kernel.no_new_privileges()
@@ -147,5 +138,5 @@ class LandlockWalls:
 
 
 def _loaders() -> list[str]:
-    """The dynamic loaders, which the kernel executes on the interpreter's behalf."""
+    """The dynamic loaders, which the kernel executes to start the interpreter."""
     return [path for path in glob.glob("/lib*/ld-linux*.so.*") + glob.glob("/lib/ld-musl*") if os.path.exists(path)]

@@ -1,6 +1,6 @@
-"""Starting one program: its descriptors, its user, its walls, then a fresh interpreter.
+"""Start of a program: its descriptors, its user, its isolation, then a fresh interpreter.
 
-Runs in the pool server, which has one thread and a small memory, so its fork is cheap and never copies the trainer.
+Runs in the server, which has one thread and little memory, so that a fork is cheap and never copies the trainer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import socket
 import subprocess
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Protocol
 
 from credit_trl.sandbox import accounts, kernel
 from credit_trl.sandbox.interpreter import Interpreter
@@ -24,19 +23,18 @@ from credit_trl.sandbox.protocol import Limits, Program, SandboxError
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
-
-# Executes the driver's code, which it finds at the start of descriptor 3. Compiling the driver's text for every
-# program would cost a third of the interpreter's own start.
+# Executes the driver's bytecode at the start of descriptor 3. To compile its text for every program would take a third
+# of the time that an interpreter takes to start.
 _BOOT = "import marshal; request = open(3, 'rb'); exec(marshal.load(request), {'REQUEST': request})"
 
 
 def interpreter_command(interpreter: Interpreter) -> list[str]:
-    """Isolated (`-I`), without site-packages (`-S`), UTF-8 whatever the locale."""
+    """Command of a fresh interpreter: isolated (`-I`), without site-packages (`-S`), UTF-8 in every locale."""
     return [interpreter.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT]
 
 
 def compiled_driver(interpreter: Interpreter) -> bytes:
-    """`driver.py` as that interpreter's marshalled bytecode.
+    """Marshalled bytecode of `driver.py` for this interpreter.
 
     Raises:
         SandboxError: the interpreter cannot compile it.
@@ -58,39 +56,62 @@ def compiled_driver(interpreter: Interpreter) -> bytes:
     return compiled.stdout
 
 
-class Walls(Protocol):
-    """What keeps a program in. One object per server, used for every program.
+class Isolation:
+    """Base class of the tiers' isolation. A server has one object, which it uses for every program.
+
+    Args:
+        interpreter: the interpreter of the programs.
+        driver: see `compiled_driver`.
 
     Attributes:
-        own_tasks: processes that the walls themselves add to each program's.
-        counts_own_users: whether the kernel counts the program's processes apart from everybody else's, so that
-            `RLIMIT_NPROC` bounds just them.
-        driver: see `compiled_driver`.
-        scratch: the directory of its own that a program may write to, if there is one.
+        description: the tier's name and version.
+        own_tasks: processes that the isolation itself adds to each program.
+        counts_own_users: whether the kernel counts the processes of a program apart from all others, so that
+            `RLIMIT_NPROC` limits them alone.
+        scratch: directory that a program may write to, if there is one.
     """
 
-    own_tasks: int
-    counts_own_users: bool
-    driver: bytes
-    scratch: str | None
+    description: str
+    own_tasks = 0
+    counts_own_users = False
+    scratch: str | None = None
+
+    def __init__(self, interpreter: Interpreter, driver: bytes) -> None:
+        self.driver = driver
+        self._command = interpreter_command(interpreter)
+        self._environment = dict(interpreter.environment)
 
     def command(self, program: Program) -> tuple[list[str], dict[str, str]]:
-        """Argument vector and environment to execute."""
-        ...
+        """Argument vector and environment of the program's process."""
+        return self._command, self._environment
 
     def descriptors(self, program: Program) -> list[int]:
         """Descriptors that the command expects from number 5 on. The caller closes them."""
-        ...
+        return []
 
     def enter(self) -> None:
-        """Called in the new process, as the program's user, just before the command is executed."""
-        ...
+        """Restrict the new process. Called as the program's user, just before the command is executed."""
+        raise NotImplementedError
+
+
+class Unprotected(Isolation):
+    """Resource limits and an empty environment only, and an unprivileged user if the server is root."""
+
+    description = "unprotected"
+
+    def enter(self) -> None:
+        kernel.no_new_privileges()
 
 
 @dataclass
 class Process:
-    """A process whose walls are going up: its id, a descriptor that becomes readable when it ends, two pipes, and the
-    socket on which the driver waits for a byte before it begins, and then reports.
+    """A prepared process.
+
+    Args:
+        pid: its id.
+        pidfd: descriptor that becomes readable when it ends.
+        stdout, stderr: read ends of its pipes.
+        report: socket on which the driver waits for a byte before it starts the program, and on which it reports.
     """
 
     pid: int
@@ -100,10 +121,11 @@ class Process:
     report: int
 
 
-def start(walls: Walls, program: Program, user: int | None) -> Process:
-    """Start a process for a program as `user` (a number, if root; `None`: the user that the server runs as).
+def start(isolation: Isolation, program: Program, user: int | None) -> Process:
+    """Start a process for a program. The program begins when a byte is written to the process's `report` socket.
 
-    The program itself begins once a byte has been written to the process's `report` socket.
+    Args:
+        user: id of the process's user, for a server that is root; `None` for the server's own.
     """
     ours: list[int] = []
     inherited: list[int] = []
@@ -112,15 +134,15 @@ def start(walls: Walls, program: Program, user: int | None) -> Process:
         for read_end, write_end in (os.pipe(), os.pipe()):
             ours.append(read_end)
             inherited.append(write_end)
-        inherited.append(sealed_file(_request(walls, program, user is not None)))
+        inherited.append(sealed_file(_request(isolation, program, user is not None)))
         report, driver_end = socket.socketpair()
         ours.append(report.detach())
         inherited.append(driver_end.detach())
-        inherited += walls.descriptors(program)
-        command, environment = walls.command(program)
+        inherited += isolation.descriptors(program)
+        command, environment = isolation.command(program)
         pid = os.fork()
         if pid == 0:
-            _become_program(walls, command, environment, inherited, user)
+            _become_program(isolation, command, environment, inherited, user)
     except BaseException:
         for descriptor in ours:
             os.close(descriptor)
@@ -135,9 +157,9 @@ def start(walls: Walls, program: Program, user: int | None) -> Process:
 
 
 def _become_program(
-    walls: Walls, command: list[str], environment: dict[str, str], inherited: list[int], user: int | None
+    isolation: Isolation, command: list[str], environment: dict[str, str], inherited: list[int], user: int | None
 ) -> None:
-    """The new process's side. Never returns; a failure goes to standard error, and no report follows it."""
+    """Turn the forked process into the program's. Never returns; an error goes to standard error without a report."""
     try:
         os.setsid()
         server = os.getppid()
@@ -145,7 +167,7 @@ def _become_program(
         for number, descriptor in enumerate(high):
             os.dup2(descriptor, number, inheritable=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        for ignored in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # would stay ignored
+        for ignored in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # else they stay ignored
             signal.signal(ignored, signal.SIG_DFL)
         os.umask(0o077)
         os.chdir("/")
@@ -154,7 +176,7 @@ def _become_program(
         kernel.die_with_parent(signal.SIGKILL)  # after the change of user, which clears it
         if os.getppid() != server:
             os._exit(127)
-        walls.enter()
+        isolation.enter()
         os.execve(command[0], command, environment)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -164,7 +186,7 @@ def _become_program(
 
 
 def sealed_file(content: bytes) -> int:
-    """A memory file with this content that nobody can change any more, positioned at its start."""
+    """A memory file with this content that cannot be changed, positioned at its start."""
     descriptor = os.memfd_create("request", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(content)
     while view:
@@ -174,25 +196,25 @@ def sealed_file(content: bytes) -> int:
     return descriptor
 
 
-def _request(walls: Walls, program: Program, has_own_user: bool) -> bytes:
-    limits = resource_limits(program.limits, walls, has_own_user)
+def _request(isolation: Isolation, program: Program, has_own_user: bool) -> bytes:
+    limits = resource_limits(program.limits, isolation, has_own_user)
     arguments = program.arguments if program.arguments is not None else "[]"
-    # Version 2 of marshal's format is read by every interpreter from 3.8 on.
-    return walls.driver + marshal.dumps((limits, program.prelude, program.source, program.fn_name, arguments), 2)
+    # Every interpreter from 3.8 on reads version 2 of marshal's format.
+    return isolation.driver + marshal.dumps((limits, program.prelude, program.source, program.fn_name, arguments), 2)
 
 
-def resource_limits(limits: Limits, walls: Walls, has_own_user: bool) -> list[tuple[int, int, int]]:
-    """`setrlimit` calls for the driver to make: (resource, soft, hard), within what this process may pass on."""
+def resource_limits(limits: Limits, isolation: Isolation, has_own_user: bool) -> list[tuple[int, int, int]]:
+    """Arguments of the driver's `setrlimit` calls, (resource, soft, hard), at most this process's own hard limits."""
     seconds = math.ceil(limits.cpu_seconds)
     wanted = [
-        (resource.RLIMIT_CPU, seconds, seconds + 1),  # SIGXCPU, then SIGKILL for who ignores it
+        (resource.RLIMIT_CPU, seconds, seconds + 1),  # SIGXCPU, then SIGKILL
         (resource.RLIMIT_AS, limits.memory_bytes, limits.memory_bytes),
         (resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files, limits.open_files),
         (resource.RLIMIT_CORE, 0, 0),
     ]
-    if walls.counts_own_users or has_own_user:
-        tasks = limits.processes + walls.own_tasks
+    if isolation.counts_own_users or has_own_user:
+        tasks = limits.processes + isolation.own_tasks
         wanted.append((resource.RLIMIT_NPROC, tasks, tasks))
     bounded = []
     for kind, soft, hard in wanted:

@@ -1,4 +1,4 @@
-"""What a running program uses, read from /proc: for limits that the kernel does not enforce on a tree of processes."""
+"""Resource use of a tree of processes, read from /proc, for limits that the kernel enforces per process only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Usage:
-    """What a tree of processes holds.
+    """Resource use of a tree of processes.
 
     Args:
         tasks: processes and threads.
-        resident_bytes: memory resident in all of them, pages that they share counted once.
+        resident_bytes: resident memory of all of them, with shared pages counted once.
         scratch_files: files in its scratch directory.
     """
 
@@ -29,10 +29,10 @@ def available() -> bool:
 
 
 def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
-    """Usage of a process and all its descendants, which may have a directory `scratch` of their own.
+    """Usage of a process and all its descendants, which may have a scratch directory.
 
-    Resident pages are added up first; only a sum above `memory_bytes` is worth the slower count in which every page
-    that n processes share counts 1/n (a fork shares all of its parent's pages).
+    Resident memory is the sum over the processes. Only if that exceeds `memory_bytes`, the slower count is used in
+    which a page that n processes share counts 1/n (a fork shares all pages of its parent).
     """
     processes = descendants(pid)
     tasks = sum(len(threads) for threads in processes.values())
@@ -46,7 +46,7 @@ def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
 
 
 def descendants(pid: int) -> dict[int, list[str]]:
-    """A process and its descendants, each with its thread ids. Those that end meanwhile are left out."""
+    """Thread ids by process id of a process and its descendants. Those that end meanwhile are skipped."""
     found: dict[int, list[str]] = {}
     pending = [pid]
     while pending:
@@ -82,7 +82,7 @@ def _proportional(pid: int) -> int:
 
 
 def _files(pid: int, directory: str) -> int:
-    """Files in the file system that is mounted there in this process's namespace."""
+    """Number of files in the file system at `directory` in this process's namespace."""
     try:
         status = os.statvfs(f"/proc/{pid}/root{directory}")
     except OSError:

@@ -1,4 +1,4 @@
-"""The trainer's side of the pool: feeds programs to the server process and collects outcomes, by a deadline."""
+"""Sandbox on this machine: sends programs to server processes and collects their outcomes until the deadline."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from credit_trl.rollout.deadline import seconds_left
-from credit_trl.sandbox.batch import Batch
+from credit_trl.sandbox.batch import Batch, Sandbox
 from credit_trl.sandbox.frames import Channel, wait
-from credit_trl.sandbox.protocol import Outcome, Program, SandboxError, Status
+from credit_trl.sandbox.protocol import Outcome, Program, SandboxError
 
-# The server runs without this process's packages: `credit_trl` becomes an empty package whose path is its directory,
-# so that importing the sandbox imports nothing else of the project.
+# The server runs without this process's packages. An empty package named `credit_trl` with this package's directory as
+# its path lets it import the sandbox and nothing else of the project.
 _BOOT = """
 import json, sys, types
 package = types.ModuleType("credit_trl")
@@ -30,13 +28,13 @@ from credit_trl.sandbox.server import main
 main(**json.loads(sys.argv[2]))
 """
 _START_SECONDS = 60.0
-# A server that says nothing for this long after the last program's wall clock limit is taken for dead.
+# A server is taken for dead if it sends nothing for the longest wall-clock limit of the batch and this much longer.
 _SILENCE_SECONDS = 15.0
-# One server's loop starts some thousand programs a second at most; more workers than this get another server.
+# One server's loop starts about a thousand programs a second, so more workers get another server.
 _WORKERS_PER_SERVER = 16
-# How soon, and how often, a batch that is in the way of `close` is ended.
+# Interval at which `close` tries to end the batch of another thread.
 _CLOSE_SECONDS = 0.05
-# What a batch may overrun its deadline by, for the server to end programs and report.
+# Time after a deadline for the servers to end their programs and report.
 _GRACE_SECONDS = 0.5
 _MESSAGE_FIELDS = ("source", "stdin", "fn_name", "arguments", "prelude")
 
@@ -46,7 +44,7 @@ class _ServerGone(Exception):
 
 
 class _Server:
-    """A server process, the channel to it, and what it runs: the number it knows a program by -> its index."""
+    """A server process, the channel to it, and the programs that it has: `running` maps their numbers to indices."""
 
     def __init__(self, tier: str, workers: int, python: str | None, until: float = math.inf) -> None:
         ours, theirs = socket.socketpair()
@@ -77,12 +75,10 @@ class _Server:
                 self.close()
                 raise SandboxError(message["refused"])
         self.close(at_once=True)
-        raise SandboxError(f"The pool server did not start (exit status {self.process.returncode}).")
+        raise SandboxError(f"The sandbox server did not start (exit status {self.process.returncode}).")
 
     def close(self, at_once: bool = False) -> None:
-        """End the server, and with it its programs. `at_once` does not wait for it to clean up after itself: the
-        kernel ends the programs of a server that was killed.
-        """
+        """End the server and its programs. `at_once` kills it without a clean-up; the kernel ends its programs."""
         self.channel.close()
         if at_once:
             self.process.kill()
@@ -93,16 +89,18 @@ class _Server:
             self.process.wait()
 
 
-class PoolSandbox:
-    """A `Sandbox` on this machine. Open it with `credit_trl.sandbox.open_sandbox`, which probes its walls first.
+class PoolSandbox(Sandbox):
+    """Sandbox on this machine, not probed. `credit_trl.sandbox.open_sandbox` opens and probes one.
+
+    Calls of `run` from several threads wait for each other, and the wait counts against their deadline.
 
     Args:
         tier: `"bubblewrap"`, `"landlock"` or `"unprotected"`.
-        workers: programs that run at the same time.
+        workers: number of programs that run at the same time.
         python: interpreter for the programs.
 
     Raises:
-        SandboxError: the tier is not to be had here, and what to install.
+        SandboxError: this machine lacks what the tier needs; the message says what to install.
     """
 
     def __init__(self, tier: str, workers: int, python: str | None = None) -> None:
@@ -119,43 +117,24 @@ class PoolSandbox:
 
     @property
     def server_pids(self) -> list[int]:
-        """Process ids of the pool servers."""
+        """Process ids of the servers."""
         return [server.process.pid for server in self._servers]
 
-    def run(
-        self,
-        programs: Sequence[Program],
-        *,
-        deadline: float | None = None,
-        skip_group_after: Collection[Status] = (),
-        progress: bool | str = False,
-        keep: Callable[[int, Outcome], Outcome] | None = None,
-    ) -> list[Outcome]:
-        """See `Sandbox.run`. Calls from several threads take turns; waiting for one's turn counts.
-
-        Raises:
-            SandboxError: also where the sandbox is closed, or another thread closes it meanwhile.
-        """
+    def _run_batch(self, batch: Batch, until: float) -> None:
         if os.getpid() != self._owner:
             raise SandboxError("This sandbox belongs to the process that opened it; open another one after a fork.")
-        deadline = seconds_left(deadline)
-        until = math.inf if deadline is None else time.monotonic() + deadline
-        if not self._lock.acquire(timeout=-1 if deadline is None else min(max(0.0, deadline), threading.TIMEOUT_MAX)):
-            batch = Batch(programs, keep=keep)
+        if not self._lock.acquire(timeout=min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)):
             batch.expire("the deadline came before another batch had ended")
-            return batch.outcomes()
+            return
         try:
             self._check_open()
-            with Batch(programs, skip_group_after, progress, keep) as batch:
-                try:
-                    self._serve(batch, until)
-                except _ServerGone:
-                    batch.requeue()
-                    self._serve_again(batch, until)
-                return batch.outcomes()
+            try:
+                self._serve(batch, until)
+            except _ServerGone:
+                batch.requeue()
+                self._serve_again(batch, until)
         except BaseException:
-            # Whatever still runs belongs to a batch that nobody waits for any more.
-            self._drop_servers(at_once=True)
+            self._drop_servers(at_once=True)  # their programs belong to a batch that nobody waits for
             raise
         finally:
             self._lock.release()
@@ -167,10 +146,10 @@ class PoolSandbox:
             self._serve(batch, until)
         except _ServerGone as error:
             self._check_open()
-            raise SandboxError(f"The pool server ended twice while it ran a batch: {error}.") from error
+            raise SandboxError(f"The sandbox server ended twice while it ran a batch: {error}.") from error
 
     def _serve(self, batch: Batch, until: float) -> None:
-        """Feed the batch and collect, until all is in or the deadline has come."""
+        """Send the batch and collect its outcomes until it is finished or the deadline comes."""
         if not self._servers:
             try:
                 self._start_servers(until)
@@ -190,10 +169,10 @@ class PoolSandbox:
             self._cancel(batch, until)
 
     def _feed(self, batch: Batch) -> None:
-        """Keep a small lead over the servers, so that their memory does not grow with the batch.
+        """Send each server at most three programs a worker, so that its memory does not grow with the batch.
 
-        Each server first gets what it can run, then as much to build walls for, then as much in reserve: a small batch
-        is spread over all of them.
+        One round fills the workers of all servers, the next their prepared processes, the last a reserve. A small
+        batch is thus spread over all servers.
         """
         for lead in (1, 2, 3):
             for server in self._servers:
@@ -205,18 +184,18 @@ class PoolSandbox:
             server.channel.flush()
 
     def _collect(self, batch: Batch) -> bool:
-        """Take the answers that have arrived; whether there were any."""
+        """Record the answers that have arrived; return whether there were any."""
         heard = False
         for server in self._servers:
             server.channel.pump()
             for message in server.channel.messages():
                 heard = True
-                self._take(message, server.running, batch)
+                self._record(message, server.running, batch)
             if server.channel.closed:
                 raise _ServerGone("its socket closed")
         return heard
 
-    def _take(self, message: dict[str, Any], running: dict[int, int], batch: Batch) -> None:
+    def _record(self, message: dict[str, Any], running: dict[int, int], batch: Batch) -> None:
         if "malformed" in message:
             index = running.pop(message["malformed"])
             raise ValueError(f"Program.arguments of program {index} are not JSON: {message['reason']}")
@@ -226,7 +205,7 @@ class PoolSandbox:
             batch.done(running.pop(message["done"]), Outcome(**message["outcome"]))
 
     def _cancel(self, batch: Batch, until: float) -> None:
-        """The deadline has come: have the servers end what runs. One that does not answer in time is killed."""
+        """End all programs after the deadline, and kill the servers if they do not answer in time."""
         for server in self._servers:
             server.channel.send({"cancel": True})
         batch.abandon()
@@ -261,26 +240,20 @@ class PoolSandbox:
             raise SandboxError("This sandbox has been closed; open another one with open_sandbox().")
 
     def close(self) -> None:
-        """See `Sandbox.close`. A batch that another thread runs ends at once, with `SandboxError`."""
+        """End all programs and servers. A batch that another thread runs ends at once with `SandboxError`."""
         if os.getpid() != self._owner:
             return
         self._closed = True
         while not self._lock.acquire(timeout=_CLOSE_SECONDS):
-            for server in tuple(self._servers):  # the thread that runs the batch notices, and gives up
+            for server in tuple(self._servers):  # the thread that runs the batch fails, and releases the lock
                 server.process.kill()
         try:
             self._drop_servers()
         finally:
             self._lock.release()
 
-    def __enter__(self) -> PoolSandbox:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __del__(self) -> None:
-        # Not `contextlib.suppress`: at the interpreter's end the module's names may be gone before this runs.
+        # Not `contextlib.suppress`: at the end of the interpreter the module's names may already be gone.
         try:
             self.close()
         except Exception:
@@ -288,7 +261,7 @@ class PoolSandbox:
 
 
 def _server_environment() -> dict[str, str]:
-    """Nothing but what an interpreter may need to start, and a mark that must not reach a program: the probe looks."""
+    """What an interpreter may need to start, and a variable that must not reach a program, which the probe checks."""
     path = os.environ.get("LD_LIBRARY_PATH")
     return {"CREDIT_SANDBOX_CANARY": "1", **({"LD_LIBRARY_PATH": path} if path else {})}
 

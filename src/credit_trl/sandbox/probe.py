@@ -1,7 +1,7 @@
-"""Trying the walls before anything is trusted to them: canary programs that attempt to get out.
+"""Probe of a sandbox's isolation: programs that try to escape.
 
-What a kernel offers, a container's policy may withhold, and a sandbox that starts is not yet one that holds. So each
-tier runs a program that does what escaping programs do, on bait laid for it, and is refused if any attempt succeeds.
+A container's policy can forbid what the kernel offers, and a sandbox that starts may still not isolate. So each tier
+runs programs that attempt escapes, on files and sockets made for them, and is refused if any attempt succeeds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def escapes(bait, port, abstract, trainer, server, package):
     return found
 
 def may_signal(pid):
-    """Asked last: where process numbers are the machine's own, signal 0 tells whether a real one would arrive."""
+    """Signal 0 shows whether a real signal would arrive, if process ids are those of the machine."""
     try:
         os.kill(pid, 0)
     except OSError:
@@ -80,10 +80,10 @@ _SHORT = Limits(wall_seconds=0.2, memory_bytes=256 * MIB)
 
 
 def probe(sandbox: PoolSandbox) -> None:
-    """Run the canaries in an open sandbox.
+    """Run the probe's programs in an open sandbox.
 
     Raises:
-        SandboxError: a program could not be started, got out, or did not feel a limit; it lists what happened.
+        SandboxError: a program could not be started, escaped, or exceeded a limit; the message lists the faults.
     """
     with (
         tempfile.TemporaryDirectory(prefix="credit-trl-canary-") as bait,
@@ -106,15 +106,15 @@ def probe(sandbox: PoolSandbox) -> None:
             Program("bytearray(512 * 1024 * 1024)", limits=_LIMITS),
             Program("import time; time.sleep(10)", limits=_SHORT),
         ]
-        got_out, signalled, memory, sleeper = sandbox.run(programs, deadline=60.0)
+        escapes, signalled, memory, sleeper = sandbox.run(programs, deadline=60.0)
         faults = []
-        if got_out.status != "ok" or signalled.status != "ok":
-            faults.append(f"the canary did not finish: {got_out.error or signalled.error}")
+        if escapes.status != "ok" or signalled.status != "ok":
+            faults.append(f"the probe's program did not finish: {escapes.error or signalled.error}")
         else:
-            faults += json.loads(got_out.value or "null")
+            faults += json.loads(escapes.value or "null")
             if os.path.exists(os.path.join(bait, "planted")) or not os.path.exists(os.path.join(bait, "removable")):
                 faults.append("changed a directory outside")
-            # Namespaces have process numbers of their own, in which the trainer's may be somebody inside.
+            # Namespaces have their own process ids: the trainer's may be that of a process inside.
             if sandbox.tier != "bubblewrap" and json.loads(signalled.value or "true"):
                 faults.append("may signal the trainer")
         if memory.status != "memory":
@@ -122,4 +122,4 @@ def probe(sandbox: PoolSandbox) -> None:
         if sleeper.status != "timeout":
             faults.append(f"slept past its limit ({sleeper.status})")
     if faults:
-        raise SandboxError(f"The probe's program was not held: {'; '.join(dict.fromkeys(faults))}.")
+        raise SandboxError(f"It does not isolate programs: {'; '.join(dict.fromkeys(faults))}.")

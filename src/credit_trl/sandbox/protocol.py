@@ -1,55 +1,51 @@
-"""What goes into a sandbox and what comes out of it.
+"""Programs, their limits and their outcomes: the data that go into a sandbox and come out of it.
 
-A `Program` is a request, an `Outcome` is what was observed, a `Sandbox` runs a batch of one and returns as many of
-the other. A request has no field for an expected output: comparison happens outside, so a program cannot find, read
-or guess what it is compared with. For the same reason an outcome knows no pass or fail. `status="ok"` means that the
-program ended by itself without an error; what it printed or returned is data that the program chose, and only the
-comparison makes a verdict of it.
+A `Program` has no field for an expected output. Outputs are compared outside of the sandbox, so a program cannot find,
+read or guess the expected one. For the same reason an `Outcome` does not say whether a program is correct:
+`status="ok"` means that it ended by itself without an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, get_args
 
 Status = Literal[
-    "ok",  # ended by itself: exit status 0 (standard input) or the function returned (functional call)
+    "ok",  # ended by itself: exit status 0 (script), or the function returned (functional call)
     "runtime_error",  # an uncaught exception, a non-zero exit status, a signal, or no return value
-    "timeout",  # the processor or the wall clock limit
-    "memory",  # MemoryError, or killed because all its processes together held more than `memory_bytes`
-    "output_limit",  # standard output and error together passed `output_bytes`, or the answer `answer_bytes`
+    "timeout",  # limit of processor time or wall-clock time
+    "memory",  # MemoryError, or killed because its processes together held more than `memory_bytes`
+    "output_limit",  # more than `output_bytes` on both streams, or an answer of more than `answer_bytes`
     "deadline",  # the batch's deadline came before the program had ended
-    "skipped",  # never started: its group had already ended with a status in `skip_group_after`
+    "skipped",  # not started: another program of its group had ended with a status in `skip_group_after`
 ]
 STATUSES: tuple[str, ...] = get_args(Status)
 
 MIB = 1024 * 1024
 _EXCERPT_CHARACTERS = 4096
-_MOST = 1 << 62  # the kernel takes limits as signed longs
+_LARGEST_LIMIT = 1 << 62  # the kernel stores limits as signed longs
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed (not the program in it), or no sandbox can be had on this machine."""
+    """The sandbox itself failed (not the program in it), or this machine has none."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use.
+    """Resource limits of one program.
 
     Args:
         cpu_seconds: processor time of each process; rounded up to whole seconds, the kernel's granularity.
-        wall_seconds: time from start to end; sleeping counts. Enforced by killing the whole process group.
-        memory_bytes: address space of each process (`RLIMIT_AS`), and the memory resident in all of the program's
-            processes together, sampled while it runs.
-        processes: processes and threads together (the interpreter itself is one).
-        file_bytes: the largest file, and all scratch files together where there is a scratch directory; at most one
-            file for each 4 KiB of it.
+        wall_seconds: wall-clock time of the program. At the limit its whole process group is killed.
+        memory_bytes: address space of each process (`RLIMIT_AS`), and the resident memory of all the program's
+            processes together, which is sampled.
+        processes: processes and threads together, including the interpreter.
+        file_bytes: size of the largest file, and of all scratch files together if there is a scratch directory, which
+            then holds at most one file for each 4 KiB of it.
         open_files: file descriptors of each process.
         output_bytes: standard output and standard error together; also the return value of a functional call.
-        answer_bytes: of it, the answer alone: a script's standard output, a functional call's return value; `None` for
-            as much as `output_bytes`. What a program says beside its answer does not count. An outcome's `stdout` is
-            cut to it.
+        answer_bytes: the answer alone: a script's standard output, a functional call's return value. `None` for
+            `output_bytes`. `Outcome.stdout` is cut to it.
 
     Raises:
         ValueError: a limit is not positive, not finite, or too small for an interpreter to start.
@@ -67,40 +63,39 @@ class Limits:
     def __post_init__(self) -> None:
         for limit in fields(self):
             value = getattr(self, limit.name)
-            if not (value is None and limit.name == "answer_bytes") and not 0 < value < _MOST:
+            if not (value is None and limit.name == "answer_bytes") and not 0 < value < _LARGEST_LIMIT:
                 raise ValueError(f"Limits.{limit.name} must be positive and finite, below 2**62, got {value!r}.")
-        if self.memory_bytes < 64 * MIB:
-            raise ValueError(
-                f"Limits.memory_bytes is {self.memory_bytes}; an interpreter needs 64 MiB of address space to start. "
-                "Give at least 67108864."
-            )
-        if self.open_files < 16:
-            raise ValueError(f"Limits.open_files is {self.open_files}; an interpreter needs 16. Give at least 16.")
+        for name, least in (("memory_bytes", 64 * MIB), ("open_files", 16)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"Limits.{name} must be at least {least} for an interpreter to start, got {getattr(self, name)}."
+                )
 
     @property
     def longest_answer(self) -> int:
-        """Bytes of the answer, see `answer_bytes`."""
+        """Largest answer in bytes, see `answer_bytes`."""
         return self.output_bytes if self.answer_bytes is None else min(self.answer_bytes, self.output_bytes)
 
 
 @dataclass(frozen=True)
 class Program:
-    """One run of one program: as a script that reads standard input, or as one call of a function it defines.
+    """One run of a program: as a script that reads standard input, or as one call of a function that it defines.
 
     Args:
-        source: Python source text. As a script it runs as `__main__`; for a functional call it runs as a module named
-            `program` (so `if __name__ == "__main__":` blocks do not run) and `fn_name` is called afterwards.
-        stdin: text on standard input; `/dev/stdin` can be opened too. Scripts only.
-        fn_name: function to call. Where the source defines a class `Solution` with that attribute,
+        source: Python source text. A script runs as `__main__`. For a functional call the source runs as a module
+            named `program` (its `if __name__ == "__main__":` block does not run), then `fn_name` is called.
+        stdin: text on standard input, which can also be opened as `/dev/stdin`. Scripts only.
+        fn_name: function to call. If the source defines a class `Solution` with that attribute,
             `Solution().fn_name` is called, else the module-level `fn_name`.
         arguments: positional arguments as the JSON text of an array, e.g. `"[[1, 2, 3], 4]"`. Functional calls only.
-        prelude: source text executed before `source` in the same namespace; line numbers in tracebacks are those of
-            `source` alone.
+        prelude: source text that runs before `source` in the same namespace. Line numbers in tracebacks count from
+            the start of `source`.
         limits: see `Limits`.
-        group: programs that belong together, e.g. all tests of one rollout; see `Sandbox.run`.
+        group: label of programs that belong together, e.g. the tests of one rollout; see `Sandbox.run`.
 
     Raises:
-        ValueError: `stdin` together with `fn_name`, `arguments` without it, or `arguments` that are no JSON array.
+        ValueError: `stdin` together with `fn_name`, `arguments` without `fn_name`, or `arguments` that are not the
+            text of an array.
     """
 
     source: str
@@ -115,7 +110,7 @@ class Program:
         if self.fn_name is None and self.arguments is not None:
             raise ValueError("Program.arguments needs Program.fn_name, the function to call with them.")
         if self.fn_name is not None and self.stdin:
-            raise ValueError("A functional call has no standard input: give Program.arguments, not Program.stdin.")
+            raise ValueError("A functional call has no standard input; use Program.arguments and not Program.stdin.")
         if self.arguments is not None and not (
             self.arguments.lstrip().startswith("[") and self.arguments.rstrip().endswith("]")
         ):
@@ -127,21 +122,19 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was observed of one `Program`. Everything but `status` and `seconds` is the program's own word.
+    """Observed result of one `Program`. The program controls every field but `status` and `seconds`.
 
     Args:
         status: see `Status`.
-        stdout: standard output, UTF-8 with undecodable bytes replaced, at most `answer_bytes` of it; its beginning
-            and its end unless `status` is `"ok"` (`excerpt`), so that a batch does not hold the floods of all its
-            programs.
-        value: the function's return value as JSON text (tuples become arrays), `None` unless `status` is `"ok"` and
+        stdout: standard output, UTF-8 with undecodable bytes replaced, at most `answer_bytes`. Shortened by `excerpt`
+            unless `status` is `"ok"`.
+        value: the function's return value as JSON text (tuples become arrays); `None` unless `status` is `"ok"` and
             the program is a functional call. A program that exits with status 0 before its function returned, or
-            whose return value JSON cannot express, has `status="runtime_error"` and no value.
-        error: for `"runtime_error"` and `"memory"`, a short traceback with the lines of `source` and no path of this
-            machine, or the end of standard error, or the signal's name; for the other failures, one line that says
-            which limit was reached; empty for `"ok"`.
-        exit_code: the process's exit status, `-n` for signal n, `None` where the sandbox ended or skipped it.
-        seconds: wall-clock time it ran.
+            whose return value is not JSON, has the status `"runtime_error"`.
+        error: empty for `"ok"`. For `"runtime_error"` and `"memory"` a short traceback with lines of `source` and no
+            path of this machine, or the end of standard error, or the signal's name. Else one line with the limit.
+        exit_code: exit status of the process, `-n` for signal n, `None` if the sandbox ended or skipped it.
+        seconds: wall-clock time that it ran.
     """
 
     status: Status
@@ -153,60 +146,13 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the program ended by itself without an error. It says nothing of the answer's correctness."""
+        """Whether the program ended by itself without an error. Its answer may still be wrong."""
         return self.status == "ok"
 
 
 def excerpt(text: str) -> str:
-    """A text's first and last 4096 characters, with a remark between them of what is left out."""
-    left_out = len(text) - 2 * _EXCERPT_CHARACTERS
-    if left_out <= 0:
+    """First and last 4096 characters of a text, and the number of characters between them."""
+    omitted = len(text) - 2 * _EXCERPT_CHARACTERS
+    if omitted <= 0:
         return text
-    return f"{text[:_EXCERPT_CHARACTERS]}\n[... {left_out} characters ...]\n{text[-_EXCERPT_CHARACTERS:]}"
-
-
-@runtime_checkable
-class Sandbox(Protocol):
-    """Runs programs. A context manager; `open_sandbox` gives one."""
-
-    tier: str
-    workers: int
-
-    def run(
-        self,
-        programs: Sequence[Program],
-        *,
-        deadline: float | None = None,
-        skip_group_after: Collection[Status] = (),
-        progress: bool | str = False,
-        keep: Callable[[int, Outcome], Outcome] | None = None,
-    ) -> list[Outcome]:
-        """Run every program and return the outcomes in the same order.
-
-        Args:
-            programs: they start in this order, `workers` of them at a time.
-            deadline: seconds from now after which the call returns in any case: what runs then is killed, what has
-                not started never does, and both come back with status `"deadline"`. `None`: only the programs' own
-                limits bound the call.
-            skip_group_after: once a program of a group has ended with one of these statuses, those of the same group
-                that have not been started come back as `"skipped"`; `("timeout",)` keeps an endless loop from
-                costing its limit once per test. Programs whose `group` is `None` are never skipped.
-            progress: show a progress bar on standard error; a string is its description.
-            keep: called once a program, with its place and its outcome as soon as that is in, one call at a time; what
-                it returns stands in the outcome's place. So a batch need not hold all that its programs printed.
-
-        Raises:
-            SandboxError: the sandbox itself failed and one restart did not help. It is never reported as an outcome,
-                so that a broken machine is not mistaken for wrong answers.
-        """
-        ...
-
-    def close(self) -> None:
-        """End every running program and the pool, whoever waits for them. Closing twice is allowed, `run` afterwards
-        is not.
-        """
-        ...
-
-    def __enter__(self) -> Sandbox: ...
-
-    def __exit__(self, *exc: object) -> None: ...
+    return f"{text[:_EXCERPT_CHARACTERS]}\n[... {omitted} characters ...]\n{text[-_EXCERPT_CHARACTERS:]}"

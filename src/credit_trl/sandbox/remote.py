@@ -1,4 +1,4 @@
-"""A sandbox somewhere else, spoken to over HTTP in the style of Sandbox Fusion.
+"""Sandbox behind an HTTP service in the style of Sandbox Fusion.
 
     POST {url}/run_code
         {"code": ..., "language": "python", "stdin": ..., "run_timeout": seconds, "memory_limit_MB": ..., ...}
@@ -6,9 +6,9 @@
          "run_result": {"status": "Finished" | "TimeLimitExceeded" | "Error", "execution_time": seconds,
                         "return_code": ..., "stdout": ..., "stderr": ...}}
 
-How well a program is held there is that service's part. What this module keeps up is the rest of the contract: no
-expected output is ever sent, a program that exits early has not returned, a service that fails is an error and never
-a wrong answer, and the deadline holds whatever the service does.
+The service isolates the programs. This module keeps the rest of the contract: no expected output is sent, a program
+that exits early has not returned, a failure of the service is an error and never a wrong answer, and the deadline
+holds whatever the service does.
 """
 
 from __future__ import annotations
@@ -16,76 +16,59 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import math
 import secrets
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from credit_trl.rollout.deadline import seconds_left
-from credit_trl.sandbox.batch import Batch
-from credit_trl.sandbox.protocol import MIB, Outcome, Program, SandboxError, Status, excerpt
+from credit_trl.sandbox.batch import Batch, Sandbox
+from credit_trl.sandbox.protocol import MIB, Outcome, Program, SandboxError
+from credit_trl.sandbox.running import ERROR_CHARACTERS, failure, is_json, reported_outcome
 
-# What a service may take on top of a program's own wall clock limit: queueing, starting, sending.
+# Time for a service to queue, start and send, on top of a program's wall-clock limit.
 _ALLOWANCE_SECONDS = 60.0
 _CHUNK = 1 << 16
-# Between tries of a program: doubled each time, longer where the service asks for it by `Retry-After`.
+# Seconds between two tries of a program. They double each time; `Retry-After` can lengthen them.
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
-# Of a service that cannot be reached, is overloaded or restarts, half a minute in all; of one that fails otherwise.
+# Tries of a program: if the service is unreachable, overloaded or restarting (half a minute in all), and otherwise.
 _TRIES_UNAVAILABLE, _TRIES_FAILED = 6, 2
 
 _logger = logging.getLogger(__name__)
 
-# Follows the driver's functions in place of its `main`. The report goes to the end of standard error, behind a mark
-# that is new for every program.
+# Replaces the driver's `main`. The report goes to the end of standard error, after a mark that no program knows.
 _MAIN = """
 def main(mark, prelude, source, fn_name, arguments):
-    name = "__main__" if fn_name is None else "program"
-    module = type(sys)(name)
-    module.__file__ = "program.py"
-    sys.modules[name] = module
-    process = os.getpid()
-    builtins.exit = builtins.quit = sys.exit
-    if fn_name is not None:
-        import json
-        arguments = json.loads(arguments)
-    try:
-        execute(prelude, source, module.__dict__)
-        if fn_name is None:
-            return
-        kind, text, status = "R", json.dumps(call(fn_name, arguments, module.__dict__)), 0
-    except SystemExit:
-        raise
-    except MemoryError:
-        module.__dict__.clear()
-        kind, text, status = "M", "MemoryError", 1
-    except BaseException as error:
-        kind, text, status = "E", short_traceback(error, {"program.py": source, "prelude.py": prelude}), 1
-    if os.getpid() == process:
+    def report(kind, text):
         try:
             sys.stdout.flush()
         except Exception:
             pass
-        report = ("\\n" + mark + kind + text).encode("utf-8", "backslashreplace")
-        while report:
-            report = report[os.write(2, report):]
-    os._exit(status)
+        payload = ("\\n" + mark + kind + text).encode("utf-8", "backslashreplace")
+        while payload:
+            payload = payload[os.write(2, payload):]
+        os._exit(kind != "R")
+
+    if fn_name is not None:
+        import json
+        arguments = json.loads(arguments)
+    run(prelude, source, fn_name, arguments, report)
 """
 
 
-class RemoteSandbox:
-    """A `Sandbox` behind a URL.
+class RemoteSandbox(Sandbox):
+    """Sandbox behind a URL. It holds nothing between two calls of `run`.
 
     Args:
-        url: the service's address, `http://` or `https://`; `/run_code` is appended.
-        workers: requests that are under way at the same time.
+        url: address of the service, `http://` or `https://`; `/run_code` is appended.
+        workers: number of concurrent requests.
 
     Raises:
-        SandboxError: the service does not run a program that prints 42.
-        ValueError: the URL is not one.
+        SandboxError: the service fails to run a program that prints 42.
+        ValueError: `url` is not such an address.
     """
 
     tier = "remote"
@@ -98,41 +81,25 @@ class RemoteSandbox:
         self.workers = workers
         self.description = f"remote, {parts.scheme}://{parts.netloc}"
         self._parts = parts
-        # A wrong address is an error at once.
-        outcome = self.run_one(Program("print(6 * 7)"), until=None)
+        # Without retries, so that a wrong address fails at once.
+        outcome = self.run_one(Program("print(6 * 7)"))
         if (outcome.status, outcome.stdout.strip()) != ("ok", "42"):
             raise SandboxError(f"The remote sandbox {url} does not run Python: {outcome}.")
 
-    def run(
-        self,
-        programs: Sequence[Program],
-        *,
-        deadline: float | None = None,
-        skip_group_after: Collection[Status] = (),
-        progress: bool | str = False,
-        keep: Callable[[int, Outcome], Outcome] | None = None,
-    ) -> list[Outcome]:
-        """See `Sandbox.run`. Requests still under way at the deadline are abandoned."""
-        deadline = seconds_left(deadline)
-        until = None if deadline is None else time.monotonic() + deadline
-        with Batch(programs, skip_group_after, progress, keep) as batch:
-            crew = _Crew(self, batch, until)
-            crew.work(min(self.workers, len(batch.programs)))
-            return batch.outcomes()
+    def _run_batch(self, batch: Batch, until: float) -> None:
+        _BatchThreads(self, batch, until).run(min(self.workers, len(batch.programs)))
 
-    def run_one(self, program: Program, until: float | None) -> Outcome:
-        """One request.
+    def run_one(self, program: Program, until: float = math.inf) -> Outcome:
+        """Run a program with a single request.
 
         Raises:
-            SandboxError: the service failed; `_Unavailable` where it may be there again soon.
+            SandboxError: the service failed; `_Unavailable` if it may recover soon.
             TimeoutError: at `until`.
             ValueError: arguments that are not JSON.
         """
-        if program.arguments is not None and not _readable(program.arguments):
+        if program.arguments is not None and not is_json(program.arguments):
             raise ValueError(f"Program.arguments are not JSON: {program.arguments[:80]!r}")
         limits = program.limits
-        allowed = time.monotonic() + limits.wall_seconds + _ALLOWANCE_SECONDS
-        give_up = allowed if until is None else min(allowed, until)
         mark = secrets.token_hex(16)
         body = {
             "code": remote_code(program, mark),
@@ -144,14 +111,13 @@ class RemoteSandbox:
             "files": {},
             "fetch_files": [],
         }
-        # Text may be escaped to six bytes a character, twice; more than that is no answer to this program.
+        # JSON may escape a character to six bytes, twice. A longer response is more output than the limit allows.
         most = 12 * limits.output_bytes + MIB
+        give_up = min(until, time.monotonic() + limits.wall_seconds + _ALLOWANCE_SECONDS)
         try:
-            answer = json.loads(self._post(json.dumps(body).encode(), give_up, most))
-            outcome = outcome_of(program, answer, mark)
-            return outcome if outcome.ok else replace(outcome, stdout=excerpt(outcome.stdout))
+            return outcome_of(program, json.loads(self._post(json.dumps(body).encode(), give_up, most)), mark)
         except TimeoutError:
-            if until is not None and time.monotonic() >= until:
+            if time.monotonic() >= until:
                 raise
             raise SandboxError(f"{self.url} did not answer in time") from None
         except _TooLong:
@@ -171,7 +137,7 @@ class RemoteSandbox:
             received = bytearray()
             while True:
                 left = _left(until)
-                if connection.sock is not None:  # it is None where the answer's end is the connection's
+                if connection.sock is not None:  # it is None if the response ends with the connection
                     connection.sock.settimeout(left)
                 if not (chunk := response.read1(_CHUNK)):
                     break
@@ -179,40 +145,34 @@ class RemoteSandbox:
                 if len(received) > most:
                     raise _TooLong
             if response.status != 200:
-                said = f"{self.url} answered {response.status}: {received[:300].decode(errors='replace')}"
+                problem = f"{self.url} answered {response.status}: {received[:300].decode(errors='replace')}"
                 if response.status == 429 or response.status >= 500:
-                    raise _Unavailable(said, _seconds(response.headers.get("Retry-After")))
-                raise SandboxError(said)
+                    raise _Unavailable(problem, response.headers.get("Retry-After"))
+                raise SandboxError(problem)
             return bytes(received)
         finally:
             connection.close()
 
     def close(self) -> None:
-        """Nothing is held between runs."""
-
-    def __enter__(self) -> RemoteSandbox:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        """Does nothing."""
 
 
 class _Unavailable(SandboxError):
-    """The service cannot be reached, or has too much to do. `retry_after`: seconds that it asks to be left alone."""
+    """The service is unreachable or overloaded. `retry_after`: its `Retry-After` in seconds, 0 for none or a date."""
 
-    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+    def __init__(self, message: str, retry_after: str | None = None) -> None:
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after = float(retry_after) if retry_after and retry_after.strip().isdecimal() else 0.0
 
 
 class _TooLong(Exception):
-    """The answer is larger than any outcome of this program can be."""
+    """The response is longer than that for any outcome of this program."""
 
 
-class _Crew:
-    """Threads that take programs from a batch. Only this object's lock lets anybody touch the batch."""
+class _BatchThreads:
+    """Threads that run the programs of a batch. Only a thread that holds `changed` may access the batch."""
 
-    def __init__(self, sandbox: RemoteSandbox, batch: Batch, until: float | None) -> None:
+    def __init__(self, sandbox: RemoteSandbox, batch: Batch, until: float) -> None:
         self.sandbox = sandbox
         self.batch = batch
         self.until = until
@@ -221,25 +181,25 @@ class _Crew:
         self.warned = False
         self.error: BaseException | None = None
 
-    def work(self, count: int) -> None:
-        """Start the threads, wait for the batch or the deadline, and leave no thread that would still touch it."""
+    def run(self, count: int) -> None:
+        """Start the threads and wait for the batch or the deadline. Afterwards no thread accesses the batch."""
         for _ in range(count):
-            threading.Thread(target=self._toil, daemon=True, name="credit-trl-remote-sandbox").start()
+            threading.Thread(target=self._work, daemon=True, name="credit-trl-remote-sandbox").start()
         with self.changed:
             try:
                 while not self.batch.finished and self.error is None:
-                    left = None if self.until is None else self.until - time.monotonic()
-                    if left is not None and left <= 0:
+                    left = self.until - time.monotonic()
+                    if left <= 0:
                         self.batch.expire()
                         break
-                    self.changed.wait(left)
+                    self.changed.wait(min(left, threading.TIMEOUT_MAX))
             finally:
                 self.stopped = True
                 self.changed.notify_all()
         if self.error is not None:
             raise self.error
 
-    def _toil(self) -> None:
+    def _work(self) -> None:
         while True:
             with self.changed:
                 index = None if self.stopped else self.batch.take()
@@ -247,7 +207,7 @@ class _Crew:
                     self.changed.notify_all()
                     return
             try:
-                result: Outcome | BaseException = self._ask(self.batch.programs[index])
+                result: Outcome | BaseException = self._request(self.batch.programs[index])
             except BaseException as error:
                 result = error
             with self.changed:
@@ -255,8 +215,8 @@ class _Crew:
                     self._record(index, result)
                 self.changed.notify_all()
 
-    def _ask(self, program: Program) -> Outcome:
-        """Ask the service until it answers, or has failed too often."""
+    def _request(self, program: Program) -> Outcome:
+        """Run a program, and try again while the service fails, up to a limit."""
         tried = 0
         while True:
             try:
@@ -266,88 +226,63 @@ class _Crew:
                 unavailable = isinstance(error, _Unavailable)
                 if tried >= (_TRIES_UNAVAILABLE if unavailable else _TRIES_FAILED):
                     raise SandboxError(f"The remote sandbox failed {tried} times on a program: {error}") from error
-                asked = error.retry_after if unavailable else 0.0
-                self._wait(min(_LONGEST_WAIT, max(asked, _FIRST_WAIT * 2 ** (tried - 1))), error)
+                retry_after = error.retry_after if unavailable else 0.0
+                self._wait(min(_LONGEST_WAIT, max(retry_after, _FIRST_WAIT * 2 ** (tried - 1))), error)
 
     def _wait(self, seconds: float, reason: SandboxError) -> None:
-        """Leave the service alone for a while, as long as somebody waits for the batch."""
+        """Sleep; raise `TimeoutError` when the batch has stopped. Logs the first wait of a batch."""
         with self.changed:
             if not self.warned and not self.stopped:
                 self.warned = True
-                _logger.warning("Trying again in %.0f s, and some times more: %s", seconds, reason)
-            self.changed.wait_for(lambda: self.stopped, seconds)
-            if self.stopped:
+                _logger.warning("Trying again in %.0f s, up to %d times: %s", seconds, _TRIES_UNAVAILABLE, reason)
+            if self.changed.wait_for(lambda: self.stopped, seconds):
                 raise TimeoutError
 
     def _record(self, index: int, result: Outcome | BaseException) -> None:
         try:
-            if isinstance(result, Outcome):
-                self.batch.done(index, result)
-            elif isinstance(result, TimeoutError):
-                self.batch.done(index, Outcome("deadline", error="the deadline came before it ended"))
-            else:
+            if isinstance(result, TimeoutError):
+                result = Outcome("deadline", error="the deadline came before it ended")
+            if isinstance(result, BaseException):
                 raise result
+            self.batch.done(index, result)
         except BaseException as error:
             self.error = error
 
 
 def remote_code(program: Program, mark: str) -> str:
-    """The driver's functions, a `main` that reports on standard error, and its call on this program."""
+    """Code for the service: the driver's functions, a `main` that reports on standard error, and its call."""
     driver = files(__package__).joinpath("driver.py").read_text(encoding="utf-8")
     functions = driver.partition("\ndef main():")[0].replace("import marshal\n", "").replace("import resource\n", "")
-    call = (
-        f"main({mark!r}, {program.prelude!r}, {program.source!r}, {program.fn_name!r}, {program.arguments or '[]'!r})"
-    )
-    return f"{functions}\n{_MAIN}\n\n{call}\n"
+    arguments = (mark, program.prelude, program.source, program.fn_name, program.arguments or "[]")
+    return f"{functions}\n{_MAIN}\n\nmain{arguments!r}\n"
 
 
 def outcome_of(program: Program, answer: Any, mark: str) -> Outcome:
-    """Read a service's answer.
+    """Outcome from a service's response.
 
     Raises:
-        SandboxError: the service says that it failed itself, or the answer has another form.
+        SandboxError: the response reports a failure of the service, or has an unknown form.
     """
     run = answer.get("run_result") if isinstance(answer, dict) else None
     if not isinstance(run, dict) or "status" not in run or answer.get("status") == "SandboxError":
         raise SandboxError(f"the remote sandbox failed: {json.dumps(answer)[:500]}")
     limits = program.limits
-    seconds = float(run.get("execution_time") or 0.0)
     printed = str(run.get("stdout") or "").encode("utf-8", "replace")
-    stdout = printed[: limits.longest_answer].decode("utf-8", "ignore")
     stderr, _, report = str(run.get("stderr") or "").partition("\n" + mark)
-    code = run.get("return_code")
-    most = limits.longest_answer if program.fn_name is None else limits.output_bytes
-    passed = (
-        most if len(printed) > most else limits.longest_answer if len(report) > limits.longest_answer + 4000 else 0
+    ended = Outcome(
+        "ok",
+        printed[: limits.longest_answer].decode("utf-8", "ignore"),
+        seconds=float(run.get("execution_time") or 0.0),
     )
     if run["status"] == "TimeLimitExceeded":
-        return Outcome("timeout", stdout, error=f"more than {limits.wall_seconds:g} seconds", seconds=seconds)
-    if passed:
-        return Outcome("output_limit", stdout, error=f"more than {passed} bytes of output", seconds=seconds)
-    kind, text = report[:1], report[1:]
-    if kind in ("E", "M"):
-        status: Status = "memory" if kind == "M" else "runtime_error"
-        return Outcome(status, stdout, error=text[:4000], exit_code=code, seconds=seconds)
-    if program.fn_name is None and code == 0:
-        return Outcome("ok", stdout, exit_code=code, seconds=seconds)
-    if program.fn_name is not None and kind == "R" and _readable(text):
-        return Outcome("ok", stdout, value=text, exit_code=code, seconds=seconds)
-    before = "" if program.fn_name is None else f" before {program.fn_name} returned"
-    error = f"{stderr[-2000:].strip()}\nexited with status {code}{before}".strip()
-    return Outcome("runtime_error", stdout, error=error, exit_code=code, seconds=seconds)
-
-
-def _readable(text: str) -> bool:
-    try:
-        json.loads(text, parse_int=str)  # a long integer is JSON, whether or not it is a number here
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _seconds(retry_after: str | None) -> float:
-    """`Retry-After` as seconds; 0 for a date or nothing, after which the usual wait is long enough."""
-    return float(retry_after) if retry_after is not None and retry_after.strip().isdecimal() else 0.0
+        return failure(ended, "timeout", f"more than {limits.wall_seconds:g} seconds")
+    most = limits.longest_answer if program.fn_name is None else limits.output_bytes
+    if len(printed) <= most and len(report) > limits.longest_answer + ERROR_CHARACTERS:
+        most = limits.longest_answer
+    elif len(printed) <= most:
+        ended = replace(ended, exit_code=run.get("return_code"))
+        return reported_outcome(program, ended, report[:1], report[1:], stderr[-ERROR_CHARACTERS // 2 :])
+    return failure(ended, "output_limit", f"more than {most} bytes of output")
 
 
 def _left(until: float) -> float:

@@ -1,25 +1,32 @@
-"""A running program's record in the pool server, and the outcome that is read off it once it has ended."""
+"""A running program in the server, and the outcome that its ending gives."""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from credit_trl.sandbox.launch import Process
-from credit_trl.sandbox.protocol import Program, excerpt
+from credit_trl.sandbox.protocol import Outcome, Program, Status, excerpt
 
-_ERROR_CHARACTERS = 4000
+if TYPE_CHECKING:
+    from credit_trl.sandbox.launch import Process
+
+ERROR_CHARACTERS = 4000
 
 
 @dataclass(eq=False)
-class Run:
-    """A program from the building of its walls to its end.
+class RunningProgram:
+    """A program from the start of its process to its end.
 
-    `released_at`: it was told to begin. `began_at`: its driver said that the program begins; from here the clock runs.
-    `ended_by`: the status with which the server ended it, if it did.
+    Args:
+        number: the client's number of the program.
+        user: user id of the process, `None` for the server's own.
+        released_at: time at which the driver got the byte that starts the program.
+        began_at: time at which the driver reported that the program begins. Its wall-clock limit counts from here.
+        ended_by: status with which the server ended it, `None` if it ended by itself.
+        reason: text for `ended_by`.
     """
 
     number: int
@@ -31,7 +38,7 @@ class Run:
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     report: bytearray = field(default_factory=bytearray)
-    ended_by: str | None = None
+    ended_by: Status | None = None
     reason: str = ""
     pipes_open: set[int] = field(default_factory=set)
 
@@ -40,24 +47,26 @@ class Run:
 
     @property
     def descriptors(self) -> tuple[int, int, int, int]:
+        """All descriptors of the process."""
         return (self.process.pidfd, self.process.stdout, self.process.stderr, self.process.report)
 
     @property
     def received(self) -> int:
+        """Bytes read from the process."""
         return len(self.stdout) + len(self.stderr) + len(self.report)
 
     @property
     def limit_passed(self) -> int:
-        """The limit in bytes that what it wrote has passed, 0 for none."""
+        """The limit in bytes that its output exceeds, 0 for none."""
         limits = self.program.limits
         if len(self.stdout) + len(self.stderr) > limits.output_bytes:
             return limits.output_bytes
         printed = len(self.stdout) if self.program.fn_name is None else 0
-        answer = max(printed, len(self.report) - _ERROR_CHARACTERS)
+        answer = max(printed, len(self.report) - ERROR_CHARACTERS)
         return limits.longest_answer if answer > limits.longest_answer else 0
 
     def take(self, descriptor: int, chunk: bytes, now: float) -> None:
-        """Store what came from one of the pipes."""
+        """Store what was read from one of the pipes."""
         if descriptor == self.process.stdout:
             self.stdout += chunk
         elif descriptor == self.process.stderr:
@@ -67,77 +76,86 @@ class Run:
             if self.began_at is None and self.report.startswith(b"B"):
                 self.began_at = now
 
+    def answer(self, exit_code: int, now: float) -> dict[str, Any]:
+        """Message for the client: `"done"` with the outcome, or `"failed"` or `"malformed"` with the reason.
 
-def outcome(run: Run, exit_code: int, now: float) -> dict[str, Any]:
-    """The fields of an `Outcome`, or `{"failed": reason}` where the program never began, or `{"malformed": reason}`
-    where its arguments are not JSON.
+        A program that the server did not end, and whose first report byte is missing, never began, because the driver
+        writes that byte before the program's first line. The rest of the report is only split, measured and passed on
+        as text.
+        """
+        if self.ended_by is None and self.began_at is None:
+            if self.report.startswith(b"A"):
+                return {"malformed": self.number, "reason": _text(self.report[9:])}
+            reason = _text(self.stderr or b"it ended before the program began")[-ERROR_CHARACTERS:].strip()
+            return {"failed": self.number, "reason": f"{reason} (exit status {exit_code})"}
+        return {"done": self.number, "outcome": vars(self._outcome(exit_code, now))}
 
-    Nothing in the report is believed: it is split, measured, and passed on as text. A program that was not ended by
-    the server and whose first report byte is missing cannot have begun, because the driver writes it before the
-    program's first line.
+    def _outcome(self, exit_code: int, now: float) -> Outcome:
+        limits = self.program.limits
+        seconds = 0.0 if self.began_at is None else round(now - self.began_at, 6)
+        stdout = _text(self.stdout[: limits.longest_answer])
+        if self.ended_by is not None:
+            return failure(Outcome("ok", stdout, seconds=seconds), self.ended_by, self.reason)
+        if 128 < exit_code <= 128 + 64:  # how bubblewrap and shells report a signal
+            exit_code = 128 - exit_code
+        ended = Outcome("ok", stdout, exit_code=exit_code, seconds=seconds)
+        if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and seconds >= limits.cpu_seconds):
+            return failure(ended, "timeout", f"more than {limits.cpu_seconds:g} seconds of processor time")
+        kind, text = _parse_report(bytes(self.report[1:]))
+        return reported_outcome(self.program, ended, kind, text, _text(self.stderr[-ERROR_CHARACTERS // 2 :]))
+
+
+def failure(ended: Outcome, status: Status, error: str) -> Outcome:
+    """The outcome with this status and error, and an excerpt of its standard output."""
+    return replace(ended, status=status, error=error, stdout=excerpt(ended.stdout))
+
+
+def reported_outcome(program: Program, ended: Outcome, kind: str, text: str, stderr: str) -> Outcome:
+    """Outcome of a program that ended by itself, from its driver's report.
+
+    Args:
+        ended: outcome with the standard output, exit code and seconds.
+        kind, text: the report; `kind` is `""` if there is no well-formed one.
+        stderr: the end of standard error.
     """
-    seconds = 0.0 if run.began_at is None else round(now - run.began_at, 6)
-    if run.ended_by is not None:
-        return _fields(run, run.ended_by, run.reason, None, seconds)
-    if run.began_at is None:
-        if run.report.startswith(b"A"):
-            return {"malformed": _text(run.report[9:])}
-        reason = run.stderr or b"it ended before the program began"
-        return {"failed": _text(reason)[-_ERROR_CHARACTERS:].strip() + f" (exit status {exit_code})"}
-    if 128 < exit_code <= 128 + 64:  # how bubblewrap and shells pass a signal on
-        exit_code = 128 - exit_code
-    if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and seconds >= run.program.limits.cpu_seconds):
-        reason = f"more than {run.program.limits.cpu_seconds:g} seconds of processor time"
-        return _fields(run, "timeout", reason, exit_code, seconds)
-    kind, text = _parse_report(bytes(run.report[1:]))
     if kind in ("E", "M"):
-        status = "memory" if kind == "M" else "runtime_error"
-        return _fields(run, status, text[:_ERROR_CHARACTERS], exit_code, seconds)
-    if run.program.fn_name is not None:
-        if kind != "R":
-            reason = _ending(run, exit_code, f" before {run.program.fn_name} returned")
-            return _fields(run, "runtime_error", reason, exit_code, seconds)
-        try:
-            json.loads(text, parse_int=str)  # a long integer is JSON; making a number of it is refused, and costs
-        except (ValueError, RecursionError):
-            return _fields(run, "runtime_error", "the return value is not JSON that can be read", exit_code, seconds)
-        return {**_fields(run, "ok", "", exit_code, seconds), "value": text}
-    if exit_code != 0:
-        return _fields(run, "runtime_error", _ending(run, exit_code, ""), exit_code, seconds)
-    return _fields(run, "ok", "", exit_code, seconds)
+        return failure(ended, "memory" if kind == "M" else "runtime_error", text[:ERROR_CHARACTERS])
+    if program.fn_name is None:
+        return ended if ended.exit_code == 0 else failure(ended, "runtime_error", _ending(ended, stderr))
+    if kind != "R":
+        return failure(ended, "runtime_error", _ending(ended, stderr, f" before {program.fn_name} returned"))
+    if not is_json(text):
+        return failure(ended, "runtime_error", "the return value is not JSON that can be read")
+    return replace(ended, value=text)
+
+
+def is_json(text: str) -> bool:
+    """Whether a text can be parsed as JSON. Integers are not converted: long ones are refused, and cost time."""
+    try:
+        json.loads(text, parse_int=str)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _parse_report(report: bytes) -> tuple[str, str]:
-    """The kind and text of exactly one well-formed report; `("", "")` for none, several, or a broken one."""
+    """Kind and text of exactly one well-formed report; `("", "")` for none, several, or a malformed one."""
     if len(report) < 9 or len(report) != 9 + int.from_bytes(report[1:9], "big"):
         return "", ""
     return chr(report[0]), _text(report[9:])
 
 
-def _ending(run: Run, exit_code: int, what: str) -> str:
-    """How it ended, after the end of its standard error."""
-    if exit_code < 0:
-        try:
-            name = signal.Signals(-exit_code).name
-        except ValueError:
-            name = str(-exit_code)
-        ending = f"killed by signal {name}{what}"
+def _ending(ended: Outcome, stderr: str, when: str = "") -> str:
+    """The end of standard error without directories, and the exit status or signal."""
+    code = ended.exit_code
+    if code is not None and code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        ending = f"killed by signal {names.get(-code, -code)}{when}"
     else:
-        ending = f"exited with status {exit_code}{what}"
-    said = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', _text(run.stderr[-_ERROR_CHARACTERS // 2 :]).strip())
+        ending = f"exited with status {code}{when}"
+    said = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', stderr).strip()
     return f"{said}\n{ending}" if said else ending
 
 
 def _text(raw: bytes | bytearray) -> str:
     return raw.decode("utf-8", "replace")
-
-
-def _fields(run: Run, status: str, error: str, exit_code: int | None, seconds: float) -> dict[str, Any]:
-    stdout = _text(run.stdout[: run.program.limits.longest_answer])
-    return {
-        "status": status,
-        "stdout": stdout if status == "ok" else excerpt(stdout),
-        "error": error,
-        "exit_code": exit_code,
-        "seconds": seconds,
-    }

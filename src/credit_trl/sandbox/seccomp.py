@@ -1,19 +1,19 @@
-"""Which system calls a sandboxed program may make: an allowlist, assembled to classic BPF for seccomp.
+"""Seccomp filters: allowlists of the system calls of a sandboxed program, assembled to classic BPF.
 
-Namespaces and Landlock decide what a call may reach; this filter decides which parts of the kernel a program can talk
-to at all. What is not listed fails with EPERM, numbers newer than the table with ENOSYS (the C library then falls
-back to an older call), a call of another architecture (32-bit calls on a 64-bit kernel) kills the process.
+Namespaces and Landlock restrict what a system call reaches; the filter restricts which calls a program can make at
+all. A call that is not listed fails with EPERM. A number newer than the table fails with ENOSYS, so that the C library
+uses an older call. A call of another architecture (32-bit calls on a 64-bit kernel) kills the process.
 
-Two policies share the table. `namespace_filter` (tier bubblewrap) allows processes and a scratch directory.
-`landlock_filter` (tier landlock) allows neither: Landlock does not mediate `chmod`, `utime` or signals on every
-kernel that has it, so a program there gets no new processes, may signal itself only, and changes no file.
+`namespace_filter` (tier bubblewrap) allows processes and a scratch directory. `landlock_filter` (tier landlock) allows
+neither: not every kernel with Landlock mediates `chmod`, `utime` and signals, so a program there starts no processes,
+signals itself only, and changes no file.
 
 Deliberately absent from both: `socket`, `connect` and `bind` (network namespaces do not cover AF_VSOCK or AF_ALG),
-`memfd_create` and System V and POSIX shared memory (memory that no limit of the process counts), `ptrace`,
-`process_vm_*`, `unshare`, `setns`, `mount` and its successors, `keyctl`, `bpf`, `perf_event_open`, `io_uring_*`,
-`userfaultfd`, `vmsplice`, and every call that changes another process's scheduling or affinity. For the same reason
-`mmap` gives no anonymous shared memory, whose pages stay allocated when they no longer count as resident, and no huge
-pages, which never count, and `madvise` swaps no pages out.
+`memfd_create` and System V and POSIX shared memory (no limit counts their memory), `ptrace`, `process_vm_*`,
+`unshare`, `setns`, `mount` and its successors, `keyctl`, `bpf`, `perf_event_open`, `io_uring_*`, `userfaultfd`,
+`vmsplice`, and every call that changes another process's scheduling or affinity. Likewise `mmap` gives no anonymous
+shared memory, whose pages stay allocated when they no longer count as resident, and no huge pages, which never count,
+and `madvise` swaps no pages out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import socket
 import struct
 import termios
 
-# Name, number on x86_64, number on aarch64 ("-": the call does not exist there).
+from credit_trl.sandbox.protocol import SandboxError
+
+# Name, number on x86_64, number on aarch64 ("-" if the call does not exist).
 _COMMON = """
 read 0 63; write 1 64; open 2 -; openat 257 56; close 3 57; close_range 436 436; readv 19 65; writev 20 66;
 pread64 17 67; pwrite64 18 68; preadv 295 69; pwritev 296 70; preadv2 327 286; pwritev2 328 287; lseek 8 62;
@@ -66,7 +68,7 @@ _CHECKED = """
 clone 56 220; ioctl 16 29; fcntl 72 25; prctl 157 167; prlimit64 302 261; socketpair 53 199; clone3 435 435;
 kill 62 129; tgkill 234 131; open 2 -; openat 257 56; mmap 9 222; madvise 28 233
 """
-_NEWEST = 450  # numbers above this one are newer than the table
+_NEWEST = 450  # larger numbers are newer than the table
 
 _AUDIT_ARCH = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
@@ -77,7 +79,7 @@ _EPERM, _ENOSYS = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000
-# F_SETOWN, F_SETSIG (signals to other processes), F_SETLEASE, F_NOTIFY and F_SETPIPE_SZ are left out.
+# Without F_SETOWN, F_SETSIG (signals to other processes), F_SETLEASE, F_NOTIFY and F_SETPIPE_SZ.
 _FCNTL_COMMANDS = (
     *(fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_GETLK, fcntl.F_SETLK),
     *(fcntl.F_SETLKW, fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW, fcntl.F_DUPFD_CLOEXEC, 1032, 1034),
@@ -89,26 +91,27 @@ _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000
 _MADV_PAGEOUT = 21
 _PRCTL_OPTIONS = (15, 16)  # PR_SET_NAME, PR_GET_NAME
 
-# Stands for the program's own process id in the Landlock policy until the process exists; see `with_process_id`.
+# Placeholder of the program's own process id in the Landlock policy; see `with_process_id`.
 _PROCESS_ID = 0x5AFEC0DE
 
 Instruction = tuple[int, int, int, int]
 
 
-def supported() -> bool:
-    """Whether the table knows this machine's architecture."""
-    return platform.machine() in _AUDIT_ARCH and struct.calcsize("P") == 8
+def require_supported() -> None:
+    """Raise `SandboxError` if the table lacks this machine's architecture."""
+    if platform.machine() not in _AUDIT_ARCH or struct.calcsize("P") != 8:
+        raise SandboxError("The system call filter knows x86_64 and aarch64 only. Use a remote sandbox (url=...).")
 
 
 def syscall_numbers(table: str, machine: str) -> dict[str, int]:
-    """The calls of one table that exist on `machine` (`"x86_64"`, `"aarch64"`), name to number."""
+    """Numbers by name of the calls of a table that exist on `machine` (`"x86_64"`, `"aarch64"`)."""
     column = 1 + _AUDIT_ARCH[machine][1]
     rows = [row.split() for row in table.split(";")]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
 def namespace_filter(machine: str | None = None) -> bytes:
-    """The policy for programs inside namespaces, as `struct sock_filter[]`: no network, no new namespaces."""
+    """Policy for programs inside namespaces, as `struct sock_filter[]`: no network, no new namespaces."""
     machine = machine or platform.machine()
     allowed = {
         name: number
@@ -120,11 +123,13 @@ def namespace_filter(machine: str | None = None) -> bytes:
 
 
 def landlock_filter(machine: str | None = None, *, truncation_mediated: bool = True) -> bytes:
-    """The policy for programs behind Landlock: threads but no processes, no signals but to itself, no file changed.
+    """Policy for programs restricted by Landlock: threads but no processes, signals to itself only, no file changes.
 
-    The process's own id is not known yet: pass the result through `with_process_id` in the process itself.
-    `truncation_mediated=False` (Landlock before version 3) also refuses to open anything with O_TRUNC: such a kernel
-    lets a file that may only be read be emptied on opening.
+    The process must complete the result with its own id, see `with_process_id`.
+
+    Args:
+        truncation_mediated: whether Landlock has version 3 or newer. An older one lets a program that may only read a
+            file truncate it on opening, so the filter refuses O_TRUNC.
     """
     machine = machine or platform.machine()
     own_process_only = _argument_in(0, (_PROCESS_ID,))
@@ -141,7 +146,7 @@ def landlock_filter(machine: str | None = None, *, truncation_mediated: bool = T
 
 
 def with_process_id(program: bytes, process_id: int) -> bytes:
-    """`landlock_filter`'s program for the process with this id."""
+    """The result of `landlock_filter` for the process with this id."""
     return program.replace(struct.pack("<I", _PROCESS_ID), struct.pack("<I", process_id))
 
 
@@ -171,13 +176,13 @@ def _argument_checks() -> dict[str, list[Instruction]]:
             (_RETURN, 0, 0, _EPERM),
             (_RETURN, 0, 0, _ALLOW),
         ],
-        # Its flags lie in memory, which a filter cannot read; the C library falls back to clone.
+        # Its flags are in memory, which a filter cannot read. The C library then uses clone.
         "clone3": [(_RETURN, 0, 0, _ENOSYS)],
     }
 
 
 def _load_argument(index: int) -> Instruction:
-    # All that is checked here lies in the low 32 bits of an argument; the low word comes first (little-endian).
+    # All checked bits are in the low word of an argument, which comes first (little-endian).
     return (_LOAD, 0, 0, 16 + 8 * index)
 
 
@@ -199,7 +204,7 @@ def _argument_clear(index: int, bits: int) -> list[Instruction]:
 
 
 def _assemble(machine: str, allowed: dict[str, int], checks: dict[str, list[Instruction]]) -> bytes:
-    """Checked calls first (the kernel runs the filter for each of them; constant answers it caches), then the list."""
+    """Assemble the checked calls and then the list: the kernel caches constant answers, and filters the others."""
     architecture, _ = _AUDIT_ARCH[machine]
     numbers = syscall_numbers(_CHECKED, machine)
     program: list[Instruction] = [
@@ -212,7 +217,7 @@ def _assemble(machine: str, allowed: dict[str, int], checks: dict[str, list[Inst
     ]
     for name, block in checks.items():
         if name not in numbers:
-            continue  # `open` is unknown to newer architectures
+            continue  # newer architectures have no `open`
         program += [(_JUMP_EQUAL, 0, len(block), numbers[name]), *block]
     for name, number in allowed.items():
         if name not in checks:

@@ -1,21 +1,21 @@
-"""The pool server: a small process of its own, never the trainer, that starts programs and watches them.
+"""Server process that starts and watches programs, so that they are never forked from the trainer.
 
-One thread, one epoll loop. It talks to the trainer's side in JSON frames over a socket on standard input:
+It has one thread with an epoll loop, and exchanges JSON frames with its client over a socket on standard input:
 
     in:  {"run": id, "program": {...}}            start a program, or queue it until a slot is free
-         {"cancel": true}                         end everything that runs or waits, with status "deadline"
+         {"cancel": true}                         end all running and waiting programs with status "deadline"
     out: {"ready": {...}} or {"refused": text}    once, after the start
-         {"done": id, "outcome": {...}}           exactly once per program
-         {"failed": id, "reason": text}           the program could not be started: the sandbox's fault, not its own
-         {"malformed": id, "reason": text}        its arguments are not JSON: the caller's fault
+         {"done": id, "outcome": {...}}           the program ended, or was ended
+         {"failed": id, "reason": text}           the sandbox failed to start the program
+         {"malformed": id, "reason": text}        the program's arguments are not JSON
 
-It ends, with everything it started, when the socket closes or its parent goes.
+Each program gets one of the last three. The server ends, with all that it started, when the socket closes or its
+parent ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import select
@@ -24,65 +24,51 @@ import socket
 import sys
 import time
 from collections import deque
-from typing import Any
 
 from credit_trl.sandbox import accounts, kernel, observe
+from credit_trl.sandbox.bubblewrap import Bubblewrap
 from credit_trl.sandbox.frames import Channel
 from credit_trl.sandbox.interpreter import find_interpreter, public_copy
-from credit_trl.sandbox.launch import Walls, compiled_driver, start
-from credit_trl.sandbox.protocol import Limits, Program, SandboxError
-from credit_trl.sandbox.running import Run, outcome
+from credit_trl.sandbox.landlock import Landlock
+from credit_trl.sandbox.launch import Isolation, Unprotected, compiled_driver, start
+from credit_trl.sandbox.protocol import Limits, Program, SandboxError, Status
+from credit_trl.sandbox.running import RunningProgram
+
+TIERS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
 
 _SAMPLE_SECONDS = 0.05
-_REAP_SECONDS = 0.02  # how soon an adopted process that ends is collected
-_IDLE_SECONDS = 1.0  # how soon a server without work notices that its parent has gone
-_PREPARE_SECONDS = 30.0  # what building the walls may take on a machine at its limits
+_REAP_SECONDS = 0.02  # interval at which an idle server collects adopted processes that ended
+_IDLE_SECONDS = 1.0  # interval at which a server without work checks that its parent lives
+_PREPARE_SECONDS = 30.0  # for the process of a program to start on a busy machine
 _CHUNK = 1 << 16
 _BYTES_PER_FILE = 4096  # empty files take memory too, which no limit of the kernel counts
 
 
-def build_walls(tier: str, python: str | None) -> tuple[Walls, str]:
-    """The walls of a tier, and a line that describes them. Raises `SandboxError` where they cannot be had."""
-    interpreter = find_interpreter(python)
-    if os.geteuid() == 0:
-        interpreter = public_copy(interpreter)
-    driver = compiled_driver(interpreter)
-    if tier == "bubblewrap":
-        from credit_trl.sandbox.bubblewrap import Bubblewrap
-
-        walls = Bubblewrap(interpreter, driver)
-        return walls, f"bubblewrap {'.'.join(map(str, walls.version))}, Python {interpreter.version}"
-    if tier == "landlock":
-        from credit_trl.sandbox.landlock import LandlockWalls
-
-        walls = LandlockWalls(interpreter, driver)
-        return walls, f"Landlock version {walls.version} and seccomp, Python {interpreter.version}"
-    from credit_trl.sandbox.unprotected import NoWalls
-
-    return NoWalls(interpreter, driver), f"no walls, Python {interpreter.version}"
-
-
 class Server:
-    """The loop. At most `workers` programs run; the walls of as many more are built meanwhile.
+    """Runs at most `workers` programs, and prepares the processes of as many more.
 
-    `users` has two entries per worker: the user number that a program runs as, or `None`.
+    Args:
+        channel: connection to the client.
+        isolation: how programs are isolated.
+        workers: number of programs that run at the same time.
+        users: two entries per worker, the id of the user that a program runs as or `None`.
     """
 
-    def __init__(self, channel: Channel, walls: Walls, workers: int, users: list[int | None]) -> None:
+    def __init__(self, channel: Channel, isolation: Isolation, workers: int, users: list[int | None]) -> None:
         self.channel = channel
-        self.walls = walls
+        self.isolation = isolation
         self.workers = workers
         self.free = list(users)
         self.waiting: deque[tuple[int, Program]] = deque()
-        self.runs: dict[int, Run] = {}  # by process id
-        self.by_descriptor: dict[int, Run] = {}
+        self.runs: dict[int, RunningProgram] = {}  # by process id
+        self.by_descriptor: dict[int, RunningProgram] = {}
         self.poll = select.epoll()
         self.next_sample = 0.0
         self.has_children = False
-        self.prepared: deque[Run] = deque()  # started, not yet told to begin
+        self.prepared: deque[RunningProgram] = deque()  # processes whose program has not been released
 
     def serve(self) -> None:
-        """Serve until the other end closes."""
+        """Serve until the socket closes or the parent ends."""
         parent = os.getppid()
         self.poll.register(self.channel.fileno(), select.EPOLLIN)
         try:
@@ -91,41 +77,39 @@ class Server:
                     run = self.by_descriptor.get(descriptor)
                     if run is not None:
                         self._read(run, descriptor)
-                self._converse()
+                self._receive()
                 self._enforce()
                 self._reap()
                 self._fill()
         finally:
             for run in list(self.runs.values()):
-                self._kill(run, "deadline", "the pool server ended")
+                self._kill(run, "deadline", "the sandbox server ended")
             self._kill_orphans()
             self._reap(wait_seconds=1.0)
 
-    def _converse(self) -> None:
+    def _receive(self) -> None:
         self.channel.pump()
         for message in self.channel.messages():
             if "run" in message:
                 fields = message["program"]
                 self.waiting.append((message["run"], Program(**{**fields, "limits": Limits(**fields["limits"])})))
             elif "cancel" in message:
+                outcome = {"status": "deadline", "error": "the deadline came before it could start"}
                 for number, _ in self.waiting:
-                    self._answer(number, {"status": "deadline", "error": "the deadline came before it could start"})
+                    self.channel.send({"done": number, "outcome": outcome})
                 self.waiting.clear()
                 for run in self.runs.values():
                     self._kill(run, "deadline", "the deadline came before it ended")
 
-    def _answer(self, number: int, fields: dict[str, Any]) -> None:
-        self.channel.send({"done": number, "outcome": fields})
-
     def _fill(self) -> None:
-        """Let the next programs begin where workers are free, and build the walls for those after them."""
+        """Release the next programs if workers are free, and prepare those after them."""
         while self.free and self.waiting:
             number, program = self.waiting.popleft()
             self._prepare(number, program)
         while self.prepared and len(self.runs) - len(self.prepared) < self.workers:
             run = self.prepared.popleft()
             run.released_at = time.monotonic()
-            with contextlib.suppress(OSError):  # it has ended already; `_finish` says so
+            with contextlib.suppress(OSError):  # it has ended already, which `_finish` reports
                 os.write(run.process.report, b"G")
         self.channel.flush()
         events = select.EPOLLIN | (select.EPOLLOUT if self.channel.unsent else 0)
@@ -135,12 +119,12 @@ class Server:
     def _prepare(self, number: int, program: Program) -> None:
         user = self.free.pop()
         try:
-            process = start(self.walls, program, user)
+            process = start(self.isolation, program, user)
         except OSError as error:
             self.free.append(user)
             self.channel.send({"failed": number, "reason": f"{type(error).__name__}: {error}"})
             return
-        run = Run(number, program, process, user)
+        run = RunningProgram(number, program, process, user)
         self.runs[process.pid] = run
         self.prepared.append(run)
         for descriptor in run.descriptors:
@@ -153,21 +137,21 @@ class Server:
         now = time.monotonic()
         return max(0.0, min(self.next_sample, *(self._must_end(run) for run in self.runs.values())) - now)
 
-    def _must_end(self, run: Run) -> float:
-        """When it is killed: by its own limit once it began; for walls that do not come up, once it could begin."""
+    def _must_end(self, run: RunningProgram) -> float:
+        """Time at which it is killed: at its own limit if it began, else some time after its release."""
         if run.began_at is not None:
             return run.began_at + run.program.limits.wall_seconds
         return math.inf if run.released_at is None else run.released_at + _PREPARE_SECONDS
 
-    def _read(self, run: Run, descriptor: int) -> None:
-        """Take what a pipe has; ends a run whose output passes its limit. A process descriptor has nothing to read."""
-        if descriptor == run.process.pidfd:
+    def _read(self, run: RunningProgram, descriptor: int) -> None:
+        """Read from a pipe of a program, and end the program if its output exceeds a limit."""
+        if descriptor == run.process.pidfd:  # only signals the end of the process
             return
         try:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:
             return
-        except OSError:  # the socket of a process that died before it read what it was sent
+        except OSError:  # the socket of a process that ended with unread data
             chunk = b""
         if not chunk:
             self._forget(descriptor)
@@ -182,7 +166,7 @@ class Server:
             self.poll.unregister(descriptor)
 
     def _enforce(self) -> None:
-        """Wall clock at every turn; memory and process count of the whole tree every so often."""
+        """Check wall-clock time at every turn, and memory, processes and files of the whole tree at intervals."""
         now = time.monotonic()
         sample = now >= self.next_sample
         if sample:
@@ -190,23 +174,23 @@ class Server:
         for run in self.runs.values():
             limits = run.program.limits
             if now >= self._must_end(run):
-                # Walls that do not come up are the sandbox's fault: no status, and `outcome` says that it failed.
+                # A program that never began is a failure of the sandbox and has no status.
                 status = None if run.began_at is None else "timeout"
                 self._kill(run, status, f"more than {limits.wall_seconds:g} seconds")
             elif run.began_at is None:
                 continue
             elif sample and now - run.began_at >= _SAMPLE_SECONDS / 2:
-                usage = observe.usage(run.process.pid, limits.memory_bytes, self.walls.scratch)
+                usage = observe.usage(run.process.pid, limits.memory_bytes, self.isolation.scratch)
                 if usage.resident_bytes > limits.memory_bytes:
                     self._kill(run, "memory", f"more than {limits.memory_bytes} bytes of memory")
-                elif usage.tasks > limits.processes + self.walls.own_tasks + 1:
+                elif usage.tasks > limits.processes + self.isolation.own_tasks + 1:
                     self._kill(run, "runtime_error", f"more than {limits.processes} processes and threads")
                 elif usage.scratch_files > limits.file_bytes // _BYTES_PER_FILE:
                     files = limits.file_bytes // _BYTES_PER_FILE
                     self._kill(run, "runtime_error", f"more than {files} files in the scratch directory")
 
-    def _kill(self, run: Run, status: str | None, reason: str) -> None:
-        """End the program's whole group; with namespaces, everything in them ends with it."""
+    def _kill(self, run: RunningProgram, status: Status | None, reason: str) -> None:
+        """Kill the program's process group. With namespaces the kernel also ends all other processes in them."""
         if run.ended_by is None:
             run.ended_by, run.reason = status, reason
         if run.process.pid in self.runs:
@@ -217,7 +201,7 @@ class Server:
             os.killpg(pid, signal.SIGKILL)
 
     def _reap(self, wait_seconds: float = 0.0) -> None:
-        """Collect every child that ended: programs, and descendants of theirs that this process adopted."""
+        """Collect every child that ended: programs, and their descendants that this process adopted."""
         give_up = time.monotonic() + wait_seconds
         while True:
             try:
@@ -233,32 +217,27 @@ class Server:
                 continue
             run = self.runs.get(ended.si_pid)
             if run is not None:
-                self._kill_group(run.process.pid)  # before its number is given back and may become another's
+                self._kill_group(run.process.pid)  # before its process id can be used again
             _, status = os.waitpid(ended.si_pid, 0)
             if run is None:
-                self._kill_orphans()  # its own children are this process's now
+                self._kill_orphans()  # this process has adopted its children
                 continue
             del self.runs[run.process.pid]
             if run in self.prepared:
                 self.prepared.remove(run)
             self._finish(run, os.waitstatus_to_exitcode(status))
 
-    def _finish(self, run: Run, exit_code: int) -> None:
+    def _finish(self, run: RunningProgram, exit_code: int) -> None:
         self._kill_orphans()
         self._drain(run)
         for descriptor in run.descriptors:
             self._forget(descriptor)
             os.close(descriptor)
         self.free.append(run.user)
-        fields = outcome(run, exit_code, time.monotonic())
-        for fault in ("failed", "malformed"):
-            if fault in fields:
-                self.channel.send({fault: run.number, "reason": fields[fault]})
-                return
-        self._answer(run.number, fields)
+        self.channel.send(run.answer(exit_code, time.monotonic()))
 
-    def _drain(self, run: Run) -> None:
-        """Read what an ended program left in its pipes, without waiting for anybody who still holds them."""
+    def _drain(self, run: RunningProgram) -> None:
+        """Read what an ended program left in its pipes, without waiting for other processes that hold them."""
         for descriptor in tuple(run.pipes_open):
             while descriptor in run.pipes_open and not run.limit_passed:
                 before = run.received
@@ -267,7 +246,7 @@ class Server:
                     break
 
     def _kill_orphans(self) -> None:
-        """Descendants that left their group and lost their parent became children of this process: end them too."""
+        """Kill adopted children: descendants of programs that left their group and lost their parent."""
         with open(f"/proc/self/task/{os.getpid()}/children", "rb") as children:
             for child in map(int, children.read().split()):
                 if child not in self.runs:
@@ -276,29 +255,28 @@ class Server:
 
 
 def main(tier: str, workers: int, python: str | None) -> None:
-    """Entry point of the server process: standard input is the socket to the trainer's side."""
-    sys.setrecursionlimit(500)  # bounds the nesting of returned JSON to what any caller can parse again
+    """Entry point of the server process. Standard input is the socket to the client."""
+    sys.setrecursionlimit(500)  # limits the nesting of returned JSON to what every client can parse
     channel = Channel(socket.socket(fileno=os.dup(0)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         if not observe.available():
             raise SandboxError(
-                "The kernel does not list a process's children (CONFIG_PROC_CHILDREN), which the memory limit of a "
-                "tree of processes needs. Use a remote sandbox (url=...)."
+                "The kernel does not list a process's children (CONFIG_PROC_CHILDREN), but the limits of a tree of "
+                "processes need it. Use a remote sandbox (url=...)."
             )
-        walls, description = build_walls(tier, python)
+        interpreter = find_interpreter(python)
+        if os.geteuid() == 0:
+            interpreter = public_copy(interpreter)
+        isolation = TIERS[tier](interpreter, compiled_driver(interpreter))
         users, claims = accounts.claim(2 * workers) if os.geteuid() == 0 else ([None] * 2 * workers, [])
     except (SandboxError, OSError) as error:
         channel.send({"refused": str(error)})
         channel.flush()
         return
     kernel.adopt_orphans()
-    channel.send({"ready": {"description": description}})
+    channel.send({"ready": {"description": f"{isolation.description}, Python {interpreter.version}"}})
     channel.flush()
-    Server(channel, walls, workers, users).serve()
+    Server(channel, isolation, workers, users).serve()
     for claim in claims:
         claim.close()
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))

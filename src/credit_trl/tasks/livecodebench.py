@@ -17,6 +17,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.completions import response_text
 from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer
@@ -201,7 +202,8 @@ def _run(
         results[index] = _result(*tests[index], outcome)
         return replace(outcome, stdout="", value=None)
 
-    box.run(programs, deadline=deadline, skip_group_after=COSTLY, progress=progress, keep=judge)
+    seconds = remaining_seconds(deadline)
+    box.run(programs, deadline=seconds, skip_group_after=COSTLY, progress=progress, keep=judge)
     return results
 
 
