@@ -1,4 +1,4 @@
-"""Tables, paired tests and curves say what the run directories say."""
+"""Tables, paired tests and curves of run directories with known scores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scores(mean: float, seed: int, spread: float = 0.1) -> dict[str, float]:
 
 @pytest.fixture
 def three_arms(write_run, tmp_path):
-    """GRPO, SDPO, CREDIT with two seeds: final means .4, .5, .6, and a better middle for SDPO."""
+    """GRPO, SDPO and CREDIT with two seeds: final means .4, .5, .6; SDPO scores best in the middle."""
     for position, (arm, final) in enumerate({"GRPO": 0.4, "SDPO": 0.5, "CREDIT λ=0.1": 0.6}.items()):
         for seed in (1, 2):
             middle = 0.7 if arm == "SDPO" else 0.3
@@ -46,7 +46,7 @@ def three_arms(write_run, tmp_path):
     return tmp_path / "runs"
 
 
-def test_final_and_best_scores_are_apart_and_intervals_resample_seeds_and_prompts(three_arms):
+def test_cells_have_best_and_final_scores_with_intervals(three_arms):
     result = compare([three_arms])
     assert result.arms == [BASE, "GRPO", "SDPO", "CREDIT λ=0.1"]
     cell = result.cells["SDPO", "letters", FINAL]
@@ -59,11 +59,11 @@ def test_final_and_best_scores_are_apart_and_intervals_resample_seeds_and_prompt
     assert best.steps == [5, 5]
     assert best.interval.mean > cell.interval.mean + 0.15
     base = result.cells[BASE, "letters", FINAL]
-    assert base.seeds == 2  # once a seed, not once a run
+    assert base.seeds == 2  # one per seed, not one per run
     assert base.interval.mean == pytest.approx(0.2, abs=0.05)
 
 
-def test_an_interval_of_rates_stays_between_none_and_all_and_other_rewards_are_left_alone(write_run, tmp_path):
+def test_intervals_of_rates_only_are_clipped_to_zero_and_one(write_run, tmp_path):
     for seed, wrong in ((1, 3), (2, 0), (3, 0)):
         rates = {p: 0.0 if i < wrong else 1.0 for i, p in enumerate(PROMPTS)}
         write_run(f"a{seed}", {10: rates}, arm="A", seed=seed)
@@ -89,7 +89,7 @@ def test_differences_are_paired_by_prompt_and_seed(three_arms):
     assert not compare([three_arms], arms=["SDPO"]).contrasts
 
 
-def test_arms_with_other_seeds_are_compared_unpaired_in_seeds(write_run, tmp_path):
+def test_arms_with_different_seeds_are_not_paired_by_seed(write_run, tmp_path):
     for arm, seeds in (("SDPO", (1, 2)), ("CREDIT", (3, 4))):
         for seed in seeds:
             write_run(f"{arm}{seed}", {10: scores(0.5, seed)}, arm=arm, seed=seed)
@@ -98,8 +98,8 @@ def test_arms_with_other_seeds_are_compared_unpaired_in_seeds(write_run, tmp_pat
     assert (final.when, best.when) == (FINAL, BEST)
 
 
-def test_two_runs_of_one_name_and_seed_are_not_taken_for_two_seeds(write_run, tmp_path):
-    """`trl credit` has one default seed, and the label of an arm says nothing of the learning rate."""
+def test_two_runs_with_one_name_and_seed_are_an_error(write_run, tmp_path):
+    """`trl credit` has one default seed, and the name of an arm does not show the learning rate."""
     for name, rate in (("slow", 1e-6), ("fast", 1e-5)):
         write_run(name, {10: scores(0.5, 1)}, arm="", config={"learning_rate": rate})
     with pytest.raises(
@@ -111,15 +111,15 @@ def test_two_runs_of_one_name_and_seed_are_not_taken_for_two_seeds(write_run, tm
     assert compare([tmp_path]).arms == ["CREDIT λ=0.1 C=1", "fast"]
 
 
-def test_models_evaluated_by_themselves_are_told_apart_by_their_run(write_run, tmp_path):
+def test_evaluated_models_are_named_by_run_and_checkpoint(write_run, tmp_path):
     folder = write_run("a", {10: scores(0.5, 1)}, arm="A")
     result = json.loads((folder / "evaluations" / "step-000010" / "result.json").read_text())
     for run in ("one", "two"):
-        write_json(tmp_path / "alone" / run / "result.json", {**result, "model": f"runs/{run}/checkpoint-50"})
-    assert compare([tmp_path / "alone"]).arms == ["one/checkpoint-50", "two/checkpoint-50"]
+        write_json(tmp_path / "evaluated" / run / "result.json", {**result, "model": f"runs/{run}/checkpoint-50"})
+    assert compare([tmp_path / "evaluated"]).arms == ["one/checkpoint-50", "two/checkpoint-50"]
 
 
-def test_a_planned_job_is_no_run_though_the_evaluation_of_its_base_lies_there(write_run, tmp_path):
+def test_planned_job_with_a_base_evaluation_is_not_a_run(write_run, tmp_path):
     done = write_run("done", {0: scores(0.2, 1), 10: scores(0.5, 1)}, arm="A")
     planned = tmp_path / "runs" / "planned"
     shutil.copytree(done / "evaluations" / "step-000000", planned / "evaluations" / "step-000000")
@@ -127,14 +127,14 @@ def test_a_planned_job_is_no_run_though_the_evaluation_of_its_base_lies_there(wr
     assert compare([tmp_path]).arms == [BASE, "A"]
 
 
-def test_a_run_that_was_written_anew_is_read_anew(write_run, tmp_path):
+def test_rewritten_run_is_read_again(write_run, tmp_path):
     for mean in (0.5, 0.9):
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         write_run("a", {10: dict.fromkeys(PROMPTS, mean)}, arm="A")
         assert compare([tmp_path]).cells["A", "letters", FINAL].interval.mean == pytest.approx(mean)
 
 
-def test_names_cannot_break_a_table_or_reach_a_terminal(write_run, tmp_path):
+def test_markdown_escapes_hostile_names(write_run, tmp_path):
     for seed, arm in enumerate(("SDPO", "a|b", "<img src=x>", "red\x1b[31m", "two\nlines")):
         write_run(f"run{seed}", {10: scores(0.5, seed)}, arm=arm)
     text = tables_markdown(compare([tmp_path], targets=[0.5]))
@@ -145,7 +145,7 @@ def test_names_cannot_break_a_table_or_reach_a_terminal(write_run, tmp_path):
     assert "two⟨U+000A⟩lines" in text
 
 
-def test_groups_of_prompts_are_columns_and_the_average_is_over_them(write_run, tmp_path):
+def test_groups_of_prompts_are_columns_with_an_average(write_run, tmp_path):
     groups = {p: "easy" if i < 10 else "hard" for i, p in enumerate(PROMPTS)}
     write_run("a", {10: {p: 1.0 if groups[p] == "easy" else 0.0 for p in PROMPTS}}, arm="A", groups=groups)
     write_run("b", {10: dict.fromkeys(PROMPTS, 0.5)}, arm="B", groups=groups)
@@ -160,7 +160,7 @@ def test_groups_of_prompts_are_columns_and_the_average_is_over_them(write_run, t
     assert table[2] == "| + A | **100.0** ±0.0 | <u>0.0</u> ±0.0 | **50.0** |"
 
 
-def test_tasks_are_columns_and_a_missing_cell_has_no_average(write_run, tmp_path):
+def test_tasks_are_columns_and_missing_cells_have_no_average(write_run, tmp_path):
     write_run("a1", {10: scores(0.5, 1)}, arm="A", task="letters")
     write_run("a2", {10: scores(0.6, 2)}, arm="A", task="numbers")
     write_run("b1", {10: scores(0.5, 1)}, arm="B", task="letters")
@@ -169,7 +169,7 @@ def test_tasks_are_columns_and_a_missing_cell_has_no_average(write_run, tmp_path
     assert score_markdown(result, FINAL).splitlines()[3].endswith("| – | – |")
 
 
-def test_only_shared_prompts_count_and_none_shared_is_refused(write_run, tmp_path):
+def test_only_shared_prompts_count_and_at_least_one_is_needed(write_run, tmp_path):
     write_run("a", {10: {"q0": 0.0, "q1": 1.0, "q2": 1.0}}, arm="A")
     write_run("b", {10: {"q1": 0.0, "q2": 1.0, "q3": 1.0}}, arm="B")
     result = compare([tmp_path])
@@ -180,7 +180,7 @@ def test_only_shared_prompts_count_and_none_shared_is_refused(write_run, tmp_pat
         compare([tmp_path])
 
 
-def test_steps_to_a_score_are_told_run_by_run(three_arms):
+def test_steps_to_a_score_are_listed_for_each_run(three_arms):
     result = compare([three_arms], targets=[0.55])
     steps = {row.arm: row.steps for row in result.steps_to}
     assert steps == {"GRPO": [None, None], "SDPO": [5, 5], "CREDIT λ=0.1": [10, 10]}
@@ -199,7 +199,7 @@ def test_curves_are_means_and_ranges_over_seeds(three_arms):
     assert ("SDPO", "Response length (tokens)") not in curves
 
 
-def test_a_metric_can_be_compared_in_place_of_the_score(write_run, tmp_path):
+def test_metric_can_replace_the_score(write_run, tmp_path):
     write_run("a", {10: scores(0.5, 1)}, arm="A", metrics={"format": 0.25})
     write_run("b", {10: scores(0.5, 1)}, arm="B", metrics={"format": 0.75})
     result = compare([tmp_path], measure="format")
@@ -208,7 +208,7 @@ def test_a_metric_can_be_compared_in_place_of_the_score(write_run, tmp_path):
         compare([tmp_path], measure="speed")
 
 
-def test_the_log_comes_from_the_last_trainer_state_where_there_is_no_jsonl(write_run):
+def test_log_falls_back_to_the_last_trainer_state(write_run):
     folder = write_run("a", {0: scores(0.5, 1), 20: scores(0.5, 1)})
     for step in (10, 20):
         state = {"global_step": step, "log_history": [{"step": s, "entropy": 0.1 * s} for s in (1, step)]}
@@ -219,9 +219,9 @@ def test_the_log_comes_from_the_last_trainer_state_where_there_is_no_jsonl(write
     assert run.series("entropy") == ([1, 20], [0.1, 2.0])
 
 
-def test_an_evaluation_by_itself_is_a_run_and_runs_are_found_at_any_depth(write_run, tmp_path):
+def test_runs_and_evaluations_are_found_at_any_depth(write_run, tmp_path):
     folder = write_run("deep/er/a", {10: scores(0.5, 1)}, arm="A")
-    alone = tmp_path / "runs" / "alone"
+    alone = tmp_path / "runs" / "evaluated"
     shutil.copytree(folder / "evaluations" / "step-000010", alone)
     found = {run.arm: run for run in find_runs([tmp_path])}
     assert found.keys() == {"A", "m"}
@@ -241,7 +241,7 @@ def test_an_evaluation_by_itself_is_a_run_and_runs_are_found_at_any_depth(write_
         ({"beta": 0.0}, "GRPO"),
     ],
 )
-def test_the_method_follows_from_the_configuration(config, method):
+def test_method_follows_from_the_configuration(config, method):
     assert method_of(config) == method
 
 
@@ -252,7 +252,7 @@ def test_the_method_follows_from_the_configuration(config, method):
         ({"contrastive_form": "guide", "contrastive_coef": 1.0}, "CREDIT λ=1 C=1 form=guide"),
         ({"contrastive_source": "none", "contrastive_gate": 0.2}, "CREDIT λ=0.1 C=1 source=none gate=0.2"),
         ({"contrastive_baseline": "log_mean", "contrastive_count": 4}, "CREDIT λ=0.1 C=4 baseline=log_mean"),
-        ({"contrastive_plausibility": 0.1}, "CREDIT λ=0.1 C=1 plausibility=0.1"),
+        ({"contrastive_plausibility": 0.1}, "CREDIT λ=0.1 C=1 plausibility=0.1"),  # an option of version 0.1
         ({"contrastive_coef": "auto", "contrastive_auto_level": 0.05}, "CREDIT λ=auto kl=0.05 C=1"),
         (
             {"contrastive_coef": "auto", "contrastive_auto_level": 0.2, "contrastive_auto_quantity": "s"},
@@ -262,11 +262,10 @@ def test_the_method_follows_from_the_configuration(config, method):
         ({"distillation_weight": 0.0}, "GRPO"),
     ],
 )
-def test_runs_that_no_sweep_named_are_labelled_by_all_that_sets_their_contrast_apart(
-    make_config, write_run, options, label
-):
-    config = make_config(**options)
-    folder = write_run("run", {0: {"a": 1.0}}, arm="", config=config.to_dict())
+def test_unnamed_runs_show_non_default_options_of_the_contrast(make_config, write_run, options, label):
+    removed = {name: options[name] for name in options if name == "contrastive_plausibility"}
+    config = make_config(**{name: options[name] for name in options if name not in removed}).to_dict() | removed
+    folder = write_run("run", {0: {"a": 1.0}}, arm="", config=config)
     assert read_run(folder).arm == label
 
 
@@ -276,7 +275,7 @@ def test_holm_multiplies_the_smallest_by_all_and_never_decreases():
     assert holm([]) == []
 
 
-def test_numbers_are_told_in_points(three_arms):
+def test_differences_are_in_percentage_points(three_arms):
     contrast = compare([three_arms]).contrasts[0]
     row = contrast_row(contrast)
     assert row[2] == f"{100 * contrast.difference.difference:+.1f}"
@@ -284,7 +283,7 @@ def test_numbers_are_told_in_points(three_arms):
     assert p_text(0.05) == "0.050"
 
 
-def test_a_run_that_is_still_training_has_no_final_score_unless_it_is_asked_for(write_run, tmp_path):
+def test_unfinished_runs_are_compared_only_on_request(write_run, tmp_path):
     write_run("a", {0: scores(0.2, 1), 10: scores(0.6, 1)}, arm="A")
     write_run("b", {0: scores(0.2, 1), 5: scores(0.3, 1)}, arm="B", finished=False)
     result = compare([tmp_path])
@@ -293,11 +292,11 @@ def test_a_run_that_is_still_training_has_no_final_score_unless_it_is_asked_for(
     assert compare([tmp_path], include_unfinished=True).cells["B", "letters", FINAL].steps == [5]
 
 
-def test_evaluations_that_were_not_sampled_alike_are_told_by_setting_value_and_run(write_run, tmp_path):
+def test_differing_sampling_settings_are_listed_with_runs(write_run, tmp_path):
     sampled = {"temperature": 0.6, "top_p": 0.95, "seed": 0, "template": {}}
     for seed in (1, 2):
         write_run(f"a-{seed}", {10: scores(0.6, 1)}, arm="A", seed=seed, settings={**sampled, "seed": seed})
-    write_run("unknown", {10: scores(0.6, 1)}, arm="C")  # written before settings were
+    write_run("unknown", {10: scores(0.6, 1)}, arm="C")  # written before settings were recorded
     assert compare([tmp_path]).differing_settings == []
     write_run("b", {10: scores(0.4, 1)}, arm="B", settings={**sampled, "temperature": 1.0})
     result = compare([tmp_path])
@@ -305,11 +304,11 @@ def test_evaluations_that_were_not_sampled_alike_are_told_by_setting_value_and_r
     runs = tmp_path / "runs"
     assert told == f"letters, temperature: 0.6 in {runs / 'a-1'} and 1 more; 1.0 in {runs / 'b'}"
     tables = tables_markdown(result)
-    assert tables.startswith("These evaluations were not sampled alike")
+    assert tables.startswith("These evaluations use different sampling settings")
     assert told in tables
 
 
-def test_runs_of_one_name_that_differ_in_more_than_their_seed_are_told_by_option_and_value(write_run, tmp_path):
+def test_options_that_differ_within_an_arm_are_listed(write_run, tmp_path):
     rate = {"learning_rate": 1e-6}
     for seed in (1, 2):
         folders = {"output_dir": f"runs/{seed}", "seed": seed, "save_steps": 10 * seed, "resume_from_checkpoint": None}
@@ -319,12 +318,12 @@ def test_runs_of_one_name_that_differ_in_more_than_their_seed_are_told_by_option
     write_run("a-3", {10: scores(0.6, 1)}, arm="A", seed=3, config={"learning_rate": 1e-4})
     result = compare([tmp_path])
     assert differing_options(result.runs) == ["A on letters: learning_rate (1e-06, 0.0001)"]
-    assert "these differ in more" in tables_markdown(result).partition("## ")[0]
+    assert "also differ in options" in tables_markdown(result).partition("## ")[0]
 
 
-def test_runs_of_one_name_that_began_at_different_models_are_told_and_have_no_common_base(write_run, tmp_path):
+def test_arms_from_different_models_have_no_common_base(write_run, tmp_path):
     trained = {0: scores(0.2, 1), 10: scores(0.6, 1)}
-    for seed in (1, 2):  # a base a seed, as a sweep's `bases/seed{seed}`
+    for seed in (1, 2):  # one base per seed, as a sweep with `bases/seed{seed}`
         write_run(f"a-{seed}", trained, arm="A", seed=seed, model=f"bases/seed{seed}")
         write_run(f"b-{seed}", trained, arm="B", seed=seed, model=f"bases/seed{seed}")
     result = compare([tmp_path])
@@ -335,10 +334,10 @@ def test_runs_of_one_name_that_began_at_different_models_are_told_and_have_no_co
     write_run("b-3", trained, arm="B", seed=3, model="bases/seed3")
     result = compare([tmp_path])
     assert BASE not in result.arms
-    assert "began at different models" in tables_markdown(result).partition("## ")[0]
+    assert "started from different models" in tables_markdown(result).partition("## ")[0]
 
 
-def test_prompts_without_a_group_are_a_column_of_their_own_beside_groups(write_run, tmp_path):
+def test_prompts_without_a_group_are_a_separate_column(write_run, tmp_path):
     groups = {p: "hard" if i < 10 else None for i, p in enumerate(PROMPTS)}
     write_run("a", {10: {p: float(groups[p] is None) for p in PROMPTS}}, arm="A", groups=groups)
     result = compare([tmp_path])
@@ -346,13 +345,13 @@ def test_prompts_without_a_group_are_a_column_of_their_own_beside_groups(write_r
     assert result.average("A", FINAL) == 0.5
 
 
-def test_an_arm_cannot_have_the_name_of_the_model_before_training(write_run, tmp_path):
+def test_an_arm_cannot_have_the_name_of_the_base(write_run, tmp_path):
     write_run("a", {0: scores(0.2, 1), 10: scores(0.9, 1)}, arm=BASE)
     with pytest.raises(ValueError, match=f"called '{BASE}'.*another name"):
         compare([tmp_path])
 
 
-def test_a_metric_that_only_some_prompts_have_is_refused_by_one_that_has_none(write_run, tmp_path):
+def test_metric_missing_for_some_prompts_is_an_error(write_run, tmp_path):
     folder = write_run("a", {10: scores(0.5, 1)}, arm="A", metrics={"format": 1.0})
     path = folder / "evaluations" / "step-000010" / "result.json"
     result = json.loads(path.read_text())
@@ -362,7 +361,7 @@ def test_a_metric_that_only_some_prompts_have_is_refused_by_one_that_has_none(wr
         compare([tmp_path], measure="format")
 
 
-def test_the_best_step_is_that_of_the_reward_whatever_measure_is_shown(write_run, tmp_path):
+def test_best_step_follows_the_reward_for_every_measure(write_run, tmp_path):
     folder = write_run("a", {5: scores(0.9, 1), 10: scores(0.5, 1)}, arm="A")
     for step, share in ((5, 0.2), (10, 0.95)):
         path = folder / "evaluations" / f"step-{step:06d}" / "result.json"
@@ -372,10 +371,10 @@ def test_the_best_step_is_that_of_the_reward_whatever_measure_is_shown(write_run
         write_json(path, result)
     compared = compare([tmp_path], measure="format")
     assert compared.cells["A", "letters", BEST].interval.mean == pytest.approx(0.2)
-    assert "highest mean reward over all of these prompts, whatever the table shows" in tables_markdown(compared)
+    assert "highest mean reward over all of these prompts" in tables_markdown(compared)
 
 
-def test_what_is_no_run_is_refused_by_name(tmp_path, write_run):
+def test_errors_name_missing_and_damaged_runs(tmp_path, write_run):
     with pytest.raises(FileNotFoundError, match="credit-eval"):
         compare([tmp_path])
     folder = write_run("a", {}, log=[{"step": 1, "loss": 1.0}])

@@ -1,4 +1,4 @@
-"""The report is one page that opens without a network, in a real browser, in light and dark."""
+"""The HTML report: self-contained, escaped, and rendered without errors in light and dark by Chromium."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from credit_trl.cli import credit_compare
 from credit_trl.lab.comparison import compare, write_report
 from credit_trl.lab.comparison.figures import THEMES, ablation_figure
+from synthetic_runs import writer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)> $\\frac$'
@@ -23,9 +24,9 @@ PROMPTS = [f"q{i}" for i in range(30)]
 
 
 @pytest.fixture(scope="module")
-def runs(writer_at, tmp_path_factory) -> Path:
+def runs(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    write_run = writer_at(root)
+    write_run = writer(root)
     rng = np.random.default_rng(0)
     for arm, gain in {"GRPO": 0.2, "SDPO": 0.35, "CREDIT λ=0.1 C=1": 0.4, HOSTILE: 0.1}.items():
         for seed in (1, 2):
@@ -56,7 +57,7 @@ def page(runs, tmp_path_factory) -> Path:
 
 
 class Elements(HTMLParser):
-    """Every element of a page with its attributes, as a browser would find them."""
+    """Every element of a page with its attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Elements(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_page_asks_for_nothing_outside_itself_and_escapes_what_runs_say(page):
+def test_page_is_self_contained_and_escapes_text_of_runs(page):
     text = page.read_text()
     elements = Elements(text).found
     sources = [a[name] for _, a in elements for name in ("src", "href", "srcset", "action", "data") if name in a]
@@ -82,7 +83,7 @@ def test_page_asks_for_nothing_outside_itself_and_escapes_what_runs_say(page):
     assert "default-src 'none'" in text
 
 
-def test_files_beside_the_page_hold_the_same_numbers(page, runs):
+def test_json_markdown_and_page_have_the_same_numbers(page, runs):
     result = compare([runs], targets=[0.4])
     numbers = json.loads((page.parent / "comparison.json").read_text())
     for row in numbers["scores"]:
@@ -99,14 +100,14 @@ def test_files_beside_the_page_hold_the_same_numbers(page, runs):
         assert dark[2, 2, :3].mean() < 0.15
 
 
-def test_page_says_which_runs_are_left_out_and_what_was_not_sampled_alike(write_run, tmp_path):
+def test_page_lists_unfinished_runs_and_differing_settings(write_run, tmp_path):
     for arm, temperature in (("A", 0.6), ("B", 1.0)):
         write_run(arm, {0: {"q": 0.5}, 5: {"q": 1.0}}, arm=arm, settings={"temperature": temperature})
     write_run("C", {5: {"q": 1.0}}, arm="C", finished=False)
     text = write_report(compare([tmp_path / "runs"]), tmp_path / "report").read_text()
     before_the_tables = text.partition("<table")[0]
-    for told in ("letters, temperature: 0.6 in", "1.0 in", f"to its end: {tmp_path / 'runs' / 'C'}"):
-        assert told in before_the_tables
+    for remark in ("letters, temperature: 0.6 in", "1.0 in", f"has not ended: {tmp_path / 'runs' / 'C'}"):
+        assert remark in before_the_tables
 
 
 def luminance(colour: str) -> float:
@@ -116,12 +117,12 @@ def luminance(colour: str) -> float:
 
 
 def contrast_ratio(one: str, other: str) -> float:
-    """WCAG's; 4.5 is what text needs."""
+    """Contrast ratio of WCAG, which requires 4.5 for text."""
     light, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_text_has_enough_contrast_in_both_dresses(page):
+def test_text_has_enough_contrast_in_both_themes(page):
     palettes = re.findall(r"color-scheme: (light|dark); ([^}]*)", page.read_text())
     assert {name for name, _ in palettes} == {"light", "dark"}
     for _, rules in palettes:
@@ -134,7 +135,7 @@ def test_text_has_enough_contrast_in_both_dresses(page):
 
 
 def browse(page: Path, folder: Path, *, dark: bool, extra: tuple[str, ...]) -> str:
-    """Open a page in headless Chromium without any host to reach; what the browser wrote to its log."""
+    """Open a page in headless Chromium without network access and return the browser's log."""
     profile = folder / f"profile-{dark}-{len(extra)}-{extra[0][:6].strip('-')}"
     finished = subprocess.run(
         [
@@ -159,7 +160,7 @@ def browse(page: Path, folder: Path, *, dark: bool, extra: tuple[str, ...]) -> s
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt-get install chromium)")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_page_shows_in_a_real_browser_without_a_console_error(page, tmp_path, dark):
+def test_page_renders_in_chromium_without_a_console_error(page, tmp_path, dark):
     shot = tmp_path / "shot.png"
     log = browse(page, tmp_path, dark=dark, extra=(f"--screenshot={shot}",))
     assert "CONSOLE" not in log, log
@@ -171,14 +172,14 @@ def test_page_shows_in_a_real_browser_without_a_console_error(page, tmp_path, da
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt-get install chromium)")
-def test_the_browser_reports_what_the_page_must_not_do(page, tmp_path):
-    """The control of the test above: a script that the page does not allow is a console message."""
+def test_chromium_reports_a_script_that_the_policy_forbids(page, tmp_path):
+    """Control of the test above: a forbidden script is a console message."""
     broken = page.with_name("broken.html")
     broken.write_text(page.read_text().replace("</body>", "<script>alert(1)</script></body>"))
     assert "CONSOLE" in browse(broken, tmp_path, dark=False, extra=("--dump-dom",))
 
 
-def test_command_writes_the_report_and_says_what_is_wrong(runs, tmp_path, capsys):
+def test_command_writes_the_report_and_prints_errors(runs, tmp_path, capsys):
     import argparse
 
     parser = argparse.ArgumentParser()
@@ -187,8 +188,8 @@ def test_command_writes_the_report_and_says_what_is_wrong(runs, tmp_path, capsys
     assert credit_compare.run(parser.parse_args([str(runs), "--output_dir", target, "--target", "0.3"])) == 0
     assert (tmp_path / "out" / "report.html").is_file()
     assert "Steps to a score" in capsys.readouterr().out
-    assert credit_compare.run(parser.parse_args([str(runs), "--baseline", "PPO", "--output_dir", target])) == 1
-    assert "PPO" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="PPO"):
+        credit_compare.run(parser.parse_args([str(runs), "--baseline", "PPO", "--output_dir", target]))
 
 
 def test_ablation_figure_is_a_png_of_its_theme():

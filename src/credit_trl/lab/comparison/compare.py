@@ -1,23 +1,25 @@
-"""Arms against each other on the same prompts: scores with intervals, paired differences, steps to a score, curves."""
+"""Compares arms on the same prompts: scores with intervals, paired differences, steps to a score, learning curves."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from credit_trl.evaluation.statistics import N_RESAMPLES, Difference, Interval, holm, paired_bootstrap, two_level_ci
-from credit_trl.lab.comparison.runs import RESULT_FILE, SCORE, Run, differing_settings, find_runs, has_one_base
-from credit_trl.training.run_directory import RUN_FILE
+from credit_trl.lab.comparison.runs import SCORE, Run, differing, differing_settings, find_runs, has_one_base
+from credit_trl.training.run_directory import RESULT_FILE, RUN_FILE
 
 BASE = "Base"
 BEST, FINAL = "best", "final"
 
-# Curves of the paper's dynamics figure: what they are called, and where the log has them.
+# Panels of the paper's dynamics figure: title and name in the log.
 CURVES = {
     "Score (avg@k)": SCORE,
     "Response length (tokens)": "completions/mean_length",
@@ -30,13 +32,13 @@ CURVES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm on one domain, at its best or at its final step.
+    """Score of one arm on one domain, at its best or at its final step.
 
     Args:
-        interval: mean over seeds and prompts, with both resampled; cut at 0 and 1 where all scores lie between them.
-        seeds: how many runs.
-        steps: the step of each.
-        by_seed: the mean of each.
+        interval: mean over seeds and prompts with both resampled, clipped to [0, 1] if all scores lie in it.
+        seeds: number of runs.
+        steps: evaluated step of each run.
+        by_seed: mean score of each run.
     """
 
     interval: Interval
@@ -47,14 +49,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Contrast:
-    """One arm against the baseline on one domain.
+    """Difference of one arm from the baseline on one domain.
 
     Args:
         arm, baseline, domain: names.
         when: "best" or "final".
         difference: arm − baseline, with interval and p-value.
-        paired_seeds: whether the two had the same seeds, which were then drawn together.
-        adjusted_p: Holm's, over the arms compared on this domain at this time.
+        paired_seeds: whether both arms have the same seeds, which are then resampled together.
+        adjusted_p: p-value with Holm's correction over the arms of this domain.
     """
 
     arm: str
@@ -68,7 +70,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class StepsTo:
-    """When the runs of an arm first scored at least `target` in an evaluation; None for runs that never did."""
+    """First evaluated step of each run with a mean score of at least `target`, None for runs that never reach it."""
 
     arm: str
     domain: str
@@ -78,7 +80,7 @@ class StepsTo:
 
 @dataclass(frozen=True)
 class Curve:
-    """A number over training, mean and range over the seeds at each step."""
+    """A logged number over training: mean, minimum and maximum over the seeds at each step."""
 
     arm: str
     title: str
@@ -93,16 +95,18 @@ class Comparison:
     """Runs compared on the prompts that all of them share.
 
     Args:
-        runs: those that are compared.
-        unfinished: those that are not, since their training has not come to its end.
-        differing_settings: what their evaluations were not sampled alike with, one line each.
-        arms: in the order of the tables; `BASE` first, where step 0 was evaluated, of one model a seed.
+        runs: compared runs.
+        unfinished: runs that are not compared because their training has not ended.
+        differing_settings: sampling settings that differ among the evaluations, one line each.
+        arms: names in table order, with `BASE` first if step 0 was evaluated and each seed has one model.
         domains: tasks, or groups of one task's prompts.
-        prompts: domain → how many prompts.
-        measure: what is compared: the score, maj@k, or a metric of the verdicts.
-        baseline: the arm that the others are compared with, None for a single arm.
-        cells: (arm, domain, "best" | "final") → scores.
-        contrasts, steps_to, curves: see there.
+        prompts: number of prompts per domain.
+        measure: the score, maj@k, or a metric of the verdicts.
+        baseline: arm that the others are compared with, None for a single arm.
+        cells: scores by (arm, domain, "best" | "final").
+        contrasts: differences from the baseline.
+        steps_to: first steps that reach the targets.
+        curves: learning curves.
     """
 
     runs: Sequence[Run]
@@ -119,20 +123,20 @@ class Comparison:
     curves: Sequence[Curve]
 
     def average(self, arm: str, when: str) -> float:
-        """Mean over domains, NaN where one is missing."""
+        """Mean score over the domains, NaN if a domain is missing."""
         cells = [self.cells.get((arm, domain, when)) for domain in self.domains]
         return math.nan if None in cells else float(np.mean([cell.interval.mean for cell in cells]))
 
     def ranks(self, domain: str | None, when: str) -> dict[str, int]:
-        """Arm → 1 for the best of a column, 2 for the second; equals share a rank. No domain is the average."""
+        """Rank of each arm in a column, 1 for the best; ties share a rank. None ranks the averages over domains."""
         if domain is None:
             means = {arm: self.average(arm, when) for arm in self.arms}
         else:
-            means = {
-                a: self.cells[a, domain, when].interval.mean for a in self.arms if (a, domain, when) in self.cells
-            }
-        ordered = sorted({round(mean, 10) for mean in means.values() if not math.isnan(mean)}, reverse=True)
-        return {a: ordered.index(round(m, 10)) + 1 for a, m in means.items() if not math.isnan(m)}
+            cells = {arm: self.cells.get((arm, domain, when)) for arm in self.arms}
+            means = {arm: cell.interval.mean for arm, cell in cells.items() if cell is not None}
+        rounded = {arm: round(mean, 10) for arm, mean in means.items() if not math.isnan(mean)}
+        ordered = sorted(set(rounded.values()), reverse=True)
+        return {arm: ordered.index(mean) + 1 for arm, mean in rounded.items()}
 
 
 def compare(
@@ -145,125 +149,145 @@ def compare(
     include_unfinished: bool = False,
     n_resamples: int = N_RESAMPLES,
 ) -> Comparison:
-    """Compare runs.
+    """Compare runs on the prompts that they share.
 
     Args:
-        runs: run directories (or directories of them), or runs.
-        baseline: the arm to compare with; by default SDPO, or the first arm where there is none.
-        targets: scores whose first step is told for every run.
-        measure: `"score"`, `"majority"`, or the name of a metric.
-        arms: only these, in this order.
-        include_unfinished: compare runs that are still training too, the last evaluation so far as their final one.
-        n_resamples: of all intervals.
+        runs: run directories, directories of run directories, or runs.
+        baseline: arm to compare with; None selects SDPO, or the first arm if there is no SDPO.
+        targets: scores for which the first step that reaches them is reported.
+        measure: `"score"`, `"majority"`, or the name of a verdict metric.
+        arms: arms to compare, in this order; None compares all.
+        include_unfinished: compare unfinished runs too, with their last evaluation as the final one.
+        n_resamples: bootstrap resamples of every interval.
 
     Raises:
+        FileNotFoundError: a path contains no run.
         ValueError: no evaluated run, an unknown arm, two runs of one arm with the same seed, or runs of one task that
             share no prompt.
     """
-    runs = list(runs)
-    read = [run for run in runs if isinstance(run, Run)]
-    read += find_runs([path for path in runs if not isinstance(path, Run)])
-    unfinished = [] if include_unfinished else [run for run in read if not run.finished]
-    evaluated = [run for run in read if run.evaluations and run not in unfinished]
+    found = _read(runs)
+    unfinished = [] if include_unfinished else [run for run in found if not run.finished]
+    evaluated = [run for run in found if run.evaluations and run not in unfinished]
     if not evaluated:
         raise ValueError(
-            f"None of these runs was evaluated to its end ({len(unfinished)} unfinished): add an "
-            "`EvaluationCallback`, use `trl credit-eval`, or include unfinished runs."
+            f"No finished run has an evaluation ({len(unfinished)} unfinished). Add an `EvaluationCallback`, use "
+            "`trl credit-eval`, or include unfinished runs."
         )
     names = _arm_names(evaluated, arms)
     evaluated = [run for run in evaluated if run.arm in names]
     _check_seeds(evaluated)
-    domains = _domains(evaluated)
     baseline = _baseline(names, baseline)
-    scores = _Scores(evaluated, domains, measure)
-    with_base = [BASE] if has_one_base(evaluated) and all(0 in r.steps and len(r.steps) > 1 for r in evaluated) else []
-    all_arms = [*with_base, *names]
-    tables = {
-        (arm, domain, when): table
-        for arm in all_arms
-        for domain in domains
-        for when in (BEST, FINAL)
-        if (table := scores.table(arm, domain, when)) is not None
-    }
-    bounds = _bounds(tables.values())
-    cells = {
-        key: Cell(
-            two_level_ci(table.matrix, n_resamples, bounds=bounds),
-            len(table.matrix),
-            [step for _, step in table.steps],
-            table.matrix.mean(1).tolist(),
-        )
-        for key, table in tables.items()
-    }
+    domains = _domains(evaluated)
+    reader = _ScoreReader(evaluated, measure)
+    has_base = has_one_base(evaluated) and all(0 in run.steps and len(run.steps) > 1 for run in evaluated)
+    all_arms = [BASE, *names] if has_base else names
+    keys = product(all_arms, domains, (BEST, FINAL))
+    scores = {(arm, d.name, when): s for arm, d, when in keys if (s := reader.scores(arm, d, when)) is not None}
+    bootstrap = _Bootstrap(n_resamples, _bounds(scores.values()))
     return Comparison(
         runs=evaluated,
         unfinished=unfinished,
         differing_settings=differing_settings(evaluated),
         arms=all_arms,
-        domains=list(domains),
-        prompts={domain: len(ids) for domain, (_, ids) in domains.items()},
+        domains=[domain.name for domain in domains],
+        prompts={domain.name: len(domain.prompts) for domain in domains},
         measure=measure,
         baseline=baseline if len(names) > 1 else None,
-        cells=cells,
-        contrasts=_contrasts(tables, names, baseline, domains, n_resamples, bounds),
-        steps_to=[_steps_to(scores, arm, domain, t) for t in targets for domain in domains for arm in names],
-        curves=[curve for name in CURVES for arm in names for curve in _curve(evaluated, arm, name)],
+        cells={key: bootstrap.cell(of_arm) for key, of_arm in scores.items()},
+        contrasts=_contrasts(scores, names, baseline, domains, bootstrap),
+        steps_to=[reader.steps_to(arm, domain, target) for target, domain, arm in product(targets, domains, names)],
+        curves=_curves(evaluated, names),
     )
 
 
+def _read(runs: Iterable[str | Path | Run]) -> list[Run]:
+    runs = list(runs)
+    read = [run for run in runs if isinstance(run, Run)]
+    return read + find_runs(path for path in runs if not isinstance(path, Run))
+
+
 @dataclass(frozen=True)
-class _Table:
-    """(seeds, prompts) scores of an arm on a domain, with the seed and the step of each row."""
+class _Domain:
+    """A column of the score table: a task, or one group of its prompts, with the ids of the shared prompts."""
 
-    matrix: NDArray[np.float64]
-    steps: Sequence[tuple[int | None, int]]
+    name: str
+    task: str
+    prompts: Sequence[str]
 
 
+@dataclass(frozen=True)
 class _Scores:
-    """Score matrices of arms on domains, prompts in one order."""
+    """Scores of an arm on a domain, of shape (runs, prompts), with the seed and the step of each run."""
 
-    def __init__(self, runs: Sequence[Run], domains: Mapping[str, tuple[str, Sequence[str]]], measure: str) -> None:
-        self.runs, self.domains, self.measure = runs, domains, measure
+    values: NDArray[np.float64]
+    seeds: Sequence[int | None]
+    steps: Sequence[int]
 
-    def of(self, arm: str, domain: str) -> list[Run]:
-        task = self.domains[domain][0]
-        return [run for run in self.runs if run.task == task and arm in (run.arm, BASE)]
 
-    def row(self, run: Run, domain: str, step: int) -> list[float]:
-        values = run.per_prompt(step, self.measure)
-        return [values[name] for name in self.domains[domain][1]]
+@dataclass(frozen=True)
+class _ScoreReader:
+    runs: Sequence[Run]
+    measure: str
 
-    def table(self, arm: str, domain: str, when: str) -> _Table | None:
-        runs = self.of(arm, domain)
+    def scores(self, arm: str, domain: _Domain, when: str) -> _Scores | None:
+        """Scores of an arm on a domain, None without a run. Every arm evaluates the base; one per seed counts."""
+        runs = self._runs(arm, domain)
+        if arm == BASE:
+            runs = list({run.seed: run for run in reversed(runs)}.values())
+            runs, steps = sorted(runs, key=self.runs.index), [0] * len(runs)
+        else:
+            steps = [run.best_step() if when == BEST else run.final_step() for run in runs]
         if not runs:
             return None
-        if arm == BASE:
-            steps = [(run.seed, 0) for run in runs]
-            return _one_per_seed(_Table(np.array([self.row(run, domain, 0) for run in runs]), steps))
-        chosen = [run.best_step() if when == BEST else run.final_step() for run in runs]
-        matrix = np.array([self.row(run, domain, step) for run, step in zip(runs, chosen, strict=True)])
-        return _Table(matrix, [(run.seed, step) for run, step in zip(runs, chosen, strict=True)])
+        rows = [self._row(run, domain, step) for run, step in zip(runs, steps, strict=True)]
+        return _Scores(np.array(rows), [run.seed for run in runs], steps)
+
+    def steps_to(self, arm: str, domain: _Domain, target: float) -> StepsTo:
+        """First step of each run of an arm that reaches a target."""
+        reached = []
+        for run in self._runs(arm, domain):
+            steps = (step for step in run.steps if float(np.mean(self._row(run, domain, step))) >= target)
+            reached.append(next(steps, None))
+        return StepsTo(arm, domain.name, target, reached)
+
+    def _runs(self, arm: str, domain: _Domain) -> list[Run]:
+        return [run for run in self.runs if run.task == domain.task and arm in (run.arm, BASE)]
+
+    def _row(self, run: Run, domain: _Domain, step: int) -> list[float]:
+        values = run.per_prompt(step, self.measure)
+        return [values[name] for name in domain.prompts]
 
 
-def _bounds(tables: Iterable[_Table]) -> tuple[float, float]:
-    """What means can be: a measure that no prompt has outside [0, 1] is taken for a rate."""
-    is_rate = all(table.matrix.min() >= 0.0 and table.matrix.max() <= 1.0 for table in tables)
+@dataclass(frozen=True)
+class _Bootstrap:
+    """Bootstrap settings: number of resamples, and the range of the mean."""
+
+    n_resamples: int
+    bounds: tuple[float, float]
+
+    def cell(self, scores: _Scores) -> Cell:
+        """Mean and interval of an arm on a domain."""
+        interval = two_level_ci(scores.values, self.n_resamples, bounds=self.bounds)
+        return Cell(interval, len(scores.values), scores.steps, scores.values.mean(1).tolist())
+
+    def difference(self, ours: _Scores, theirs: _Scores) -> tuple[Difference, bool]:
+        """(difference, whether seeds are paired): paired by prompt, and by seed if both arms have the same seeds."""
+        seeds, other_seeds = list(ours.seeds), list(theirs.seeds)
+        paired = None not in seeds and len({*seeds}) == len(seeds) == len(other_seeds) and {*seeds} == {*other_seeds}
+        values = theirs.values[[other_seeds.index(seed) for seed in seeds]] if paired else theirs.values
+        return paired_bootstrap(ours.values, values, self.n_resamples, paired_seeds=paired, bounds=self.bounds), paired
+
+
+def _bounds(scores: Iterable[_Scores]) -> tuple[float, float]:
+    """Range of a mean: [0, 1] if all scores lie in it, else unbounded."""
+    is_rate = all(one.values.min() >= 0.0 and one.values.max() <= 1.0 for one in scores)
     return (0.0, 1.0) if is_rate else (-math.inf, math.inf)
-
-
-def _one_per_seed(table: _Table) -> _Table:
-    """The base was measured once in every arm, all alike for one seed: count it once."""
-    first: dict[int | None, int] = {}
-    for row, (seed, _) in enumerate(table.steps):
-        first.setdefault(seed, row)
-    rows = list(first.values())
-    return _Table(table.matrix[rows], [table.steps[row] for row in rows])
 
 
 def _arm_names(runs: Sequence[Run], wanted: Sequence[str] | None) -> list[str]:
     found = list(dict.fromkeys(run.arm for run in runs))
     if BASE in found:
-        raise ValueError(f"An arm is called {BASE!r}, as the model before training is: give it another name.")
+        raise ValueError(f"An arm is called {BASE!r}, which names the model before training. Give it another name.")
     if wanted is None:
         order = ["GRPO", "SDPO"]
         return sorted(found, key=lambda arm: (order.index(arm) if arm in order else len(order), _natural(arm)))
@@ -273,45 +297,40 @@ def _arm_names(runs: Sequence[Run], wanted: Sequence[str] | None) -> list[str]:
 
 
 def _check_seeds(runs: Sequence[Run]) -> None:
-    """Runs of one arm are its seeds; two with the same one are something else."""
+    """Raise if two runs of one arm and task have the same seed."""
     first: dict[tuple[str, str, int | None], Run] = {}
     for run in runs:
         other = first.setdefault((run.arm, run.task, run.seed), run)
         if other is not run:
-            apart = sorted(k for k in {*run.config, *other.config} if run.config.get(k) != other.config.get(k))
-            options = [name for name in apart if not name.endswith(("_dir", "run_name"))]
-            told = f" They differ in {', '.join(options)}." if options else ""
+            difference = f" They differ in {', '.join(options)}." if (options := differing([run, other])) else ""
             raise ValueError(
                 f"Two runs are called {run.arm!r} and have the same seed ({run.seed}): {other.folder} and "
-                f"{run.folder}.{told} Runs of one name are compared as its seeds: give one of them another name "
-                f"(`arm` in its {RUN_FILE}, or `model` in its {RESULT_FILE}), or leave it out."
+                f"{run.folder}.{difference} Runs with one name are compared as seeds of one arm: rename one "
+                f"(`arm` in its {RUN_FILE}, or `model` in its {RESULT_FILE}), or compare only one of them."
             )
 
 
 def _natural(arm: str) -> list[tuple[int, float, str]]:
-    """So that C=16 follows C=2."""
-    parts = []
-    for word in arm.replace("=", " ").split():
-        try:
-            parts.append((0, float(word), ""))
-        except ValueError:
-            parts.append((1, 0.0, word))
-    return parts
+    """Sort key that compares numbers by value: C=2 before C=16."""
+    number = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
+    return [(0, float(w), "") if number.fullmatch(w) else (1, 0.0, w) for w in re.split("[ =]", arm)]
 
 
-def _domains(runs: Sequence[Run]) -> dict[str, tuple[str, list[str]]]:
-    """Domain → (task, prompt ids that all its runs share, in order); groups of a task's prompts are domains."""
-    domains: dict[str, tuple[str, list[str]]] = {}
+def _domains(runs: Sequence[Run]) -> list[_Domain]:
+    """Domains with the prompts that all runs of the task share; each group of a task's prompts is a domain."""
+    domains = []
     for task in dict.fromkeys(run.task for run in runs):
-        listed = [run.prompts(run.final_step()) for run in runs if run.task == task]
-        shared = set.intersection(*({prompt["id"] for prompt in prompts} for prompts in listed))
+        evaluated = [run.prompts(run.final_step()) for run in runs if run.task == task]
+        shared = set.intersection(*({prompt["id"] for prompt in prompts} for prompts in evaluated))
         if not shared:
             raise ValueError(f"The runs on {task!r} share no prompt, so their scores cannot be paired.")
-        prompts = [prompt for prompt in listed[0] if prompt["id"] in shared]
-        groups = list(dict.fromkeys(prompt["group"] for prompt in prompts))
-        for group in groups:
+        groups: dict[str | None, list[str]] = {}
+        for prompt in evaluated[0]:
+            if prompt["id"] in shared:
+                groups.setdefault(prompt["group"], []).append(prompt["id"])
+        for group, ids in groups.items():
             name = task if len(groups) == 1 else f"{task}: {'other' if group is None else group}"
-            domains[name] = (task, [p["id"] for p in prompts if p["group"] == group])
+            domains.append(_Domain(name, task, ids))
     return domains
 
 
@@ -324,70 +343,43 @@ def _baseline(arms: Sequence[str], wanted: str | None) -> str:
 
 
 def _contrasts(
-    tables: Mapping[tuple[str, str, str], _Table],
+    scores: Mapping[tuple[str, str, str], _Scores],
     arms: Sequence[str],
     baseline: str,
-    domains: Iterable[str],
-    n_resamples: int,
-    bounds: tuple[float, float],
+    domains: Iterable[_Domain],
+    bootstrap: _Bootstrap,
 ) -> list[Contrast]:
     contrasts = []
-    for when in (FINAL, BEST):
-        for domain in domains:
-            others = [arm for arm in arms if arm != baseline and (arm, domain, when) in tables]
-            reference = tables.get((baseline, domain, when))
-            if reference is None or reference.matrix.shape[1] < 2:
-                continue
-            pairs = [_difference(tables[arm, domain, when], reference, n_resamples, bounds) for arm in others]
-            adjusted = holm([difference.p_value for difference, _ in pairs])
-            contrasts += [
-                Contrast(arm, baseline, domain, when, difference, paired, p)
-                for arm, (difference, paired), p in zip(others, pairs, adjusted, strict=True)
-            ]
+    for when, domain in product((FINAL, BEST), [domain.name for domain in domains]):
+        theirs = scores.get((baseline, domain, when))
+        if theirs is None or theirs.values.shape[1] < 2:
+            continue
+        others = [arm for arm in arms if arm != baseline and (arm, domain, when) in scores]
+        pairs = [bootstrap.difference(scores[arm, domain, when], theirs) for arm in others]
+        adjusted = holm([difference.p_value for difference, _ in pairs])
+        contrasts += [
+            Contrast(arm, baseline, domain, when, difference, paired, p)
+            for arm, (difference, paired), p in zip(others, pairs, adjusted, strict=True)
+        ]
     return contrasts
 
 
-def _difference(
-    table: _Table, reference: _Table, n_resamples: int, bounds: tuple[float, float]
-) -> tuple[Difference, bool]:
-    """Paired by prompts, and by seeds where both arms have the same ones."""
-    ours, theirs = ([seed for seed, _ in t.steps] for t in (table, reference))
-    paired = None not in ours and len(set(ours)) == len(ours) == len(theirs) and set(ours) == set(theirs)
-    left, right = table.matrix, reference.matrix
-    if paired:
-        right = right[[theirs.index(seed) for seed in ours]]
-    return paired_bootstrap(left, right, n_resamples, paired_seeds=paired, bounds=bounds), paired
-
-
-def _steps_to(scores: _Scores, arm: str, domain: str, target: float) -> StepsTo:
-    reached = []
-    for run in scores.of(arm, domain):
-        steps = (s for s in run.steps if float(np.mean(scores.row(run, domain, s))) >= target)
-        reached.append(next(steps, None))
-    return StepsTo(arm, domain, target, reached)
-
-
-def _curve(runs: Sequence[Run], arm: str, title: str) -> list[Curve]:
-    """One curve a task, where the runs have the number."""
+def _curves(runs: Sequence[Run], arms: Sequence[str]) -> list[Curve]:
+    """Curves by title, arm and task, of the steps that all seeds logged: a mean over fewer seeds would jump."""
+    tasks = list(dict.fromkeys(run.task for run in runs))
     curves = []
-    for task in dict.fromkeys(run.task for run in runs):
-        mine = [run for run in runs if run.arm == arm and run.task == task]
-        series = [_series(run, CURVES[title]) for run in mine]
-        values: dict[int, list[float]] = {}
-        for steps, numbers in series:
-            for step, number in zip(steps, numbers, strict=True):
-                values.setdefault(step, []).append(number)
-        # Where runs end at different steps, a mean over those that are left would jump.
-        steps = [step for step in sorted(values) if len(values[step]) == len(mine)]
+    for title, arm, task in product(CURVES, arms, tasks):
+        series = [_series(run, CURVES[title]) for run in runs if run.arm == arm and run.task == task]
+        steps = sorted(set.intersection(*map(set, series))) if series else []
         if len(steps) > 1:
-            columns = [values[step] for step in steps]
-            name = title if len({run.task for run in runs}) == 1 else f"{title}, {task}"
-            mean = [float(np.mean(c)) for c in columns]
-            curves.append(Curve(arm, name, steps, mean, [min(c) for c in columns], [max(c) for c in columns]))
+            values = np.array([[of_run[step] for step in steps] for of_run in series])
+            name = title if len(tasks) == 1 else f"{title}, {task}"
+            mean, low, high = (of_seeds(values, axis=0).tolist() for of_seeds in (np.mean, np.min, np.max))
+            curves.append(Curve(arm, name, steps, mean, low, high))
     return curves
 
 
-def _series(run: Run, name: str) -> tuple[list[int], list[float]]:
+def _series(run: Run, name: str) -> dict[int, float]:
     if name == SCORE:
-        return list(run.steps), [float(row[SCORE]) for row in run.evaluations]
-    return run.series(name)
+        return {row["step"]: float(row[SCORE]) for row in run.evaluations}
+    return dict(zip(*run.series(name), strict=True))

@@ -1,4 +1,4 @@
-"""The comparison's figures, as PNG in a light and a dark dress."""
+"""The comparison's figures as PNG in a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from credit_trl.lab.comparison.compare import BEST, FINAL, Comparison, Curve
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; line styles repeat the distinction.
+# The color-blind safe palette of Okabe and Ito; line styles tell arms apart once its colors repeat.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
 LINES = ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Ink and paper of a figure."""
+    """Colors of a figure."""
 
     name: str
     background: str
@@ -30,9 +30,9 @@ THEMES = (Theme("light", "#ffffff", "#1c1e21", "#d7dade"), Theme("dark", "#16181
 
 
 def curves_figure(comparison: Comparison, theme: Theme) -> bytes | None:
-    """Score, response length, entropy, advantage and S_t over training: the paper's dynamics figure.
+    """Learning curves of `CURVES` as in the paper's dynamics figure, None without a curve.
 
-    Lines are means over seeds, shades the range over seeds. None where no run has a curve.
+    Lines are means over seeds; shaded bands are the range over seeds.
     """
     titles = list(dict.fromkeys(curve.title for curve in comparison.curves))
     if not titles:
@@ -44,62 +44,59 @@ def curves_figure(comparison: Comparison, theme: Theme) -> bytes | None:
         _style(axis, theme, title, "optimizer step")
         for curve in comparison.curves:
             if curve.title == title:
-                _draw(axis, curve, comparison.arms)
+                _draw_curve(axis, curve, comparison.arms)
     for axis in axes[len(titles) :]:
         axis.set_visible(False)
-    handles, labels = _legend_of(axes)
-    legend = figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, labelcolor=theme.ink)
+    handles = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    legend = figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=4, frameon=False, labelcolor=theme.ink
+    )
     for text in legend.get_texts():
         text.set_parse_math(False)
     return _png(figure)
 
 
 def scores_figure(comparison: Comparison, theme: Theme) -> bytes:
-    """Scores of every arm with 95 % intervals, a panel a domain: hollow best, full final, ticks for seeds."""
+    """Scores with 95 % intervals, one panel per domain: hollow markers best, full final, ticks single seeds."""
     domains, arms = comparison.domains, comparison.arms
-    figure, axes = _canvas(
-        theme, 1, len(domains), width=max(4.5, 3.6 * len(domains)), height=1.4 + 0.34 * len(arms), sharey=True
-    )
+    size = {"width": max(4.5, 3.6 * len(domains)), "height": 1.4 + 0.34 * len(arms)}
+    figure, axes = _canvas(theme, 1, len(domains), sharey=True, **size)
     for domain, axis in zip(domains, axes, strict=True):
-        _style(axis, theme, f"{domain} (n = {comparison.prompts[domain]})", _percent_label(comparison))
+        _style(axis, theme, f"{domain} (n = {comparison.prompts[domain]})", f"{comparison.measure}, %")
         for position, arm in enumerate(arms):
             for when, shift, fill in ((BEST, -0.14, "none"), (FINAL, 0.14, None)):
                 cell = comparison.cells.get((arm, domain, when))
                 if cell is None:
                     continue
-                colour = _colour(arms, arm)
+                style = {"color": COLOURS[position % len(COLOURS)], "ms": 6}
                 mean, low, high = (100 * v for v in cell.interval)
                 spread = [[np.nan_to_num(mean - low)], [np.nan_to_num(high - mean)]]
-                axis.errorbar(
-                    mean, position + shift, xerr=spread, fmt="o", color=colour, mfc=fill or colour, capsize=3, ms=6
-                )
-                where = np.full(len(cell.by_seed), position + shift)
-                axis.plot(100 * np.array(cell.by_seed), where, "|", color=colour, alpha=0.55, ms=6)
-        axis.set_yticks(range(len(arms)), [_short(arm) for arm in arms], parse_math=False)
-        axis.invert_yaxis() if axis is axes[0] else None
+                fill = fill or style["color"]
+                axis.errorbar(mean, position + shift, xerr=spread, fmt="o", mfc=fill, capsize=3, **style)
+                height = np.full(len(cell.by_seed), position + shift)
+                axis.plot(100 * np.array(cell.by_seed), height, "|", alpha=0.55, **style)
+        axis.set_yticks(range(len(arms)), [_shorten(arm) for arm in arms], parse_math=False)
+    axes[0].invert_yaxis()
     return _png(figure)
 
 
 def ablation_figure(
     points: Mapping[str, Sequence[tuple[Any, float, float, float]]], axis_name: str, theme: Theme
 ) -> bytes:
-    """Numbers against an option that a sweep varied, such as the score and S_t against λ.
+    """Numbers against an option that a sweep varies, such as the score and S_t against λ.
 
     Args:
         points: panel title → (value of the option, mean, low, high).
-        axis_name: the option.
-        theme: the dress.
+        axis_name: name of the option.
+        theme: colors.
     """
     figure, axes = _canvas(theme, 1, len(points), width=4.2 * len(points), height=3.2)
     for (title, rows), axis in zip(points.items(), axes, strict=True):
         _style(axis, theme, title, axis_name)
-        where = np.arange(len(rows))
-        means = np.array([row[1] for row in rows])
-        low, high = (np.array([row[i] for row in rows]) for i in (2, 3))
-        axis.errorbar(
-            where, means, yerr=[means - low, high - means], fmt="o-", color=COLOURS[0], capsize=4, ms=6, lw=1.6
-        )
-        axis.set_xticks(where, [str(row[0]) for row in rows], parse_math=False)
+        values, means, low, high = zip(*rows, strict=True)
+        spread = [np.subtract(means, low), np.subtract(high, means)]
+        axis.errorbar(range(len(rows)), means, yerr=spread, fmt="o-", color=COLOURS[0], capsize=4, ms=6, lw=1.6)
+        axis.set_xticks(range(len(rows)), map(str, values), parse_math=False)
     return _png(figure)
 
 
@@ -109,13 +106,12 @@ def _canvas(theme: Theme, rows: int, columns: int, *, width: float, height: floa
 
     figure = Figure(figsize=(width, height), facecolor=theme.background, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False, **options).ravel().tolist()
-    return figure, axes
+    return figure, figure.subplots(rows, columns, squeeze=False, **options).ravel().tolist()
 
 
 def _style(axis: Any, theme: Theme, title: str, label: str) -> None:
     axis.set_facecolor(theme.background)
-    axis.set_title(title, color=theme.ink, fontsize=10, parse_math=False)  # a name may hold two dollar signs
+    axis.set_title(title, color=theme.ink, fontsize=10, parse_math=False)  # names may contain dollar signs
     axis.set_xlabel(label, color=theme.ink, fontsize=9, parse_math=False)
     axis.tick_params(colors=theme.ink, labelsize=8.5)
     axis.grid(True, color=theme.grid, lw=0.6)
@@ -125,35 +121,19 @@ def _style(axis: Any, theme: Theme, title: str, label: str) -> None:
         spine.set_color(theme.grid)
 
 
-def _draw(axis: Any, curve: Curve, arms: Sequence[str]) -> None:
-    position = list(arms).index(curve.arm)
-    style = {"color": _colour(arms, curve.arm), "ls": LINES[position // len(COLOURS) % len(LINES)]}
-    axis.plot(curve.steps, curve.mean, lw=1.7, label=_short(curve.arm), **style)
-    axis.fill_between(curve.steps, curve.low, curve.high, color=style["color"], alpha=0.15, lw=0)
+def _draw_curve(axis: Any, curve: Curve, arms: Sequence[str]) -> None:
+    repeats, index = divmod(list(arms).index(curve.arm), len(COLOURS))
+    color, style = COLOURS[index], LINES[repeats % len(LINES)]
+    axis.plot(curve.steps, curve.mean, lw=1.7, label=_shorten(curve.arm), color=color, ls=style)
+    axis.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.15, lw=0)
 
 
-def _legend_of(axes: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    found: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    return list(found.values()), list(found)
-
-
-def _colour(arms: Sequence[str], arm: str) -> str:
-    return COLOURS[list(arms).index(arm) % len(COLOURS)]
-
-
-def _short(arm: str, longest: int = 36) -> str:
+def _shorten(arm: str, longest: int = 36) -> str:
     return arm if len(arm) <= longest else f"{arm[: longest - 1]}…"
 
 
-def _percent_label(comparison: Comparison) -> str:
-    return f"{comparison.measure}, %"
-
-
 def _png(figure: Any) -> bytes:
-    """The figure as PNG without a date, so that the same numbers give the same bytes."""
+    """The figure as PNG without a date, so that equal numbers give equal bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130, metadata={"Software": None})
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""One self-contained HTML page, figures inside, and the same numbers as files beside it."""
+"""Writes a comparison as one self-contained HTML page with figures, Markdown tables and JSON."""
 
 from __future__ import annotations
 
@@ -11,30 +11,44 @@ from typing import Any
 
 from credit_trl.lab.comparison.compare import BEST, FINAL, Comparison
 from credit_trl.lab.comparison.figures import THEMES, curves_figure, scores_figure
-from credit_trl.lab.comparison.runs import differing_options, has_one_base
+from credit_trl.lab.comparison.runs import Run, differing_options, has_one_base
 from credit_trl.lab.comparison.tables import (
     CONTRAST_COLUMNS,
     STEPS_COLUMNS,
     contrast_markdown,
     contrast_row,
-    plain,
     score_markdown,
     score_rows,
     steps_markdown,
     steps_row,
 )
+from credit_trl.tasks.printable import plain
 from credit_trl.training.run_directory import RUN_FILE, write_atomically, write_json
 
 REPORT_FILE = "report.html"
 NUMBERS_FILE = "comparison.json"
 TABLES_FILE = "tables.md"
+CAPTIONS = {
+    FINAL: ("Final score", "The last evaluation of each run, not selected."),
+    BEST: (
+        "Best during training",
+        "Each run at its evaluation with the highest mean reward over all of these prompts, whatever the measure of "
+        "the table. A selected reward is biased upwards, more so with more evaluations per run.",
+    ),
+}
+# The page's only script switches between the light and the dark theme.
+SCRIPT = (
+    'document.getElementById("theme").addEventListener("click",()=>{const r=document.documentElement,'
+    'd=r.dataset.theme||(matchMedia("(prefers-color-scheme: dark)").matches?"dark":"light");'
+    'r.dataset.theme=d==="dark"?"light":"dark"})'
+)
 
 
 def write_report(comparison: Comparison, folder: str | Path, *, title: str = "Comparison of runs") -> Path:
-    """Write `report.html`, `tables.md`, `comparison.json` and the figures as PNG; return the page's path.
+    """Write `report.html`, `tables.md`, `comparison.json` and the figures as PNG, and return the page's path.
 
-    The page needs no network and no other file, follows the reader's light or dark preference, and runs no script but
-    its own switch between the two. Text from run directories is escaped.
+    The page loads nothing over the network, follows the browser's light or dark preference, and escapes all text from
+    run directories.
 
     Raises:
         ImportError: matplotlib or Jinja2 is not installed; the message names the extra.
@@ -52,7 +66,13 @@ def write_report(comparison: Comparison, folder: str | Path, *, title: str = "Co
 
 
 def report_html(comparison: Comparison, figures: Mapping[str, Mapping[str, bytes]], title: str) -> str:
-    """The page's text."""
+    """Render the page.
+
+    Args:
+        comparison: compared runs.
+        figures: figure name → theme name → PNG.
+        title: heading of the page.
+    """
     try:
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
@@ -79,25 +99,8 @@ def report_html(comparison: Comparison, figures: Mapping[str, Mapping[str, bytes
     )
 
 
-CAPTIONS = {
-    FINAL: ("Final score", "The last evaluation of each run, not selected."),
-    BEST: (
-        "Best during training",
-        "Each run at its evaluation with the highest mean reward over all of these prompts, whatever the table shows: "
-        "the step that is kept as the best. A reward that is selected so flatters, and more so the more evaluations a "
-        "run has.",
-    ),
-}
-# The page's only script: it turns light into dark and back.
-SCRIPT = (
-    'document.getElementById("theme").addEventListener("click",()=>{const r=document.documentElement,'
-    'd=r.dataset.theme||(matchMedia("(prefers-color-scheme: dark)").matches?"dark":"light");'
-    'r.dataset.theme=d==="dark"?"light":"dark"})'
-)
-
-
 def tables_markdown(comparison: Comparison) -> str:
-    """All tables in Markdown."""
+    """Remarks and all tables in Markdown."""
     parts = [f"{plain(remark)}\n" for remark in remarks(comparison)]
     for when, (caption, explanation) in CAPTIONS.items():
         parts.append(f"## {caption}\n\n{explanation}\n\n{score_markdown(comparison, when)}\n")
@@ -110,29 +113,28 @@ def tables_markdown(comparison: Comparison) -> str:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """What a reader has to know of the runs before the numbers."""
-    told = []
+    """Caveats that the report shows before the numbers."""
+    found = []
     if comparison.differing_settings:
-        listed = ". ".join(comparison.differing_settings)
-        told.append(
-            f"These evaluations were not sampled alike, so a difference may be of the sampling: {listed}. Evaluate "
-            "with the same settings (`trl credit-eval`)."
+        found.append(
+            "These evaluations use different sampling settings, which can cause a difference in scores: "
+            f"{'. '.join(comparison.differing_settings)}. Evaluate with the same settings (`trl credit-eval`)."
         )
     if different := differing_options(comparison.runs):
-        told.append(
-            "Runs of one name count as its seeds, but these differ in more, which an interval takes for noise: "
-            f"{'. '.join(different)}. Give them names (`arm` in {RUN_FILE}), or leave some out."
+        found.append(
+            "Runs with one name count as seeds of one arm, but these also differ in options, which widens the "
+            f"intervals: {'. '.join(different)}. Name the arms (`arm` in {RUN_FILE}), or compare fewer runs."
         )
     if not has_one_base(comparison.runs):
-        told.append("Runs of one seed began at different models, so there is no one base to compare them with.")
+        found.append("Runs of one seed started from different models, so there is no common base to compare with.")
     if comparison.unfinished:
         listed = ", ".join(str(run.folder) for run in comparison.unfinished)
-        told.append(f"Left out, since their training has not come to its end: {listed}")
-    return told
+        found.append(f"Not compared, because training has not ended: {listed}")
+    return found
 
 
 def comparison_dict(comparison: Comparison) -> dict[str, Any]:
-    """Every number of the report, for other programs."""
+    """All numbers of the report as JSON values."""
     return {
         "measure": comparison.measure,
         "baseline": comparison.baseline,
@@ -143,9 +145,9 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
             for (arm, domain, when), cell in comparison.cells.items()
         ],
         "contrasts": [
-            {"arm": c.arm, "baseline": c.baseline, "domain": c.domain, "when": c.when, **c.difference._asdict()}
-            | {"paired_seeds": c.paired_seeds, "adjusted_p": c.adjusted_p}
-            for c in comparison.contrasts
+            {name: value for name, value in vars(contrast).items() if name != "difference"}
+            | contrast.difference._asdict()
+            for contrast in comparison.contrasts
         ],
         "steps_to": [vars(row) for row in comparison.steps_to],
         "runs": [str(run.folder) for run in comparison.runs],
@@ -161,20 +163,13 @@ def _figures(comparison: Comparison) -> dict[str, dict[str, bytes]]:
     except ImportError as error:
         raise ImportError("The report's figures need matplotlib: pip install 'credit-trl[viz]'.") from error
     figures = {"scores": {theme.name: scores_figure(comparison, theme) for theme in THEMES}}
-    curves = {theme.name: curves_figure(comparison, theme) for theme in THEMES}
-    if None not in curves.values():
-        figures["curves"] = {name: image for name, image in curves.items() if image is not None}
+    if comparison.curves:
+        figures["curves"] = {theme.name: curves_figure(comparison, theme) for theme in THEMES}
     return figures
 
 
-def _run_row(run: Any) -> list[str]:
+def _run_row(run: Run) -> list[str]:
     last = run.log[-1]["step"] if run.log else run.final_step()
-    return [
-        run.arm,
-        run.task,
-        "–" if run.seed is None else str(run.seed),
-        str(last),
-        str(len(run.evaluations)),
-        run.log_source or "no log",
-        str(run.folder),
-    ]
+    seed = "–" if run.seed is None else str(run.seed)
+    source = run.log_source or "no log"
+    return [run.arm, run.task, seed, str(last), str(len(run.evaluations)), source, str(run.folder)]

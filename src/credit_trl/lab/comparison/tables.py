@@ -1,15 +1,17 @@
-"""The comparison's tables, as rows of text: for Markdown, the terminal and the HTML report."""
+"""The comparison's tables as rows of text, for Markdown, the terminal and the HTML report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from credit_trl.lab.comparison.compare import BASE, Comparison, Contrast, StepsTo
 from credit_trl.tasks.printable import plain
 
 AVERAGE = "Avg."
+CONTRAST_COLUMNS = ("arm", "domain", "difference (points)", "95 % interval", "p", "p (Holm)")
+STEPS_COLUMNS = ("arm", "domain", "target", "steps, run by run", "median")
 
 
 @dataclass(frozen=True)
@@ -17,9 +19,9 @@ class Mark:
     """One cell of the score table.
 
     Args:
-        text: the mean, in per cent.
-        half_width: of the 95 % interval, "" where there is none.
-        rank: 1 for the best of its column, 2 for the second, else 0.
+        text: mean in percent.
+        half_width: half the width of the 95 % interval in percent, "" without an interval.
+        rank: 1 for the best of the column, 2 for the second, else 0.
     """
 
     text: str
@@ -28,39 +30,35 @@ class Mark:
 
 
 def score_rows(comparison: Comparison, when: str) -> tuple[list[str], list[tuple[str, list[Mark]]]]:
-    """(columns, rows) of a table like the paper's Table 1: arms × domains, and the average where there are several."""
-    several = len(comparison.domains) > 1
-    columns = [*comparison.domains, *([AVERAGE] if several else [])]
-    ranks = {domain: comparison.ranks(domain, when) for domain in comparison.domains}
-    ranks[AVERAGE] = comparison.ranks(None, when)
+    """(columns, rows) of arms × domains as in the paper's Table 1, with the average of several domains."""
+    columns = {domain: comparison.ranks(domain, when) for domain in comparison.domains}
+    if len(columns) > 1:
+        columns[AVERAGE] = comparison.ranks(None, when)
     rows = []
     for arm in comparison.arms:
         marks = []
-        for domain in comparison.domains:
-            cell = comparison.cells.get((arm, domain, when))
-            rank = ranks[domain].get(arm, 0)
-            if cell is None:
-                marks.append(Mark("–"))
-            else:
-                marks.append(Mark(percent(cell.interval.mean), _half_width(cell.interval.half_width), _shown(rank)))
-        if several:
-            average = comparison.average(arm, when)
-            marks.append(Mark(percent(average), "", _shown(ranks[AVERAGE].get(arm, 0))))
+        for column, ranks in columns.items():
+            rank = ranks.get(arm, 0)
+            cell = comparison.cells.get((arm, column, when))
+            mean = cell.interval.mean if cell else comparison.average(arm, when) if column == AVERAGE else math.nan
+            half = cell.interval.half_width if cell else math.nan
+            half_width = "" if math.isnan(half) else percent(half)
+            marks.append(Mark(percent(mean), half_width, rank if rank <= 2 else 0))
         rows.append((arm if arm == BASE else f"+ {arm}", marks))
-    return columns, rows
+    return list(columns), rows
 
 
 def score_markdown(comparison: Comparison, when: str) -> str:
-    """The table in Markdown: bold is best, underlined second, ± the half-width of the 95 % interval."""
+    """The score table in Markdown: best in bold, second underlined, ± half the width of the 95 % interval."""
     columns, rows = score_rows(comparison, when)
-    lines = ["| | " + " | ".join(map(plain, columns)) + " |", "| --- |" + " ---: |" * len(columns)]
+    lines = ["| " + _row(columns), "| --- |" + " ---: |" * len(columns)]
     for name, marks in rows:
         lines.append(f"| {plain(name)} | " + " | ".join(_markdown(mark) for mark in marks) + " |")
     return "\n".join(lines)
 
 
 def contrast_row(contrast: Contrast) -> list[str]:
-    """Arm, domain, difference in points, interval, p, Holm's p."""
+    """Cells of `CONTRAST_COLUMNS`; differences are in percentage points."""
     d = contrast.difference
     return [
         contrast.arm,
@@ -72,50 +70,39 @@ def contrast_row(contrast: Contrast) -> list[str]:
     ]
 
 
-CONTRAST_COLUMNS = ("arm", "domain", "difference (points)", "95 % interval", "p", "p (Holm)")
-
-
-def contrast_markdown(contrasts: Sequence[Contrast]) -> str:
-    lines = ["| " + " | ".join(CONTRAST_COLUMNS) + " |", "| --- | --- | ---: | ---: | ---: | ---: |"]
-    return "\n".join([*lines, *(_row(contrast_row(contrast)) for contrast in contrasts)])
-
-
-STEPS_COLUMNS = ("arm", "domain", "target", "steps, run by run", "median")
+def contrast_markdown(contrasts: Iterable[Contrast]) -> str:
+    """Differences from the baseline as a Markdown table."""
+    alignment = "| --- | --- | ---: | ---: | ---: | ---: |"
+    return "\n".join([_row(CONTRAST_COLUMNS), alignment, *(_row(contrast_row(contrast)) for contrast in contrasts)])
 
 
 def steps_row(steps_to: StepsTo) -> list[str]:
-    """Arm, domain, target, every run's step, their median (a run that never got there counts as later than all)."""
+    """Cells of `STEPS_COLUMNS`; the median counts a run that never reaches the target as later than all others."""
     listed = ", ".join("never" if step is None else str(step) for step in steps_to.steps)
     ordered = sorted(math.inf if step is None else step for step in steps_to.steps)
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    told = "never" if math.isinf(median) else f"{median:g}"
-    return [steps_to.arm, steps_to.domain, f"{100 * steps_to.target:g} %", listed, told]
+    median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+    target = f"{100 * steps_to.target:g} %"
+    return [steps_to.arm, steps_to.domain, target, listed, "never" if math.isinf(median) else f"{median:g}"]
 
 
-def steps_markdown(steps_to: Sequence[StepsTo]) -> str:
-    lines = ["| " + " | ".join(STEPS_COLUMNS) + " |", "|" + " --- |" * len(STEPS_COLUMNS)]
-    return "\n".join([*lines, *(_row(steps_row(row)) for row in steps_to)])
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(plain, cells)) + " |"
+def steps_markdown(steps_to: Iterable[StepsTo]) -> str:
+    """First steps that reach the targets as a Markdown table."""
+    alignment = "|" + " --- |" * len(STEPS_COLUMNS)
+    return "\n".join([_row(STEPS_COLUMNS), alignment, *(_row(steps_row(row)) for row in steps_to)])
 
 
 def percent(value: float) -> str:
+    """A share in percent, "–" for NaN."""
     return "–" if math.isnan(value) else f"{100 * value:.1f}"
 
 
 def p_text(p: float) -> str:
+    """A p-value with three decimals."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _half_width(value: float) -> str:
-    return "" if math.isnan(value) else f"{100 * value:.1f}"
-
-
-def _shown(rank: int) -> int:
-    return rank if rank in (1, 2) else 0
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(map(plain, cells)) + " |"
 
 
 def _markdown(mark: Mark) -> str:

@@ -1,10 +1,10 @@
-"""Sweeps: method × C × λ × teacher context × seed, each run a resumable job in its own directory.
+"""Sweeps over method × C × λ × teacher context × seed; each job resumes in its own directory.
 
     from credit_trl.lab.sweeps import read_spec, run_sweep
 
     run_sweep(read_spec("sweep.yaml"), "runs/sweep")
 
-A sweep may be killed at any moment and started again; several launchers may work on one directory at the same time.
+An interrupted sweep continues when it is started again, and several launchers may work on one directory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One job of a sweep: train one arm with one seed, evaluate it, and mark it done.
+"""One job of a sweep: trains one arm with one seed and evaluates it.
 
-A job's directory holds `job.json`, what a run writes (`run_directory`), and `done.json` once everything is there. It
-is run by `python -m credit_trl.lab.sweeps.job DIRECTORY`, directly or through `accelerate launch`, any number of times:
-it continues from its last complete checkpoint, and does nothing when it is done.
+A job's directory contains `job.json`, the files of its run (`training.run_directory`), and `done.json` once the job is
+complete. `python -m credit_trl.lab.sweeps.job DIRECTORY`, directly or through `accelerate launch`, runs the job or
+resumes it from its last complete checkpoint; it does nothing for a job that is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from credit_trl.cli.training import resolve_model
 from credit_trl.config import CreditConfig
-from credit_trl.evaluation.callback import EvaluationCallback, RunLog, summary
+from credit_trl.evaluation.callback import EvaluationCallback, RunLog, score_summary
 from credit_trl.tasks.registry import load_task
 from credit_trl.trainer import CreditTrainer
 from credit_trl.training.checkpoints import STATE_FILE
@@ -31,7 +31,7 @@ from credit_trl.training.run_directory import EVALUATIONS_FILE, JOB_FILE, SUMMAR
 
 DONE_FILE = "done.json"
 LOCK_FILE = ".lock"
-BUSY_FILE = ".busy"  # left by a job's process that has found another one at it, for who started it
+BUSY_FILE = ".busy"  # a job's process leaves it for its launcher if another process runs the job
 
 
 class JobBusy(RuntimeError):
@@ -39,26 +39,32 @@ class JobBusy(RuntimeError):
 
 
 def is_done(folder: str | Path) -> bool:
+    """Whether a job is complete."""
     return (Path(folder) / DONE_FILE).is_file()
+
+
+def read_job(folder: str | Path) -> dict[str, Any]:
+    """The content of a directory's `job.json`."""
+    return json.loads((Path(folder) / JOB_FILE).read_text(encoding="utf-8"))
 
 
 def run_job(folder: str | Path) -> None:
     """Run the job of a directory to its end.
 
     Raises:
-        JobBusy: another process is at it.
-        ValueError: its configuration cannot train.
+        JobBusy: another process is running it.
+        ValueError: its configuration is invalid, or its last step was not evaluated.
     """
     folder = Path(folder)
-    job = json.loads((folder / JOB_FILE).read_text(encoding="utf-8"))
-    with _held(folder):
+    with _locked(folder):
         if is_done(folder):
             return
         checkpoints = complete_checkpoints(folder)
         last_step = checkpoints[0].step if checkpoints else None
-        if not (checkpoints and checkpoints[0].is_last and _is_evaluated(folder, checkpoints[0].step)):
-            trainer = build_trainer(job, folder)
-            # Not from the last step's, so that the log ends with what training itself has to sum up.
+        evaluated = [row["step"] for row in read_lines(folder / EVALUATIONS_FILE)]
+        if not (checkpoints and checkpoints[0].is_last and last_step in evaluated):
+            trainer = build_trainer(read_job(folder), folder)
+            # Resuming from the last step would not log the summary that ends a training.
             trainer.train(resume_from_checkpoint=next((c.path for c in checkpoints if not c.is_last), None))
             trainer.accelerator.wait_for_everyone()
             last_step = trainer.state.global_step
@@ -67,30 +73,30 @@ def run_job(folder: str | Path) -> None:
 
 
 def finish(folder: Path, last_step: int) -> None:
-    """Sum up a job that was trained to this step, say that it is done, and only then drop what resuming needs.
+    """Write the summary of a trained job, mark it done and remove its checkpoints, in this order.
 
     Raises:
-        ValueError: the last step was not evaluated, as where its verifier failed: the job is begun again there.
+        ValueError: the last step was not evaluated, for example because its verifier failed.
     """
-    told = summary(read_lines(folder / EVALUATIONS_FILE), last_step)
-    write_json(folder / SUMMARY_FILE, told)
-    write_json(folder / DONE_FILE, told)
+    scores = score_summary(read_lines(folder / EVALUATIONS_FILE), last_step)
+    write_json(folder / SUMMARY_FILE, scores)
+    write_json(folder / DONE_FILE, scores)
     drop_checkpoints(folder)
 
 
 def drop_checkpoints(folder: Path) -> None:
-    """Remove a done job's checkpoints, unless it is to keep them."""
-    if not json.loads((folder / JOB_FILE).read_text(encoding="utf-8"))["keep_checkpoints"]:
+    """Remove the checkpoints of a finished job, unless it has `keep_checkpoints`."""
+    if not read_job(folder)["keep_checkpoints"]:
         for checkpoint in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-            shutil.rmtree(checkpoint, ignore_errors=True)  # another launcher may be at it too
+            shutil.rmtree(checkpoint, ignore_errors=True)  # another launcher may remove it too
 
 
-def build_trainer(job: Mapping[str, Any], folder: Path) -> Any:
-    """The trainer of a job, with its log and its evaluation attached.
+def build_trainer(job: Mapping[str, Any], folder: Path) -> CreditTrainer:
+    """Build the trainer of a job with its log and its evaluation.
 
     Args:
-        job: the content of `job.json`.
-        folder: its output directory.
+        job: content of `job.json`.
+        folder: output directory.
     """
     task = load_task(job["task"])
     data = job["data"]
@@ -105,16 +111,16 @@ def build_trainer(job: Mapping[str, Any], folder: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint that was written to its end; `is_last` where training ended there."""
+class JobCheckpoint:
+    """A complete checkpoint of a job; `is_last` if training ended at its step."""
 
     path: str
     step: int
     is_last: bool
 
 
-def complete_checkpoints(folder: str | Path) -> list[Checkpoint]:
-    """The checkpoints that were written to their end, newest first; half-written ones are passed over."""
+def complete_checkpoints(folder: str | Path) -> list[JobCheckpoint]:
+    """Complete checkpoints of a job, newest first. Partly written ones are skipped."""
     found = []
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         try:
@@ -122,17 +128,13 @@ def complete_checkpoints(folder: str | Path) -> list[Checkpoint]:
             state = TrainerState.load_from_json(str(path / "trainer_state.json"))
         except (OSError, ValueError, TypeError):
             continue
-        found.append(Checkpoint(str(path), state.global_step, state.global_step >= state.max_steps))
+        found.append(JobCheckpoint(str(path), state.global_step, state.global_step >= state.max_steps))
     return sorted(found, key=lambda checkpoint: -checkpoint.step)
 
 
-def _is_evaluated(folder: Path, step: int) -> bool:
-    return any(row["step"] == step for row in read_lines(folder / EVALUATIONS_FILE))
-
-
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Hold the job: the main process of a run does so for all of its processes. A killed process lets go."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the job's lock in the main process of a run. The lock of a killed process is released."""
     if not PartialState().is_main_process:
         yield
         return

@@ -1,4 +1,4 @@
-"""Running a sweep: plan its jobs, run what is missing one after another, and say what became of each."""
+"""Plans the jobs of a sweep, runs those that are not done one after another, and reports failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,69 +18,67 @@ from typing import Any
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
+from credit_trl.config import CreditConfig
 from credit_trl.evaluation.callback import EvaluationCallback, check_options
-from credit_trl.evaluation.protocol import RESULT_FILE
-from credit_trl.lab.sweeps.job import BUSY_FILE, JobBusy, drop_checkpoints, is_done, run_job
-from credit_trl.lab.sweeps.spec import SweepSpec
+from credit_trl.lab.sweeps.job import BUSY_FILE, DONE_FILE, JobBusy, drop_checkpoints, is_done, read_job, run_job
+from credit_trl.lab.sweeps.spec import Arm, SweepSpec
 from credit_trl.tasks.registry import load_task
-from credit_trl.training.run_directory import EVALUATIONS_FOLDER, JOB_FILE, write_atomically, write_json
+from credit_trl.training.run_directory import EVALUATIONS_FOLDER, JOB_FILE, RESULT_FILE, write_atomically, write_json
 
-SWEEP_FILE = "sweep.json"
 ERROR_FILE = "error.txt"
 OUTPUT_FILE = "output.txt"
 LAUNCHER_LOCK = ".launcher.lock"
 BASE_EVALUATION = Path(EVALUATIONS_FOLDER) / "step-000000"
 _POLL_SECONDS = 5.0
+# Common options of all jobs. Two checkpoints are kept, because the older one goes before the newer one is complete.
+_CONFIG = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 2, "logging_steps": 1, "report_to": "none"}
 
 
 @dataclass
 class SweepReport:
-    """What became of a sweep's jobs: their folders."""
+    """Directories of the jobs that are done and of those that failed."""
 
     done: list[Path] = field(default_factory=list)
     failed: list[Path] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{len(self.done)} jobs done, {len(self.failed)} failed"]
-        lines += [f"  failed: {folder} (see {ERROR_FILE})" for folder in self.failed]
-        return "\n".join(lines)
+        return "\n".join(lines + [f"  failed: {folder} (see {ERROR_FILE})" for folder in self.failed])
 
 
 def plan_sweep(spec: SweepSpec, output_dir: str | Path, *, write: bool = True) -> list[Path]:
-    """The jobs' directories, seed after seed, so that early results compare all arms.
+    """Return the jobs' directories, ordered by seed, so that early results compare all arms.
 
     Args:
         spec: the sweep.
-        output_dir: where they are.
-        write: write `job.json` into each. Without it every arm is checked, and nothing is bound to this spec.
+        output_dir: directory of the jobs' directories.
+        write: write `job.json` into each. False only checks the arms.
 
     Raises:
-        ValueError: an arm's configuration is invalid, there is no such task or no such option of the evaluation, or a
-            directory holds another job.
+        ValueError: an invalid configuration of an arm, an unknown task or evaluation option, or a directory that holds
+            another job.
     """
     _check_evaluation(spec)
     root = Path(output_dir)
     jobs = {root / arm.slug / f"seed-{seed}": _job(spec, arm, seed) for seed in spec.seeds for arm in spec.arms()}
     for folder, job in jobs.items():
-        _check(job, folder)
-        _check_same(job, folder)
-    if write:
-        for folder, job in jobs.items():
-            if not (folder / JOB_FILE).is_file():
-                write_json(folder / JOB_FILE, job)
-        write_json(root / SWEEP_FILE, {"jobs": [str(folder.relative_to(root)) for folder in jobs]})
+        _check_job(job, folder)
+        _check_same_job(job, folder)
+    for folder, job in jobs.items():
+        if write and not (folder / JOB_FILE).is_file():
+            write_json(folder / JOB_FILE, job)
     return list(jobs)
 
 
 def run_sweep(spec: SweepSpec, output_dir: str | Path, *, progress: bool = True) -> SweepReport:
-    """Run all jobs of a sweep that are not done; a job that fails leaves its error and does not stop the others.
+    """Run all jobs of a sweep that are not done. A job that fails leaves its error, and the others still run.
 
-    Jobs that another launcher is running are waited for at the end, and taken over if that launcher dies.
+    Jobs that another launcher runs are retried at the end, and resumed here if that launcher dies.
 
     Args:
         spec: the sweep.
-        output_dir: where the jobs' directories are.
-        progress: show a bar over jobs.
+        output_dir: directory of the jobs' directories.
+        progress: show a progress bar over jobs.
     """
     folders = plan_sweep(spec, output_dir)
     report = SweepReport()
@@ -91,7 +89,7 @@ def run_sweep(spec: SweepSpec, output_dir: str | Path, *, progress: bool = True)
             for folder in waiting:
                 bar.set_postfix_str(str(folder.relative_to(output_dir)))
                 share_base_evaluation(folder, folders)
-                outcome = _run(folder, spec)
+                outcome = _run_or_resume(folder, spec)
                 if outcome == "busy":
                     busy.append(folder)
                     continue
@@ -104,33 +102,32 @@ def run_sweep(spec: SweepSpec, output_dir: str | Path, *, progress: bool = True)
 
 
 def share_base_evaluation(folder: Path, others: Sequence[Path]) -> None:
-    """Copy the evaluation before the first step from a job that starts from the same model and was evaluated alike.
+    """Copy the evaluation of step 0 from a job with the same model, task, data and evaluation options.
 
-    The evaluation's own settings, which hold a fingerprint of the weights, decide whether it is then used.
+    The job uses the copy only if the settings in it, which include a fingerprint of the weights, match its own.
     """
     mine = folder / BASE_EVALUATION
     if mine.exists() or is_done(folder):
         return
-    wanted = _base_of(folder)
     for other in others:
         theirs = other / BASE_EVALUATION
-        if other != folder and (theirs / RESULT_FILE).is_file() and _base_of(other) == wanted:
+        if other != folder and (theirs / RESULT_FILE).is_file() and _base_of(other) == _base_of(folder):
             mine.parent.mkdir(parents=True, exist_ok=True)
             scratch = Path(tempfile.mkdtemp(dir=mine.parent, prefix=".base-"))
             shutil.copytree(theirs, scratch, dirs_exist_ok=True)
             try:
                 scratch.rename(mine)
-            except OSError:  # another launcher has begun this job meanwhile
+            except OSError:  # another launcher has started this job meanwhile
                 shutil.rmtree(scratch)
             return
 
 
 def _base_of(folder: Path) -> tuple[Any, ...]:
-    job = json.loads((folder / JOB_FILE).read_text(encoding="utf-8"))
+    job = read_job(folder)
     return job["model"], job["task"], job["data"], job["evaluation"]
 
 
-def _job(spec: SweepSpec, arm: Any, seed: int) -> dict[str, Any]:
+def _job(spec: SweepSpec, arm: Arm, seed: int) -> dict[str, Any]:
     return {
         "arm": arm.name,
         "method": arm.method,
@@ -144,19 +141,6 @@ def _job(spec: SweepSpec, arm: Any, seed: int) -> dict[str, Any]:
     }
 
 
-# Two checkpoints, since the older one goes before the newer one is complete.
-_CONFIG = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 2, "logging_steps": 1, "report_to": "none"}
-
-
-def _check(job: Mapping[str, Any], folder: Path) -> None:
-    from credit_trl.config import CreditConfig
-
-    try:
-        CreditConfig(output_dir=str(folder), seed=job["seed"], **job["config"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"Arm {job['arm']!r} cannot train: {error}") from error
-
-
 def _check_evaluation(spec: SweepSpec) -> None:
     load_task(spec.task)
     own = inspect.signature(EvaluationCallback).parameters.keys() - {"trainer", "task", "options"}
@@ -167,74 +151,64 @@ def _check_evaluation(spec: SweepSpec) -> None:
         raise ValueError(f"`evaluation`: {error}") from error
 
 
-def _check_same(job: Mapping[str, Any], folder: Path) -> None:
-    """Nothing of another job may be continued as this one."""
-    path = folder / JOB_FILE
-    if not path.is_file():
-        return
-    before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(job))
-    if before != now:
-        differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+def _check_job(job: Mapping[str, Any], folder: Path) -> None:
+    try:
+        CreditConfig(output_dir=str(folder), seed=job["seed"], **job["config"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"Arm {job['arm']!r} has an invalid configuration: {error}") from error
+
+
+def _check_same_job(job: Mapping[str, Any], folder: Path) -> None:
+    now = json.loads(json.dumps(job))
+    before = read_job(folder) if (folder / JOB_FILE).is_file() else now
+    if differing := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
         raise ValueError(
             f"{folder} holds another job ({', '.join(differing)} differ). Use another output directory, or remove it."
         )
 
 
-def _run(folder: Path, spec: SweepSpec) -> str:
-    """Run one job; "done", "failed" or "busy"."""
+def _run_or_resume(folder: Path, spec: SweepSpec) -> str:
+    """Run one job and return "done", "failed" or "busy"."""
     if is_done(folder):
         drop_checkpoints(folder)
         return "done"
     (folder / ERROR_FILE).unlink(missing_ok=True)
-    launchers: dict[str, Callable[[Path, SweepSpec], str | None]] = {
-        "inline": _run_inline,
-        "process": _run_process,
-        "accelerate": _run_process,
-    }
+    error = None
     try:
-        error = launchers[spec.launcher](folder, spec)
+        if spec.launcher == "inline":
+            run_job(folder)
+        else:
+            error = _run_process(folder, spec)
     except JobBusy:
         return "busy"
+    except Exception:
+        error = traceback.format_exc()
     if error is None and is_done(folder):
         return "done"
-    write_atomically(folder / ERROR_FILE, error or "The job ended without an error and without being done.\n")
+    write_atomically(folder / ERROR_FILE, error or f"The job ended without an error and without {DONE_FILE}.\n")
     return "failed"
 
 
-def _run_inline(folder: Path, spec: SweepSpec) -> str | None:
-    try:
-        run_job(folder)
-    except JobBusy:
-        raise
-    except Exception:
-        return traceback.format_exc()
-    return None
-
-
 def _run_process(folder: Path, spec: SweepSpec) -> str | None:
-    """In a process of its own, which no other launcher has started one for."""
-    try:
-        with FileLock(folder / LAUNCHER_LOCK, timeout=0):
-            return _run_alone(folder, spec)
-    except Timeout:
-        raise JobBusy(f"{folder} is being run by another launcher.") from None
-
-
-def _run_alone(folder: Path, spec: SweepSpec) -> str | None:
-    """Output goes to `output.txt`. Only what a killed launcher has left behind may be at the job, and write there."""
+    """Run a job in a new process, unless another launcher does, and return the end of its output if it fails."""
     command = [sys.executable, "-m"]
     if spec.launcher == "accelerate":
         command += ["accelerate.commands.launch", *spec.accelerate_args, "-m"]
-    with (folder / OUTPUT_FILE).open("ab") as output:
-        start = output.tell()
-        (folder / BUSY_FILE).unlink(missing_ok=True)
-        finished = subprocess.run(
-            [*command, "credit_trl.lab.sweeps.job", str(folder)], stdout=output, stderr=subprocess.STDOUT, check=False
-        )
+    command += ["credit_trl.lab.sweeps.job", str(folder)]
+    try:
+        with FileLock(folder / LAUNCHER_LOCK, timeout=0), (folder / OUTPUT_FILE).open("ab") as output:
+            start = output.tell()
+            (folder / BUSY_FILE).unlink(missing_ok=True)
+            finished = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+            # A process of a launcher that was killed may still run the job. The output could quote any message, so a
+            # file signals it.
+            busy = (folder / BUSY_FILE).exists()
+            (folder / BUSY_FILE).unlink(missing_ok=True)
+    except Timeout:
+        raise JobBusy(f"{folder} is being run by another launcher.") from None
     if finished.returncode == 0:
         return None
-    if (folder / BUSY_FILE).exists():  # not what the output says: it may quote completions
-        (folder / BUSY_FILE).unlink()
-        raise JobBusy(str(folder))
-    said = (folder / OUTPUT_FILE).read_bytes()[start:].decode(errors="replace")
-    return f"Exit code {finished.returncode}. The end of {OUTPUT_FILE}:\n\n{said[-4000:]}\n"
+    if busy:
+        raise JobBusy(f"{folder} is being run by another process.")
+    text = (folder / OUTPUT_FILE).read_bytes()[start:].decode(errors="replace")
+    return f"Exit code {finished.returncode}. The end of {OUTPUT_FILE}:\n\n{text[-4000:]}\n"

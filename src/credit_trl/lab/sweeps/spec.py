@@ -1,4 +1,4 @@
-"""What a sweep runs: a YAML file, checked before anything starts.
+"""Sweep specification: a YAML file that is checked before anything starts.
 
     model: Qwen/Qwen3-0.6B
     task: sciknoweval:chemistry
@@ -11,24 +11,23 @@
       - {method: [hint-contrast, foreign-hint]}
     seeds: [1, 2, 3, 4, 5]
 
-Combinations that are the same training are one arm, under the name that comes first: SDPO knows no λ and no C, GRPO no
-teacher at all, CREDIT with λ = 0 is SDPO, and an option at its default, or as in `config`, changes nothing.
+Combinations that train the same are one arm with the first one's name: SDPO ignores λ and C, GRPO ignores the teacher,
+CREDIT with λ = 0 is SDPO, and an option at its default or at its value in `config` changes nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-# What each method means in CreditConfig's terms; the last two are controls.
+# Options of CreditConfig that select a method; the last two methods are controls.
 METHODS: dict[str, dict[str, Any]] = {
     "GRPO": {"distillation_weight": 0.0},
     "SDPO": {"contrastive_coef": 0.0},
@@ -36,35 +35,34 @@ METHODS: dict[str, dict[str, Any]] = {
     "hint-contrast": {"contrastive_swap": "hint"},
     "foreign-hint": {"teacher_hint": "foreign"},
 }
-LARGEST = 100_000  # values in a file
 LAUNCHERS = ("process", "inline", "accelerate")
-
-# Options that a method does not read, by the beginning of their names.
-_UNREAD = {"GRPO": ("contrastive_", "distillation_", "teacher_"), "SDPO": ("contrastive_",)}
-_SYMBOLS = {
+# Labels of options in the names of arms.
+OPTION_LABELS = {
     "contrastive_coef": "λ",
     "contrastive_count": "C",
     "contrastive_form": "form",
     "contrastive_source": "source",
     "contrastive_gate": "gate",
-    "contrastive_plausibility": "plausibility",
+    "contrastive_plausibility": "plausibility",  # an option of version 0.1, found in its run directories
     "contrastive_baseline": "baseline",
     "distillation_tail": "tail",
     "teacher_context": "context",
 }
-_SLUGS = {"λ": "lambda"}
-# Set by the sweep for every job, so a spec that sets them asks for something that it would not get.
-_OWN = ("output_dir", "seed", "resume_from_checkpoint", "overwrite_output_dir")
+
+_MAX_VALUES = 100_000  # in one file
+_IGNORED_PREFIXES = {"GRPO": ("contrastive_", "distillation_", "teacher_"), "SDPO": ("contrastive_",)}
+_JOB_OPTIONS = ("output_dir", "seed", "resume_from_checkpoint", "overwrite_output_dir")  # set by the sweep
+_DATA_OPTIONS = ("train_split", "path", "max_train_rows")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One configuration, trained once a seed.
+    """One configuration, trained once per seed.
 
     Args:
-        name: shown in tables, such as `CREDIT λ=0.2`.
+        name: name in tables, such as `CREDIT λ=0.2`.
         method: a key of `METHODS`.
-        options: what it adds to the common `CreditConfig` fields.
+        options: `CreditConfig` fields in addition to the sweep's common ones.
     """
 
     name: str
@@ -73,34 +71,31 @@ class Arm:
 
     @property
     def slug(self) -> str:
-        """The name as a folder's."""
-        text = self.name
-        for symbol, word in _SLUGS.items():
-            text = text.replace(symbol, word)
-        return re.sub(r"[^a-z0-9.+]+", "-", text.lower()).strip("-")
+        """The name as a directory name."""
+        return re.sub(r"[^a-z0-9.+]+", "-", self.name.replace("λ", "lambda").lower()).strip("-")
 
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """A sweep, as its YAML file says it.
+    """A sweep.
 
     Args:
-        model: hub name, directory, or `quickstart`; with `{seed}` in it, one model a seed.
-        task: for `load_task`.
-        grid: one mapping of options to values, or several; a product each. `method` is one of the options, any other
-            is a field of `CreditConfig`.
-        seeds: of the runs.
-        config: fields of `CreditConfig` that all arms share.
+        model: hub name, directory, or `quickstart`; `{seed}` in it selects one model per seed.
+        task: name for `load_task`.
+        grid: one mapping of options to values, or several; each is a product. Options are `method` and fields of
+            `CreditConfig`.
+        seeds: training seeds.
+        config: `CreditConfig` fields of all arms.
         evaluation: arguments of `EvaluationCallback`.
         data: `train_split`, `path` and `max_train_rows` of the training rows.
-        launcher: `"process"` runs each job in a process of its own, `"inline"` in this one (fast for tiny models),
+        launcher: `"process"` runs each job in a new process, `"inline"` in this process (fast for tiny models),
             `"accelerate"` through `accelerate launch`.
-        accelerate_args: for `accelerate launch`.
-        keep_checkpoints: leave the checkpoints of finished jobs on disk.
+        accelerate_args: arguments of `accelerate launch`.
+        keep_checkpoints: keep the checkpoints of finished jobs.
 
     Raises:
-        ValueError: a field that is not of its kind, an unknown method, launcher or option, no seeds, or an option that
-            the sweep sets itself.
+        ValueError: a field of the wrong type, an unknown method, launcher or option, no seeds, or an option that the
+            sweep sets itself.
     """
 
     model: str
@@ -115,49 +110,40 @@ class SweepSpec:
     keep_checkpoints: bool = False
 
     def __post_init__(self) -> None:
-        self._check_kinds()
+        self._check_types()
         if self.launcher not in LAUNCHERS:
-            raise ValueError(f"`launcher` is one of {', '.join(LAUNCHERS)}, got {self.launcher!r}.")
-        if not self.seeds or not all(isinstance(seed, int) for seed in self.seeds):
-            raise ValueError(f"`seeds` is a list of whole numbers, at least one; got {self.seeds!r}.")
+            raise ValueError(f"`launcher` must be one of {', '.join(LAUNCHERS)}, got {self.launcher!r}.")
         if len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"`seeds` repeats itself: {list(self.seeds)}.")
-        for name in _OWN:
-            if name in self.config:
-                raise ValueError(f"`config.{name}` is set by the sweep for every job; leave it out.")
-        unknown = set(self.data) - {"train_split", "path", "max_train_rows"}
-        if unknown:
-            raise ValueError(f"`data` has train_split, path and max_train_rows, not {', '.join(sorted(unknown))}.")
+            raise ValueError(f"`seeds` repeats a seed: {list(self.seeds)}.")
+        if own := [name for name in _JOB_OPTIONS if name in self.config]:
+            raise ValueError(f"`config.{own[0]}` is set by the sweep for every job; remove it.")
+        if unknown := sorted(set(self.data) - set(_DATA_OPTIONS)):
+            raise ValueError(f"`data` has the options {', '.join(_DATA_OPTIONS)}, not {', '.join(unknown)}.")
         self.arms()
 
-    def _check_kinds(self) -> None:
-        for name in ("model", "task"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"`{name}` is a name, got {reprlib.repr(getattr(self, name))}.")
-        for name in ("config", "evaluation", "data"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise ValueError(f"`{name}` maps options to values, got {getattr(self, name)!r}.")
-        if not isinstance(self.grid, Mapping | list | tuple):
-            raise ValueError(
-                f"`grid` is one mapping of options to lists of values, or a list; got {reprlib.repr(self.grid)}."
-            )
-        if not isinstance(self.seeds, list | tuple):
-            raise ValueError(f"`seeds` is a list of whole numbers, at least one; got {self.seeds!r}.")
+    def _check_types(self) -> None:
+        """Raise for fields of the wrong type; `reprlib` shortens the value in the message."""
+        wanted = {"model": (str, "a string"), "task": (str, "a string"), "grid": (Mapping | list | tuple, "a mapping")}
+        wanted |= dict.fromkeys(("config", "evaluation", "data"), (Mapping, "a mapping of options to values"))
+        for name, (kind, words) in wanted.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"`{name}` must be {words}, got {reprlib.repr(getattr(self, name))}.")
+        seeds = self.seeds
+        if not isinstance(seeds, list | tuple) or not seeds or not all(isinstance(seed, int) for seed in seeds):
+            raise ValueError(f"`seeds` must be a list of at least one integer, got {reprlib.repr(seeds)}.")
         try:
             self.model.format(seed=0)
         except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"`model` may hold {{seed}} and no other braces, got {self.model!r}.") from error
+            raise ValueError(f"`model` may contain {{seed}} and no other braces, got {self.model!r}.") from error
 
     def arms(self) -> list[Arm]:
-        """The arms of all grids, each once, in order.
+        """The arms of all grids in order, each once.
 
         Raises:
-            ValueError: an unknown method, a grid that is no mapping of options to lists, or two arms whose names make
-                the same directory.
+            ValueError: an unknown method, a grid that is not a mapping, or two arms with the same directory name.
         """
-        grids = [self.grid] if isinstance(self.grid, Mapping) else list(self.grid)
         arms: dict[str, Arm] = {}
-        for grid in grids:
+        for grid in [self.grid] if isinstance(self.grid, Mapping) else self.grid:
             for point in _product(grid):
                 arm = make_arm(point, self.config)
                 if any(_is_same_training(arm, other, self.config) for other in arms.values()):
@@ -165,11 +151,11 @@ class SweepSpec:
                 same = arms.setdefault(arm.slug, arm)
                 if same != arm:
                     raise ValueError(
-                        f"Two arms would share the directory {arm.slug!r}: {dict(same.options)} and "
-                        f"{dict(arm.options)}. Leave one out of the grid."
+                        f"Two arms share the directory {arm.slug!r}: {dict(same.options)} and {dict(arm.options)}. "
+                        "Remove one from the grid."
                     )
         if not arms:
-            raise ValueError("`grid` holds no arm.")
+            raise ValueError("`grid` has no arm. Give at least one option with a value.")
         return list(arms.values())
 
 
@@ -177,7 +163,7 @@ def read_spec(path: str | Path) -> SweepSpec:
     """Read and check a sweep's YAML file.
 
     Raises:
-        ValueError: not YAML, or not a sweep; the message names file and field.
+        ValueError: not YAML, or not a sweep; the message names the file and the field.
     """
     path = Path(path)
     try:
@@ -187,11 +173,10 @@ def read_spec(path: str | Path) -> SweepSpec:
     _check_size(content, path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a mapping of a sweep's fields.")
-    known = {one.name for one in fields(SweepSpec)}
-    required = ("model", "task", "grid", "seeds")
-    if unknown := sorted(set(content) - known):
+    known = {one.name: one.default is MISSING and one.default_factory is MISSING for one in fields(SweepSpec)}
+    if unknown := sorted(content.keys() - known):
         raise ValueError(f"{path}: unknown field {', '.join(unknown)}; a sweep has {', '.join(sorted(known))}.")
-    if missing := [name for name in required if name not in content]:
+    if missing := [name for name, required in known.items() if required and name not in content]:
         raise ValueError(f"{path}: {', '.join(missing)} missing.")
     try:
         return SweepSpec(**content)
@@ -200,48 +185,45 @@ def read_spec(path: str | Path) -> SweepSpec:
 
 
 def _check_size(content: Any, path: Path) -> None:
-    """Refuse a file whose anchors expand to more than any sweep holds."""
+    """Raise for a file whose anchors expand to too many values."""
     waiting, count = [content], 0
     while waiting:
         value, count = waiting.pop(), count + 1
-        if count > LARGEST:
-            raise ValueError(f"{path} expands to more than {LARGEST:,} values; a sweep is far smaller.")
+        if count > _MAX_VALUES:
+            raise ValueError(f"{path} expands to more than {_MAX_VALUES:,} values; remove nested anchors.")
         waiting += [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
-    """The arm of one point of a grid, without what its method does not read.
+    """Make the arm of one point of a grid, without the options that its method ignores.
 
     Args:
         point: `method` and fields of `CreditConfig`.
-        common: the fields that all arms share.
+        common: fields of all arms.
 
     Raises:
-        ValueError: an unknown method, or an option that the method itself decides.
+        ValueError: an unknown method, or an option that the method sets.
     """
-    point = dict(point)
-    method = point.pop("method", "CREDIT")
+    options = dict(point)
+    method = options.pop("method", "CREDIT")
     if method not in METHODS:
         raise ValueError(f"Unknown method {method!r}: choose among {', '.join(METHODS)}.")
-    coefficient = point.get("contrastive_coef", common.get("contrastive_coef"))
-    if method == "CREDIT" and coefficient == 0.0:
+    if method == "CREDIT" and options.get("contrastive_coef", common.get("contrastive_coef")) == 0.0:
         method = "SDPO"
-    kept = {k: v for k, v in point.items() if not k.startswith(_UNREAD.get(method, ()))}
-    decided = METHODS[method].keys() & kept.keys()
-    if decided:
-        raise ValueError(f"Method {method} decides {', '.join(sorted(decided))} itself; leave it out of its grid.")
-    shown = [f"{_SYMBOLS.get(name, name)}={_short(value)}" for name, value in kept.items()]
+    kept = {name: value for name, value in options.items() if not name.startswith(_IGNORED_PREFIXES.get(method, ()))}
+    if decided := sorted(METHODS[method].keys() & kept.keys()):
+        raise ValueError(f"Method {method} sets {', '.join(decided)} itself; remove it from its grid.")
+    shown = [f"{OPTION_LABELS.get(name, name)}={_format(value)}" for name, value in kept.items()]
     return Arm(" ".join([method, *shown]), method, {**METHODS[method], **kept})
 
 
 def _is_same_training(one: Arm, other: Arm, common: Mapping[str, Any]) -> bool:
-    """Whether all options have the same values, by the arm, the common ones or default."""
+    """Whether two arms have equal options, with common options and defaults for those that an arm does not set."""
     from credit_trl.config import CreditConfig
 
-    defaults = {known.name: known.default for known in fields(CreditConfig)}
-    named = one.options.keys() | other.options.keys()
-    values = ([arm.options.get(name, common.get(name, defaults.get(name))) for name in named] for arm in (one, other))
-    return operator.eq(*values)
+    usual = {known.name: known.default for known in fields(CreditConfig)} | dict(common)
+    names = one.options.keys() | other.options.keys()
+    return all(one.options.get(n, usual.get(n)) == other.options.get(n, usual.get(n)) for n in names)
 
 
 def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -252,5 +234,5 @@ def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(grid, chosen, strict=True))
 
 
-def _short(value: Any) -> str:
+def _format(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
