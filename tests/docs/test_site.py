@@ -127,7 +127,7 @@ INTERNAL = (
     "credit_trl.lab.comparison.tables",
     "credit_trl.config",  # the page of options
     "credit_trl.sandbox.cores",
-    "credit_trl.evaluation.fingerprints",
+    "credit_trl.evaluation.generation",
     "credit_trl.evaluation.samples",
     "credit_trl.evaluation.trainer_engine",
     "credit_trl.evaluation.verdicts",

@@ -1,4 +1,4 @@
-"""Evaluation during training: it measures without disturbing, keeps the best, and survives interruptions."""
+"""`EvaluationCallback` and `RunLog`: unchanged training, best model, resumed runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from datasets import Dataset
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.evaluation import EvaluationCallback
-from credit_trl.evaluation.callback import RunLog, best_of, summary
+from credit_trl.evaluation.callback import RunLog, best_of, score_summary
 from credit_trl.evaluation.engines import weight_fingerprint
 from credit_trl.tasks.registry import Task, batch_of
-from credit_trl.training.run_directory import append_line, keep_up_to, read_lines, write_atomically, write_json
+from credit_trl.training.run_directory import keep_up_to, read_lines
 
 
 def odd_length(response: str, answer: str, *, truncated: bool = False) -> Verdict:
@@ -32,7 +32,7 @@ TASK = Task("odd", questions, odd_length, batch_of(odd_length, "odd"))
 
 @pytest.fixture
 def train(make_model, make_config, tokenizer, dataset):
-    """Train four steps with evaluation every two; returns the trainer."""
+    """Train four steps with an evaluation every two steps; returns the trainer."""
 
     def run(folder, evaluated=True, resume=None, scores=None, **options):
         config = make_config(output_dir=str(folder), **{"max_steps": 4, "learning_rate": 1e-2, **options})
@@ -50,7 +50,7 @@ def train(make_model, make_config, tokenizer, dataset):
 
 
 def script_scores(callback, scores):
-    """Replace what is measured, step by step, to test what is made of it."""
+    """Replace the scores of the evaluations, by step."""
     measure = callback._measure
 
     def scripted(folder):
@@ -65,13 +65,13 @@ def weights(trainer):
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def test_training_is_bitwise_the_same_with_and_without_evaluation(train, tmp_path):
+def test_evaluation_leaves_training_bitwise_unchanged(train, tmp_path):
     plain = weights(train(tmp_path / "plain", evaluated=False))
     evaluated = weights(train(tmp_path / "evaluated"))
     assert all(torch.equal(evaluated[name], value) for name, value in plain.items())
 
 
-def test_run_directory_holds_every_evaluation_the_log_and_both_scores(train, tmp_path):
+def test_run_directory_holds_evaluations_log_and_settings(train, tmp_path):
     trainer = train(tmp_path)
     history = read_lines(tmp_path / "evaluations.jsonl")
     assert [row["step"] for row in history] == [0, 2, 4]
@@ -88,43 +88,48 @@ def test_run_directory_holds_every_evaluation_the_log_and_both_scores(train, tmp
     assert (run["task"], run["seed"], run["config"]["contrastive_coef"]) == ("odd", 1, 0.1)
 
 
-def test_best_and_final_are_both_reported_and_only_the_best_model_is_kept(train, tmp_path):
+def test_summary_has_best_and_final_and_best_model_is_kept(train, tmp_path):
     trainer = train(tmp_path, scores={0: 0.25, 2: 0.75, 4: 0.5})
-    told = json.loads((tmp_path / "summary.json").read_text())
-    assert (told["best_during_training"]["step"], told["best_during_training"]["score"]) == (2, 0.75)
-    assert (told["final"]["step"], told["final"]["score"]) == (4, 0.5)
-    assert "biased" in told["note"]
+    reported = json.loads((tmp_path / "summary.json").read_text())
+    assert (reported["best_during_training"]["step"], reported["best_during_training"]["score"]) == (2, 0.75)
+    assert (reported["final"]["step"], reported["final"]["score"]) == (4, 0.5)
+    assert "biased" in reported["note"]
     assert [path.name for path in tmp_path.glob("best-step-*")] == ["best-step-2"]
     assert json.loads((tmp_path / "best.json").read_text())["folder"] == "best-step-2"
     kept = type(trainer.model).from_pretrained(tmp_path / "best-step-2")
-    seen = json.loads((tmp_path / "evaluations" / "step-000002" / "settings.json").read_text())["weights"]
-    assert seen != weight_fingerprint(trainer.model)
+    evaluated = json.loads((tmp_path / "evaluations" / "step-000002" / "settings.json").read_text())["weights"]
+    assert evaluated != weight_fingerprint(trainer.model)
     assert weight_fingerprint(kept) != weight_fingerprint(trainer.model)
 
 
 def test_equal_scores_keep_the_earlier_model():
     rows = [{"step": s, "score": v} for s, v in [(0, 0.1), (5, 0.4), (10, 0.4)]]
     assert best_of(rows)["step"] == 5
-    assert summary(rows, 10)["final"]["step"] == 10
+    assert score_summary(rows, 10)["final"]["step"] == 10
     with pytest.raises(ValueError, match="not evaluated"):
-        summary(rows, 12)
+        score_summary(rows, 12)
 
 
 def results(folder):
-    """Everything that a run says, but the times."""
+    """The files of a run, without times."""
     log = [
         {k: v for k, v in row.items() if "second" not in k and "time" not in k}
         for row in read_lines(folder / "log.jsonl")
     ]
     names = ["evaluations.jsonl", "best.json"]
     samples = {p.parent.name: p.read_bytes() for p in sorted(folder.glob("evaluations/*/samples.jsonl"))}
-    told = json.loads((folder / "summary.json").read_text())
-    return [row for row in log if "train_loss" not in row], [(folder / n).read_bytes() for n in names], samples, told
+    reported = json.loads((folder / "summary.json").read_text())
+    return (
+        [row for row in log if "train_loss" not in row],
+        [(folder / n).read_bytes() for n in names],
+        samples,
+        reported,
+    )
 
 
 @pytest.mark.parametrize("lost", ["everything_after", "half_an_evaluation"])
-def test_a_run_that_resumes_ends_with_the_files_of_an_undisturbed_one(train, tmp_path, lost):
-    """The run was killed after step 4 (or inside its evaluation) and its last checkpoint is that of step 3."""
+def test_resumed_run_ends_with_the_same_files(train, tmp_path, lost):
+    """The run is killed after step 4, or during its evaluation; its last checkpoint is of step 3."""
     train(tmp_path / "whole", max_steps=6, save_strategy="steps", save_steps=3)
     killed = tmp_path / "killed"
     shutil.copytree(tmp_path / "whole", killed)
@@ -142,8 +147,8 @@ def test_a_run_that_resumes_ends_with_the_files_of_an_undisturbed_one(train, tmp
     assert results(killed) == results(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("failing", [2, 4])  # in the middle, and the last
-def test_a_verifier_that_fails_in_an_evaluation_costs_that_evaluation_and_not_the_run(
+@pytest.mark.parametrize("failing", [2, 4])  # a middle step and the last
+def test_failing_verifier_skips_the_evaluation_only(
     make_model, make_config, tokenizer, dataset, tmp_path, failing, caplog
 ):
     config = make_config(output_dir=str(tmp_path), max_steps=4, on_verifier_error="skip")
@@ -151,7 +156,7 @@ def test_a_verifier_that_fails_in_an_evaluation_costs_that_evaluation_and_not_th
 
     def broken_once(**columns):
         if trainer.state.global_step == failing:
-            raise OSError("the verifier's service is away")
+            raise OSError("service unavailable")
         return TASK.reward(**columns)
 
     trainer.add_callback(EvaluationCallback(trainer, Task("odd", questions, odd_length, broken_once), 2, eval_steps=2))
@@ -163,14 +168,14 @@ def test_a_verifier_that_fails_in_an_evaluation_costs_that_evaluation_and_not_th
     assert (tmp_path / "summary.json").is_file() == (failing == 2)
 
 
-def test_an_evaluation_in_training_keeps_the_template_that_it_was_sampled_with(train, tmp_path):
+def test_settings_record_the_chat_template_options(train, tmp_path):
     kwargs = {"enable_thinking": False}
     train(tmp_path, max_steps=1, chat_template_kwargs=kwargs)
     settings = json.loads((tmp_path / "evaluations" / "step-000000" / "settings.json").read_text())
     assert settings["template"] == kwargs
 
 
-def test_an_evaluation_of_other_weights_is_measured_anew(train, tmp_path):
+def test_evaluation_of_other_weights_is_replaced(train, tmp_path):
     train(tmp_path)
     first = (tmp_path / "evaluations" / "step-000004" / "samples.jsonl").read_bytes()
     train(tmp_path, learning_rate=5e-2)
@@ -180,43 +185,20 @@ def test_an_evaluation_of_other_weights_is_measured_anew(train, tmp_path):
     assert len([row for row in read_lines(tmp_path / "log.jsonl") if "loss" in row]) == 4
 
 
-def test_options_that_no_evaluation_takes_are_refused_before_training(train, tmp_path):
+def test_invalid_options_raise_before_training(train, tmp_path):
     trainer = train(tmp_path, evaluated=False, max_steps=1)
     for options, message in (
         ({"k": 0}, "`k` must be at least 1"),
         ({"temperature": -1.0}, "`temperature` must be"),
-        ({"tempreture": 1.0}, "no tempreture; it has"),
-        ({"output_dir": "elsewhere"}, "no output_dir; it has"),
+        ({"tempreture": 1.0}, "did you mean `temperature`"),
+        ({"output_dir": "elsewhere"}, "sets `output_dir` itself"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             EvaluationCallback(trainer, TASK, first=False, **options)
 
 
-def test_a_trainer_with_tools_is_refused(train, tmp_path):
+def test_trainer_with_tools_raises(train, tmp_path):
     trainer = train(tmp_path, evaluated=False, max_steps=1)
     trainer.tools = [len]
     with pytest.raises(ValueError, match="eval_strategy"):
         EvaluationCallback(trainer, TASK)
-
-
-def test_unfinished_lines_are_left_out_and_broken_ones_named(tmp_path):
-    path = tmp_path / "log.jsonl"
-    append_line(path, {"step": 1, "loss": float("nan")})
-    append_line(path, {"step": 2, "text": "line\u2028separator"})
-    with path.open("a") as file:
-        file.write('{"step": 3, "lo')
-    assert read_lines(path) == [{"step": 1, "loss": None}, {"step": 2, "text": "line\u2028separator"}]
-    keep_up_to(path, 1)
-    assert path.read_text() == '{"step":1,"loss":null}\n'
-    for broken in ("not json", '{"a":' * 100_000):
-        path.write_text(f'{{"step": 1}}\n{broken}\n')
-        with pytest.raises(ValueError, match=r"log\.jsonl, line 2"):
-            read_lines(path)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    write_json(tmp_path / "a.json", {"old": 1})
-    monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError("No space left on device")))
-    with pytest.raises(OSError, match="No space"):
-        write_atomically(tmp_path / "a.json", "new")
-    assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}

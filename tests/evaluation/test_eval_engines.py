@@ -1,4 +1,4 @@
-"""Engines draw what they should, sample by sample, and leave the model and torch's random state alone."""
+"""Sampling engines: distribution, seeds, unchanged model and random state."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ import pytest
 import torch
 from scipy import stats
 
-from credit_trl.evaluation.engines import (
-    Request,
-    Sampling,
-    TransformersEngine,
-    VLLMEngine,
-    generate_ids,
-    read_responses,
-    weight_fingerprint,
-)
+from credit_trl.evaluation import EvaluationConfig, Sampling, SamplingConfig
+from credit_trl.evaluation.engines import Request, TransformersEngine, VLLMEngine, weight_fingerprint
+from credit_trl.evaluation.generation import generate_ids, read_responses
 from credit_trl.evaluation.protocol import make_engine
 
 PROMPT = [{"role": "user", "content": "2+2="}]
@@ -28,6 +22,10 @@ PROMPT = [{"role": "user", "content": "2+2="}]
 @pytest.fixture
 def engine(make_model, tokenizer):
     return TransformersEngine(make_model(), tokenizer, batch_size=4)
+
+
+def make(model, **options):
+    return make_engine(model, EvaluationConfig(**options))
 
 
 def draw(engine, sampling, count=12, prompts=("2+2=", "what is this?"), batch=None):
@@ -42,7 +40,7 @@ def draw(engine, sampling, count=12, prompts=("2+2=", "what is this?"), batch=No
 )
 def test_first_tokens_have_the_filtered_distribution(engine, tokenizer, temperature, top_p, top_k):
     count = 3000
-    sampling = Sampling(temperature, top_p, top_k, max_completion_length=1)
+    sampling = SamplingConfig(temperature, top_p, top_k, max_completion_length=1)
     texts = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor([tokenizer(texts, add_special_tokens=False)["input_ids"]])
     with torch.no_grad():
@@ -54,7 +52,12 @@ def test_first_tokens_have_the_filtered_distribution(engine, tokenizer, temperat
     expected[kept] = p[kept] / p[kept].sum()
 
     drawn = generate_ids(
-        engine.model, ids.tolist() * count, range(count), sampling, engine.eos_token_ids, pad_token_id=0
+        engine.model,
+        ids.tolist() * count,
+        sampling,
+        eos_token_ids=engine.eos_token_ids,
+        pad_token_id=0,
+        seeds=range(count),
     )
     observed = np.bincount([row[0] for row in drawn], minlength=len(p))
     assert set(np.nonzero(observed)[0]) <= set(kept)
@@ -66,15 +69,37 @@ def test_first_tokens_have_the_filtered_distribution(engine, tokenizer, temperat
     assert stats.chisquare(counts, chances).pvalue > 0.001
 
 
-def test_a_sample_does_not_depend_on_its_batch_or_on_the_order(engine):
-    sampling = Sampling(1.0, 0.9, max_completion_length=8)
+def test_sample_does_not_depend_on_its_batch(engine):
+    sampling = SamplingConfig(1.0, 0.9, max_completion_length=8)
     whole = draw(engine, sampling)
     assert draw(engine, sampling, batch=5) == whole == draw(engine, sampling, batch=1)
     assert len({response.text for response in whole}) > 6
 
 
+def test_generate_ids_matches_inverse_transform_sampling(engine):
+    """Peer: one row at a time without padding or cache, with numpy's cumulative sums."""
+    prompts = [[5, 9, 11], [7], [5, 9, 11, 12]]
+    sampling = SamplingConfig(1.3, 1.0, max_completion_length=6, seed=4)
+    options = {"eos_token_ids": engine.eos_token_ids, "pad_token_id": 0}
+    expected = []
+    for row, prompt in enumerate(prompts):
+        ids = list(prompt)
+        for uniform in np.random.default_rng([4, row]).random(6):
+            with torch.no_grad():
+                logits = engine.model(torch.tensor([ids])).logits[0, -1].double() / 1.3
+            ids.append(int(np.searchsorted(np.cumsum(torch.softmax(logits, -1).numpy()), uniform, side="right")))
+            if ids[-1] in engine.eos_token_ids:
+                break
+        expected.append(ids[len(prompt) :])
+    for batch_size in (None, 1, 2):
+        assert generate_ids(engine.model, prompts, sampling, batch_size=batch_size, **options) == expected
+    assert generate_ids(engine.model, [], sampling, **options) == []
+    endless = generate_ids(engine.model, prompts, sampling, eos_token_ids=[], pad_token_id=0)
+    assert [len(ids) for ids in endless] == [6, 6, 6]
+
+
 def test_temperature_zero_is_greedy(engine, tokenizer):
-    responses = draw(engine, Sampling(0.0, max_completion_length=5), count=4)
+    responses = draw(engine, SamplingConfig(0.0, max_completion_length=5), count=4)
     ids = engine.tokenizer.apply_chat_template(
         [{"role": "user", "content": "2+2="}], add_generation_prompt=True, return_dict=False
     )
@@ -85,8 +110,8 @@ def test_temperature_zero_is_greedy(engine, tokenizer):
     assert responses[0].text == responses[2].text == expected
 
 
-def test_the_models_own_sampling_defaults_have_no_say_and_come_back(engine):
-    sampling = Sampling(1.0, 1.0, max_completion_length=6)
+def test_model_generation_defaults_are_ignored_and_restored(engine):
+    sampling = SamplingConfig(1.0, 1.0, max_completion_length=6)
     plain = draw(engine, sampling)
     defaults = engine.model.generation_config
     defaults.repetition_penalty, defaults.top_k, defaults.do_sample = 50.0, 1, True
@@ -95,17 +120,17 @@ def test_the_models_own_sampling_defaults_have_no_say_and_come_back(engine):
     assert defaults.repetition_penalty == 50.0
 
 
-def test_sampling_leaves_random_state_and_mode_alone(engine):
+def test_sampling_keeps_random_state_and_training_mode(engine):
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
     engine.model.train()
-    draw(engine, Sampling(max_completion_length=3))
+    draw(engine, SamplingConfig(max_completion_length=3))
     assert torch.equal(torch.rand(4), expected)
     assert engine.model.training
 
 
-def test_lengths_count_the_end_of_turn_and_truncation_is_its_absence(engine, tokenizer):
+def test_length_counts_end_of_turn_and_truncated_lacks_it(engine, tokenizer):
     word, end = tokenizer("ab")["input_ids"], tokenizer.eos_token_id
     full, cut, empty = read_responses(tokenizer, [[*word, end], word, [end]], [end])
     assert (full.text, full.length, full.truncated) == ("ab", 3, False)
@@ -113,7 +138,7 @@ def test_lengths_count_the_end_of_turn_and_truncation_is_its_absence(engine, tok
     assert (empty.text, empty.length, empty.truncated) == ("", 1, False)
 
 
-def test_fingerprint_tells_weights_apart(make_model):
+def test_fingerprint_changes_with_the_weights(make_model):
     model = make_model()
     before = weight_fingerprint(model)
     assert weight_fingerprint(make_model()) == before != weight_fingerprint(make_model(seed=1))
@@ -122,7 +147,7 @@ def test_fingerprint_tells_weights_apart(make_model):
     assert weight_fingerprint(model) != before
 
 
-def test_fingerprint_reads_a_quantised_base_too(make_model):
+def test_fingerprint_covers_quantized_weights(make_model):
     model = make_model()
     packed = torch.arange(12, dtype=torch.uint8)
     model.register_parameter("packed", torch.nn.Parameter(packed, requires_grad=False))
@@ -133,7 +158,7 @@ def test_fingerprint_reads_a_quantised_base_too(make_model):
 
 
 class FakeLLM:
-    """Answers with the first prompt tokens, in vLLM's forms."""
+    """Returns the first prompt tokens in vLLM's output classes."""
 
     def __init__(self, tokenizer, **options):
         self.tokenizer, self.options, self.calls = tokenizer, options, []
@@ -164,11 +189,11 @@ def vllm(monkeypatch, tokenizer):
     monkeypatch.setitem(sys.modules, "vllm", module)
 
 
-def test_vllm_gets_ids_settings_and_a_seed_a_request(vllm, tokenizer):
-    engine = make_engine("some/model", engine="vllm", engine_options={"max_model_len": 512})
+def test_vllm_requests_have_ids_settings_and_seeds(vllm, tokenizer):
+    engine = make("some/model", engine="vllm", engine_options={"max_model_len": 512})
     assert isinstance(engine, VLLMEngine)
     assert engine.llm.options == {"model": "some/model", "max_model_len": 512}
-    responses = draw(engine, Sampling(0.6, 0.95, max_completion_length=7), count=4)
+    responses = draw(engine, SamplingConfig(0.6, 0.95, max_completion_length=7), count=4)
     prompts, parameters = engine.llm.calls[0]
     text = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, tokenize=False)
     assert prompts[0]["prompt_token_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -185,39 +210,48 @@ def test_vllm_gets_ids_settings_and_a_seed_a_request(vllm, tokenizer):
     assert [r.length for r in responses] == [3] * 4
 
 
-def test_vllm_tells_the_weights_of_a_directory_apart(vllm, tmp_path):
-    """A run saves its best model under one name again and again; a half-done evaluation of the old one is not its."""
+def test_vllm_identity_changes_with_the_weight_files(vllm, tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(100_000))
-    before = make_engine(str(tmp_path), engine="vllm").identity()
-    assert make_engine(str(tmp_path), engine="vllm").identity() == before
+    before = make(str(tmp_path), engine="vllm").identity()
+    assert make(str(tmp_path), engine="vllm").identity() == before
     weights.write_bytes(bytes(range(100)) * 1000)
-    assert make_engine(str(tmp_path), engine="vllm").identity() != before
+    assert make(str(tmp_path), engine="vllm").identity() != before
 
 
-def test_the_packages_own_model_has_a_name_and_engines_refuse_options_that_they_lack():
-    engine = make_engine("quickstart", batch_size=3)
+def test_quickstart_model_and_unknown_engine_options():
+    engine = make("quickstart", batch_size=3)
     assert (engine.name, engine.batch_size) == ("quickstart", 3)
     with pytest.raises(ValueError, match="`chat_template_kwargs`, not max_model_len"):
-        make_engine("quickstart", engine_options={"max_model_len": 512})
+        make("quickstart", engine_options={"max_model_len": 512})
 
 
-def test_without_vllm_the_message_names_the_extra(monkeypatch):
+def test_missing_vllm_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match=r"credit-trl\[vllm\]"):
-        make_engine("some/model", engine="vllm")
+        make("some/model", engine="vllm")
 
 
 @pytest.mark.parametrize(
     "options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_completion_length": 0}]
 )
-def test_sampling_refuses_values_out_of_range(options):
+def test_sampling_config_rejects_values_out_of_range(options):
     with pytest.raises(ValueError, match=next(iter(options))):
-        Sampling(**options)
+        SamplingConfig(**options)
 
 
-def test_a_bare_model_needs_its_tokenizer_and_an_engine_a_known_name(make_model):
+def test_sampling_is_an_alias_of_sampling_config():
+    assert Sampling is SamplingConfig
+
+
+@pytest.mark.parametrize(("given", "nearest"), [("tempreture", "temperature"), ("dataset_", "dataset"), ("x", "")])
+def test_unknown_option_error_names_the_nearest(given, nearest):
+    with pytest.raises(TypeError, match=f"`{given}`; did you mean `{nearest}"):
+        EvaluationConfig.from_options({given: 1})
+
+
+def test_model_needs_tokenizer_and_engine_a_known_name(make_model):
     with pytest.raises(ValueError, match="tokenizer"):
-        make_engine(make_model())
+        make(make_model())
     with pytest.raises(ValueError, match="'transformers' or 'vllm'"):
-        make_engine("x", engine="sglang")
+        make("x", engine="sglang")

@@ -1,4 +1,4 @@
-"""`evaluate`: figures against closed forms, and interruptions that leave no trace."""
+"""`evaluate`: scores against direct computation, and resumed evaluations."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from datasets import Dataset
 
 from credit_trl import Verdict
-from credit_trl.evaluation import Evaluation, evaluate
-from credit_trl.evaluation.engines import Response
+from credit_trl.evaluation import Evaluation, EvaluationConfig, evaluate
+from credit_trl.evaluation.generation import Response
 from credit_trl.evaluation.protocol import EvaluationMismatchError, sample_seed, task_rows
 from credit_trl.evaluation.verdicts import VerifierFailed
 from credit_trl.rollout.verdict import VerifierPolicy, VerifierTimeout
@@ -47,7 +47,7 @@ TASK = Task("letters", letters, graded, batch_of(graded, "letters"))
 
 
 class FakeEngine:
-    """Answers from the seed alone. It remembers what it was asked, and fails when it is told to."""
+    """Responses depend on the seed only. Records the seeds; `on_generate` runs after each batch."""
 
     name, is_main = "fake", True
 
@@ -85,7 +85,7 @@ def run(folder, k=5, **options):
     return evaluate(engine, TASK, k, output_dir=folder, progress=False), engine
 
 
-def test_figures_follow_from_the_samples(tmp_path):
+def test_scores_follow_from_the_samples(tmp_path):
     result, _ = run(tmp_path)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(s["prompt"], s["sample"]) for s in samples] == [(f"q{i}", j) for i in range(6) for j in range(5)]
@@ -109,7 +109,7 @@ def test_figures_follow_from_the_samples(tmp_path):
     assert Evaluation.from_dict(json.loads((tmp_path / "result.json").read_text())) == result
 
 
-def test_majority_is_left_out_where_answers_are_no_letters():
+def test_majority_needs_letter_answers_or_answer_of():
     rows = letters().map(lambda row: {"answer": f"{row['answer']}!"})
     task = Task("texts", lambda *a: rows, graded, batch_of(graded, "texts"))
     assert evaluate(FakeEngine(), task, 3, progress=False).majority is None
@@ -117,7 +117,7 @@ def test_majority_is_left_out_where_answers_are_no_letters():
     assert counted.majority is not None
 
 
-def test_a_finished_evaluation_generates_nothing_again(tmp_path):
+def test_finished_evaluation_generates_nothing(tmp_path):
     first, engine = run(tmp_path)
     before = files(tmp_path)
     assert len(set(engine.seeds)) == len(engine.seeds) == 30
@@ -134,7 +134,7 @@ def test_samples_do_not_depend_on_the_batch_size(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.77, 0.999])
-def test_a_file_torn_at_any_byte_is_completed_without_a_sample_twice(tmp_path, share):
+def test_truncated_sample_file_is_completed(tmp_path, share):
     run(tmp_path / "whole")
     expected = files(tmp_path / "whole")
     torn = tmp_path / "torn"
@@ -148,7 +148,7 @@ def test_a_file_torn_at_any_byte_is_completed_without_a_sample_twice(tmp_path, s
 
 
 def killed_after(folder, samples):
-    """An evaluation in a process of its own that receives SIGKILL once so many samples were generated."""
+    """Evaluate, and kill the process after so many samples."""
 
     def die(generated):
         if generated >= samples:
@@ -157,7 +157,7 @@ def killed_after(folder, samples):
     run(folder, on_generate=die)
 
 
-def test_kill_and_restart_gives_the_files_of_an_undisturbed_run(tmp_path):
+def test_killed_evaluation_resumes_to_the_same_files(tmp_path):
     run(tmp_path / "whole")
     folder = tmp_path / "killed"
     on_disk = 0
@@ -176,28 +176,28 @@ def test_kill_and_restart_gives_the_files_of_an_undisturbed_run(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"k": 6}, {"weights": "other"}])
-def test_another_evaluation_in_the_directory_is_refused_by_what_differs(tmp_path, change):
+def test_other_evaluation_in_output_dir_raises(tmp_path, change):
     run(tmp_path)
     with pytest.raises(EvaluationMismatchError, match=next(iter(change))):
         run(tmp_path, **change)
 
 
-def test_every_sample_has_a_seed_of_its_own():
+def test_sample_seeds_are_unique():
     seeds = [sample_seed(s, f"q{i}", j) for s in range(3) for i in range(40) for j in range(16)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_rows_without_ids_get_stable_ones_and_duplicates_stay_apart():
+def test_task_rows_get_stable_unique_ids():
     rows = [{"prompt": "a", "answer": "A"}, {"prompt": "b", "answer": "B"}, {"prompt": "a", "answer": "A"}]
-    named = task_rows(TASK, dataset=rows)
+    named = task_rows(TASK, EvaluationConfig(dataset=rows))
     assert named[0]["id"] != named[1]["id"]
     assert named[2]["id"] == f"{named[0]['id']}#2"
-    assert task_rows(TASK, dataset=rows[1:])[0]["id"] == named[1]["id"]
-    assert len(task_rows(TASK, max_prompts=2)) == 2
+    assert task_rows(TASK, EvaluationConfig(dataset=rows[1:]))[0]["id"] == named[1]["id"]
+    assert len(task_rows(TASK, EvaluationConfig(max_prompts=2))) == 2
 
 
-def test_a_verifier_that_does_not_apply_is_refused_by_prompt():
+def test_verdict_without_reward_raises_with_prompt_id():
     def silent(response, answer, *, truncated=False):
         return Verdict(None)
 
@@ -210,7 +210,7 @@ def rewarded(reward) -> Task:
     return Task("letters", letters, graded, reward)
 
 
-def test_a_verifier_that_is_a_coroutine_is_waited_for():
+def test_coroutine_verifier_is_awaited():
     async def slow(completions, answer, **columns):
         await asyncio.sleep(0)
         return TASK.reward(completions, answer, **columns)
@@ -220,29 +220,29 @@ def test_a_verifier_that_is_a_coroutine_is_waited_for():
 
 
 @pytest.mark.parametrize("tries", [1, 2, 3])
-def test_what_a_verifier_leaves_undecided_is_asked_once_more_alone_and_then_counts_as_zero(tmp_path, tries, caplog):
-    """Only answers to q2 are ever undecided, `tries` times each."""
-    asked = []
+def test_undecided_samples_are_graded_twice_then_count_as_zero(tmp_path, tries, caplog):
+    """Only samples of q2 are undecided, in the first `tries` − 1 calls."""
+    graded_ids = []
 
-    def hesitant(completions, answer, id, **columns):
-        asked.append(list(id))
+    def slow(completions, answer, id, **columns):
+        graded_ids.append(list(id))
         verdicts = TASK.reward(completions, answer, **columns)
-        hesitates = sum("q2" in ids for ids in asked) < tries
+        is_undecided = sum("q2" in ids for ids in graded_ids) < tries
         return [
-            Verdict(None, "too slow", {"undecided": 1.0}) if name == "q2" and hesitates else verdict
+            Verdict(None, "too slow", {"undecided": 1.0}) if name == "q2" and is_undecided else verdict
             for name, verdict in zip(id, verdicts, strict=True)
         ]
 
-    result = evaluate(FakeEngine(batch_size=30), rewarded(hesitant), 5, output_dir=tmp_path, progress=False)
+    result = evaluate(FakeEngine(batch_size=30), rewarded(slow), 5, output_dir=tmp_path, progress=False)
     plain = evaluate(FakeEngine(batch_size=30), TASK, 5, progress=False)
-    assert asked[1:] == ([] if tries == 1 else [["q2"] * 5])
+    assert graded_ids[1:] == ([] if tries == 1 else [["q2"] * 5])
     scores, expected = ({p.id: p.score for p in one.prompts} for one in (result, plain))
     assert scores == expected | ({"q2": 0.0} if tries == 3 else {})
     assert result.metrics.get("undecided") == (1.0 if tries == 3 else None)
     assert ("count as 0" in caplog.text) == (tries == 3)
 
 
-def test_numbers_and_characters_that_no_file_takes_do_not_end_an_evaluation_that_was_interrupted(tmp_path):
+def test_evaluation_with_nan_metrics_and_surrogates_resumes(tmp_path):
     def odd(completions, answer, id, **columns):
         return [Verdict(1.0, "half \ud800 a pair", {"ratio": math.nan, "n": 2.0}) for _ in id]
 
@@ -260,12 +260,12 @@ def test_numbers_and_characters_that_no_file_takes_do_not_end_an_evaluation_that
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_no_finite_number_is_refused_by_prompt(reward):
+def test_non_finite_reward_raises_with_prompt_id(reward):
     with pytest.raises(ValueError, match="'q0'"):
         evaluate(FakeEngine(), rewarded(lambda completions, **columns: [reward] * len(completions)), 2, progress=False)
 
 
-def test_a_verifier_that_hangs_ends_the_evaluation_as_the_policy_says():
+def test_hanging_verifier_follows_the_policy():
     def hanging(completions, **columns):
         time.sleep(3.0)
 
@@ -274,7 +274,7 @@ def test_a_verifier_that_hangs_ends_the_evaluation_as_the_policy_says():
             evaluate(FakeEngine(), rewarded(hanging), 1, policy=VerifierPolicy(on_error, 0.1), progress=False)
 
 
-def test_a_tiny_model_is_evaluated_end_to_end_and_continues(tmp_path, make_model, tokenizer):
+def test_tiny_model_evaluation_resumes(tmp_path, make_model, tokenizer):
     options = {"k": 2, "max_completion_length": 4, "tokenizer": tokenizer, "progress": False, "batch_size": 3}
     whole = evaluate(make_model(), TASK, output_dir=tmp_path / "whole", **options)
     expected = files(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""Intervals cover, closed forms hold, and the paired test keeps its level and finds what is there."""
+"""Statistics: coverage of intervals, closed forms, level and power of the paired test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALPHA = 0.05
 
 
 def simulated_prompts(rng, prompts: int, k: int, a: float, b: float):
-    """Per-prompt means of k Bernoulli samples, success probabilities from Beta(a, b)."""
+    """Per-prompt means of k Bernoulli samples with success probabilities from Beta(a, b)."""
     return rng.binomial(k, rng.beta(a, b, prompts)) / k
 
 
@@ -32,7 +32,7 @@ def coverage(prompts: int, k: int, a: float, b: float, simulations: int) -> floa
 
 # ToolAlpaca's 68 prompts at avg@16, and LiveCodeBench's 131 at avg@4.
 @pytest.mark.parametrize(("prompts", "k", "a", "b"), [(68, 16, 2.0, 2.0), (131, 4, 0.5, 0.5)])
-def test_interval_covers_the_mean_of_bernoulli_prompts_at_its_level(prompts, k, a, b):
+def test_bootstrap_ci_covers_at_its_level(prompts, k, a, b):
     assert 0.92 <= coverage(prompts, k, a, b, simulations=400) <= 0.97
 
 
@@ -40,11 +40,11 @@ def test_interval_covers_the_mean_of_bernoulli_prompts_at_its_level(prompts, k, 
 @pytest.mark.parametrize("prompts", [68, 131, 300])
 @pytest.mark.parametrize("k", [1, 4, 16])
 @pytest.mark.parametrize(("a", "b"), [(2.0, 2.0), (0.5, 0.5), (5.0, 1.5)])
-def test_interval_covers_over_many_shapes(prompts, k, a, b):
+def test_bootstrap_ci_covers_for_many_shapes(prompts, k, a, b):
     assert 0.92 <= coverage(prompts, k, a, b, simulations=1000) <= 0.97
 
 
-def test_interval_is_scipys_mean_and_shrinks_with_the_root_of_the_number_of_prompts():
+def test_bootstrap_ci_has_normal_width_and_shrinks_with_root_n():
     rng = np.random.default_rng(1)
     scores = rng.random(100)
     narrow, wide = bootstrap_ci(np.tile(scores, 16)), bootstrap_ci(scores)
@@ -54,7 +54,7 @@ def test_interval_is_scipys_mean_and_shrinks_with_the_root_of_the_number_of_prom
     assert wide.half_width == pytest.approx(normal, rel=0.06)
 
 
-def test_interval_of_equal_scores_has_no_width_and_one_prompt_has_none():
+def test_bootstrap_ci_of_equal_scores_and_of_one_prompt():
     assert bootstrap_ci([0.25] * 10) == (0.25, 0.25, 0.25)
     mean, low, high = bootstrap_ci([0.5])
     assert mean == 0.5
@@ -63,7 +63,7 @@ def test_interval_of_equal_scores_has_no_width_and_one_prompt_has_none():
 
 
 @pytest.mark.parametrize("scores", [[], [0.1, math.nan], [[0.1, 0.2]]])
-def test_bootstrap_refuses_what_is_no_list_of_scores(scores):
+def test_bootstrap_ci_rejects_invalid_scores(scores):
     with pytest.raises(ValueError, match="per_prompt_scores"):
         bootstrap_ci(scores)
 
@@ -80,7 +80,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(samples, data):
 
 @pytest.mark.parametrize("p", [0.03, 0.4, 0.9])
 @pytest.mark.parametrize("k", [1, 4, 16])
-def test_expected_pass_at_k_and_avg_at_k_are_the_closed_forms_of_bernoulli_samples(p, k):
+def test_pass_at_k_and_avg_at_k_match_bernoulli_expectations(p, k):
     counts = np.arange(17)
     chance = np.array([math.comb(16, c) * p**c * (1 - p) ** (16 - c) for c in counts])
     assert chance @ pass_at_k(counts, 16, k) == pytest.approx(1 - (1 - p) ** k)
@@ -88,13 +88,13 @@ def test_expected_pass_at_k_and_avg_at_k_are_the_closed_forms_of_bernoulli_sampl
 
 
 @pytest.mark.parametrize(("successes", "samples", "k"), [([3], 4, 5), ([3], 4, 0), ([5], 4, 1), ([-1], 4, 1)])
-def test_pass_at_k_refuses_counts_out_of_range(successes, samples, k):
+def test_pass_at_k_rejects_counts_out_of_range(successes, samples, k):
     with pytest.raises(ValueError, match=r"pass@|Successes"):
         pass_at_k(successes, samples, k)
 
 
 @given(st.lists(st.sampled_from(["A", "B", "C", None]), min_size=1, max_size=6), st.sampled_from("ABC"))
-def test_majority_is_the_chance_that_a_random_most_frequent_answer_is_right(answers, gold):
+def test_majority_is_the_probability_of_a_right_mode(answers, gold):
     given_answers = [answer for answer in answers if answer]
     tallies = {answer: given_answers.count(answer) for answer in set(given_answers)}
     winners = [answer for answer, n in tallies.items() if n == max(tallies.values())]
@@ -108,20 +108,20 @@ def rejections(make_pair, simulations: int, **options) -> float:
     return float(np.mean(found))
 
 
-def no_more_than_the_level(rate: float, simulations: int) -> bool:
-    """Within two standard errors of a rate whose true value is the level."""
+def is_at_most_level(rate: float, simulations: int) -> bool:
+    """Whether a rejection rate is within two standard errors of the level."""
     return rate <= ALPHA + 2 * math.sqrt(ALPHA * (1 - ALPHA) / simulations)
 
 
-def test_paired_test_rejects_no_difference_at_most_at_its_level():
+def test_paired_test_keeps_its_level():
     def same(rng):
         p = rng.beta(0.7, 0.7, 200)
         return rng.binomial(16, p) / 16, rng.binomial(16, p) / 16
 
-    assert no_more_than_the_level(rejections(same, 400), 400)
+    assert is_at_most_level(rejections(same, 400), 400)
 
 
-def test_paired_test_finds_five_points_at_200_prompts():
+def test_paired_test_detects_five_points_at_200_prompts():
     def five_points(rng):
         p = rng.beta(0.7, 0.7, 200) * 0.95
         return rng.binomial(16, p + 0.05) / 16, rng.binomial(16, p) / 16
@@ -130,8 +130,8 @@ def test_paired_test_finds_five_points_at_200_prompts():
 
 
 @pytest.mark.parametrize("paired_seeds", [True, False])
-def test_two_level_test_counts_the_variance_of_seeds(paired_seeds):
-    """Seeds that move a method's score by themselves are no difference between methods."""
+def test_two_level_test_includes_the_variance_of_seeds(paired_seeds):
+    """Seed effects without a difference between the methods are not significant."""
 
     def seeds_differ(rng):
         p = rng.beta(2, 2, 60)
@@ -139,18 +139,18 @@ def test_two_level_test_counts_the_variance_of_seeds(paired_seeds):
         draw = rng.binomial(16, np.clip(p + shift, 0, 1)) / 16
         return draw[0], draw[1]
 
-    assert no_more_than_the_level(rejections(seeds_differ, 200, paired_seeds=paired_seeds), 200)
+    assert is_at_most_level(rejections(seeds_differ, 200, paired_seeds=paired_seeds), 200)
 
     def pooled(rng):
         a, b = seeds_differ(rng)
         return a.mean(0), b.mean(0)
 
-    assert rejections(pooled, 100) > 0.2  # the test is needed: prompts alone see differences that are not there
+    assert rejections(pooled, 100) > 0.2  # resampling prompts only rejects too often
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**31), st.floats(-0.5, 0.5))
-def test_paired_difference_is_antisymmetric_and_a_constant_shift_has_no_width(seed, shift):
+def test_paired_difference_is_antisymmetric_and_shift_exact(seed, shift):
     rng = np.random.default_rng(seed)
     a, b = rng.random(20), rng.random(20)
     forth, back = paired_bootstrap(a, b, 400), paired_bootstrap(b, a, 400)
@@ -162,8 +162,8 @@ def test_paired_difference_is_antisymmetric_and_a_constant_shift_has_no_width(se
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_small_p_values_of_few_seeds_are_no_smaller_than_they_may_be(count):
-    """Holm's adjustment and a table's `< 0.001` read p-values far below 5 %."""
+def test_small_p_values_with_few_seeds_keep_their_level(count):
+    """Holm's adjustment uses p-values far below 5 %."""
     simulations, level = 400, 0.01
     rng = np.random.default_rng(5)
     found = []
@@ -175,8 +175,8 @@ def test_small_p_values_of_few_seeds_are_no_smaller_than_they_may_be(count):
 
 @pytest.mark.parametrize("count", [2, 3, 5, 10])
 @pytest.mark.parametrize("confidence_level", [0.9, 0.95, 0.99])
-def test_an_interval_of_seeds_alone_is_students_at_any_level(count, confidence_level):
-    """Rows that differ by a constant leave the seeds' level only, of which the t interval is known."""
+def test_two_level_ci_of_seeds_is_students_t(count, confidence_level):
+    """Rows that differ by a constant have variance between seeds only, where the t interval is exact."""
     by_seed = np.linspace(0.0, 1.0, count)
     scores = np.repeat(by_seed[:, None], 4, axis=1)
     quantile = stats.t.ppf((1 + confidence_level) / 2, count - 1)
@@ -185,7 +185,7 @@ def test_an_interval_of_seeds_alone_is_students_at_any_level(count, confidence_l
     assert interval.half_width == pytest.approx(expected, rel=0.3 if count == 2 else 0.12)
 
 
-def test_an_interval_of_a_rate_is_cut_where_rates_end_and_nowhere_else():
+def test_two_level_ci_is_clipped_to_bounds():
     scores = np.array([[1.0] * 18 + [0.5, 0.9], [1.0] * 19 + [0.6], [1.0] * 20])
     whole, cut = two_level_ci(scores), two_level_ci(scores, bounds=(0.0, 1.0))
     assert whole.high > 1.0
@@ -194,14 +194,14 @@ def test_an_interval_of_a_rate_is_cut_where_rates_end_and_nowhere_else():
         two_level_ci(scores + 0.1, bounds=(0.0, 1.0))
 
 
-def test_two_level_interval_of_one_seed_is_the_bootstrap_over_prompts():
+def test_two_level_ci_of_one_seed_matches_bootstrap_ci():
     scores = np.random.default_rng(3).random(80)
     one, plain = two_level_ci(scores[None]), bootstrap_ci(scores)
     assert one.mean == plain.mean
     assert one.half_width == pytest.approx(plain.half_width, rel=0.1)
 
 
-def test_two_level_interval_is_wider_where_seeds_disagree():
+def test_two_level_ci_is_wider_if_seeds_disagree():
     rng = np.random.default_rng(4)
     scores = np.repeat(rng.random((1, 50)), 4, axis=0)
     agreeing = two_level_ci(scores)
@@ -210,7 +210,7 @@ def test_two_level_interval_is_wider_where_seeds_disagree():
     assert disagreeing.half_width > 2 * agreeing.half_width
 
 
-def test_paired_test_refuses_what_it_cannot_pair():
+def test_paired_test_rejects_unpaired_scores():
     with pytest.raises(ValueError, match="same prompts"):
         paired_bootstrap([0.1, 0.2], [0.1, 0.2, 0.3])
     with pytest.raises(ValueError, match="two prompts"):

@@ -1,25 +1,19 @@
-"""Evaluation during training, and what a run keeps of it.
-
-`RunLog` writes what every later comparison reads; `EvaluationCallback` measures avg@k every few steps, keeps the best
-model and reports best-during-training and final scores side by side, since the first is the largest of several noisy
-numbers and so flatters.
-"""
+"""Trainer callbacks: avg@k during training, and the files of the run directory."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from credit_trl.evaluation.engines import Sampling
-from credit_trl.evaluation.protocol import EvaluationMismatchError, evaluate, task_rows
+from credit_trl.evaluation.config import EvaluationConfig
+from credit_trl.evaluation.protocol import EvaluationMismatchError, run_evaluation, task_rows
 from credit_trl.evaluation.result import Evaluation
 from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.evaluation.verdicts import VerifierFailed
@@ -40,19 +34,19 @@ from credit_trl.training.run_directory import (
 
 logger = logging.getLogger(__name__)
 
-# Arguments of `evaluate` that an evaluation during training decides itself.
-_OWN = {"model", "tokenizer", "engine", "engine_options", "output_dir", "policy"}
-# A run that starts anew in a used directory keeps no line, not even those of step 0.
-BEFORE_ANY = -1
+# Options of `evaluate` that the callback sets itself.
+_OWN_OPTIONS = {"tokenizer", "engine", "engine_options", "output_dir", "policy"}
+# `keep_up_to` this step removes all lines, those of step 0 too: the run starts from the beginning.
+_BEFORE_FIRST_STEP = -1
 
 
 class RunLog(TrainerCallback):
-    """Writes `run.json` and `log.jsonl` into the output directory, whatever `report_to` says.
+    """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
 
-    A run that resumes first drops the lines after the step that it resumes from.
+    A resumed run first removes the lines after the step of its checkpoint.
 
     Args:
-        **facts: what else `run.json` is to say, such as `task="sciknoweval:chemistry"`.
+        **facts: further fields of `run.json`, such as `task="sciknoweval:chemistry"`.
     """
 
     def __init__(self, **facts: Any) -> None:
@@ -62,15 +56,15 @@ class RunLog(TrainerCallback):
         if not state.is_world_process_zero:
             return
         model = kwargs.get("model")
-        described = {
+        run = {
             "config": args.to_dict(),
             "seed": args.seed,
             "model": getattr(model, "name_or_path", "") or type(model).__name__,
             "parameters": sum(p.numel() for p in model.parameters()) if model is not None else None,
             **self.facts,
         }
-        write_json(Path(args.output_dir) / RUN_FILE, json.loads(json.dumps(described, default=str)))
-        keep_up_to(Path(args.output_dir) / LOG_FILE, state.global_step or BEFORE_ANY)
+        write_json(Path(args.output_dir) / RUN_FILE, json.loads(json.dumps(run, default=str)))
+        keep_up_to(Path(args.output_dir) / LOG_FILE, state.global_step or _BEFORE_FIRST_STEP)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any
@@ -80,11 +74,11 @@ class RunLog(TrainerCallback):
 
 
 class EvaluationCallback(TrainerCallback):
-    """avg@k every `eval_steps` optimizer steps, before the first and after the last, with sampling of its own.
+    """Evaluates avg@k every `eval_steps` optimizer steps, before the first step and after the last.
 
-    It draws from random streams of its own, so a run trains the same with it and without it. An evaluation that a
-    kill interrupted continues where it was if the weights are the same, and starts anew if they are not. The trainer's
-    `verifier_timeout` holds here too; with `on_verifier_error="skip"` a step whose verifier fails has no evaluation.
+    Evaluation uses its own random streams, so training is bitwise the same with and without it. An interrupted
+    evaluation continues if the weights are the same and otherwise restarts. The trainer's `verifier_timeout` applies;
+    with `on_verifier_error="skip"` a step whose verifier fails is not evaluated.
 
     Example:
 
@@ -93,21 +87,19 @@ class EvaluationCallback(TrainerCallback):
     ```
 
     Args:
-        trainer: the trainer that it is added to.
-        task: as in `evaluate`.
-        k: samples a prompt.
-        eval_steps: optimizer steps between two evaluations (the paper: 5).
-        keep_best: save the model with the highest avg@k so far, in `<output_dir>/best-step-<step>`; the earliest of
-            equals. The one before it is removed once a checkpoint has been saved that does not need it.
-        first: evaluate before the first step too, which gives the base model's score.
-        batch_size: answers generated side by side on a process, by default `per_device_eval_batch_size`.
-        split, path, dataset, max_prompts: the rows, as in `evaluate`.
-        **options: further arguments of `evaluate`; `max_completion_length` is the trainer's by default.
+        trainer: the trainer the callback is added to.
+        task: a name for `load_task`, or a [`Task`].
+        k: samples per prompt.
+        eval_steps: optimizer steps between evaluations (5 in the paper).
+        keep_best: save the model with the highest avg@k so far, the earliest of equals, in
+            `<output_dir>/best-step-<step>`. The previous best model is removed after the next checkpoint is saved.
+        first: also evaluate before the first step.
+        **options: other fields of [`EvaluationConfig`]. `max_completion_length` is the trainer's by default,
+            `batch_size` (per process) its `per_device_eval_batch_size`.
 
     Raises:
-        ValueError: `eval_steps` or `k` below 1, a sampling setting out of range, or a trainer with tools or
-            environments.
-        TypeError: an option that `evaluate` does not have, or that the callback sets itself.
+        ValueError: an option is out of range, or the trainer has tools or environments.
+        TypeError: an unknown option, or one that the callback sets itself.
     """
 
     def __init__(
@@ -119,43 +111,33 @@ class EvaluationCallback(TrainerCallback):
         *,
         keep_best: bool = True,
         first: bool = True,
-        batch_size: int | None = None,
-        split: str = "test",
-        path: str | Path | None = None,
-        dataset: Any = None,
-        max_prompts: int | None = None,
         **options: Any,
     ) -> None:
         if eval_steps < 1:
             raise ValueError(f"`eval_steps` must be at least 1, got {eval_steps}.")
         check_options(k, options)
+        args = trainer.args
+        policy = VerifierPolicy(getattr(args, "on_verifier_error", "raise"), getattr(args, "verifier_timeout", None))
+        defaults = {"progress": not args.disable_tqdm, "max_completion_length": trainer.max_completion_length}
+        config = EvaluationConfig(k=k, policy=policy, **{**defaults, **options})
         self.trainer = trainer
         self.task = load_task(task) if isinstance(task, str) else task
-        self.rows = task_rows(self.task, split, path, dataset, max_prompts)
-        self.engine = TrainerEngine(trainer, batch_size=batch_size)
-        self.k = k
+        self.config = replace(config, dataset=task_rows(self.task, config))
+        self.engine = TrainerEngine(trainer, batch_size=config.batch_size)
         self.eval_steps = eval_steps
         self.keep_best = keep_best
         self.first = first
-        args = trainer.args
-        policy = VerifierPolicy(args.on_verifier_error, args.verifier_timeout) if _has_policy(args) else None
-        self.options = {
-            "policy": policy,
-            "progress": not args.disable_tqdm,
-            "max_completion_length": trainer.max_completion_length,
-            **options,
-        }
-        self.folder = Path(trainer.args.output_dir)
+        self.folder = Path(args.output_dir)
         self.history: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take up the evaluations up to the step that the run resumes from; forget those of steps that were lost."""
+        """Read the evaluations up to the step of the checkpoint and remove later ones."""
         if self.engine.is_main:
-            keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step or BEFORE_ANY)
+            keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step or _BEFORE_FIRST_STEP)
             self.history = read_lines(self.folder / EVALUATIONS_FILE)
             (self.folder / SUMMARY_FILE).unlink(missing_ok=True)
-            self._point_at_best()
-            self._drop_other_models()
+            self._write_best()
+            self._remove_other_models()
         self.history = self.engine.share(self.history)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -166,18 +148,18 @@ class EvaluationCallback(TrainerCallback):
         if state.global_step % self.eval_steps == 0:
             self._evaluate(state.global_step)
             if args.save_strategy == "no" and self.engine.is_main:
-                self._drop_other_models()
+                self._remove_other_models()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.engine.is_main:
-            self._drop_other_models()
+            self._remove_other_models()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluate(state.global_step)
         if self.engine.is_main:
-            self._drop_other_models()
+            self._remove_other_models()
             if any(row["step"] == state.global_step for row in self.history):
-                write_json(self.folder / SUMMARY_FILE, summary(self.history, state.global_step))
+                write_json(self.folder / SUMMARY_FILE, score_summary(self.history, state.global_step))
 
     def _evaluate(self, step: int) -> None:
         if any(row["step"] == step for row in self.history):
@@ -185,36 +167,30 @@ class EvaluationCallback(TrainerCallback):
         try:
             result = self._measure(self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}")
         except VerifierFailed as error:
-            logger.warning(f"Step {step} was not evaluated: {error} With `on_verifier_error='skip'` the run goes on.")
+            logger.warning(f"Step {step} was not evaluated: {error} Training continues (`on_verifier_error='skip'`).")
             return
         if self.keep_best and all(result.score > row["score"] for row in self.history):
             self._save_model(step)
         self.history.append({"step": step, **_row(result)})
         if self.engine.is_main:
             append_line(self.folder / EVALUATIONS_FILE, self.history[-1])
-            self._point_at_best()
+            self._write_best()
         self.trainer.accelerator.wait_for_everyone()
-        self._log(result)
-
-    def _log(self, result: Evaluation) -> None:
-        """Through the base class: TRL's `log` would also close the averages of the training log here.
-
-        A log clears the flag that this step's training log is due, so it is put back.
-        """
+        # TRL's `log` would also reset the averages of the training log, and any log clears `should_log`.
         due = self.trainer.control.should_log
         Trainer.log(self.trainer, result.log_metrics())
         self.trainer.control.should_log = due
 
     def _measure(self, folder: Path) -> Evaluation:
-        """Continue the evaluation in `folder` if it is of these weights; else it is what a lost step left."""
-        options = {"dataset": self.rows, "output_dir": folder, **self.options}
+        """Continue the evaluation in `folder` if it has the same weights; otherwise replace it."""
+        config = replace(self.config, output_dir=folder)
         try:
-            return evaluate(self.engine, self.task, self.k, **options)
+            return run_evaluation(self.engine, self.task, config)
         except EvaluationMismatchError:
             if self.engine.is_main:
                 shutil.rmtree(folder)
             self.trainer.accelerator.wait_for_everyone()
-        return evaluate(self.engine, self.task, self.k, **options)
+        return run_evaluation(self.engine, self.task, config)
 
     def _save_model(self, step: int) -> None:
         folder = self.folder / best_folder(step)
@@ -223,8 +199,8 @@ class EvaluationCallback(TrainerCallback):
         self.trainer.accelerator.wait_for_everyone()
         self.trainer.save_model(str(folder))
 
-    def _point_at_best(self) -> None:
-        """Let `best.json` name the best evaluation so far and, where models are kept, its folder."""
+    def _write_best(self) -> None:
+        """Write the best evaluation so far to `best.json`, with the folder of its model if models are kept."""
         if not self.history:
             (self.folder / BEST_FILE).unlink(missing_ok=True)
             return
@@ -232,42 +208,38 @@ class EvaluationCallback(TrainerCallback):
         folder = best_folder(best["step"]) if self.keep_best else None
         write_json(self.folder / BEST_FILE, {"folder": folder, **best})
 
-    def _drop_other_models(self) -> None:
-        """Remove every kept model but the best one's."""
-        named = best_folder(best_of(self.history)["step"]) if self.history else None
+    def _remove_other_models(self) -> None:
+        """Remove all saved models except the best."""
+        best = best_folder(best_of(self.history)["step"]) if self.history else None
         for folder in self.folder.glob("best-step-*"):
-            if folder.name != named:
+            if folder.name != best:
                 shutil.rmtree(folder)
 
 
-def _has_policy(args: Any) -> bool:
-    """A `CreditConfig` says what is done about verifiers that fail, a `GRPOConfig` does not."""
-    return hasattr(args, "on_verifier_error")
-
-
 def check_options(k: int, options: Mapping[str, Any]) -> None:
-    """What `evaluate` would refuse at the first evaluation, which may be hours away."""
-    if k < 1:
-        raise ValueError(f"`k` must be at least 1, got {k}.")
-    known = inspect.signature(evaluate).parameters.keys() - _OWN
-    if unknown := sorted(options.keys() - known):
-        listed = ", ".join(sorted(known))
-        raise TypeError(f"An evaluation during training has no {', '.join(unknown)}; it has {listed}.")
-    Sampling(**{field.name: options[field.name] for field in fields(Sampling) if field.name in options})
+    """Check the options of an `EvaluationCallback` before training.
+
+    Raises:
+        ValueError: an option is out of range.
+        TypeError: an unknown option, or one that the callback sets itself.
+    """
+    if own := sorted(_OWN_OPTIONS & options.keys()):
+        raise TypeError(f"`EvaluationCallback` sets `{own[0]}` itself; remove it.")
+    EvaluationConfig.from_options({"k": k, **options})
 
 
 def best_folder(step: int) -> str:
-    """Where the best model lies in the output directory, if it is that of `step`."""
+    """Name of the folder of the best model, saved at `step`."""
     return f"best-step-{step}"
 
 
 def best_of(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The evaluation with the highest score, the earliest of equals."""
+    """The evaluation with the highest score; the earliest of equals."""
     return max(history, key=lambda row: (row["score"], -row["step"]))
 
 
-def summary(history: list[dict[str, Any]], last_step: int) -> dict[str, Any]:
-    """Best-during-training and final scores of a run, each under its own name.
+def score_summary(history: list[dict[str, Any]], last_step: int) -> dict[str, Any]:
+    """Content of `summary.json`: best-during-training and final scores.
 
     Args:
         history: rows of `evaluations.jsonl`.

@@ -1,4 +1,4 @@
-"""What an evaluation found: per-prompt scores, and the figures made of them."""
+"""Result of an evaluation: per-prompt scores and the statistics over them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any
 
 import numpy as np
 
+from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.samples import Sample
-from credit_trl.evaluation.statistics import N_RESAMPLES, Interval, bootstrap_ci, majority_at_k, pass_at_k
+from credit_trl.evaluation.statistics import Interval, bootstrap_ci, majority_at_k, pass_at_k
 from credit_trl.tasks.printable import printable
 
 
 @dataclass(frozen=True)
 class PromptScore:
-    """One prompt's k samples.
+    """Scores of one prompt's k samples.
 
     Args:
-        id: the prompt's.
-        group: the stratum it belongs to, such as its task; None where there is one only.
+        id: id of the prompt.
+        group: its group, such as its task; None if the rows have no groups.
         score: mean reward.
-        successes: samples whose reward reaches the threshold of success.
-        majority: maj@k, None where answers cannot be read off the samples.
-        metrics: means of the verdicts' further numbers.
+        successes: number of samples whose reward reaches `success_threshold`.
+        majority: maj@k; None if answers are not read from the samples.
+        metrics: means of the verdicts' metrics.
     """
 
     id: str
@@ -36,21 +37,21 @@ class PromptScore:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One model on one task.
+    """Result of evaluating one model on one task.
 
     Args:
-        task, model: names.
-        settings: everything that decides the samples.
-        k: samples a prompt.
-        prompts: per-prompt scores, in the task's order.
+        task, model: their names.
+        settings: the settings that determine the samples.
+        k: samples per prompt.
+        prompts: per-prompt scores, in the order of the rows.
         score, low, high: avg@k and its 95 % bootstrap interval over prompts.
-        pass_at: unbiased pass@j for the powers of two up to k, and k.
-        majority: maj@k, None where answers cannot be read off the samples.
-        mean_length: tokens an answer.
-        truncated: share of answers cut at the length limit.
-        metrics: means of the verdicts' further numbers, over the samples that carry them.
-        groups: avg@k with its interval by stratum, where there is more than one.
-        group_metrics: `metrics` by stratum.
+        pass_at: unbiased pass@j by j, for the powers of two up to k, and k.
+        majority: maj@k; None if answers are not read from the samples.
+        mean_length: mean number of tokens of a completion.
+        truncated: fraction of completions that reached the length limit.
+        metrics: means of the verdicts' metrics over the samples that have them.
+        groups: avg@k and its interval by group, if there are several.
+        group_metrics: `metrics` by group.
     """
 
     task: str
@@ -71,27 +72,28 @@ class Evaluation:
 
     @property
     def per_prompt_scores(self) -> list[float]:
-        """(n,) for `bootstrap_ci` and `paired_bootstrap`."""
+        """(prompts,) for `bootstrap_ci` and `paired_bootstrap`."""
         return [prompt.score for prompt in self.prompts]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` reads it back."""
-        fields = asdict(self)
-        fields["pass_at"] = {str(k): value for k, value in self.pass_at.items()}
-        fields["groups"] = {name: interval._asdict() for name, interval in self.groups.items()}
-        return fields
+        """A dictionary for JSON; `from_dict` is the inverse."""
+        values = asdict(self)
+        values["pass_at"] = {str(k): value for k, value in self.pass_at.items()}
+        values["groups"] = {name: interval._asdict() for name, interval in self.groups.items()}
+        return values
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Evaluation:
-        fields = dict(fields)
-        fields["prompts"] = [PromptScore(**prompt) for prompt in fields["prompts"]]
-        fields["pass_at"] = {int(k): value for k, value in fields["pass_at"].items()}
-        fields["groups"] = {name: _interval(bounds) for name, bounds in fields["groups"].items()}
-        fields["low"], fields["high"] = _interval({"mean": 0.0, **fields})[1:]
-        return cls(**fields)
+    def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
+        """Read the content of `result.json`."""
+        values = dict(values)
+        values["prompts"] = [PromptScore(**prompt) for prompt in values["prompts"]]
+        values["pass_at"] = {int(k): value for k, value in values["pass_at"].items()}
+        values["groups"] = {name: _interval(bounds) for name, bounds in values["groups"].items()}
+        values["low"], values["high"] = _interval({"mean": 0.0, **values})[1:]
+        return cls(**values)
 
     def log_metrics(self) -> dict[str, float]:
-        """Flat numbers for a trainer's log."""
+        """Metrics for a trainer's log."""
         logs = {
             f"eval_avg@{self.k}": self.score,
             f"eval_avg@{self.k}_low": self.low,
@@ -121,47 +123,30 @@ class Evaluation:
 
 def summarize(
     samples: Sequence[Sample],
+    config: EvaluationConfig,
     *,
-    task: str,
     model: str,
     settings: Mapping[str, Any],
-    k: int,
     golds: Mapping[str, str] | None,
     groups: Mapping[str, str | None],
-    success_threshold: float,
-    n_resamples: int = N_RESAMPLES,
 ) -> Evaluation:
-    """Make the figures of graded samples.
+    """Compute the result of graded samples.
 
     Args:
-        samples: k of each prompt, prompt after prompt.
-        task, model, settings, k: as in `Evaluation`.
-        golds: prompt id → gold answer, to compare `Sample.answer` with; None for no maj@k.
-        groups: prompt id → stratum.
-        success_threshold: reward from which a sample counts as a success in pass@k.
-        n_resamples: of the intervals.
+        samples: k per prompt, prompts contiguous.
+        config: k, the success threshold and the bootstrap resamples.
+        model, settings: as in [`Evaluation`]; `settings["task"]` names the task.
+        golds: gold answer by prompt id, or None for no maj@k.
+        groups: group by prompt id.
     """
-    prompts = []
-    for start in range(0, len(samples), k):
-        mine = samples[start : start + k]
-        name = mine[0].prompt
-        prompts.append(
-            PromptScore(
-                id=name,
-                group=groups[name],
-                score=float(np.mean([s.reward for s in mine])),
-                successes=sum(s.reward >= success_threshold for s in mine),
-                majority=None if golds is None else majority_at_k([s.answer for s in mine], golds[name]),
-                metrics=_metric_means(mine),
-            )
-        )
-    scores = [prompt.score for prompt in prompts]
-    mean, low, high = bootstrap_ci(scores, n_resamples)
+    k = config.k
+    prompts = [_prompt_score(samples[i : i + k], config, golds, groups) for i in range(0, len(samples), k)]
+    mean, low, high = bootstrap_ci([prompt.score for prompt in prompts], config.n_resamples)
     successes = [prompt.successes for prompt in prompts]
-    strata = sorted({group for group in groups.values() if group is not None})
-    strata = strata if len(strata) > 1 else []
+    names = sorted({group for group in groups.values() if group is not None})
+    scores = {name: [p.score for p in prompts if p.group == name] for name in names if len(names) > 1}
     return Evaluation(
-        task=task,
+        task=settings["task"],
         model=model,
         settings=dict(settings),
         k=k,
@@ -174,18 +159,35 @@ def summarize(
         mean_length=float(np.mean([s.length for s in samples])),
         truncated=float(np.mean([s.truncated for s in samples])),
         metrics=_metric_means(samples),
-        groups={g: bootstrap_ci([p.score for p in prompts if p.group == g], n_resamples) for g in strata},
-        group_metrics={g: _metric_means([s for s in samples if groups[s.prompt] == g]) for g in strata},
+        groups={name: bootstrap_ci(values, config.n_resamples) for name, values in scores.items()},
+        group_metrics={name: _metric_means([s for s in samples if groups[s.prompt] == name]) for name in scores},
+    )
+
+
+def _prompt_score(
+    samples: Sequence[Sample],
+    config: EvaluationConfig,
+    golds: Mapping[str, str] | None,
+    groups: Mapping[str, str | None],
+) -> PromptScore:
+    name = samples[0].prompt
+    return PromptScore(
+        id=name,
+        group=groups[name],
+        score=float(np.mean([s.reward for s in samples])),
+        successes=sum(s.reward >= config.success_threshold for s in samples),
+        majority=None if golds is None else majority_at_k([s.answer for s in samples], golds[name]),
+        metrics=_metric_means(samples),
     )
 
 
 def _interval(bounds: Mapping[str, Any]) -> Interval:
-    """JSON has no NaN: null bounds are those of a single prompt."""
+    """An interval from JSON, where null stands for NaN: the bounds of a single prompt."""
     return Interval(*(float("nan") if bounds[name] is None else bounds[name] for name in ("mean", "low", "high")))
 
 
 def _powers(k: int) -> list[int]:
-    return sorted({2**e for e in range(k.bit_length()) if 2**e <= k} | {k})
+    return sorted({2**e for e in range(k.bit_length())} | {k})
 
 
 def _metric_means(samples: Sequence[Sample]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The samples of one evaluation, a file that only grows: one line a sample, in a fixed order."""
+"""The graded samples of an evaluation, in an append-only JSON lines file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from credit_trl.training.run_directory import json_line, read_lines
 
@@ -15,18 +14,16 @@ SAMPLES_FILE = "samples.jsonl"
 
 @dataclass(frozen=True)
 class Sample:
-    """One graded answer.
+    """One graded completion.
 
     Args:
-        prompt: the prompt's id.
-        sample: its number among the prompt's k.
-        text: the answer.
-        length: in tokens, the end of turn included.
-        truncated: cut at the length limit.
-        reward: the verdict's.
-        feedback: the verdict's words.
-        metrics: the verdict's further numbers.
-        answer: what the task takes as the answer given, for maj@k; None where nothing was answered or it is unknown.
+        prompt: id of the prompt.
+        sample: number of the sample, in [0, k).
+        text: the completion.
+        length: tokens, end of turn included.
+        truncated: whether the completion reached the length limit.
+        reward, feedback, metrics: from the verdict; metrics that are not finite are dropped.
+        answer: the answer read from the text, for maj@k; None if there is none.
     """
 
     prompt: str
@@ -41,16 +38,16 @@ class Sample:
 
 
 class SampleFile:
-    """Graded samples in the order of `units`; what is there when it is opened counts as done.
+    """Graded samples in the order of `units`, continued from those in the file.
 
-    A file that ends in the middle of a line, because its writer was killed, is cut back to its last whole line.
+    An incomplete last line, left by a killed process, is removed.
 
     Args:
         path: the file, or None to keep the samples in memory.
-        units: (prompt id, number) of every sample that the evaluation wants, in order.
+        units: (prompt id, number) of every sample of the evaluation, in order.
 
     Raises:
-        ValueError: the file holds other samples, or more.
+        ValueError: the file holds other samples.
     """
 
     def __init__(self, path: Path | None, units: Sequence[tuple[str, int]]) -> None:
@@ -75,15 +72,9 @@ def _read(path: Path) -> list[Sample]:
     if not path.is_file():
         return []
     content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-    return [_sample(row, path) for row in read_lines(path)]
-
-
-def _sample(row: dict[str, Any], path: Path) -> Sample:
+    if not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
     try:
-        return Sample(**row)
+        return [Sample(**row) for row in read_lines(path)]
     except TypeError as error:
         raise ValueError(f"{path} does not hold samples of an evaluation: {error}") from error

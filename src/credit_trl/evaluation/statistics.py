@@ -1,8 +1,14 @@
-"""Scores over k samples a prompt, and what resampling prompts and seeds says of their uncertainty.
+"""Statistics over k samples per prompt: pass@k, maj@k, bootstrap intervals and paired tests.
 
-The sampling unit is the prompt: a prompt's score is the mean over its k samples, and intervals come from resampling
-prompts with replacement (2,000 resamples), as in the paper's Appendix A. Where a method was trained with several
-seeds, seeds are a second level that is resampled too.
+The sampling unit is the prompt. A prompt's score is the mean over its k samples, and intervals come from 2,000
+bootstrap resamples of the prompts, as in the paper's Appendix A. With several seeds per method, seeds are resampled as
+a second level.
+
+The two-level bootstrap is corrected for small counts. A resample draws n − 1 of n items with replacement, since the
+variance of a mean of n − 1 draws is s²/n, and each level's deviation is multiplied by √(ν / χ²_ν) with ν = n − 1 and a
+new χ² per resample, which gives it the tails of Student's t. With five seeds an uncorrected bootstrap would give
+intervals a third too narrow. The test is conservative where seeds have little effect, because resampling both levels
+counts their interaction more than once.
 """
 
 from __future__ import annotations
@@ -18,12 +24,13 @@ from scipy import stats
 
 N_RESAMPLES = 2000
 CONFIDENCE_LEVEL = 0.95
+UNBOUNDED = (-math.inf, math.inf)
 
 Array = NDArray[np.float64]
 
 
 class Interval(NamedTuple):
-    """A mean and its confidence interval. `low` and `high` are NaN where one prompt leaves nothing to resample."""
+    """A mean and its confidence interval; `low` and `high` are NaN for a single prompt."""
 
     mean: float
     low: float
@@ -44,33 +51,32 @@ class Difference(NamedTuple):
 
 
 def pass_at_k(successes: ArrayLike, samples: int, k: int) -> Array:
-    """Chance that at least one of k samples succeeds: `1 − C(n − c, k) / C(n, k)`, unbiased in the c of n that did.
+    """Unbiased probability that at least one of k samples succeeds, `1 − C(n − c, k) / C(n, k)`.
 
     Args:
-        successes: c, any shape, whole numbers in [0, samples].
-        samples: n, samples drawn a prompt.
+        successes: c, any shape, integers in [0, samples].
+        samples: n, samples per prompt.
         k: in [1, samples].
 
     Raises:
-        ValueError: k or a count out of range.
+        ValueError: k or a count is out of range.
     """
     if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} needs 1 ≤ k ≤ {samples}, the samples drawn for each prompt.")
+        raise ValueError(f"pass@{k} needs 1 ≤ k ≤ {samples}, the number of samples per prompt.")
     counts = np.asarray(successes)
     if (counts < 0).any() or (counts > samples).any():
         raise ValueError(f"Successes must be between 0 and {samples}, got {counts.min()} to {counts.max()}.")
-    misses = np.array([1.0 - math.comb(samples - c, k) / math.comb(samples, k) for c in range(samples + 1)])
-    return misses[counts.astype(int)]
+    rates = np.array([1.0 - math.comb(samples - c, k) / math.comb(samples, k) for c in range(samples + 1)])
+    return rates[counts.astype(int)]
 
 
 def majority_at_k(answers: Sequence[str | None], gold: str) -> float:
-    """maj@k of one prompt: 1 if most of the given answers are `gold`; answers tied for most share it equally.
+    """maj@k of one prompt: 1 if the most frequent answer is `gold`, 1/m if m answers tie for it, else 0.
 
-    `None` is a sample without an answer: it does not vote.
+    Samples without an answer (`None`) do not vote.
     """
     votes = Counter(answer for answer in answers if answer is not None)
-    most = max(votes.values(), default=0)
-    winners = [answer for answer, count in votes.items() if count == most]
+    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
     return 1.0 / len(winners) if gold in winners else 0.0
 
 
@@ -84,24 +90,20 @@ def bootstrap_ci(
     """Mean over prompts with its percentile bootstrap interval (`scipy.stats.bootstrap`).
 
     Args:
-        per_prompt_scores: (n,), each the mean over a prompt's samples.
-        n_resamples: resamples of the n prompts.
+        per_prompt_scores: (prompts,), each the mean over a prompt's samples.
+        n_resamples: number of resamples.
         confidence_level: of the interval.
         seed: of the resampling.
 
-    Returns:
-        `(mean, low, high)`. Scores that are all the same have an interval of no width: nothing in them varies.
-
     Raises:
-        ValueError: no scores, more than one dimension, or scores that are not finite.
+        ValueError: there are no scores, more than one dimension, or scores that are not finite.
     """
     scores = _finite(per_prompt_scores, "per_prompt_scores")
     if scores.ndim != 1:
-        raise ValueError(f"`per_prompt_scores` has one score a prompt, shape (n,), got {scores.shape}.")
-    mean = float(scores.mean())
+        raise ValueError(f"`per_prompt_scores` must have one score per prompt, shape (n,), got {scores.shape}.")
     if len(scores) == 1:
-        return Interval(mean, math.nan, math.nan)
-    result = stats.bootstrap(
+        return Interval(float(scores[0]), math.nan, math.nan)
+    interval = stats.bootstrap(
         (scores,),
         np.mean,
         n_resamples=n_resamples,
@@ -109,8 +111,8 @@ def bootstrap_ci(
         confidence_level=confidence_level,
         method="percentile",
         rng=np.random.default_rng(seed),
-    )
-    return Interval(mean, float(result.confidence_interval.low), float(result.confidence_interval.high))
+    ).confidence_interval
+    return Interval(float(scores.mean()), float(interval.low), float(interval.high))
 
 
 def two_level_ci(
@@ -119,22 +121,21 @@ def two_level_ci(
     *,
     confidence_level: float = CONFIDENCE_LEVEL,
     seed: int = 0,
-    bounds: tuple[float, float] = (-math.inf, math.inf),
+    bounds: tuple[float, float] = UNBOUNDED,
 ) -> Interval:
-    """Mean over seeds and prompts, with both resampled; see `paired_bootstrap` for how.
+    """Mean over seeds and prompts with an interval that resamples both levels.
 
     Args:
-        scores: (seeds, prompts), the same prompts for every seed. One seed: its variance is not in the interval.
+        scores: (seeds, prompts), the same prompts for all seeds. With one seed only prompts are resampled.
         n_resamples, confidence_level, seed: as in `bootstrap_ci`.
-        bounds: what a mean can be, such as (0, 1) for a rate; the interval is cut there. The deviations are the same
-            on both sides of the mean, so near a bound they reach beyond it; a cut takes nothing from the coverage.
+        bounds: range of the mean, such as (0, 1) for a rate, to which the interval is clipped.
 
     Raises:
-        ValueError: scores that are not finite, or outside the bounds.
+        ValueError: scores that are not finite or outside the bounds.
     """
     matrix = _matrix(scores, "scores")
     if matrix.min() < bounds[0] or matrix.max() > bounds[1]:
-        raise ValueError(f"`scores` reach from {matrix.min():g} to {matrix.max():g}, beyond `bounds` {bounds}.")
+        raise ValueError(f"`scores` range from {matrix.min():g} to {matrix.max():g}, beyond `bounds` {bounds}.")
     mean = float(matrix.mean())
     if matrix.shape[1] == 1:
         return Interval(mean, math.nan, math.nan)
@@ -157,33 +158,25 @@ def paired_bootstrap(
     paired_seeds: bool = False,
     confidence_level: float = CONFIDENCE_LEVEL,
     seed: int = 0,
-    bounds: tuple[float, float] = (-math.inf, math.inf),
+    bounds: tuple[float, float] = UNBOUNDED,
 ) -> Difference:
-    """Difference of two methods' means on the same prompts: `mean(a) − mean(b)`.
+    """Paired test of two methods on the same prompts: the difference `mean(a) − mean(b)`.
 
-    Each resample draws prompts once for both methods, so a prompt's difficulty cancels; with several seeds a method it
-    draws seeds too. To be unbiased at small counts it draws n − 1 of n (the variance of a mean of n − 1 draws from n
-    observations is s²/n) and gives each level's deviation the tails of Student's t: it is multiplied by √(ν / χ²_ν), a
-    new χ² at each resample, with ν = n − 1 the level's degrees of freedom. With five seeds a plain bootstrap of seeds
-    would claim intervals a third too narrow, and small p-values that are far too small. Where seeds matter little the
-    test is conservative, since resampling both levels counts what is left of their interaction more than once.
+    Each resample draws prompts once for both methods, so the prompts' difficulty cancels.
 
     Args:
-        a, b: per-prompt scores, (prompts,) or (seeds, prompts). Column i is the same prompt in both.
-        n_resamples: resamples.
-        paired_seeds: row s of `a` and of `b` share what the seed decides (base model, data order), so seeds are drawn
-            once for both.
-        confidence_level: of the interval.
-        seed: of the resampling.
-        bounds: what a mean can be, as in `two_level_ci`; no difference is larger than they are apart.
+        a, b: scores, (prompts,) or (seeds, prompts); column i is the same prompt in both.
+        n_resamples, confidence_level, seed: as in `bootstrap_ci`.
+        paired_seeds: row s of `a` and row s of `b` share a seed, so seeds are also drawn once for both.
+        bounds: range of the means, as in `two_level_ci`; the difference is clipped to its width.
 
     Returns:
-        `(difference, low, high, p_value)`; the p-value is the share of resamples, centred on no difference, that are
-        as far from it as what was observed, and at least `1 / (n_resamples + 1)`.
+        The [`Difference`]. The p-value is the share of resamples, centred on 0, that are at least as far from 0 as
+        the observed difference, and at least `1 / (n_resamples + 1)`.
 
     Raises:
-        ValueError: different prompts, fewer than two, different numbers of seeds with `paired_seeds`, or scores that
-            are not finite.
+        ValueError: different prompts, fewer than two prompts, scores that are not finite, or different numbers of
+            seeds with `paired_seeds`.
     """
     left, right = _matrix(a, "a"), _matrix(b, "b")
     if left.shape[1] != right.shape[1]:
@@ -192,28 +185,18 @@ def paired_bootstrap(
         raise ValueError("A paired test needs at least two prompts.")
     if paired_seeds and len(left) != len(right):
         raise ValueError(f"`paired_seeds` needs as many seeds in `a` ({len(left)}) as in `b` ({len(right)}).")
-    rng = np.random.default_rng(seed)
-    parts = []
-    for size in _sizes(n_resamples, left.shape[1]):
-        prompts = _draw(rng, size, left.shape[1])
-        seeds = _draw(rng, size, len(left))
-        if paired_seeds:
-            parts.append(_deviations(left - right, seeds, prompts))
-        else:
-            other_seeds = _draw(rng, size, len(right))
-            parts.append(_deviations(left, seeds, prompts) - _deviations(right, other_seeds, prompts))
-    deviations = np.concatenate(parts)
+    deviations = _paired_deviations(left, right, n_resamples, paired_seeds, np.random.default_rng(seed))
     difference = float(left.mean() - right.mean())
     low, high = _percentiles(deviations, confidence_level)
-    # Equality counts as far; the slack absorbs rounding where the scores are multiples of 1/k.
+    # Equality counts; the slack absorbs rounding, since scores are multiples of 1/k.
     extreme = int((np.abs(deviations) >= abs(difference) - 1e-12).sum())
     p_value = (extreme + 1) / (n_resamples + 1)
-    most = bounds[1] - bounds[0]
-    return Difference(difference, max(difference + low, -most), min(difference + high, most), p_value)
+    width = bounds[1] - bounds[0]
+    return Difference(difference, max(difference + low, -width), min(difference + high, width), p_value)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment: each is at most the level of the whole family where its adjusted value is."""
+    """p-values with Holm's step-down adjustment for multiple tests."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, highest = [0.0] * len(p_values), 0.0
     for rank, i in enumerate(order):
@@ -222,8 +205,29 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+class _Draw(NamedTuple):
+    """B resamples of one level.
+
+    Args:
+        weights: (B, items), the share of each item among a resample's draws.
+        tails: (B,), √(ν / χ²_ν).
+    """
+
+    weights: Array
+    tails: Array
+
+
+def _draw(rng: np.random.Generator, size: int, count: int) -> _Draw:
+    """`size` resamples of a level with `count` items, `count` − 1 draws each (1 for a single item)."""
+    if count == 1:
+        return _Draw(np.ones((size, 1)), np.ones(size))
+    drawn = rng.integers(count, size=(size, count - 1)) + np.arange(size)[:, None] * count
+    weights = np.bincount(drawn.ravel(), minlength=size * count).reshape(size, count) / (count - 1)
+    return _Draw(weights, np.sqrt((count - 1) / rng.chisquare(count - 1, size)))
+
+
 def _deviations(matrix: Array, seeds: _Draw, prompts: _Draw) -> Array:
-    """How far each of B resamples' means is from the mean of `matrix` (S, n), given draws of seeds and of prompts."""
+    """(B,) deviations of the resamples' means from the mean of `matrix`, (seeds, prompts)."""
     by_seed, by_prompt = matrix.mean(axis=1), matrix.mean(axis=0)
     seed_part = (seeds.weights - 1.0 / matrix.shape[0]) @ (by_seed - by_seed.mean())
     prompt_part = (prompts.weights - 1.0 / matrix.shape[1]) @ (by_prompt - by_prompt.mean())
@@ -232,25 +236,19 @@ def _deviations(matrix: Array, seeds: _Draw, prompts: _Draw) -> Array:
     return seed_part * seeds.tails + prompt_part * prompts.tails + both
 
 
-class _Draw(NamedTuple):
-    """B resamples of one level.
-
-    Args:
-        weights: (B, items), the shares of a resample's draws that fall on each item.
-        tails: (B,), √(ν / χ²_ν): what makes a normal deviation one of Student's t.
-    """
-
-    weights: Array
-    tails: Array
-
-
-def _draw(rng: np.random.Generator, size: int, count: int) -> _Draw:
-    """`size` resamples of a level with `count` items, count − 1 draws each; of one item, all of them."""
-    if count == 1:
-        return _Draw(np.ones((size, 1)), np.ones(size))
-    drawn = rng.integers(count, size=(size, count - 1)) + np.arange(size)[:, None] * count
-    weights = np.bincount(drawn.ravel(), minlength=size * count).reshape(size, count) / (count - 1)
-    return _Draw(weights, np.sqrt((count - 1) / rng.chisquare(count - 1, size)))
+def _paired_deviations(
+    left: Array, right: Array, n_resamples: int, paired_seeds: bool, rng: np.random.Generator
+) -> Array:
+    """(n_resamples,) deviations of the difference, with the same prompts drawn for both methods."""
+    parts = []
+    for size in _sizes(n_resamples, left.shape[1]):
+        prompts, seeds = _draw(rng, size, left.shape[1]), _draw(rng, size, len(left))
+        if paired_seeds:
+            parts.append(_deviations(left - right, seeds, prompts))
+        else:
+            right_seeds = _draw(rng, size, len(right))
+            parts.append(_deviations(left, seeds, prompts) - _deviations(right, right_seeds, prompts))
+    return np.concatenate(parts)
 
 
 def _percentiles(deviations: Array, confidence_level: float) -> tuple[float, float]:
@@ -260,7 +258,7 @@ def _percentiles(deviations: Array, confidence_level: float) -> tuple[float, flo
 
 
 def _batch(count: int) -> int:
-    """Resamples that are held at once: some 64 MB."""
+    """Resamples in memory at once: about 64 MB."""
     return max(1, 8_000_000 // count)
 
 
@@ -272,7 +270,7 @@ def _sizes(n_resamples: int, count: int) -> list[int]:
 def _matrix(scores: ArrayLike, name: str) -> Array:
     array = _finite(scores, name)
     if array.ndim not in (1, 2):
-        raise ValueError(f"`{name}` has shape (prompts,) or (seeds, prompts), got {array.shape}.")
+        raise ValueError(f"`{name}` must have shape (prompts,) or (seeds, prompts), got {array.shape}.")
     return np.atleast_2d(array)
 
 

@@ -1,7 +1,7 @@
-"""Sampling from a trainer's policy in the middle of training, through the trainer's own engine.
+"""Sampling engine on a trainer's policy, for evaluation during training.
 
-Where the trainer generates with vLLM, so does the evaluation, with its own sampling settings; else the policy itself
-is unwrapped as TRL does for its rollouts. In a distributed run each process answers its share.
+It generates as the trainer does, with vLLM or with the policy unwrapped as in TRL, but with the evaluation's sampling
+settings. In a distributed run each process generates a share of the requests.
 """
 
 from __future__ import annotations
@@ -15,57 +15,50 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from trl.models.utils import unwrap_model_for_generation
 
-from credit_trl.evaluation.engines import (
-    Request,
-    Response,
-    Sampling,
-    encode_prompt,
-    end_of_turn_ids,
-    generate_ids,
-    pad_token_id,
-    read_responses,
-)
-from credit_trl.evaluation.fingerprints import weight_fingerprint
+from credit_trl.evaluation.config import SamplingConfig
+from credit_trl.evaluation.engines import Request, TransformersEngine
+from credit_trl.evaluation.generation import Response, read_responses
 from credit_trl.rollout.vllm import seeded
 from credit_trl.teacher.sharding import reshard
 
 
 class TrainerEngine:
-    """An [`Engine`] on a `CreditTrainer` or `GRPOTrainer`. Every process of the run must call it.
+    """An [`Engine`] on a `CreditTrainer` or `GRPOTrainer`. All processes must call it together.
 
     Args:
         trainer: the trainer.
-        batch_size: answers that a process generates side by side, by default the evaluation batch size.
+        batch_size: completions generated together on a process, by default `per_device_eval_batch_size`.
 
     Raises:
-        ValueError: the trainer has tools or environments: an answer would be a conversation with them.
+        ValueError: the trainer has tools or environments.
     """
 
     def __init__(self, trainer: Any, *, batch_size: int | None = None) -> None:
         if trainer.tools or getattr(trainer, "environment_factories", None):
             raise ValueError(
-                "avg@k samples one answer a prompt, without tools or environments. Evaluate this trainer with "
+                "avg@k samples one completion per prompt, without tools or environments. Evaluate this trainer with "
                 "TRL's own `eval_strategy` and `eval_dataset`."
             )
         self.trainer = trainer
-        self.tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        self._local = TransformersEngine(policy, tokenizer, chat_template_kwargs=template)
         self.name = getattr(trainer.model, "name_or_path", "") or type(trainer.model).__name__
         self.processes = trainer.accelerator.num_processes
         self.batch_size = (batch_size or trainer.args.per_device_eval_batch_size) * self.processes
         self.is_main = trainer.accelerator.is_main_process
-        self.eos_token_ids = end_of_turn_ids(trainer.accelerator.unwrap_model(trainer.model), self.tokenizer)
         self.chat_template_kwargs = dict(trainer.chat_template_kwargs)
-        self._policy: Any = None
 
     def identity(self) -> str:
-        """The fingerprint of the weights, of all processes' shards."""
-        policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        reshard(policy)
-        fingerprints = gather_object([weight_fingerprint(policy)])
+        """Fingerprint of the weights, from the shards of all processes."""
+        self._local.model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        reshard(self._local.model)
+        fingerprints = gather_object([self._local.identity()])
         return hashlib.sha256("".join(sorted(set(fingerprints))).encode()).hexdigest()[:16]
 
     @contextmanager
-    def session(self, sampling: Sampling) -> Iterator[None]:
+    def session(self, sampling: SamplingConfig) -> Iterator[None]:
         trainer = self.trainer
         was_training = trainer.model.training
         trainer.model.eval()
@@ -75,23 +68,21 @@ class TrainerEngine:
         finally:
             trainer.model.train(was_training)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
-        """All answers on every process; each generates a part, and parts are filled up to the same size."""
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
+        """All responses, on every process. The last request is repeated so that all shares have the same size."""
         share = -(-len(requests) // self.processes)
-        filled = [*requests, *[requests[-1]] * (share * self.processes - len(requests))]
+        padded = [*requests, *[requests[-1]] * (share * self.processes - len(requests))]
         first = self.trainer.accelerator.process_index * share
-        mine = filled[first : first + share]
-        template = {"chat_template": self.trainer.chat_template, **self.chat_template_kwargs}
-        prompts = [encode_prompt(self.tokenizer, request.prompt, **template) for request in mine]
-        seeds = [request.seed for request in filled]
+        mine = padded[first : first + share]
         if self.trainer.use_vllm:
-            with self._vllm_seeds(seeds, share):
-                ids = self.trainer.vllm_generation.generate(prompts=prompts, images=None, num_generations=1)[1]
+            with self._vllm_seeds([request.seed for request in padded], share):
+                ids = self.trainer.vllm_generation.generate(
+                    prompts=self._local.encode(mine), images=None, num_generations=1
+                )[1]
+            responses = read_responses(self._local.tokenizer, ids, self._local.eos_token_ids)
         else:
-            seeds = seeds[first : first + share]
-            pad = pad_token_id(self.tokenizer)
-            ids = generate_ids(self._policy, prompts, seeds, sampling, self.eos_token_ids, pad_token_id=pad)
-        return gather_object(read_responses(self.tokenizer, ids, self.eos_token_ids))[: len(requests)]
+            responses = self._local.generate(mine, sampling)
+        return gather_object(responses)[: len(requests)]
 
     def share(self, value: Any) -> Any:
         if self.processes == 1:
@@ -101,11 +92,11 @@ class TrainerEngine:
         return held[0]
 
     def _vllm_seeds(self, seeds: list[int], share: int) -> AbstractContextManager[None]:
-        """A stream for each sample, from an engine in this process; a server draws from its own.
+        """Seeded requests for a colocated engine; a vLLM server uses its own random streams.
 
         Args:
-            seeds: of all processes.
-            share: how many of them a process has.
+            seeds: of all processes' requests.
+            share: requests per process.
         """
         generation = self.trainer.vllm_generation
         if generation.mode == "server":
@@ -127,15 +118,12 @@ class TrainerEngine:
             torch.no_grad(),
             trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
         ):
-            self._policy = policy
-            try:
-                yield
-            finally:
-                self._policy = None
+            self._local.model = policy
+            yield
 
     @contextmanager
-    def _vllm_session(self, sampling: Sampling) -> Iterator[None]:
-        """vLLM with the current weights, and this evaluation's settings in place of the rollout's."""
+    def _vllm_session(self, sampling: SamplingConfig) -> Iterator[None]:
+        """Load the current weights into vLLM and replace the rollout's sampling settings."""
         trainer, generation = self.trainer, self.trainer.vllm_generation
         if trainer.state.global_step != trainer._last_loaded_step:
             generation.sync_weights()
@@ -152,14 +140,14 @@ class TrainerEngine:
         kept = {name: getattr(generation, name) for name in settings}
         vars(generation).update(settings)
         try:
-            with _kept_random_state():
+            with _forked_random_state():
                 yield
         finally:
             vars(generation).update(kept)
 
 
-def _kept_random_state() -> AbstractContextManager[None]:
-    """An engine in this process may draw from torch's generators, though each request has a seed."""
+def _forked_random_state() -> AbstractContextManager[None]:
+    """Restore torch's random state afterwards: a colocated engine draws from it even with seeded requests."""
     if not torch.accelerator.is_available():
         return torch.random.fork_rng(devices=[])
     device = torch.accelerator.current_accelerator()

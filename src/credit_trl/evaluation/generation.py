@@ -1,0 +1,192 @@
+"""Seeded generation with transformers: prompt token ids in, completion token ids out.
+
+Each token is drawn by inverting the cumulative distribution at one uniform number, and a row's uniform numbers come
+from its own seed. A completion therefore does not depend on the other rows of its batch, except for rounding in
+batched matrix products, and torch's random state does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from credit_trl.evaluation.config import SamplingConfig
+from credit_trl.rollout.batch import Prompt
+
+
+@dataclass(frozen=True)
+class Response:
+    """A decoded completion.
+
+    Args:
+        text: the completion without special tokens.
+        length: number of tokens, end of turn included.
+        truncated: whether the completion reached the length limit before an end of turn.
+    """
+
+    text: str
+    length: int
+    truncated: bool
+
+
+class SeededChoice(LogitsProcessor):
+    """Samples one token per row by inverse transform sampling and masks all others.
+
+    It is the last processor of the list; greedy decoding then selects the sampled token.
+
+    Args:
+        uniforms: (B, T) in [0, 1), the uniform number of each row and step.
+        prompt_width: width of the padded prompts, from which steps are counted.
+    """
+
+    def __init__(self, uniforms: Float[Tensor, "B T"], prompt_width: int) -> None:
+        self.uniforms = uniforms
+        self.prompt_width = prompt_width
+
+    def __call__(self, input_ids: Int[Tensor, "B S"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        step = input_ids.shape[1] - self.prompt_width
+        cumulative = scores.to(_widest_float(scores.device)).softmax(dim=-1).cumsum(dim=-1)
+        height = self.uniforms[:, step : step + 1].to(cumulative) * cumulative[:, -1:]
+        drawn = torch.searchsorted(cumulative, height, right=True).clamp(max=scores.shape[1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
+
+
+@torch.no_grad()
+def generate_ids(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    *,
+    eos_token_ids: Sequence[int],
+    pad_token_id: int,
+    seeds: Sequence[int] | None = None,
+    batch_size: int | None = None,
+) -> list[list[int]]:
+    """Sample one completion per prompt. The model's own generation defaults are ignored.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        prompts: token ids, of any lengths.
+        sampling: temperature, filters, length and base seed.
+        eos_token_ids: ids that end a completion; may be empty.
+        pad_token_id: id at masked positions.
+        seeds: seed of each row's random stream; by default derived from `sampling.seed` and the row's index.
+        batch_size: rows generated together; by default all.
+
+    Returns:
+        Completion ids up to and including the first id of `eos_token_ids`.
+    """
+    streams = [[sampling.seed, row] for row in range(len(prompts))] if seeds is None else seeds
+    config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=sampling.max_completion_length,
+        eos_token_id=list(eos_token_ids) or None,
+        pad_token_id=pad_token_id,
+    )
+    ends = set(eos_token_ids)
+    completions = []
+    with _generation_config(model, config):
+        for start in range(0, len(prompts), batch_size or max(1, len(prompts))):
+            rows = slice(start, start + (batch_size or len(prompts)))
+            batch = prompts[rows]
+            width = max(map(len, batch))
+            padded = torch.tensor([[pad_token_id] * (width - len(ids)) + list(ids) for ids in batch])
+            mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch])
+            sequences = model.generate(
+                input_ids=padded.to(model.device),
+                attention_mask=mask.to(model.device),
+                generation_config=config,
+                logits_processor=_processors(sampling, streams[rows], width, model.device),
+            )
+            completions += [_up_to_end(row, ends) for row in sequences[:, width:].tolist()]
+    return completions
+
+
+def _processors(sampling: SamplingConfig, seeds: Sequence[Any], width: int, device: Any) -> LogitsProcessorList:
+    if sampling.temperature == 0.0:
+        return LogitsProcessorList()
+    draws = np.stack([np.random.default_rng(seed).random(sampling.max_completion_length) for seed in seeds])
+    processors = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+    if sampling.top_k > 0:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        processors.append(TopPLogitsWarper(float(sampling.top_p)))
+    processors.append(SeededChoice(torch.from_numpy(draws).to(device, _widest_float(device)), width))
+    return processors
+
+
+def _widest_float(device: Any) -> torch.dtype:
+    """float64, or float32 on MPS, which has no float64."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
+@contextmanager
+def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Replace the model's defaults, from which `generate` fills the unset fields of the given configuration."""
+    holders = [model, model.get_base_model()] if hasattr(model, "get_base_model") else [model]
+    kept = [holder.generation_config for holder in holders]
+    for holder in holders:
+        holder.generation_config = config
+    try:
+        yield
+    finally:
+        for holder, old in zip(holders, kept, strict=True):
+            holder.generation_config = old
+
+
+def _up_to_end(row: list[int], ends: set[int]) -> list[int]:
+    length = next((position for position, token in enumerate(row, 1) if token in ends), len(row))
+    return row[:length]
+
+
+def read_responses(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]], eos_token_ids: Sequence[int]
+) -> list[Response]:
+    """Decode completion ids; a completion without an end of turn counts as truncated."""
+    texts = tokenizer.batch_decode([list(row) for row in ids], skip_special_tokens=True)
+    ends = set(eos_token_ids)
+    return [Response(text, len(row), not row or row[-1] not in ends) for text, row in zip(texts, ids, strict=True)]
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, **chat_template_kwargs: Any) -> list[int]:
+    """Token ids of a prompt; a conversation goes through the chat template, with the generation prompt."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **chat_template_kwargs)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def end_of_turn_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a completion: those of the model's generation configuration and the tokenizer's.
+
+    Raises:
+        ValueError: neither defines one.
+    """
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = {tokenizer.eos_token_id, *(eos if isinstance(eos, list | tuple) else [eos])} - {None}
+    if not found:
+        raise ValueError(
+            "Neither the model nor the tokenizer has an `eos_token_id`, so completions would not end. Set one."
+        )
+    return sorted(found)
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokenizer's padding id, or its end-of-sequence id if it has none."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

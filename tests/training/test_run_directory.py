@@ -1,0 +1,32 @@
+"""Files of the run directory: unfinished lines, atomic writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from credit_trl.training.run_directory import append_line, keep_up_to, read_lines, write_atomically, write_json
+
+
+def test_read_lines_skips_unfinished_and_names_broken_lines(tmp_path):
+    path = tmp_path / "log.jsonl"
+    append_line(path, {"step": 1, "loss": float("nan")})
+    append_line(path, {"step": 2, "text": "line\u2028separator"})
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert read_lines(path) == [{"step": 1, "loss": None}, {"step": 2, "text": "line\u2028separator"}]
+    keep_up_to(path, 1)
+    assert path.read_text() == '{"step":1,"loss":null}\n'
+    for broken in ("not json", '{"a":' * 100_000):
+        path.write_text(f'{{"step": 1}}\n{broken}\n')
+        with pytest.raises(ValueError, match=r"log\.jsonl, line 2"):
+            read_lines(path)
+
+
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    write_json(tmp_path / "a.json", {"old": 1})
+    monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError("No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(tmp_path / "a.json", "new")
+    assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
