@@ -10,9 +10,10 @@ import torch
 from datasets import Dataset
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.evaluation import EvaluationCallback
+from credit_trl.evaluation import EvaluationCallback, SamplingConfig
 from credit_trl.evaluation.callback import RunLog, best_of, score_summary
-from credit_trl.evaluation.engines import weight_fingerprint
+from credit_trl.evaluation.engines import Request, weight_fingerprint
+from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.training.run_directory import keep_up_to, read_lines
 
@@ -202,3 +203,32 @@ def test_trainer_with_tools_raises(train, tmp_path):
     trainer.tools = [len]
     with pytest.raises(ValueError, match="eval_strategy"):
         EvaluationCallback(trainer, TASK)
+
+
+def test_trainer_engine_gives_vllm_the_evaluation_settings(train, tmp_path, tokenizer):
+    trainer = train(tmp_path, evaluated=False, max_steps=1)
+    end = tokenizer.eos_token_id
+    rollout = {"temperature": 2.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5}
+    rollout |= {"max_completion_length": 99, "generation_kwargs": {"stop": "x"}}
+    calls = []
+
+    class Generation:
+        mode = "server"
+
+        def sync_weights(self):
+            calls.append("sync")
+
+        def generate(self, prompts, images, num_generations):
+            calls.append({name: getattr(self, name) for name in rollout})
+            return None, [[*ids[1:3], end] for ids in prompts]
+
+    trainer.vllm_generation = Generation()
+    vars(trainer.vllm_generation).update(rollout)
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
+    engine, sampling = TrainerEngine(trainer), SamplingConfig(0.7, 0.8, max_completion_length=5)
+    with engine.session(sampling):
+        responses = engine.generate([Request("1+1=", seed=0), Request("2+2=", seed=1)], sampling)
+    settings = {"temperature": 0.7, "top_p": 0.8, "top_k": 0, "max_completion_length": 5}
+    assert calls == ["sync", {**settings, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {}}]
+    assert [(r.length, r.truncated) for r in responses] == [(3, False)] * 2
+    assert vars(trainer.vllm_generation) == rollout
