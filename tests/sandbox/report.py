@@ -1,6 +1,6 @@
-"""Run the escape suite in every tier of this machine and write the table into docs/sandbox.md.
+"""Run the escape suite in every tier of this machine and write the table into tests/sandbox/escapes.md.
 
-    python tests/sandbox/report.py docs/sandbox.md
+    python tests/sandbox/report.py tests/sandbox/escapes.md
 
 Exits with status 1 where a program got anywhere. A tier that this machine lacks has empty cells and a note.
 """
