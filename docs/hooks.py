@@ -1,4 +1,4 @@
-"""What the site does beyond mkdocs: formulae as MathML, tables of options, links to the repository, unnamed pages."""
+"""Hooks of the site: pages from the repository's root, option tables, formulae as MathML, links to the repository."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
+# Page of the site → the file at the repository's root that it shows.
+ROOT_PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
+
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(\.\./([^)#\s]+)(?:#[^)\s]*)?\)")
+_ROOT_LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)\s]+)(?=\))")
 _REFERENCE = re.compile(r"\[<code>~?([\w.]+)</code>\]")  # the notation of transformers' docstrings
 _OPTION = re.compile(r"^(?P<names>[\w, ]+) \((?P<type>[^)]*)\):$")
 _SECTION = re.compile(r"^> (?P<title>.+)$")
 
 
 def on_config(config: Any) -> Any:
-    """Pages that the navigation does not name come last, so that a new page is never lost."""
+    """List pages that the navigation does not name at its end."""
     named = set(re.findall(r"[\w./-]+\.md", str(config.nav)))
     rest = sorted(path.name for path in Path(config.docs_dir).glob("*.md") if path.name not in named)
     if rest:
@@ -28,14 +33,33 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages of `ROOT_PAGES`."""
+    for page, source in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=root_page(source)))
+    return files
+
+
+def root_page(source: str) -> str:
+    """Markdown of a file at the repository's root, with its links relative to `docs/`."""
+    pages = {file: page for page, file in ROOT_PAGES.items()}
+
+    def relative(match: re.Match[str]) -> str:
+        target = match[2]
+        return match[1] + (pages.get(target) or (target[5:] if target.startswith("docs/") else f"../{target}"))
+
+    return _ROOT_LINK.sub(relative, (ROOT / source).read_text("utf-8"))
+
+
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
+    """Insert the option tables and replace links to files that are not pages."""
     if page.file.src_uri == "options.md":
         markdown = markdown.replace("<!-- options -->", options_markdown())
     return _LINK.sub(_repository_link, markdown)
 
 
 def on_page_content(content: str, **kwargs: Any) -> str:
-    """Formulae become MathML, which browsers draw by themselves: no script, no fonts."""
+    """Convert formulae to MathML, which browsers draw without scripts and fonts."""
     return _REFERENCE.sub(r"<code>\1</code>", _FORMULA.sub(_formula, content))
 
 
@@ -45,18 +69,22 @@ def _formula(match: re.Match[str]) -> str:
 
 
 def _repository_link(match: re.Match[str]) -> str:
-    """A file of the repository that is no page: its path, since the site does not hold it."""
+    """A file of the repository that is not a page, as its path or as a link to the page that shows it."""
     text, path = match[1], match[2]
     if not (ROOT / path).exists():
         raise ValueError(f"A page links to ../{path}, which does not exist.")
+    for page, source in ROOT_PAGES.items():
+        if path == source:
+            return f"[{text}]({page})"
     return f"{text} (`{path}`)" if Path(path).name not in text and path not in text else f"`{path}`"
 
 
 def options_markdown() -> str:
-    """Every field that `CreditConfig` adds to TRL's, as its docstring documents it, section by section.
+    """Tables of the fields that `CreditConfig` adds to TRL's, from its docstring, one table per section.
 
     Raises:
-        ValueError: a field that the docstring does not document, or one that it documents and that does not exist.
+        ValueError: a field is missing in the docstring.
+        KeyError: the docstring documents a field that does not exist.
     """
     from trl import GRPOConfig
 
@@ -67,7 +95,7 @@ def options_markdown() -> str:
     lines: list[str] = []
     documented: set[str] = set()
     for title, options in documented_options():
-        lines += ["", f"### {title}", "", "| option | type | default | what it does |", "| --- | --- | --- | --- |"]
+        lines += ["", f"### {title}", "", "| option | type | default | meaning |", "| --- | --- | --- | --- |"]
         for names, kind, text in options:
             documented |= set(names)
             for name in names:
@@ -78,7 +106,7 @@ def options_markdown() -> str:
 
 
 def documented_options() -> list[tuple[str, list[tuple[list[str], str, str]]]]:
-    """(section, [(names, type, text)]) of `CreditConfig`'s docstring."""
+    """Sections of `CreditConfig`'s docstring: (title, [(names, type, text)])."""
     tree = ast.parse((ROOT / "src" / "credit_trl" / "config.py").read_text("utf-8"))
     (config,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CreditConfig")
     docstring = ast.get_docstring(config) or ""

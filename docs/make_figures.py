@@ -1,10 +1,10 @@
-"""The pictures of the README and of the documentation, from one run of the quickstart.
+"""Draw the figures of the README and the documentation from one run of the quickstart.
 
     python docs/make_figures.py            # 100 steps, a few minutes on one core
-    python docs/make_figures.py --run runs/quickstart    # of a quickstart that is there already
+    python docs/make_figures.py --run runs/quickstart    # from an existing quickstart run
 
 `images/learning_curve.png`: held-out accuracy over the steps, as `credit-quickstart` draws it.
-`images/token_map.png`: ΔV_t and S_t of one answer to a question that the base gets wrong, before and after.
+`images/token_map.png`: ΔV_t and S_t of one wrong answer of the base model, before and after training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from credit_trl.cli.quickstart import DEFAULTS, draw_curve, run_quickstart
-from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_responses
+from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_rollouts
 from credit_trl.lab.analysis.tokenmap import group_scales
 from credit_trl.lab.analysis.tokenmap_png import draw_png
 from credit_trl.tasks import load_task
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=DEFAULTS["max_steps"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--run", type=Path, default=Path("runs/figures"), help="a finished run there is drawn as it is"
+        "--run", type=Path, default=Path("runs/figures"), help="run directory; a finished run is not repeated"
     )
     args = parser.parse_args()
     if not (args.run / SUMMARY_FILE).is_file():
@@ -44,13 +44,13 @@ def main() -> None:
 
 
 def token_maps(trained: Path, name: str) -> tuple[TokenMap, TokenMap]:
-    """The first answer that the base gets wrong, under the base and under the trained model."""
+    """Maps of the first wrong answer of the base model, under the base and under the trained model."""
     task = load_task("quickstart")
     config = analysis_config(contrastive_count=4, max_completion_length=32, seed=0)
     base = Checkpoint.load("quickstart", name="before")
     dataset = task.build("train", groups=["unknown"])
     rows = list(dataset.take(8))
-    responses = sample_responses(base, task, rows, config, samples=2, population=list(dataset["prompt"]))
+    responses = sample_rollouts(base, task, rows, config, samples=2, population=list(dataset["prompt"]))
     wrong = next(response for response in responses if response.reward == 0.0)
     checkpoints = (base, Checkpoint.load(str(trained), name=f"after {name}"))
     before, after = (map_response(checkpoint, wrong, config) for checkpoint in checkpoints)
@@ -58,7 +58,7 @@ def token_maps(trained: Path, name: str) -> tuple[TokenMap, TokenMap]:
 
 
 def draw_pair(before: TokenMap, after: TokenMap, path: Path, folder: Path) -> None:
-    """Both maps one under the other, on one scale."""
+    """Draw two maps on one scale, one below the other."""
     scales = group_scales([before, after])[before.response.group]
     pictures = []
     for number, token_map in enumerate((before, after)):

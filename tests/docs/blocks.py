@@ -1,7 +1,7 @@
-"""The code blocks of the documentation, and the command lines in them.
+"""Code blocks of the documentation and their command lines.
 
-The documentation is the README, `docs/`, the pages at the root of the repository and in `examples/`, the cells of text
-in the notebooks, and the indented lines of how each script of `examples/` is called, at the top of it.
+The documentation consists of the Markdown files at the root, in `docs/` and in `examples/`, the Markdown cells of the
+notebooks, and the indented usage lines in the module docstrings of `examples/*.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INDENTED = "indented"  # the language of a block without a fence
 
 @dataclass(frozen=True)
 class Block:
-    """One code block: where it stands, its language and its text."""
+    """One code block with its page, line and language."""
 
     page: str
     line: int
@@ -38,7 +38,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """One command line of a shell block: its words, and the variables that are set for it."""
+    """One command line of a shell block: its words and its environment variables."""
 
     block: Block
     number: int
@@ -54,14 +54,14 @@ class Command:
 
     @property
     def text(self) -> str:
-        """The line for a shell."""
+        """The command line, quoted for a shell."""
         return " ".join(
             [*(f"{name}={shlex.quote(value)}" for name, value in self.environment), shlex.join(self.words)]
         )
 
 
 def blocks_of(text: str, page: str) -> Iterator[Block]:
-    """The blocks of a page of Markdown, fenced or indented."""
+    """Fenced and indented blocks of a Markdown page."""
     for token in MarkdownIt().parse(text):
         if token.type in ("fence", "code_block"):
             language = token.info.strip() if token.type == "fence" else INDENTED
@@ -76,8 +76,8 @@ def _blocks() -> Iterator[Block]:
             if cell["cell_type"] == "markdown":
                 yield from blocks_of("".join(cell["source"]), f"{path.relative_to(ROOT)}[{number}]")
     for path in SCRIPTS:
-        said = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-        for block in blocks_of(said, str(path.relative_to(ROOT))):
+        usage = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        for block in blocks_of(usage, str(path.relative_to(ROOT))):
             yield Block(block.page, block.line, "bash", block.text)
 
 
@@ -89,7 +89,7 @@ def of_language(*languages: str) -> list[Block]:
 
 
 def commands_of(block: Block) -> list[Command]:
-    """The command lines of a shell block: continuations joined, comments dropped."""
+    """Command lines of a shell block, with continuations joined and without comments."""
     commands = []
     for line in re.sub(r"\\\n\s*", " ", block.text).splitlines():
         words, environment = shlex.split(line, comments=True), []
@@ -107,5 +107,5 @@ def calling(*programs: str) -> list[Command]:
     return [command for command in COMMANDS if command.program in programs]
 
 
-# Each runs as a whole, in a new environment.
+# Blocks with `pip`: each runs as a whole in a new environment.
 INSTALLING = list(dict.fromkeys(command.block for command in calling("pip")))

@@ -1,4 +1,4 @@
-"""A tiny model and a folder with the files that the pages speak of."""
+"""Fixtures: a tiny model, and a folder with the files that the pages name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny import save_model
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
-    """A random Qwen3 on disk; its chat template knows tools."""
+    """Path of a tiny random Qwen3 whose chat template supports tools."""
     from trl.chat_template_utils import qwen3_chat_template
 
     return save_model(tmp_path_factory.mktemp("model"), qwen3_chat_template)
@@ -20,7 +20,7 @@ def tiny_model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def page_folder(tmp_path, monkeypatch) -> Path:
-    """An empty working directory, but for the files that the pages speak of."""
+    """Working directory with the files that the pages name."""
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path

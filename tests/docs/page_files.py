@@ -1,4 +1,4 @@
-"""The files that the pages speak of: rows that are made here, modules, and the blocks that have a file's name."""
+"""Files that the pages name: generated rows, modules, and YAML blocks with a file name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUESTIONS = [{"prompt": [{"role": "user", "content": f"What is {n} + 1?"}], "ans
 
 
 def science(domain: str) -> list[dict]:
-    """Rows in the hub's form, invented here; every letter is right now and then."""
+    """Synthetic rows in the hub's format; every letter is the gold letter of some row."""
     rows = []
     for n in range(20):
         texts = [str(n), str(n - 1), str(n - 2)]
@@ -88,7 +88,7 @@ class MyTask:
 
 
 def write_files(folder: Path) -> None:
-    """All of them, below a folder."""
+    """Write all files into a folder."""
     for name, rows in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -99,6 +99,6 @@ def write_files(folder: Path) -> None:
 
 
 def named_blocks() -> dict[str, str]:
-    """`# name.yaml` on its first line gives a block a file."""
+    """YAML blocks whose first line is `# name.yaml`, by name."""
     found = ((re.match(r"# (\w+\.yaml)\n", block.text), block.text) for block in of_language("yaml"))
     return {match[1]: text for match, text in found if match}

@@ -1,9 +1,8 @@
-"""Command lines of other programs, and launches, as the pages give them: bash runs them, with what `substitutions.py`
-appends.
+"""Run the documented command lines of other programs, with the options that `substitutions.py` appends.
 
-`make`: what `.ci/run` makes is CI's own step; any other target is made here, in a copy of the checkout. `python`: the
-script runs with the line's arguments. `accelerate launch`, `sbatch`, and `trl credit` with an accelerate configuration
-start their processes; Slurm's commands are those of `stand_ins/`, which run every node's part on this machine.
+`make`: targets that `.ci/run` makes are steps of CI; other targets are made here, in a copy of the checkout. `python`:
+the script runs with the line's arguments. `accelerate launch`, `sbatch`, and `trl credit` with an accelerate
+configuration start their processes; `stand_ins/` replaces Slurm's commands and runs every node's part on this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from blocks import ROOT, Command, calling
-from substitutions import LINES, appended, is_left
+from substitutions import LINES, appended, is_not_run
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 STUDY = "examples/study/README.md"
@@ -37,7 +36,7 @@ NOT_COPIED = (
 
 
 def environment(folder: Path, *before: Path, **variables: str) -> dict[str, str]:
-    """This process's, offline, with `trl` and this interpreter's programs first on the path."""
+    """Environment of this process, offline, with `trl` and this interpreter's programs first on the path."""
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
     for name in ("trl", "credit-trl"):
@@ -55,7 +54,7 @@ def put(path: Path, body: str) -> None:
 
 
 def bash(text: str, folder: Path, variables: dict[str, str], timeout: float = 280) -> str:
-    """What the lines print; whatever they started has ended with them."""
+    """Output of shell lines; fails on a non-zero exit status and kills the process group on a timeout."""
     command = ["bash", "-euo", "pipefail", "-c", text]
     process = subprocess.Popen(
         command,
@@ -67,43 +66,43 @@ def bash(text: str, folder: Path, variables: dict[str, str], timeout: float = 28
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=timeout)
+        output, _ = process.communicate(timeout=timeout)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)
             process.wait()
-    assert process.returncode == 0, f"{text}\n{said[-4000:]}"
-    return said
+    assert process.returncode == 0, f"{text}\n{output[-4000:]}"
+    return output
 
 
 def made_by_ci(folder: Path) -> list[str]:
-    """The targets of `.ci/run` in its order: it runs, with a `make` that only notes what it is asked for."""
-    noted = folder / "made"
-    put(folder / "make", f'echo "$@" >>"{noted}"')
+    """Targets that `.ci/run` makes, in order: it runs with a `make` that only records its arguments."""
+    recorded = folder / "made"
+    put(folder / "make", f'echo "$@" >>"{recorded}"')
     for installed in ("bwrap", "chromium"):
         put(folder / installed, "exit 0")
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     subprocess.run([ROOT / ".ci" / "run"], env={**os.environ, "PATH": path}, check=True, timeout=60)
-    return noted.read_text("utf-8").split()
+    return recorded.read_text("utf-8").split()
 
 
-# What CI does not make, and the test below that makes it.
+# Target that CI does not make → the test that makes it.
 IN_A_COPY = {"format": "test_make_format_formats", "test-slow": "test_make_test_slow_collects_the_slow_tests"}
 
 
 @pytest.mark.parametrize("command", calling("make"), ids=str)
-def test_make_targets_are_steps_of_ci_or_run_in_a_copy(command, tmp_path):
+def test_make_targets_run_in_ci_or_in_a_copy(command, tmp_path):
     by_ci = made_by_ci(tmp_path)
     for target in command.words[1:]:
         planned = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert planned.returncode == 0, planned.stderr
-        assert (target in by_ci) != (target in IN_A_COPY), f"{command}: nothing makes {target}"
+        assert (target in by_ci) != (target in IN_A_COPY), f"{command}: neither CI nor a test makes {target}"
         assert target in by_ci or IN_A_COPY[target] in globals()
 
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """A copy of the checkout, whose `.venv` is this environment."""
+    """Copy of the checkout whose `.venv` links to this environment."""
     copy = tmp_path / "checkout"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
     (copy / ".venv").mkdir()
@@ -115,7 +114,7 @@ def checkout(tmp_path) -> Path:
 
 
 def test_make_format_formats(checkout):
-    module = checkout / "src" / "credit_trl" / "verdict.py"
+    module = checkout / "src" / "credit_trl" / "rollout" / "verdict.py"
     text = module.read_text("utf-8")
     module.write_text(text.replace(" = ", "="), encoding="utf-8")
     bash("make format", checkout, dict(os.environ))
@@ -125,18 +124,18 @@ def test_make_format_formats(checkout):
 
 @pytest.mark.slow
 def test_make_test_slow_collects_the_slow_tests(checkout):
-    """It is the tier that this test is of: it collects, and does not run. Its second environment is this one too."""
+    """Only collects, because this test is itself slow. The second environment links to this one too."""
     shutil.copytree(checkout / ".venv", checkout / ".venv-optional", symlinks=True)
     os.utime(checkout / ".venv-optional" / ".installed")
-    said = bash("make test-slow", checkout, {**os.environ, "PYTEST_ADDOPTS": "--collect-only -q"})
-    assert "test_shell_blocks.py::test_make_test_slow_collects_the_slow_tests" in said
-    assert "test_triton_rows.py::" in said  # of the second environment alone
+    output = bash("make test-slow", checkout, {**os.environ, "PYTEST_ADDOPTS": "--collect-only -q"})
+    assert "test_shell_blocks.py::test_make_test_slow_collects_the_slow_tests" in output
+    assert "test_triton_rows.py::" in output  # collected by the second environment only
 
 
 IN_THE_CHECKOUT = [command for command in calling("python") if command.words[1].startswith("notebooks/")]
 OF_THE_STUDY = [command for command in calling("python") if command.block.page == STUDY]
-SCRIPTS = [c for c in calling("python") if not is_left(c) and c not in [*IN_THE_CHECKOUT, *OF_THE_STUDY]]
-STEP_MADE = "credit/distillation_loss"  # of a logged step
+SCRIPTS = [c for c in calling("python") if not is_not_run(c) and c not in [*IN_THE_CHECKOUT, *OF_THE_STUDY]]
+STEP_MADE = "credit/distillation_loss"  # printed by a logged step
 OTHERWISE = {"credit_dpo.py": "mean margin", "interventional_credit.py": "seed 3, exact"}
 LONG = ("credit_dpo.py", "interventional_credit.py", "livecodebench.py")
 
@@ -148,7 +147,7 @@ LONG = ("credit_dpo.py", "interventional_credit.py", "livecodebench.py")
         for command in SCRIPTS
     ],
 )
-def test_scripts_run_from_the_line_that_their_page_gives(command, tiny_model, page_folder, monkeypatch, capfd):
+def test_documented_script_lines_run(command, tiny_model, page_folder, monkeypatch, capfd):
     _, script, *arguments = command.words
     monkeypatch.setattr(sys, "argv", [script, *arguments, *appended(command, tiny_model)])
     runpy.run_path(str(ROOT / script), run_name="__main__")
@@ -157,13 +156,13 @@ def test_scripts_run_from_the_line_that_their_page_gives(command, tiny_model, pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", IN_THE_CHECKOUT, ids=str)
-def test_a_notebook_is_written_anew_by_the_line_of_its_page(command, checkout, tmp_path):
-    said = bash(command.text, checkout, environment(tmp_path))
-    assert f"{command.words[2]}.ipynb: " in said
+def test_documented_notebook_lines_update_the_notebook(command, checkout, tmp_path):
+    output = bash(command.text, checkout, environment(tmp_path))
+    assert f"{command.words[2]}.ipynb: " in output
 
 
 def free_job() -> int:
-    """A job number whose port, as the Slurm script takes it, is free."""
+    """A job number for which the port of the Slurm script is free."""
     for job in range(1000, 9000):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", 20000 + job)):
@@ -180,17 +179,17 @@ LAUNCHES = [command for command in calling("accelerate", "sbatch", "trl") if is_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", LAUNCHES, ids=str)
-def test_launches_train_a_step(command, tiny_model, page_folder, tmp_path):
+def test_documented_launches_train_a_step(command, tiny_model, page_folder, tmp_path):
     (page_folder / "examples").symlink_to(ROOT / "examples")
     variables = environment(tmp_path, STAND_INS, SLURM_JOB_ID=str(free_job()))
-    said = bash(" ".join([command.text, *appended(command, tiny_model)]), page_folder, variables)
-    assert STEP_MADE in said
+    output = bash(" ".join([command.text, *appended(command, tiny_model)]), page_folder, variables)
+    assert STEP_MADE in output
     assert list((page_folder / "run").rglob("model.safetensors"))
     if command.program == "sbatch":
-        assert said.count("Training completed.") == 2  # each of the two machines has a first process
+        assert output.count("Training completed.") == 2  # once per machine
 
 
-def test_every_rule_of_the_table_is_of_a_line():
+def test_every_substitution_matches_a_documented_line():
     commands = [*SCRIPTS, *IN_THE_CHECKOUT, *OF_THE_STUDY, *LAUNCHES]
     lines = [" ".join(command.words) for command in commands]
     for beginning in LINES:
@@ -201,25 +200,25 @@ def test_every_rule_of_the_table_is_of_a_line():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_studys_lines_run_one_after_the_other_and_write_its_pages(checkout, tmp_path):
-    """In a copy, since they write into `docs/`, with one sample a prompt."""
+def test_documented_study_lines_write_its_result_pages(checkout, tmp_path):
+    """Runs in a copy, since the lines write into `results/`, with one sample per prompt."""
     from credit_trl.tasks.quickstart_model import SHIPPED
 
     folder = (checkout / STUDY).parent
     for spec in folder.glob("*.yaml"):
         spec.write_text(spec.read_text("utf-8").replace("  k: 4\n", "  k: 1\n"), encoding="utf-8")
     for world in ("plain", "shortcut", "style", "programs"):
-        for seed in (1, 6, 8, 13, 25, 31):  # the first of each sweep's
+        for seed in (1, 6, 8, 13, 25, 31):  # the first seed of each sweep
             shutil.copytree(SHIPPED, folder / "runs" / "study" / "bases" / f"{world}-seed{seed}")
-    written = [checkout / "docs" / name for name in ("study.md", "forms_study.md", "settled_study.md")]
-    for page in written:
+    pages = [folder / "results" / name for name in ("methods.md", "forms.md", "settled.md")]
+    for page in pages:
         page.unlink()
     variables = environment(tmp_path) | {"PYTHONPATH": str(checkout / "src")}
     for command in OF_THE_STUDY:
         bash(" ".join([command.text, *appended(command, "")]), folder, variables, timeout=1200)
-    study, forms, settled = (page.read_text("utf-8") for page in written)
-    assert "seeds 1." in study
-    assert "### The same after" not in study  # the longer runs come after the line that writes the page
+    methods, forms, settled = (page.read_text("utf-8") for page in pages)
+    assert "seeds 1." in methods
+    assert "### The same after" not in methods  # the longer runs come after the line that writes the page
     sections = ("## At the end of learning", "## A first choice", "## Sources and gates")
     for heading in (*sections, "## The new worlds at the end of learning", "Style world, %", "Programs world, %"):
         assert heading in forms
