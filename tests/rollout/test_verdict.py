@@ -1,4 +1,4 @@
-"""Verdicts: what they accept, and how a reward function that returns them looks to TRL."""
+"""Verdict: validation and representation. VerdictLog: rewards for TRL, collected feedback."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from credit_trl.rollout.verdict import VerdictLog, join_feedback
 
 
 @pytest.mark.parametrize("feedback", [b"bytes", ["a", "list"], 3, {"text": "x"}])
-def test_feedback_that_is_not_text_is_refused_with_the_fix(feedback):
+def test_feedback_that_is_not_text_is_refused(feedback):
     with pytest.raises(TypeError, match=r"must be text or None.*json.dumps"):
         Verdict(1.0, feedback)
 
 
-def test_a_reward_that_is_no_number_is_refused():
+def test_reward_that_is_not_a_number_is_refused():
     with pytest.raises(TypeError, match="number or None, got str"):
         Verdict("1.0")
 
 
 @pytest.mark.parametrize("metrics", [{"passed": "half"}, {"passed": None}, {0: 0.5}])
-def test_metrics_that_are_not_numbers_by_name_are_refused_where_the_verdict_is_made(metrics):
+def test_invalid_metrics_are_refused(metrics):
     with pytest.raises(TypeError, match=r"names to numbers, as in .*; got "):
         Verdict(1.0, "x", metrics)
 
 
-def test_what_is_said_by_name_or_by_turn_is_a_mapping():
+def test_metrics_and_turn_feedback_must_be_mappings():
     with pytest.raises(TypeError, match=r"Verdict.metrics must be a mapping, got float"):
         Verdict(1.0, "x", 0.5)
     with pytest.raises(TypeError, match=r"Verdict.turn_feedback must be a mapping, got list"):
         Verdict(1.0, "x", turn_feedback=["Look."])
 
 
-def test_a_verdict_reads_as_its_reward():
+def test_verdict_converts_to_its_reward():
     assert float(Verdict(0.5, "x")) == 0.5
     assert math.isnan(float(Verdict(None)))
 
@@ -49,11 +49,11 @@ def test_a_verdict_reads_as_its_reward():
         (Verdict(0.5, turn_feedback={2: "y"}), "Verdict(reward=0.5, turn_feedback={2: 'y'})"),
     ],
 )
-def test_a_verdict_shows_what_it_says_and_nothing_else(verdict, shown):
+def test_repr_shows_reward_and_non_empty_fields(verdict, shown):
     assert repr(verdict) == shown
 
 
-def test_recording_gives_trl_floats_and_keeps_the_feedback_in_order():
+def test_wrap_returns_floats_and_keeps_feedback_in_order():
     log, logged = VerdictLog(), []
     graded = log.wrap(lambda **_: [Verdict(1, "first", {"m": 0.5}), Verdict(None), 0.25], 0)
     plain = log.wrap(lambda **_: [Verdict(0, "second"), Verdict(0, "only"), None], 1)
@@ -65,7 +65,7 @@ def test_recording_gives_trl_floats_and_keeps_the_feedback_in_order():
     assert log.feedback(2) == [None, None]
 
 
-def test_coroutine_functions_stay_coroutine_functions():
+def test_wrapped_coroutine_functions_stay_coroutines():
     class Judge:
         async def __call__(self, **_):
             return [Verdict(1, "async")]
@@ -75,12 +75,12 @@ def test_coroutine_functions_stay_coroutine_functions():
 
     for position, func in enumerate((Judge(), judge)):
         log = VerdictLog()
-        recorded = log.wrap(func, position)
-        assert asyncio.iscoroutinefunction(recorded)
-        asyncio.run(recorded())
+        wrapped = log.wrap(func, position)
+        assert asyncio.iscoroutinefunction(wrapped)
+        asyncio.run(wrapped())
         assert log.feedback(1)[0] in ("async", "too")
 
 
-def test_joining_leaves_out_blanks_and_repetitions():
+def test_join_feedback_drops_blanks_and_repetitions():
     assert join_feedback([None, " ", "a", "b", "a"]) == "a\n\nb"
     assert join_feedback([None, "", "\n"]) is None

@@ -1,10 +1,9 @@
-"""A verifier that hangs, raises or answers late ends the run, or its rollouts are left out, as configured."""
+"""Error and timeout policy for reward functions, in VerifierPolicy, VerdictLog and the trainer."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ def call(policy, reward_func, **arguments):
     return policy.call("f", reward_func, arguments)
 
 
-def test_a_verifier_that_is_in_time_is_not_touched():
+def test_fast_verifier_returns_its_result():
     assert call(VerifierPolicy(timeout=30.0), lambda n: [n], n=3) == [3]
     assert asyncio.run(VerifierPolicy(timeout=30.0).call_async("f", _later, {"seconds": 0.0})) == ["late"]
 
@@ -30,7 +29,7 @@ async def _later(seconds):
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0], ids=["unlimited", "in a thread"])
-def test_what_a_verifier_raises_passes_through_or_is_skipped(timeout, caplog):
+def test_verifier_error_propagates_or_is_skipped(timeout, caplog):
     def raises():
         raise KeyError("answer")
 
@@ -41,8 +40,8 @@ def test_what_a_verifier_raises_passes_through_or_is_skipped(timeout, caplog):
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
-def test_a_time_out_of_the_verifiers_own_is_told_as_it_is(timeout, caplog):
-    """A judge behind a slow network raises one; on Python 3.11 and later it is asyncio's too."""
+def test_verifiers_own_timeout_error_is_preserved(timeout, caplog):
+    """A judge behind a slow network may raise one; since Python 3.11 it equals asyncio's class."""
 
     async def slow_network():
         raise TimeoutError("read timed out")
@@ -54,7 +53,7 @@ def test_a_time_out_of_the_verifiers_own_is_told_as_it_is(timeout, caplog):
     assert "read timed out" in caplog.text
 
 
-def test_a_coroutine_that_is_late_is_cancelled():
+def test_late_coroutine_is_cancelled():
     ended = []
 
     async def late():
@@ -71,35 +70,34 @@ def test_a_coroutine_that_is_late_is_cancelled():
     asyncio.run(grade())
 
 
-def test_a_verifier_that_hangs_is_abandoned_after_its_time():
-    forever, started = threading.Event(), time.perf_counter()
+def test_hanging_verifier_is_abandoned_after_timeout():
+    forever = threading.Event()
     with pytest.raises(VerifierTimeout, match=r"'f' has not returned within 0\.2 s.*on_verifier_error='skip'"):
         call(VerifierPolicy("raise", 0.2), forever.wait)
     assert call(VerifierPolicy("skip", 0.2), forever.wait) is None
-    assert time.perf_counter() - started < 10.0
     assert asyncio.run(VerifierPolicy("skip", 0.2).call_async("f", _later, {"seconds": 3600})) is None
     with pytest.raises(VerifierTimeout):
         asyncio.run(VerifierPolicy("raise", 0.2).call_async("f", _later, {"seconds": 3600}))
     forever.set()
 
 
-def test_what_a_verifier_says_too_late_reaches_nobody():
-    logged, may_go_on, is_over = [], threading.Event(), threading.Event()
+def test_logs_after_the_timeout_are_dropped():
+    logged, may_continue, is_over = [], threading.Event(), threading.Event()
 
     def late(log_metric):
         log_metric("in time", 1.0)
-        may_go_on.wait(30)
+        may_continue.wait(30)
         log_metric("late", 1.0)
         is_over.set()
         return [1.0]
 
-    assert call(VerifierPolicy("skip", 0.3), late, log_metric=lambda *words: logged.append(words)) is None
-    may_go_on.set()
+    assert call(VerifierPolicy("skip", 0.3), late, log_metric=lambda *args: logged.append(args)) is None
+    may_continue.set()
     assert is_over.wait(30)
     assert logged == [("in time", 1.0)]
 
 
-def test_a_batch_of_a_verifier_that_is_given_up_ends_with_its_time():
+def test_deadline_follows_verifier_timeout():
     left = []
 
     async def later():
@@ -110,13 +108,13 @@ def test_a_batch_of_a_verifier_that_is_given_up_ends_with_its_time():
     call(VerifierPolicy(timeout=30.0), lambda: left.append(remaining_seconds(None)))
     asyncio.run(VerifierPolicy(timeout=30.0).call_async("f", later, {}))
     assert len(left) == 3
-    assert all(25.0 < seconds <= 31.0 for seconds in left)  # a second after it was given up
+    assert all(25.0 < seconds <= 31.0 for seconds in left)  # one second after the timeout
     assert call(VerifierPolicy(timeout=30.0), lambda: remaining_seconds(2.0)) == 2.0
     assert call(VerifierPolicy(), lambda: remaining_seconds(None)) is None
 
 
-def test_a_verifier_with_a_limit_runs_on_the_device_of_its_process(monkeypatch):
-    """Each thread of torch has a current device of its own, which begins as the first."""
+def test_verifier_thread_uses_device_of_process(monkeypatch):
+    """torch stores the current device per thread, at first device 0."""
     device = threading.local()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: getattr(device, "index", 0))
@@ -125,7 +123,7 @@ def test_a_verifier_with_a_limit_runs_on_the_device_of_its_process(monkeypatch):
     assert call(VerifierPolicy(timeout=30.0), torch.accelerator.current_device_index) == 1
 
 
-def test_a_failed_function_marks_every_sample_until_the_next_batch():
+def test_failed_function_skips_all_samples_of_the_batch():
     log = VerdictLog(VerifierPolicy("skip"))
 
     def fails_on_three(completions, **kwargs):
@@ -142,7 +140,7 @@ def test_a_failed_function_marks_every_sample_until_the_next_batch():
 
 
 class Flaky:
-    """A verifier that fails on the calls that are named."""
+    """A verifier that fails on the given calls."""
 
     __name__ = "flaky"
 
@@ -152,13 +150,11 @@ class Flaky:
     def __call__(self, completions, answer, **kwargs):
         self.calls += 1
         if self.calls in self.fails_on:
-            raise ConnectionError("the judge is away")
+            raise ConnectionError("the judge is unavailable")
         return length_verdicts(completions, answer)
 
 
-def test_a_run_goes_on_without_the_rollouts_of_a_failed_call_and_counts_them(
-    make_model, make_config, tokenizer, dataset
-):
+def test_skipped_rollouts_are_counted_and_run_continues(make_model, make_config, tokenizer, dataset):
     config = make_config(max_steps=3, on_verifier_error="skip")
     trainer = CreditTrainer(make_model(), Flaky(2), config, dataset, processing_class=tokenizer)
     weights = []
@@ -176,12 +172,12 @@ def test_a_run_goes_on_without_the_rollouts_of_a_failed_call_and_counts_them(
     trainer.train()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["credit/frac_verifier_skipped"] for row in logged] == [0.0, 1.0, 0.0]
-    assert weights[1] == (0.0, 0.0)  # nothing of the second batch is in the loss
+    assert weights[1] == (0.0, 0.0)  # the second batch does not contribute to the loss
     assert all(gradient > 0.0 for _, gradient in (weights[0], weights[2]))
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
-def test_a_failed_function_beside_one_that_works_skips_the_rollouts_too(make_model, make_config, tokenizer, dataset):
+def test_one_failed_function_of_two_skips_the_rollouts(make_model, make_config, tokenizer, dataset):
     config = make_config(max_steps=1, on_verifier_error="skip")
     trainer = CreditTrainer(make_model(), [length_verdicts, Flaky(1)], config, dataset, processing_class=tokenizer)
     trainer.train()
@@ -189,13 +185,13 @@ def test_a_failed_function_beside_one_that_works_skips_the_rollouts_too(make_mod
     assert trainer.state.log_history[0]["grad_norm"] == 0.0
 
 
-def test_by_default_a_failing_verifier_ends_the_run(make_model, make_config, tokenizer, dataset):
+def test_failing_verifier_ends_the_run_by_default(make_model, make_config, tokenizer, dataset):
     trainer = CreditTrainer(make_model(), Flaky(1), make_config(), dataset, processing_class=tokenizer)
     with pytest.raises(ConnectionError, match="judge"):
         trainer.train()
 
 
 @pytest.mark.parametrize("options", [{"on_verifier_error": "ignore"}, {"verifier_timeout": 0.0}])
-def test_the_policy_is_checked_at_construction(make_config, options):
+def test_invalid_policy_options_are_refused(make_config, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         make_config(**options)

@@ -1,4 +1,4 @@
-"""What reaches a vLLM engine (weights, options, seeds), and what its importance ratio does to the loss."""
+"""Weights, options and seeds of a vLLM engine, and the importance ratio in the loss."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ ADAPTERS = {
 
 
 def adapted(make_model, kind, dtype):
-    """A policy with a trained adapter, and the reference's beside it with other weights."""
+    """A policy with a trained adapter and a teacher adapter with other weights."""
     torch.manual_seed(1)
     model = get_peft_model(make_model(dtype=dtype), LoraConfig(r=4, lora_alpha=8, **ADAPTERS[kind]))
-    reference = make_teacher("ema", model, Accelerator(cpu=True))
+    teacher = make_teacher("ema", model, Accelerator(cpu=True))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.05 * torch.randn_like(parameter)
-        for weight in reference.named_weights().values():
+        for weight in teacher.named_weights().values():
             weight += 1.0
     return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_an_engine_gets_the_trained_adapter_merged_and_the_model_stays_as_it_is(make_model, kind, dtype):
+def test_engine_gets_merged_adapter_and_model_is_unchanged(make_model, kind, dtype):
     model = adapted(make_model, kind, dtype)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     sent = {name: weight.clone() for name, weight in merged_weights(model)}
@@ -60,8 +60,8 @@ def test_an_engine_gets_the_trained_adapter_merged_and_the_model_stays_as_it_is(
         torch.testing.assert_close(sent[name], weight.detach(), rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_of_a_module_with_several_adapted_parameters_each_is_sent_merged_and_under_its_own_name():
-    """PEFT's way to adapt fused experts: a wrapper for each parameter, one inside the other."""
+def test_each_adapted_parameter_of_a_module_is_sent_merged():
+    """PEFT adapts fused experts with nested wrappers, one per parameter."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
     config = transformers.Qwen3MoeConfig(
         vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, **sizes
@@ -82,7 +82,7 @@ def test_of_a_module_with_several_adapted_parameters_each_is_sent_merged_and_und
         assert torch.equal(weight, own[name]) == (not any(part in name for part in ("q_proj", "experts")))
 
 
-def test_control_merging_in_place_and_back_leaves_an_error_in_the_weights(make_model):
+def test_control_in_place_merging_changes_weights(make_model):
     model = adapted(make_model, "lora", torch.bfloat16)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_control_merging_in_place_and_back_leaves_an_error_in_the_weights(make_m
 
 
 class RecordedLLM:
-    """Takes the place of `vllm.LLM`: keeps what it is told."""
+    """Stand-in for `vllm.LLM` that records its options."""
 
     def __init__(self, **options) -> None:
         self.options = options
@@ -107,13 +107,13 @@ class RecordedLLM:
 @pytest.fixture
 def fake_vllm(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # restored afterwards: TRL sets them
+        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
         monkeypatch.delenv(name)
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", RecordedLLM, raising=False)
 
 
-def test_sleep_mode_memory_share_and_lengths_reach_the_engine(make_model, make_config, tokenizer, dataset, fake_vllm):
+def test_vllm_options_reach_the_engine(make_model, make_config, tokenizer, dataset, fake_vllm):
     options = {
         "vllm_enable_sleep_mode": True,
         "vllm_gpu_memory_utilization": 0.55,
@@ -133,11 +133,9 @@ def test_sleep_mode_memory_share_and_lengths_reach_the_engine(make_model, make_c
     assert torch.initial_seed() == 11
 
 
-def test_the_tensor_parallel_size_reaches_every_engine(
-    make_model, make_config, tokenizer, dataset, fake_vllm, monkeypatch
-):
+def test_tensor_parallel_size_reaches_each_engine(make_model, make_config, tokenizer, dataset, fake_vllm, monkeypatch):
     class AsIfFour(vllm_generation.VLLMGeneration):
-        """What the third of four processes would build."""
+        """The generation layer of the third of four processes."""
 
         def __init__(self, accelerator, **options) -> None:
             state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)
@@ -157,18 +155,16 @@ def test_the_tensor_parallel_size_reaches_every_engine(
     assert options["distributed_executor_backend"] == "external_launcher"
     assert groups == [[0, 1], [2, 3]]
     assert options["seed"] == 1
-    assert torch.initial_seed() == 12  # the second engine's stream, on both of its processes
+    assert torch.initial_seed() == 12  # the seed of the second engine, on both of its processes
 
 
-def test_a_tensor_parallel_size_that_does_not_divide_the_processes_is_refused(
-    make_model, make_config, tokenizer, dataset, fake_vllm
-):
+def test_indivisible_tensor_parallel_size_is_refused(make_model, make_config, tokenizer, dataset, fake_vllm):
     config = make_config(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"tensor_parallel_size \(2\) must divide world size"):
         CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
 
 
-def test_each_request_of_a_seeded_engine_has_its_seed():
+def test_seeded_engine_sets_one_seed_per_request():
     class Parameters(SimpleNamespace):
         def clone(self):
             return Parameters(**vars(self))
@@ -191,9 +187,7 @@ def test_each_request_of_a_seeded_engine_has_its_seed():
 
 @pytest.mark.parametrize("shape", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_the_importance_ratio_multiplies_each_tokens_distillation_loss(
-    make_model, make_config, tokenizer, dataset, shape, loss_type
-):
+def test_importance_ratio_scales_distillation_per_token(make_model, make_config, tokenizer, dataset, shape, loss_type):
     config = make_config(distillation_support="full", contrastive_coef=0.0, loss_type=loss_type)
     trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
     trainer.current_gradient_accumulation_steps = 1
@@ -218,7 +212,7 @@ def test_the_importance_ratio_multiplies_each_tokens_distillation_loss(
 
 
 def reverse_kl_per_token(trainer, inputs):
-    """KL(π ‖ teacher) at each of a sample's tokens, from plain forward passes over each sample alone."""
+    """KL(π ‖ teacher) at each token of a sample, from plain forward passes over single samples."""
     for i, completion in enumerate(inputs["completion_ids"]):
         completion = completion[inputs["completion_mask"][i].bool()]
         prompt = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()]
@@ -230,10 +224,10 @@ def reverse_kl_per_token(trainer, inputs):
         yield (policy.exp() * (policy - teacher.detach())).sum(-1)
 
 
-def test_an_engine_that_disagrees_with_the_policy_raises_an_alarm_once():
+def test_engine_policy_mismatch_warns_once():
     name = "sampling/sampling_logp_difference/mean"
     alarms = Alarms()
     alarms.check_engine({})
-    alarms.check_engine({name: [0.4, 0.02]})  # the newest counts
+    alarms.check_engine({name: [0.4, 0.02]})  # the last value counts
     with pytest.warns(CreditWarning, match=r"differ by 0.25 nats on average .*processed_logprobs"):
         alarms.check_engine({name: [0.02, 0.25]})

@@ -1,4 +1,4 @@
-"""In which dtype the head is multiplied: that of the model's own."""
+"""Dtype of the LM head's product."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
         pytest.param(BF16, FP32, "cuda", BF16, BF16, id="fp32 average of a bf16 model"),
         pytest.param(BF16, FP32, "cuda", None, FP32, id="cast_lm_head_to_fp32"),
         pytest.param(FP32, FP32, "cuda", FP16, FP32, id="fp16 has too little range"),
-        pytest.param(FP32, FP32, "cpu", BF16, FP32, id="a CPU gains nothing"),
+        pytest.param(FP32, FP32, "cpu", BF16, FP32, id="no bf16 products on a CPU"),
         pytest.param(FP64, FP64, "cpu", None, FP64, id="fp64"),
     ],
 )
-def test_the_head_is_multiplied_in_the_dtype_of_the_models_own(hidden, weight, device, autocast, expected):
+def test_head_dtype_matches_models_own_head(hidden, weight, device, autocast, expected):
     assert head_dtype(hidden, weight, device, autocast) == expected
 
 
-def test_a_head_that_trl_casts_to_fp32_gives_its_own_distribution_to_the_last_digits(
-    make_model, make_config, tokenizer, dataset
-):
+def test_fp32_head_reproduces_model_logps(make_model, make_config, tokenizer, dataset):
     model = make_model(dtype=BF16)
     config = make_config(cast_lm_head_to_fp32=True)
     trainer = CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
@@ -60,10 +58,10 @@ def test_a_head_that_trl_casts_to_fp32_gives_its_own_distribution_to_the_last_di
     ],
     ids=["teacher_topk", "full", "cast to fp32", "cast to fp32-full"],
 )
-def test_in_mixed_precision_on_a_gpu_student_and_teacher_reach_the_head_in_bf16_unless_it_is_cast_to_fp32(
+def test_student_and_teacher_use_same_head_dtype(
     make_model, make_config, tokenizer, dataset, monkeypatch, options, expected
 ):
-    """The rule of a GPU, on a CPU."""
+    """Apply the rule of a GPU on a CPU."""
     entered = {"student": set(), "teacher": set()}
     loss, states = trainer_module.credit_loss, scoring.teacher_states
 

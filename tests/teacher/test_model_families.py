@@ -1,4 +1,4 @@
-"""Families of models whose heads, layers or processors differ: their own logits are what is scored, and they train."""
+"""Model families with different heads and layers: scored log-probabilities and training."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_family(tokenizer):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_head_that_is_scored_gives_the_models_own_distribution(make_family, family):
+def test_scored_head_reproduces_model_logps(make_family, family):
     model = make_family(family).eval()
     ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_the_head_that_is_scored_gives_the_models_own_distribution(make_family, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_family_trains_and_logs(make_family, make_config, tokenizer, dataset, family):
+def test_family_trains_and_logs(make_family, make_config, tokenizer, dataset, family):
     trainer = CreditTrainer(
         make_family(family), length_verdicts, make_config(max_steps=1), dataset, processing_class=tokenizer
     )

@@ -1,4 +1,4 @@
-"""The reference: what it starts as, how it moves, what it leaves alone."""
+"""Weights of the teacher: initial values, updates, checkpoints and isolation from the student."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers import TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from credit_trl import CreditTrainer
-from credit_trl.teacher import models as teacher
+from credit_trl.teacher import models
 from credit_trl.teacher.models import TEACHER_FILE, AdapterTeacher, CopyTeacher, Teacher, make_teacher
 from tiny import length_verdicts
 
 
 class Recorder(TrainerCallback):
-    """Keeps the student's weights after every optimizer step."""
+    """Records the student's weights after each optimizer step."""
 
     def __init__(self, names):
         self.names, self.history = names, []
@@ -45,14 +45,14 @@ def adapters(**options):
     [
         ({}, [1, 2, 3, 4]),
         ({"teacher_sync_steps": 2}, [2, 4]),
-        # One generation batch feeds two optimizer steps: one update of the average each.
+        # One generation batch for two optimizer steps: one update per batch.
         ({"per_device_train_batch_size": 4, "steps_per_generation": 2}, [2, 4]),
-        # Two micro-batches a step, one generation batch a step.
+        # Two micro-batches and one generation batch per step.
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, [1, 2, 3, 4]),
     ],
-    ids=["default", "sync_steps", "two_steps_a_batch", "accumulation"],
+    ids=["default", "sync_steps", "two_steps_per_batch", "accumulation"],
 )
-def test_ema_after_n_steps_is_its_closed_form(make_model, make_config, tokenizer, dataset, peft, options, updates):
+def test_ema_equals_closed_form(make_model, make_config, tokenizer, dataset, peft, options, updates):
     rate = 0.3
     config = make_config(max_steps=4, teacher_update_rate=rate, **options)
     trainer = CreditTrainer(
@@ -64,20 +64,20 @@ def test_ema_after_n_steps_is_its_closed_form(make_model, make_config, tokenizer
     trainer.add_callback(recorder)
     trainer.train()
     n = len(updates)
-    for reference_name, name in zip(trainer.teacher.named_weights(), names, strict=True):
+    for teacher_name, name in zip(trainer.teacher.named_weights(), names, strict=True):
         expected = (1 - rate) ** n * start[name]
         for k, step in enumerate(updates):
             expected = expected + rate * (1 - rate) ** (n - 1 - k) * recorder.history[step - 1][name]
-        actual = trainer.teacher.named_weights()[reference_name].double()
+        actual = trainer.teacher.named_weights()[teacher_name].double()
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
     student = torch.cat([dict(trainer.model.named_parameters())[name].detach().double().flatten() for name in names])
-    reference = torch.cat([weight.double().flatten() for weight in trainer.teacher.named_weights().values()])
-    apart = (reference - student).norm() / student.norm()
-    assert trainer.teacher.drift() == pytest.approx(apart.item(), rel=1e-5)
+    teacher = torch.cat([weight.double().flatten() for weight in trainer.teacher.named_weights().values()])
+    drift = (teacher - student).norm() / student.norm()
+    assert trainer.teacher.drift() == pytest.approx(drift.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_a_base_reference_never_moves_and_a_live_one_is_the_policy(make_model, make_config, tokenizer, dataset, lora):
+def test_base_teacher_is_constant_and_live_is_policy(make_model, make_config, tokenizer, dataset, lora):
     def trained(kind):
         trainer = CreditTrainer(
             make_model(),
@@ -102,20 +102,20 @@ def test_a_base_reference_never_moves_and_a_live_one_is_the_policy(make_model, m
         assert model is live.teacher.student
 
 
-def test_a_bf16_policys_average_is_kept_in_fp32_where_small_steps_survive(make_model):
+def test_ema_of_bf16_policy_is_fp32_and_keeps_small_steps(make_model):
     student = make_model(dtype=torch.bfloat16)
-    reference = make_teacher("ema", student, Accelerator(cpu=True))
-    before = {name: weight.clone() for name, weight in reference.named_weights().items()}
+    teacher = make_teacher("ema", student, Accelerator(cpu=True))
+    before = {name: weight.clone() for name, weight in teacher.named_weights().items()}
     with torch.no_grad():
         for parameter in student.parameters():
             parameter += 0.01
-    reference.update(0.01)
-    moved = [not torch.equal(weight, before[name]) for name, weight in reference.named_weights().items()]
+    teacher.update(0.01)
+    moved = [not torch.equal(weight, before[name]) for name, weight in teacher.named_weights().items()]
     assert all(moved)
-    assert all(weight.dtype is torch.float32 for weight in reference.named_weights().values())
+    assert all(weight.dtype is torch.float32 for weight in teacher.named_weights().values())
 
 
-def test_the_copy_shares_nothing_with_the_student_that_trl_patched(make_model, make_config, tokenizer, dataset):
+def test_copy_is_independent_of_patched_student(make_model, make_config, tokenizer, dataset):
     trainer = CreditTrainer(make_model(), length_verdicts, make_config(), dataset, processing_class=tokenizer)
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
@@ -128,16 +128,16 @@ def test_the_copy_shares_nothing_with_the_student_that_trl_patched(make_model, m
     assert not any(p.requires_grad for p in trainer.teacher.model.parameters())
 
 
-def test_the_adapter_reference_is_frozen_isolated_and_gives_the_student_back(make_model):
+def test_adapter_teacher_is_frozen_and_restores_student(make_model):
     model = get_peft_model(make_model(), adapters())
     ids = torch.tensor([[1, 2, 3]])
-    reference = make_teacher("ema", model, Accelerator(cpu=True))
-    assert isinstance(reference, AdapterTeacher)
+    teacher = make_teacher("ema", model, Accelerator(cpu=True))
+    assert isinstance(teacher, AdapterTeacher)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trainable
     assert not any(".teacher" in name for name in trainable)
     model.train()
-    with torch.no_grad(), reference.active() as scoring:
+    with torch.no_grad(), teacher.active() as scoring:
         start = scoring(input_ids=ids).logits
         assert not scoring.training
         assert not any(".teacher" in n and p.requires_grad for n, p in model.named_parameters())
@@ -146,7 +146,7 @@ def test_the_adapter_reference_is_frozen_isolated_and_gives_the_student_back(mak
             if name in trainable:
                 parameter += 0.5
         student = model(input_ids=ids).logits
-        with reference.active() as scoring:
+        with teacher.active() as scoring:
             assert torch.equal(scoring(input_ids=ids).logits, start)
     assert model.training
     assert model.active_adapter == "default"
@@ -154,33 +154,33 @@ def test_the_adapter_reference_is_frozen_isolated_and_gives_the_student_back(mak
     assert not torch.equal(student, start)
 
 
-def test_what_trains_of_an_adapter_trains_during_scoring_and_after_it(make_model):
+def test_scoring_keeps_trainable_parameters(make_model):
     model = get_peft_model(make_model(), adapters())
     for name, parameter in model.named_parameters():
         if "lora_A" in name:  # as in LoRA-FA
             parameter.requires_grad_(False)
-    reference = make_teacher("ema", model, Accelerator(cpu=True))
-    trains = {name: "lora_B.default" in name for name, _ in model.named_parameters()}
-    assert any(trains.values())
-    with reference.active():
-        assert {name: p.requires_grad for name, p in model.named_parameters()} == trains
-    assert {name: p.requires_grad for name, p in model.named_parameters()} == trains
+    teacher = make_teacher("ema", model, Accelerator(cpu=True))
+    trainable = {name: "lora_B.default" in name for name, _ in model.named_parameters()}
+    assert any(trainable.values())
+    with teacher.active():
+        assert {name: p.requires_grad for name, p in model.named_parameters()} == trainable
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == trainable
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_a_start_that_rewrites_the_base_rewrites_it_once(make_model, start):
+def test_adapter_init_changes_base_once(make_model, start):
     model = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start)).eval()
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         before = model(input_ids=ids).logits
-        reference = make_teacher("ema", model, Accelerator(cpu=True))
+        teacher = make_teacher("ema", model, Accelerator(cpu=True))
         assert torch.equal(model(input_ids=ids).logits, before)
-        with reference.active() as scoring:
+        with teacher.active() as scoring:
             assert torch.equal(scoring(input_ids=ids).logits, before)
     assert model.peft_config["default"].init_lora_weights == start
 
 
-def test_the_model_that_is_saved_has_no_reference_in_it(make_model, tmp_path):
+def test_saved_model_has_no_teacher(make_model, tmp_path):
     model = get_peft_model(make_model(), adapters())
     make_teacher("ema", model, Accelerator(cpu=True))
     model.save_pretrained(tmp_path)
@@ -188,7 +188,7 @@ def test_the_model_that_is_saved_has_no_reference_in_it(make_model, tmp_path):
     assert not (tmp_path / "teacher").exists()
 
 
-def test_lora_holds_no_second_copy_of_the_base(make_model):
+def test_lora_teacher_adds_no_copy_of_the_base(make_model):
     model = get_peft_model(make_model(), adapters())
     before = sum(p.numel() for p in model.parameters())
     adapter = sum(p.numel() for n, p in model.named_parameters() if ".default" in n)
@@ -196,7 +196,7 @@ def test_lora_holds_no_second_copy_of_the_base(make_model):
     assert sum(p.numel() for p in model.parameters()) == before + adapter
 
 
-def test_saved_and_loaded_references_are_equal_and_foreign_ones_are_named(make_model, tmp_path):
+def test_teacher_round_trips_and_mismatch_is_refused(make_model, tmp_path):
     accelerator = Accelerator(cpu=True)
     first = make_teacher("ema", make_model(seed=1), accelerator)
     second = make_teacher("ema", make_model(seed=2), accelerator)
@@ -210,119 +210,115 @@ def test_saved_and_loaded_references_are_equal_and_foreign_ones_are_named(make_m
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_activation_checkpointing_that_is_put_in_later_changes_no_names(make_model, tmp_path, lora):
-    """As accelerate does under FSDP2: layers are wrapped when the model is prepared, after the reference was made."""
+def test_later_activation_checkpointing_keeps_names(make_model, tmp_path, lora):
+    """Under FSDP2, accelerate wraps the layers when it prepares the model, after the teacher is built."""
     model = get_peft_model(make_model(), adapters()) if lora else make_model()
-    reference = make_teacher("ema", model, Accelerator(cpu=True))
-    names = reference.named_weights().keys()
-    before = {name: weight.clone() for name, weight in reference.named_weights().items()}
+    teacher = make_teacher("ema", model, Accelerator(cpu=True))
+    names = teacher.named_weights().keys()
+    before = {name: weight.clone() for name, weight in teacher.named_weights().items()}
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Qwen3DecoderLayer))
     assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 1.0
-    reference.update(0.5)
-    assert reference.named_weights().keys() == names
-    for name, weight in reference.named_weights().items():
+    teacher.update(0.5)
+    assert teacher.named_weights().keys() == names
+    for name, weight in teacher.named_weights().items():
         torch.testing.assert_close(weight, before[name] + 0.5)
-    reference.save(tmp_path)
+    teacher.save(tmp_path)
     assert load_file(tmp_path / TEACHER_FILE).keys() == names
 
 
-def test_saving_and_loading_hold_one_tensor_at_a_time(make_model, tmp_path, monkeypatch):
-    reference = make_teacher("ema", make_model(), Accelerator(cpu=True))
-    reference.save(tmp_path)
-    whole, most = [], []
+def test_saving_and_loading_gather_one_tensor_at_a_time(make_model, tmp_path, monkeypatch):
+    teacher = make_teacher("ema", make_model(), Accelerator(cpu=True))
+    teacher.save(tmp_path)
+    tensors, alive = [], []
 
-    def noted(tensor):
-        most.append(sum(held() is not None for held in whole))
-        whole.append(weakref.ref(tensor))
+    def track(tensor):
+        alive.append(sum(one() is not None for one in tensors))
+        tensors.append(weakref.ref(tensor))
         return tensor
 
-    copy = teacher.copy_full
-    monkeypatch.setattr(teacher, "copy_full", lambda target, value: copy(target, noted(value)))
-    reference.load(tmp_path)
-    assert len(most) == len(reference.named_weights()) > 2
-    assert max(most) <= 1
+    copy = models.copy_full
+    monkeypatch.setattr(models, "copy_full", lambda target, value: copy(target, track(value)))
+    teacher.load(tmp_path)
+    assert len(alive) == len(teacher.named_weights()) > 2
+    assert max(alive) <= 1
 
-    whole.clear(), most.clear()
-    monkeypatch.setattr(teacher, "full_tensor", lambda tensor: noted(tensor.clone()))
-    monkeypatch.setattr(reference, "accelerator", SimpleNamespace(is_main_process=False, unwrap_model=lambda m: m))
-    reference.save(tmp_path / "nowhere")
-    assert len(most) == len(reference.named_weights())
-    assert max(most) <= 1
+    tensors.clear(), alive.clear()
+    monkeypatch.setattr(models, "full_tensor", lambda tensor: track(tensor.clone()))
+    monkeypatch.setattr(teacher, "accelerator", SimpleNamespace(is_main_process=False, unwrap_model=lambda m: m))
+    teacher.save(tmp_path / "nowhere")
+    assert len(alive) == len(teacher.named_weights())
+    assert max(alive) <= 1
 
 
 @pytest.mark.parametrize("kind", ["ema", "base"])
 @pytest.mark.parametrize(
-    ("options", "thawed", "message"),
+    ("options", "unfrozen", "message"),
     [
         ({"bias": "lora_only"}, None, r"`bias='lora_only'`.*Set `bias=\"none\"`.*'live'"),
         ({}, "norm", r"`.*norm\.weight` of the base is trainable.*`modules_to_save`.*'live'"),
     ],
-    ids=["bias", "thawed"],
+    ids=["bias", "unfrozen"],
 )
-def test_parameters_of_the_base_that_train_are_refused(make_model, kind, options, thawed, message):
+def test_trainable_base_parameters_are_refused(make_model, kind, options, unfrozen, message):
     model = get_peft_model(make_model(), adapters(**options))
-    if thawed:
+    if unfrozen:
         model.get_base_model().model.norm.requires_grad_(True)
     with pytest.raises(ValueError, match=message):
         make_teacher(kind, model, Accelerator(cpu=True))
     make_teacher("live", model, Accelerator(cpu=True))
 
 
-def test_a_module_that_peft_copies_lags_with_the_adapter(make_model):
+def test_modules_to_save_are_averaged_with_the_adapter(make_model):
     model = get_peft_model(make_model(), adapters(modules_to_save=["norm"]))
-    reference = make_teacher("ema", model, Accelerator(cpu=True))
-    assert any("norm.modules_to_save.teacher" in name for name in reference.named_weights())
+    teacher = make_teacher("ema", model, Accelerator(cpu=True))
+    assert any("norm.modules_to_save.teacher" in name for name in teacher.named_weights())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 1.0
-    reference.update(0.5)
-    for average, student in reference.pairs():
+    teacher.update(0.5)
+    for average, student in teacher.pairs():
         torch.testing.assert_close(student - average, torch.full_like(student, 0.5))
 
 
-def autocast_dtype(reference) -> torch.dtype | None:
-    with reference.autocast():
+def autocast_dtype(teacher) -> torch.dtype | None:
+    with teacher.autocast():
         return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
-def test_a_reference_computes_in_bf16_as_its_student_where_trl_casts_a_tied_head_to_fp32(
-    make_model, make_config, tokenizer, dataset
-):
+def test_teacher_autocast_ignores_fp32_head(make_model, make_config, tokenizer, dataset):
     model, config = make_model(dtype=torch.bfloat16, tie_word_embeddings=True), make_config(cast_lm_head_to_fp32=True)
     trainer = CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
     assert model.get_input_embeddings().weight.dtype is torch.float32
     assert autocast_dtype(trainer.teacher) is torch.bfloat16
 
 
-def test_a_reference_computes_in_its_bases_precision_whatever_that_of_adapters_and_quantised_weights(make_model):
+def test_teacher_autocast_ignores_adapters_and_int8_weights(make_model):
     model = get_peft_model(make_model(dtype=torch.bfloat16, tie_word_embeddings=True), adapters())
     for module in model.modules():
         if hasattr(module, "base_layer"):
             module.base_layer.weight = torch.nn.Parameter(module.base_layer.weight.to(torch.int8), requires_grad=False)
-    reference = make_teacher("ema", model, Accelerator(cpu=True))
-    assert all(weight.dtype is torch.float32 for weight in reference.named_weights().values())
-    assert autocast_dtype(reference) is torch.bfloat16
+    teacher = make_teacher("ema", model, Accelerator(cpu=True))
+    assert all(weight.dtype is torch.float32 for weight in teacher.named_weights().values())
+    assert autocast_dtype(teacher) is torch.bfloat16
 
 
-def test_where_no_autocast_makes_mixed_precision_a_reference_computes_in_what_the_students_weights_were_cast_to(
-    make_model, monkeypatch
-):
-    """DeepSpeed's way: accelerate's own autocast does nothing there, and the average is in fp32."""
+def test_teacher_autocast_follows_weights_cast_by_deepspeed(make_model, monkeypatch):
+    """Under DeepSpeed, accelerate's autocast does nothing and the average is in fp32."""
     accelerator, model = Accelerator(cpu=True), make_model()
     monkeypatch.setattr(accelerator.state, "_mixed_precision", "bf16")
     monkeypatch.setattr(accelerator, "native_amp", False)
-    reference = make_teacher("ema", model, accelerator)
-    model.to(torch.bfloat16)  # as the engine does, after the copy was made
-    assert reference.named_weights()["lm_head.weight"].dtype is torch.float32
-    assert autocast_dtype(reference) is torch.bfloat16
+    teacher = make_teacher("ema", model, accelerator)
+    model.to(torch.bfloat16)  # as DeepSpeed's engine does, after the copy is built
+    assert teacher.named_weights()["lm_head.weight"].dtype is torch.float32
+    assert autocast_dtype(teacher) is torch.bfloat16
 
 
-def test_prompt_learning_is_refused_with_what_to_use_instead(make_model):
+def test_prompt_learning_is_refused(make_model):
     model = get_peft_model(make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match="LoRA"):
         make_teacher("ema", model, Accelerator(cpu=True))

@@ -1,4 +1,4 @@
-"""Work inside a wrapper's forward: what goes in and out keeps its precision, and gradients are the model's."""
+"""run_in_wrapped_forward under FSDP2: precision of inputs and results, and gradients."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from credit_trl.teacher.sharding import full_tensor, run_in_wrapped_forward
 
 @pytest.fixture
 def one_process(tmp_path):
-    """A process group of this process alone."""
+    """A process group with one process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
 def weighted_states(model, weights, ids):
-    """A loss in fp32 on hidden states in bf16, and the weights that it was made with."""
+    """An fp32 loss on bf16 hidden states, and its token weights."""
     hidden = model.base_model(input_ids=ids).last_hidden_state.float()
     return (hidden * weights[..., None]).sum(), {"weights": weights.clone()}
 
 
-def test_fsdp2_in_mixed_precision_rounds_neither_what_a_loss_is_made_of_nor_the_loss(make_model, one_process):
+def test_fsdp2_mixed_precision_keeps_loss_inputs_in_fp32(make_model, one_process):
     plain, model = make_model(dtype=torch.bfloat16), make_model(dtype=torch.bfloat16).float()
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
     for layer in model.model.layers:
         fully_shard(layer, mesh=one_process, mp_policy=policy)
-    # As accelerate does it: one group of norm and head, of which a loss on hidden states calls the norm alone.
+    # Accelerate's grouping: norm and head form one group, and a loss on hidden states only uses the norm.
     fully_shard([model.model.norm, model.lm_head], mesh=one_process, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=one_process, mp_policy=policy)
     ids = torch.randint(3, 250, (2, 7), generator=torch.Generator().manual_seed(0))

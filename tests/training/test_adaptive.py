@@ -1,4 +1,4 @@
-"""An adapted λ: what the controller does, and that it is logged, checkpointed and the same everywhere."""
+"""Adaptive λ: convergence of the controller, logging, checkpoints and the trainer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def adaptive(quantity="kl", level=0.1, start=0.1, rate=0.1, ceiling=10.0):
 
 
 @given(st.floats(0.01, 2), st.floats(0.01, 3), st.floats(0.05, 0.5))
-def test_a_divergence_that_grows_with_the_square_of_lambda_settles_at_its_level(level, curvature, rate):
-    """KL(softmax(f + λ s) ‖ f) = λ² Var(s) / 2 + …: the reachable levels are held."""
+def test_kl_quadratic_in_lambda_converges_to_level(level, curvature, rate):
+    """KL(softmax(f + λ s) ‖ f) = λ² Var(s) / 2 + …"""
     wanted = math.sqrt(level / curvature)
     controlled = adaptive(level=level, rate=rate)
     for _ in range(400):
@@ -32,7 +32,7 @@ def test_a_divergence_that_grows_with_the_square_of_lambda_settles_at_its_level(
 
 
 @given(st.floats(0.02, 0.2))
-def test_an_s_that_falls_with_lambda_settles_at_its_level(level):
+def test_s_decreasing_in_lambda_converges_to_level(level):
     controlled = adaptive("s", level=level, ceiling=1.0)
     for _ in range(400):
         controlled.observe(0.25 * math.exp(-4 * controlled.value), 10)
@@ -41,7 +41,7 @@ def test_an_s_that_falls_with_lambda_settles_at_its_level(level):
 
 
 @given(st.floats(-1e6, 1e6), st.sampled_from(["kl", "s"]), st.floats(0.01, 1))
-def test_one_update_moves_lambda_by_a_factor_of_exp_rate_at_most_and_keeps_it_in_bounds(observed, quantity, rate):
+def test_update_changes_lambda_by_at_most_exp_rate(observed, quantity, rate):
     controlled = adaptive(quantity, start=0.5, rate=rate)
     controlled.observe(observed, 3)
     controlled.update()
@@ -52,7 +52,7 @@ def test_one_update_moves_lambda_by_a_factor_of_exp_rate_at_most_and_keeps_it_in
     assert FLOOR <= controlled.value <= 10.0
 
 
-def test_micro_batches_count_by_their_tokens_and_empty_ones_not_at_all():
+def test_observations_are_weighted_by_tokens():
     apart, together = adaptive(), adaptive()
     for mean, tokens in ((0.05, 30), (math.nan, 0), (0.2, 10)):
         apart.observe(mean, tokens)
@@ -61,11 +61,11 @@ def test_micro_batches_count_by_their_tokens_and_empty_ones_not_at_all():
     together.update()
     assert apart.value == together.value != 0.1
     before = apart.value
-    apart.update()  # nothing was observed since
+    apart.update()  # no new observation
     assert apart.value == before
 
 
-def test_a_checkpoint_keeps_every_bit_and_one_of_a_fixed_lambda_is_refused(tmp_path):
+def test_lambda_round_trips_and_fixed_lambda_is_refused(tmp_path):
     written, read = adaptive(start=1 / 3), adaptive()
     with pytest.raises(FileNotFoundError, match="had a fixed λ"):
         read.load(tmp_path)
@@ -89,15 +89,15 @@ def test_a_checkpoint_keeps_every_bit_and_one_of_a_fixed_lambda_is_refused(tmp_p
             {"contrastive_auto_level": 0.1, "distillation_support": "sampled"},
             "set `contrastive_auto_quantity='s'`",
         ),
-        ({"contrastive_auto_level": 0.1, "per_device_train_batch_size": 4}, "holds one problem"),
+        ({"contrastive_auto_level": 0.1, "per_device_train_batch_size": 4}, "holds one prompt"),
     ],
 )
-def test_an_adapted_lambda_that_could_not_work_is_refused(make_config, options, message):
+def test_invalid_adaptive_options_are_refused(make_config, options, message):
     with pytest.raises(ValueError, match=message):
         make_config(contrastive_coef="auto", **options)
 
 
-def test_the_command_line_takes_numbers_and_auto():
+def test_command_line_accepts_numbers_and_auto():
     def parse(*options):
         line = ["--output_dir", "unused", "--report_to", "none", "--bf16", "false", "--use_cpu", *options]
         return make_parser().parse_args_and_config(line)[1].contrastive_coef
@@ -126,7 +126,7 @@ def trajectory(trainer, name="credit/contrastive_coef"):
     return [entry[name] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_lambda_moves_between_updates_by_what_is_logged(build):
+def test_lambda_follows_the_logged_divergence(build):
     trainer = build(max_steps=4, contrastive_auto_rate=0.5)
     trainer.train()
     coefs, divergences = trajectory(trainer), trajectory(trainer, "credit/kl_to_teacher")
@@ -140,16 +140,16 @@ def test_lambda_moves_between_updates_by_what_is_logged(build):
     assert len(set(coefs)) == 4
 
 
-def test_all_micro_batches_of_a_step_have_one_lambda_and_evaluation_does_not_move_it(build):
+def test_lambda_changes_only_after_optimizer_steps(build):
     trainer = build(max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     seen = []
-    loss = trainer._student_loss
+    loss = trainer._distillation_loss
 
-    def recording(inputs, weights, coef, reference, mask):
-        seen.append(coef.max().item())
-        return loss(inputs, weights, coef, reference, mask)
+    def recording(model, inputs):
+        seen.append(trainer.contrastive_coef)
+        return loss(model, inputs)
 
-    trainer._student_loss = recording
+    trainer._distillation_loss = recording
     trainer.train()
     assert len(seen) == 4
     assert seen[0] == seen[1] != seen[2] == seen[3]
@@ -158,7 +158,7 @@ def test_all_micro_batches_of_a_step_have_one_lambda_and_evaluation_does_not_mov
     assert trainer.contrastive_coef == before
 
 
-def test_a_resumed_run_has_the_lambda_and_weights_of_one_that_never_stopped(build, tmp_path):
+def test_resumed_run_has_lambda_and_weights_of_uninterrupted(build, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 5}
     whole = build(max_steps=4, output_dir=str(tmp_path / "whole"), **options)
     whole.train()

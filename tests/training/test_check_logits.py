@@ -1,4 +1,4 @@
-"""Families whose logits are not what is trained are refused; the others pass, and nothing of the run is touched."""
+"""check_model and check_logits: unsupported families are refused, others pass, and the model is unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def accelerator():
 
 @pytest.fixture
 def with_prediction_head(tokenizer):
-    """A dense layer, an activation and a norm lie between the backbone and the output embeddings."""
+    """A model with a dense layer, an activation and a norm between backbone and output embeddings."""
     torch.manual_seed(0)
     return transformers.ModernBertDecoderForCausalLM(
         transformers.ModernBertDecoderConfig(
@@ -44,14 +44,12 @@ def with_prediction_head(tokenizer):
 REFUSED = r"logits of `ModernBertDecoderForCausalLM` are not the product.*`GRPOTrainer`, or open an issue"
 
 
-def test_a_family_with_a_prediction_head_is_refused_before_any_rollout(
-    with_prediction_head, make_config, tokenizer, dataset
-):
+def test_prediction_head_is_refused_before_any_rollout(with_prediction_head, make_config, tokenizer, dataset):
     with pytest.raises(ValueError, match=REFUSED):
         CreditTrainer(with_prediction_head, length_verdicts, make_config(), dataset, processing_class=tokenizer)
 
 
-def test_grpo_takes_it(with_prediction_head, make_config, tokenizer, dataset):
+def test_prediction_head_is_accepted_for_grpo(with_prediction_head, make_config, tokenizer, dataset):
     CreditTrainer(
         with_prediction_head,
         length_verdicts,
@@ -61,7 +59,7 @@ def test_grpo_takes_it(with_prediction_head, make_config, tokenizer, dataset):
     )
 
 
-def test_the_analysis_refuses_it_too(with_prediction_head, tokenizer, tmp_path):
+def test_prediction_head_is_refused_by_analysis(with_prediction_head, tokenizer, tmp_path):
     for part in (with_prediction_head, tokenizer):
         part.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=REFUSED):
@@ -69,7 +67,7 @@ def test_the_analysis_refuses_it_too(with_prediction_head, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_it_is_refused_in_every_dtype_and_under_adapters(with_prediction_head, accelerator, dtype):
+def test_prediction_head_is_refused_in_all_dtypes(with_prediction_head, accelerator, dtype):
     model = with_prediction_head.to(dtype)
     with pytest.raises(ValueError, match=REFUSED):
         checks.check_logits(model, accelerator)
@@ -82,9 +80,9 @@ PRECISIONS = [(torch.float32, "no"), (torch.float32, "bf16"), (torch.bfloat16, "
 
 @pytest.mark.parametrize(("dtype", "mixed"), PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rounding_is_no_difference(make_family, family, dtype, mixed):  # noqa: F811
+def test_families_pass_in_all_precisions(make_family, family, dtype, mixed):  # noqa: F811
     accelerator = Accelerator(cpu=True)
-    accelerator.state._mixed_precision = mixed  # one process has one state, whatever precision is asked for later
+    accelerator.state._mixed_precision = mixed  # a second Accelerator keeps the precision of the first
     try:
         checks.check_model(make_family(family).to(dtype), accelerator)
     finally:
@@ -100,8 +98,8 @@ def test_rounding_is_no_difference(make_family, family, dtype, mixed):  # noqa: 
         ("RecurrentGemma", {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3, "lru_width": 32}),
     ],
 )
-def test_families_that_padding_changes_are_refused(monkeypatch, model_class, sizes, mixed):
-    """Learned positions count the pads, and the states of the other two run through them."""
+def test_families_sensitive_to_padding_are_refused(monkeypatch, model_class, sizes, mixed):
+    """GPT-2 has learned positions; the other two update their recurrent states on padding."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     config = getattr(transformers, f"{model_class}Config")(vocab_size=64, initializer_range=0.5, **sizes)
@@ -112,8 +110,8 @@ def test_families_that_padding_changes_are_refused(monkeypatch, model_class, siz
 
 
 @pytest.mark.parametrize("changed_rows", [slice(0, 1), slice(None)])
-def test_what_padding_changes_for_one_prompt_alone_is_rounding_and_for_all_is_refused(make_model, changed_rows):
-    """A token on the edge between two experts may go to the other one."""
+def test_padding_change_of_one_prompt_counts_as_rounding(make_model, changed_rows):
+    """Rounding may route a token to another expert."""
     model, accelerator = make_model(), Accelerator(cpu=True)
 
     def change(module, arguments, output):
@@ -128,7 +126,7 @@ def test_what_padding_changes_for_one_prompt_alone_is_rounding_and_for_all_is_re
         checks.check_model(model, accelerator)
 
 
-def test_a_model_that_is_spread_over_gpus_is_refused_and_one_on_a_single_one_is_not(make_model):
+def test_model_split_over_devices_is_refused(make_model):
     model, accelerator = make_model(), Accelerator(cpu=True)
     model.hf_device_map = {"model": 0, "lm_head": 0}
     checks.check_model(model, accelerator)
@@ -138,7 +136,7 @@ def test_a_model_that_is_spread_over_gpus_is_refused_and_one_on_a_single_one_is_
 
 
 @pytest.mark.parametrize("value", [None, 4.0])
-def test_a_soft_cap_that_would_be_misread_is_seen(make_family, accelerator, monkeypatch, value):  # noqa: F811
+def test_wrong_soft_cap_is_detected(make_family, accelerator, monkeypatch, value):  # noqa: F811
     model = make_family("Gemma2")
     checks.check_logits(model, accelerator)
     monkeypatch.setattr("credit_trl.loss.head._softcap", lambda config: value)
@@ -153,7 +151,7 @@ def test_a_soft_cap_that_would_be_misread_is_seen(make_family, accelerator, monk
         ("xLSTM", {"output_logit_soft_cap": 0.5, "num_heads": 2, "num_hidden_layers": 1}),
     ],
 )
-def test_the_soft_caps_of_other_families_are_read(accelerator, monkeypatch, model_class, config):
+def test_soft_caps_of_other_families_are_read(accelerator, monkeypatch, model_class, config):
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "initializer_range": 0.5}
     config = getattr(transformers, f"{model_class}Config")(**sizes, **config)
@@ -165,7 +163,7 @@ def test_the_soft_caps_of_other_families_are_read(accelerator, monkeypatch, mode
         checks.check_logits(model, accelerator)
 
 
-def test_logits_that_are_masked_out_are_a_difference(make_model, accelerator, monkeypatch):
+def test_masked_logits_are_detected(make_model, accelerator, monkeypatch):
     model = make_model()
 
     def masked(module, args, logits):
@@ -176,7 +174,7 @@ def test_logits_that_are_masked_out_are_a_difference(make_model, accelerator, mo
         checks.check_logits(model, accelerator)
 
 
-def test_modes_and_random_states_are_left_as_they_were(make_model, with_prediction_head, accelerator):
+def test_check_restores_modes_and_random_states(make_model, with_prediction_head, accelerator):
     class Drawing(torch.nn.Module):
         def forward(self, hidden, *args, **kwargs):
             torch.rand(3)
@@ -198,22 +196,22 @@ def test_modes_and_random_states_are_left_as_they_were(make_model, with_predicti
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_sharded_models_are_not_run(with_prediction_head, accelerator, monkeypatch, kind):
+def test_sharded_models_are_skipped(with_prediction_head, accelerator, monkeypatch, kind):
     monkeypatch.setattr(Accelerator, "distributed_type", kind)
-    monkeypatch.setattr(with_prediction_head, "forward", lambda **inputs: pytest.fail("a sharded model was run"))
+    monkeypatch.setattr(with_prediction_head, "forward", lambda **inputs: pytest.fail("a sharded model was called"))
     checks.check_logits(with_prediction_head, accelerator)
 
 
-def test_models_without_values_are_not_run(with_prediction_head, accelerator, monkeypatch):
+def test_meta_models_are_skipped(with_prediction_head, accelerator, monkeypatch):
     model = with_prediction_head.to("meta")
-    monkeypatch.setattr(model, "forward", lambda **inputs: pytest.fail("a model without values was run"))
+    monkeypatch.setattr(model, "forward", lambda **inputs: pytest.fail("a meta model was called"))
     checks.check_logits(model, accelerator)
 
 
-def test_tokens_that_stand_for_something_else_are_not_read(make_model):
+def test_special_tokens_are_not_used(make_model):
     model = make_model(pad_token_id=96, eos_token_id=[32, 33])
-    ordinary = set(range(model.config.vocab_size)) - {96, 32, 33}
-    model.config.image_token_id = middle = sorted(ordinary)[len(ordinary) * 3 // 8]
-    ids = checks._ordinary_ids(model, 4)[0].tolist()
+    regular = set(range(model.config.vocab_size)) - {96, 32, 33}
+    model.config.image_token_id = middle = sorted(regular)[len(regular) * 3 // 8]
+    ids = checks._regular_ids(model, 4)[0].tolist()
     assert len(set(ids)) == 4
-    assert set(ids) <= ordinary - {middle}
+    assert set(ids) <= regular - {middle}

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there; a disk that is full costs the new one, never the old."""
+"""Atomic checkpoints: complete or absent, and earlier ones survive a full disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path):
 
 
 class StepCounter(TrainerCallback):
-    """Keeps the number of each step that was trained."""
+    """Records the index of each trained step."""
 
     def __init__(self, steps: list[int]) -> None:
         self.steps = steps
@@ -49,7 +49,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-def test_only_whole_checkpoints_are_left_and_no_more_than_the_limit(make_trainer, tmp_path):
+def test_only_complete_checkpoints_within_limit_remain(make_trainer, tmp_path):
     make_trainer().train()
     assert names(tmp_path / "run") == ["checkpoint-3"]
     files = {path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir()}
@@ -63,10 +63,15 @@ def full_disk(*args, **kwargs):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(torch, "save"), (checkpoints, "save_progress"), (checkpoints, "sync_to_disk"), (checkpoints, "rename_atomically")],
-    ids=["optimizer", "progress", "flushing", "naming"],
+    [
+        (torch, "save"),
+        (checkpoints, "save_progress"),
+        (checkpoints, "sync_to_disk"),
+        (checkpoints, "rename_atomically"),
+    ],
+    ids=["optimizer", "progress", "sync", "rename"],
 )
-def test_a_full_disk_keeps_the_checkpoint_before_and_says_so(make_trainer, tmp_path, monkeypatch, owner, name):
+def test_full_disk_keeps_previous_checkpoint(make_trainer, tmp_path, monkeypatch, owner, name):
     trainer, original = make_trainer(), getattr(owner, name)
 
     def fail_at_two(*args, **kwargs):
@@ -77,13 +82,13 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_says_so(make_trainer, tmp_p
         CheckpointError, match=r"Step 2 could not be saved.*No space left.*checkpoint-1: resume from it"
     ):
         trainer.train()
-    assert names(tmp_path / "run") == ["checkpoint-1"]  # what was written of the second is gone, so its room is free
+    assert names(tmp_path / "run") == ["checkpoint-1"]  # the incomplete second one is removed
     monkeypatch.undo()
     make_trainer().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert names(tmp_path / "run") == ["checkpoint-3"]
 
 
-def test_the_first_checkpoint_that_fails_says_that_there_is_none(make_trainer, monkeypatch):
+def test_first_failed_checkpoint_reports_none_exists(make_trainer, monkeypatch):
     monkeypatch.setattr(checkpoints, "save_progress", full_disk)
     with pytest.raises(CheckpointError, match="There is none yet"):
         make_trainer().train()
@@ -109,7 +114,7 @@ trainer = CreditTrainer(
 )
 save = trainer._save_checkpoint
 def limited(*args, **kwargs):
-    if trainer.state.global_step == 2:  # from here on the system lets no file grow beyond 64 kB
+    if trainer.state.global_step == 2:  # limits the size of each file to 64 kB
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
     return save(*args, **kwargs)
 trainer._save_checkpoint = limited
@@ -117,8 +122,8 @@ trainer.train()
 """
 
 
-def test_writes_that_the_system_refuses_are_an_error_of_one_process(tmp_path):
-    """No replacement of ours: the kernel refuses the write, whichever library makes it."""
+def test_refused_write_raises_checkpoint_error(tmp_path):
+    """The kernel refuses the write, in whichever library it happens."""
     assert resource.RLIMIT_FSIZE is not None
     script = LIMITED.format(tests=str(ROOT / "tests"), out=str(tmp_path / "run"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
@@ -130,20 +135,20 @@ def test_writes_that_the_system_refuses_are_an_error_of_one_process(tmp_path):
     assert names(tmp_path / "run") == ["checkpoint-1"]
 
 
-def test_a_finished_folder_replaces_one_of_that_name_and_a_second_caller_finds_it_done(tmp_path):
+def test_rename_replaces_existing_folder_and_is_idempotent(tmp_path):
     unfinished, finished = tmp_path / "unfinished" / "checkpoint-2", tmp_path / "checkpoint-2"
     for folder, text in ((unfinished, "new"), (finished, "old")):
         folder.mkdir(parents=True)
         (folder / "state").write_text(text)
     rename_atomically(unfinished, finished)
     assert (finished / "state").read_text() == "new"
-    rename_atomically(unfinished, finished)  # the first process of another node of the same file system
+    rename_atomically(unfinished, finished)  # a second node that shares the file system
     assert names(tmp_path / "unfinished") == []
     with pytest.raises(FileNotFoundError):
         rename_atomically(tmp_path / "nowhere", tmp_path / "checkpoint-9")
 
 
-def test_latest_is_the_newest_whole_checkpoint_or_none(tmp_path):
+def test_latest_is_newest_complete_checkpoint_or_none(tmp_path):
     assert checkpoint_to_resume("latest", tmp_path / "nowhere") is None
     for name in ("checkpoint-9", "checkpoint-10", "unfinished/checkpoint-11"):
         (tmp_path / name).mkdir(parents=True)
@@ -153,12 +158,12 @@ def test_latest_is_the_newest_whole_checkpoint_or_none(tmp_path):
 
 
 @pytest.mark.parametrize("asked", ["true", "elsewhere"])
-def test_a_checkpoint_that_does_not_exist_is_told_with_the_word_that_finds_one(asked, tmp_path):
+def test_missing_checkpoint_error_suggests_latest(asked, tmp_path):
     with pytest.raises(ValueError, match=r"no such folder.*`latest` for the newest"):
         checkpoint_to_resume(asked, tmp_path)
 
 
-def test_a_script_may_say_latest_before_there_is_a_checkpoint_and_after(make_trainer):
+def test_latest_works_before_first_checkpoint(make_trainer):
     trained = []
     for max_steps in (1, 3):
         trainer = make_trainer(max_steps=max_steps, callbacks=[StepCounter(trained)])
@@ -166,7 +171,7 @@ def test_a_script_may_say_latest_before_there_is_a_checkpoint_and_after(make_tra
     assert trained == [1, 2, 3]
 
 
-def test_the_best_checkpoint_is_known_by_its_final_name(make_trainer, tmp_path):
+def test_best_checkpoint_has_its_final_name(make_trainer, tmp_path):
     trainer = make_trainer(
         eval_strategy="steps",
         eval_steps=1,
@@ -186,7 +191,7 @@ def test_the_best_checkpoint_is_known_by_its_final_name(make_trainer, tmp_path):
     assert state["best_model_checkpoint"] == str(best)
 
 
-def test_what_is_pushed_is_the_finished_folder(make_trainer, monkeypatch):
+def test_complete_folder_is_pushed(make_trainer, monkeypatch):
     pushed = []
     trainer = make_trainer(max_steps=1)
     trainer.args.push_to_hub = True

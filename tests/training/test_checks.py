@@ -1,4 +1,4 @@
-"""Bad input: one clear error that names the fix, before any rollout."""
+"""Checks of data and machine: an error that names the fix, before any rollout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(make_model, make_config, tokenizer, dataset):
 
 @pytest.fixture
 def no_rollout(monkeypatch):
-    """Fails the test if anything is generated."""
+    """Fail the test if a completion is generated."""
 
     def generate(self, prompts):
         pytest.fail("a completion was generated before the error")
@@ -36,7 +36,7 @@ def no_rollout(monkeypatch):
 
 @pytest.mark.usefixtures("no_rollout")
 @pytest.mark.parametrize("support", ["teacher_topk", "student_topk"])
-def test_k_above_the_vocabulary(build, tokenizer, support):
+def test_topk_above_vocabulary_is_refused(build, tokenizer, support):
     with pytest.raises(
         ValueError, match=rf"`distillation_topk=100000` exceeds the model's vocabulary of {len(tokenizer)}"
     ):
@@ -44,14 +44,14 @@ def test_k_above_the_vocabulary(build, tokenizer, support):
 
 
 @pytest.mark.usefixtures("no_rollout")
-def test_a_dataset_without_prompt_names_its_columns(build, dataset):
+def test_dataset_without_prompt_column_is_refused(build, dataset):
     with pytest.raises(ValueError, match=r"no column `prompt`.*question.*rename_column"):
         build(rows=dataset.rename_column("prompt", "question"))
 
 
 @pytest.mark.usefixtures("no_rollout")
-def test_a_column_that_a_reward_function_reads_is_missing(build, dataset):
-    lacks = "`length_verdicts` reads the column `answer`.*its columns are "
+def test_missing_reward_function_column_is_refused(build, dataset):
+    lacks = "`length_verdicts` needs the column `answer`.*its columns are "
     with pytest.raises(ValueError, match=rf"{lacks}prompt\. Add it \(dataset.add_column\('answer'"):
         build(rows=dataset.remove_columns("answer"))
     with pytest.raises(ValueError, match=rf"{lacks}prompt, solution\..*rename_column\('solution', 'answer'\)"):
@@ -59,20 +59,20 @@ def test_a_column_that_a_reward_function_reads_is_missing(build, dataset):
 
 
 @pytest.mark.usefixtures("no_rollout")
-def test_too_few_rows_for_a_generation_batch(build, dataset):
+def test_too_few_rows_for_generation_batch_are_refused(build, dataset):
     assert len(dataset) == 12
-    trainer = build(per_device_train_batch_size=8, gradient_accumulation_steps=8)  # 64 rollouts of 16 questions
-    with pytest.raises(ValueError, match=r"has 12 rows.* 64 rollouts with `num_generations=4` takes 16: .*Give more"):
+    trainer = build(per_device_train_batch_size=8, gradient_accumulation_steps=8)  # 64 rollouts of 16 prompts
+    with pytest.raises(ValueError, match=r"has 12 rows.* 64 rollouts with `num_generations=4` needs 16, .*Add rows"):
         trainer.train()
 
 
-def test_rows_that_fill_one_generation_batch_are_enough(build):
+def test_rows_of_one_generation_batch_suffice(build):
     trainer = build(per_device_train_batch_size=8, gradient_accumulation_steps=6, max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1
 
 
-def test_reward_functions_that_need_no_column_or_say_nothing_of_themselves_pass(build, dataset):
+def test_reward_functions_without_required_columns_pass(build, dataset):
     class Verifier:
         def __call__(self, completions, answer=None, *, truncated, trainer_state, **columns):
             return [Verdict(1.0, "Right.") for _ in completions]
@@ -82,7 +82,7 @@ def test_reward_functions_that_need_no_column_or_say_nothing_of_themselves_pass(
     build(rows=rows, reward_funcs=[lambda **columns: [1.0]])
 
 
-def test_fields_that_a_rollout_func_returns_reach_reward_functions(make_model, make_config, tokenizer, dataset):
+def test_rollout_func_fields_reach_reward_functions(make_model, make_config, tokenizer, dataset):
     def rollout(prompts, trainer):
         ids = [tokenizer("7")["input_ids"] + [tokenizer.eos_token_id] for _ in prompts]
         return {"prompt_ids": ids, "completion_ids": ids, "logprobs": None, "score": [0.5] * len(prompts)}
@@ -100,7 +100,7 @@ def test_fields_that_a_rollout_func_returns_reach_reward_functions(make_model, m
 
 
 @pytest.mark.usefixtures("no_rollout")
-def test_an_evaluation_dataset_is_checked_too(make_model, make_config, tokenizer, dataset):
+def test_evaluation_dataset_is_checked(make_model, make_config, tokenizer, dataset):
     with pytest.raises(ValueError, match=r"`harder` has no column `prompt`"):
         CreditTrainer(
             make_model(),
@@ -113,13 +113,13 @@ def test_an_evaluation_dataset_is_checked_too(make_model, make_config, tokenizer
 
 
 @pytest.mark.usefixtures("no_rollout")
-def test_image_columns(build, dataset):
+def test_image_columns_are_refused(build, dataset):
     with pytest.raises(ValueError, match="Prompts with images"):
         build(rows=dataset.add_column("image", [None] * len(dataset)))
 
 
 @pytest.mark.usefixtures("no_rollout")
-def test_images_inside_messages(build):
+def test_images_in_messages_are_refused(build):
     content = [{"type": "image", "text": None}, {"type": "text", "text": "what is it?"}]
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": content}], "answer": "x"}] * 4)
     with pytest.raises(ValueError, match="Prompts with images"):
@@ -128,7 +128,7 @@ def test_images_inside_messages(build):
 
 @pytest.mark.usefixtures("no_rollout")
 @pytest.mark.parametrize(("column", "value"), [("image", b"png"), ("images", [b"png"])])
-def test_images_in_a_stream_that_does_not_name_its_columns(build, dataset, column, value):
+def test_images_in_stream_without_columns_are_refused(build, dataset, column, value):
     rows = IterableDataset.from_generator(lambda: ({**row, column: value} for row in dataset))
     assert rows.column_names is None
     with pytest.raises(ValueError, match="Prompts with images"):
@@ -136,7 +136,7 @@ def test_images_in_a_stream_that_does_not_name_its_columns(build, dataset, colum
 
 
 @pytest.mark.parametrize("added", [{"pixel_values": torch.zeros(8, 3)}, {"num_images": [0] * 7 + [1]}])
-def test_images_that_an_environment_or_a_tool_brings(build, monkeypatch, added):
+def test_images_from_environments_or_tools_are_refused(build, monkeypatch, added):
     original = GRPOTrainer._generate_and_score_completions
     monkeypatch.setattr(
         GRPOTrainer, "_generate_and_score_completions", lambda self, inputs: original(self, inputs) | added
@@ -145,18 +145,18 @@ def test_images_that_an_environment_or_a_tool_brings(build, monkeypatch, added):
         build().train()
 
 
-def test_fields_for_images_that_hold_none_are_no_images():
+def test_empty_image_fields_pass():
     check_no_images([{"prompt": "2+2=", "image": None, "images": []}, {"images": [None], "num_images": [0, 0]}])
 
 
 @pytest.mark.usefixtures("no_rollout")
-def test_privileged_context_that_is_not_text(build, dataset):
+def test_privileged_context_that_is_not_text_is_refused(build, dataset):
     with pytest.raises(ValueError, match=r"column `privileged_context` must hold text"):
         build(rows=dataset.add_column("privileged_context", [3] * len(dataset)))
 
 
 @pytest.mark.usefixtures("no_rollout")
-def test_arguments_of_another_trainer(make_model, tokenizer, dataset, tmp_path):
+def test_config_of_another_trainer_is_refused(make_model, tokenizer, dataset, tmp_path):
     with pytest.raises(TypeError, match="must be a `CreditConfig`"):
         CreditTrainer(
             make_model(), length_verdicts, GRPOConfig(str(tmp_path), use_cpu=True), dataset, processing_class=tokenizer
@@ -164,12 +164,12 @@ def test_arguments_of_another_trainer(make_model, tokenizer, dataset, tmp_path):
 
 
 @pytest.mark.usefixtures("no_rollout")
-def test_a_stream_cannot_be_drawn_from_by_row(build, dataset):
+def test_contrasts_from_streaming_dataset_are_refused(build, dataset):
     with pytest.raises(ValueError, match=r"needs a `datasets.Dataset`"):
         build(rows=dataset.to_iterable_dataset(), contrastive_source="dataset")
 
 
-def test_the_wrong_number_of_verdicts_names_the_reward_function(build):
+def test_wrong_number_of_verdicts_names_function(build):
     def short_changed(completions, **kwargs):
         return [Verdict(1.0, "x")] * (len(completions) - 1)
 
@@ -177,7 +177,7 @@ def test_the_wrong_number_of_verdicts_names_the_reward_function(build):
         build(reward_funcs=short_changed).train()
 
 
-def test_feedback_that_is_not_text_stops_in_the_reward_function(build):
+def test_feedback_error_is_raised_in_reward_function(build):
     def shouting(completions, **kwargs):
         return [Verdict(1.0, ["not", "text"]) for _ in completions]
 
@@ -186,7 +186,7 @@ def test_feedback_that_is_not_text_stops_in_the_reward_function(build):
     assert any(entry.name == "shouting" for entry in raised.traceback)
 
 
-def test_a_reward_function_that_raises_stops_the_run_and_leaves_the_last_checkpoint(build, tmp_path):
+def test_failing_reward_function_keeps_last_checkpoint(build, tmp_path):
     calls = []
 
     def fragile(completions, **kwargs):
@@ -207,7 +207,7 @@ def test_a_reward_function_that_raises_stops_the_run_and_leaves_the_last_checkpo
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_fsdp_of_version_1_is_refused_before_a_reference_is_made(make_config, make_model, version):
+def test_fsdp_version_1_is_refused(make_config, make_model, version):
     state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
     accelerator = SimpleNamespace(distributed_type="FSDP", state=state, device=torch.device("cpu"))
     if version == 2:

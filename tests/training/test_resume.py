@@ -1,4 +1,4 @@
-"""A run that was interrupted continues bitwise as if it had not been."""
+"""A resumed run equals an uninterrupted run bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(make_model, make_config, tokenizer, dataset, output_dir, resume=None, 
 
 
 class Begun(TrainerCallback):
-    """What the run began with: for a resumed one, what its checkpoint gave it."""
+    """Records the weights at the start of the run, after a checkpoint is loaded."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -49,10 +49,10 @@ def weights(trainer):
     student = {f"student.{n}": p for n, p in trainer.model.named_parameters()}
     if trainer.args.teacher_model_kind == "live":
         return student
-    return student | {f"reference.{n}": p for n, p in trainer.teacher.named_weights().items()}
+    return student | {f"teacher.{n}": p for n, p in trainer.teacher.named_weights().items()}
 
 
-# Twelve questions, two a generation batch: six generation batches an epoch.
+# Twelve prompts, two per generation batch: six generation batches per epoch.
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
     ("stop", "last", "options"),
@@ -87,9 +87,7 @@ def test_resumed_run_equals_uninterrupted_run_bitwise(
 
 
 @pytest.mark.parametrize("last", [2, 6])  # inside an epoch and at its end
-def test_a_run_that_resumes_from_its_last_step_takes_no_further_one(
-    make_model, make_config, tokenizer, dataset, tmp_path, last
-):
+def test_resuming_from_last_step_takes_no_step(make_model, make_config, tokenizer, dataset, tmp_path, last):
     arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
     options = {"max_steps": last, "save_steps": last, "lr_scheduler_type": "constant"}
     whole = train(*arguments, **options)
@@ -101,7 +99,7 @@ def test_a_run_that_resumes_from_its_last_step_takes_no_further_one(
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_checkpoint_without_its_reference_is_refused(make_model, make_config, tokenizer, dataset, tmp_path):
+def test_checkpoint_without_teacher_is_refused(make_model, make_config, tokenizer, dataset, tmp_path):
     train(make_model, make_config, tokenizer, dataset, tmp_path, max_steps=1, save_steps=1)
     (tmp_path / "checkpoint-1" / "teacher.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="teacher_model_kind"):
@@ -110,23 +108,23 @@ def test_a_checkpoint_without_its_reference_is_refused(make_model, make_config, 
         )
 
 
-def test_every_epoch_has_trls_order_whichever_epoch_is_entered_first():
+def test_sampler_has_order_of_trl_in_any_epoch():
     from trl.trainer.utils import RepeatSampler
 
     options = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "shuffle": True, "seed": 5}
     theirs = RepeatSampler(list(range(13)), **options)
     epochs = [list(theirs) for _ in range(4)]
     assert epochs[0] != epochs[1]
-    for entered in (3, 0, 2, 2):
+    for start in (3, 0, 2, 2):
         ours = EpochRepeatSampler(list(range(13)), **options)
-        ours.set_epoch(entered)
-        assert list(ours) == epochs[entered]
+        ours.set_epoch(start)
+        assert list(ours) == epochs[start]
 
 
 LAYOUT = Layout(processes=2, rollouts=4, passes=4)
 
 
-def test_progress_round_trips_and_names_a_missing_part(tmp_path):
+def test_progress_round_trips_and_missing_part_is_refused(tmp_path):
     assert load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT) is None
     rollouts = [{"ids": torch.arange(3), "absent": None}]
     save_progress(tmp_path, 7, rollouts, rank=0, layout=LAYOUT)
@@ -138,8 +136,8 @@ def test_progress_round_trips_and_names_a_missing_part(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"processes": 1}, {"rollouts": 2}, {"passes": 8}])
-def test_another_layout_begins_at_a_generation_boundary_and_nowhere_else(tmp_path, change):
-    """Two processes of four passes, one of eight: the twelfth pass of one is the twenty-fourth of the other."""
+def test_layout_may_change_only_at_generation_boundary(tmp_path, change):
+    """Pass 12 of a layout with four passes per batch is pass 24 of one with eight."""
     other = replace(LAYOUT, **change)
     save_progress(tmp_path, 12, None, rank=0, layout=LAYOUT)
     step, rollouts = load_progress(tmp_path, 0, torch.device("cpu"), other)
@@ -149,10 +147,8 @@ def test_another_layout_begins_at_a_generation_boundary_and_nowhere_else(tmp_pat
         load_progress(tmp_path, 0, torch.device("cpu"), other)
 
 
-def test_a_run_resumed_with_other_micro_batches_trains_on_whole_generation_batches(
-    make_model, make_config, tokenizer, dataset, tmp_path
-):
-    """As if it had fewer processes: each optimizer step takes its rollouts from the policy before it."""
+def test_resuming_with_other_micro_batches_keeps_boundaries(make_model, make_config, tokenizer, dataset, tmp_path):
+    """Halving the micro-batch changes the layout as fewer processes do."""
     arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
     train(*arguments, max_steps=3, save_steps=3, per_device_train_batch_size=8, gradient_accumulation_steps=2)
     halved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
@@ -163,10 +159,8 @@ def test_a_run_resumed_with_other_micro_batches_trains_on_whole_generation_batch
     assert state["layout"] == {"processes": 1, "rollouts": 4, "passes": 4}
 
 
-def test_an_evaluation_draws_its_contrasts_whatever_was_evaluated_before(
-    make_model, make_config, tokenizer, dataset, monkeypatch
-):
-    """So that the first one after a resumption draws what the next one of the uninterrupted run does."""
+def test_each_evaluation_draws_the_same_contrasts(make_model, make_config, tokenizer, dataset, monkeypatch):
+    """The first evaluation after a resumption must draw as the next one of an uninterrupted run."""
     steps, draw = [], contrast.draw_from_batch
 
     def recording(*args, step, **options):

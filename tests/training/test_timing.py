@@ -1,4 +1,4 @@
-"""Where a step's time goes, by a clock that the test sets."""
+"""StageClock with a fake clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def now(monkeypatch):
     return time
 
 
-def test_the_stage_around_others_has_only_the_time_that_they_have_not(now):
+def test_outer_stage_excludes_time_of_inner_stages(now):
     clock = StageClock()
     with clock.around("update"):
         now[0] += 1
@@ -28,7 +28,7 @@ def test_the_stage_around_others_has_only_the_time_that_they_have_not(now):
     assert dict(clock.seconds) == {"rollout": 10, "scores": 100, "update": 1001}
 
 
-def test_a_report_is_a_mean_over_steps_and_starts_anew(now):
+def test_report_is_mean_per_step_and_resets(now):
     clock = StageClock()
     with clock.stage("rollout"):
         now[0] += 12
@@ -39,7 +39,7 @@ def test_a_report_is_a_mean_over_steps_and_starts_anew(now):
     assert clock.report(6) == {}
 
 
-def test_a_stage_that_fails_is_timed_too(now):
+def test_failed_stage_is_timed(now):
     clock = StageClock()
 
     def fail():
@@ -52,8 +52,8 @@ def test_a_stage_that_fails_is_timed_too(now):
     assert dict(clock.seconds) == {"verdict": 2, "update": 0}
 
 
-def test_an_evaluation_is_no_part_of_a_step(now, make_model, make_config, tokenizer, dataset, monkeypatch):
-    """Every generation takes ten seconds; the second step follows an evaluation of three generations."""
+def test_evaluation_time_is_not_counted(now, make_model, make_config, tokenizer, dataset, monkeypatch):
+    """Each generation takes ten seconds; each step is followed by an evaluation of three generations."""
     config = make_config(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=1)
     trainer = CreditTrainer(
         make_model(), length_verdicts, config, dataset, eval_dataset=dataset, processing_class=tokenizer

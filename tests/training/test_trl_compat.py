@@ -1,4 +1,4 @@
-"""TRL's private hooks are checked when the trainer is imported."""
+"""Check of TRL's version and private hooks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from credit_trl.trainer import CreditTrainer
 from credit_trl.training.trl_compat import HOOKS, check_trl
 
 
-def test_the_installed_trl_passes():
+def test_installed_trl_passes():
     check_trl()
 
 
 @pytest.mark.parametrize("version", ["1.15.0", "1.17.1", "2.0.0", "0.29.1"])
-def test_an_untested_minor_version_names_the_one_to_install(version):
+def test_untested_minor_version_names_version_to_install(version):
     with pytest.raises(ImportError, match=r'pip install "trl==1.16.\*"'):
         check_trl(installed=version)
 
 
-def test_a_patch_release_of_a_tested_version_passes():
+def test_patch_release_of_tested_version_passes():
     check_trl(installed="1.16.9")
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_moved_or_changed_hook_is_named(name):
+def test_missing_or_changed_hook_is_named(name):
     moved = type("Moved", (GRPOTrainer,), {name: None})
     changed = type("Changed", (GRPOTrainer,), {name: lambda self, something_else: None})
     for trainer_class in (moved, changed):
@@ -35,7 +35,7 @@ def test_a_moved_or_changed_hook_is_named(name):
             check_trl(trainer_class)
 
 
-def test_every_private_method_that_is_overridden_is_among_the_hooks():
+def test_overridden_methods_are_listed_as_hooks():
     overridden = {
         name for name in vars(CreditTrainer) if callable(getattr(CreditTrainer, name)) and name in dir(GRPOTrainer)
     }
@@ -43,7 +43,7 @@ def test_every_private_method_that_is_overridden_is_among_the_hooks():
 
 
 @pytest.mark.slow
-def test_importing_the_trainer_with_an_untested_trl_fails_with_the_message():
+def test_importing_trainer_with_untested_trl_fails():
     code = (
         "import importlib.metadata as m; real = m.version\n"
         "m.version = lambda name: '1.20.0' if name == 'trl' else real(name)\n"
