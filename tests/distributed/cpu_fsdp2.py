@@ -1,4 +1,4 @@
-"""Make FSDP2 real on CPU, for tests only: accelerate selects it on accelerators and falls back to DDP elsewhere."""
+"""FSDP2 on CPU for tests: accelerate selects it on accelerators only and falls back to DDP elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENVIRONMENT = {
 
 
 def install() -> None:
-    """Call before the trainer's configuration is made."""
+    """Patch accelerate; call it before the configuration is built."""
     os.environ.update(ENVIRONMENT)
     original = AcceleratorState.__init__
 

@@ -1,6 +1,6 @@
-"""One process of a small deterministic run, forked from a server that has imported everything.
+"""One process of a small deterministic run, forked from a server that has imported all modules.
 
-A test compares what the runs of different numbers of processes wrote.
+Tests compare the files of runs with different numbers of processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUP = 4
 
 
 def deterministic_rollouts(prompts, trainer):
-    """Completion = f(prompt, index in its group), whatever process asks: lengths from 1 to 9 bytes."""
+    """Completions of 1 to 9 bytes that depend only on the prompt and the index in its group."""
     tokenizer = trainer.processing_class
     first = trainer.accelerator.process_index * len(prompts)
     prompt_ids, completion_ids = [], []
@@ -43,22 +43,22 @@ def deterministic_rollouts(prompts, trainer):
 
 
 def verdicts(completions, answer, **kwargs):
-    """Some questions never succeed and get no feedback: their samples have no teacher."""
+    """Verdicts without success and feedback for some prompts, whose samples have no teacher."""
     graded = []
     for completion, a in zip(completions, answer, strict=True):
-        silent = int(a) % 3 == 0
-        reward = 0.0 if silent else float(completion[-1]["content"] > "8")
-        graded.append(Verdict(reward, None if silent else f"It is {a}."))
+        is_hopeless = int(a) % 3 == 0
+        reward = 0.0 if is_hopeless else float(completion[-1]["content"] > "8")
+        graded.append(Verdict(reward, None if is_hopeless else f"It is {a}."))
     return graded
 
 
 def whole(tensor):
-    """A copy of a tensor, gathered where it was sharded."""
+    """Copy a tensor, gathered if it is sharded."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def kept_draws() -> list[tuple[int, list[str]]]:
-    """A list that gets (sample, questions drawn for it) of every draw from now on."""
+    """Return a list that gets (sample, prompts drawn for it) of each later draw."""
     draws, draw = [], rollouts_module.contrast.draw_from_batch
 
     def keeping(keys, samples, *args, **kwargs):
@@ -71,7 +71,7 @@ def kept_draws() -> list[tuple[int, list[str]]]:
 
 
 def share_held(parameters) -> float:
-    """The share of the parameters' elements that lies on this process; 0 where there are none."""
+    """Share of the parameters' elements on this process; 0 without parameters."""
     held = total = 0
     for parameter in parameters:
         if hasattr(parameter, "ds_tensor"):
@@ -83,7 +83,7 @@ def share_held(parameters) -> float:
 
 
 class FirstGradients(TrainerCallback):
-    """Keeps the first optimizer step's gradients, after they were averaged over processes."""
+    """Records the gradients of the first optimizer step, after their average over processes."""
 
     gradients = None
 
@@ -94,7 +94,7 @@ class FirstGradients(TrainerCallback):
 
 
 def begin(out: Path, rank: int, limit: float) -> None:
-    """Write what this process says into `log_<rank>.txt`, and what it waits for when the watchdog is about to come."""
+    """Redirect the output to `log_<rank>.txt`, with a traceback after half of the watchdog's limit."""
     output = os.open(out / f"log_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -103,22 +103,22 @@ def begin(out: Path, rank: int, limit: float) -> None:
 
 
 def join(rank: int, processes: int, port: int) -> None:
-    """What a launcher tells a process of a run."""
+    """Set the environment variables that a launcher sets."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TRL_EXPERIMENTAL_SILENCE": "1"}
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
 
 
 def run(folder: str, rank: int, processes: int, port: int, limit: float, options: dict[str, Any]) -> None:
-    """Train three steps, and write facts, weights and reference.
+    """Train three steps, and write facts and the weights of policy and teacher.
 
     Args:
-        folder: where to.
-        rank: of this process.
-        processes: how many there are.
-        port: a free one.
-        limit: seconds until the watchdog ends it.
-        options: `per_device`, the batch of a process; `lora` and `fsdp2`; `support` and `kind` of the reference.
+        folder: output folder.
+        rank: index of this process.
+        processes: number of processes.
+        port: a free port.
+        limit: seconds until the watchdog ends the process.
+        options: `per_device` (batch size of a process), `lora`, `fsdp2`, `support` and `kind` of the teacher.
     """
     out = Path(folder)
     begin(out, rank, limit)
@@ -132,7 +132,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         for a in range(4)
         for b in range(5)
     ]
-    rows[3] = rows[9]  # a duplicate question is not another question
+    rows[3] = rows[9]  # a duplicate, which must not be a contrast prompt
     config = CreditConfig(
         output_dir=str(out / "run"),
         use_cpu=True,
@@ -174,13 +174,13 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     accelerator = trainer.accelerator
     weights = {n: whole(p) for n, p in accelerator.unwrap_model(trainer.model).named_parameters()}
     torch.save({"weights": weights, "gradients": gradients.gradients}, out / f"state_{rank}.pt")
-    reference = {} if options["kind"] == "live" else trainer.teacher.named_weights()
-    torch.save({n: whole(p) for n, p in reference.items()}, out / f"reference_{rank}.pt")
+    teacher = {} if options["kind"] == "live" else trainer.teacher.named_weights()
+    torch.save({n: whole(p) for n, p in teacher.items()}, out / f"teacher_{rank}.pt")
     facts = {
         "num_processes": accelerator.num_processes,
         "distributed_type": str(accelerator.distributed_type),
         "sharded": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
-        "reference_held": share_held(reference.values()),
+        "teacher_held": share_held(teacher.values()),
         "draws": draws,
         "log": [entry for entry in trainer.state.log_history if "loss" in entry],
     }

@@ -1,7 +1,7 @@
-"""One process of a small deterministic run, forked from a server that has imported everything.
+"""One process of a small deterministic run, forked from a server that has imported all modules.
 
-Completions, verdicts and questions are those of `credit_run`; `options` say what is wrapped how, and what is odd about
-the batch. Each process writes what it saw: the wrapper, its losses, and how many collectives it took part in.
+Completions, verdicts and prompts are those of `credit_run`; `options` select the wrapper and uneven batches. Each
+process writes its wrapper, its losses and its number of collectives.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ ZERO = {
 }
 
 
-# ---------------------------------------------------------------------------------------------- batches that are odd
+# ---------------------------------------------------------------------------------------------- uneven batches
 
 
 def one_token(prompts, trainer):
-    """Completions that are over with their first token."""
+    """Completions of a single EOS token."""
     generated = credit_run.deterministic_rollouts(prompts, trainer)
     generated["completion_ids"] = [[trainer.processing_class.eos_token_id] for _ in prompts]
     return generated
 
 
 def never_ending(prompts, trainer):
-    """Completions that are all cut at the limit."""
+    """Completions that are all truncated at the limit."""
     generated = credit_run.deterministic_rollouts(prompts, trainer)
     limit, filler = trainer.args.max_completion_length, trainer.processing_class("7")["input_ids"]
     generated["completion_ids"] = [(ids[:-1] + filler * limit)[:limit] for ids in generated["completion_ids"]]
@@ -59,24 +59,24 @@ def never_ending(prompts, trainer):
 
 
 def silent_second_half(completions, answer, trainer_state=None, **kwargs):
-    """No success and no feedback on every process but the first: nothing there has a teacher."""
+    """Neither success nor feedback on any process but the first, so no sample there has a teacher."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return [Verdict(0.0) for _ in completions]
     return credit_run.verdicts(completions, answer)
 
 
-def spoken_of_on_the_second(completions, answer, trainer_state=None, **kwargs):
-    """Success on the first process, with nothing said; on all others feedback, and of a turn that is not there."""
+def feedback_on_second_process(completions, answer, trainer_state=None, **kwargs):
+    """Success without feedback on the first process; on the others feedback, also on a turn that does not exist."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         return [Verdict(float(i % GROUP == 0)) for i, _ in enumerate(completions)]
-    return [Verdict(0.0, "no", turn_feedback={9: "nor this"}) for _ in completions]
+    return [Verdict(0.0, "no", turn_feedback={9: "ignored"}) for _ in completions]
 
 
 ROLLOUTS = {"hashed": credit_run.deterministic_rollouts, "one token": one_token, "truncated": never_ending}
 VERDICTS = {
     "some": credit_run.verdicts,
     "first process only": silent_second_half,
-    "feedback on the second process": spoken_of_on_the_second,
+    "feedback on the second process": feedback_on_second_process,
 }
 
 
@@ -98,10 +98,9 @@ TASK = Task("odd", held_out, grade, batch_of(grade, "odd"))
 
 
 class LocalLosses(CreditTrainer):
-    """Keeps each pass's loss as this process saw it; their mean over processes is the batch's.
+    """Records, on this process, each pass's loss, the longest completion of each generation, and the loss's dtypes.
 
-    And how many tokens each generation took here: those of the longest completion; and of which dtypes the parts of a
-    loss were, and the loss.
+    The mean of the losses over the processes is the loss of the batch.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,10 +114,10 @@ class LocalLosses(CreditTrainer):
         self.longest.append(max(map(len, generated[0])))
         return generated
 
-    def _student_loss(self, inputs: Any, weights: Any, coef: Any, reference: Any, *args: Any) -> Any:
-        parts = (weights, coef, *vars(reference).values())
+    def _student_loss(self, inputs: Any, weights: Any, coef: Any, teacher: Any, *args: Any) -> Any:
+        parts = (weights, coef, *vars(teacher).values())
         self.dtypes |= {str(part.dtype) for part in parts if torch.is_tensor(part) and part.is_floating_point()}
-        return super()._student_loss(inputs, weights, coef, reference, *args)
+        return super()._student_loss(inputs, weights, coef, teacher, *args)
 
     def _distillation_loss(self, *args: Any) -> torch.Tensor:
         loss = super()._distillation_loss(*args)
@@ -132,7 +131,7 @@ class LocalLosses(CreditTrainer):
 
 
 class StopAt(TrainerCallback):
-    """Ends a run after a step, as a machine's time limit would after a checkpoint."""
+    """Ends a run after a step, as a time limit does after a checkpoint."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -142,7 +141,7 @@ class StopAt(TrainerCallback):
 
 
 class OneCollectiveMore(TrainerCallback):
-    """What a forgotten branch does: the first process waits for others that do not come."""
+    """An extra collective on the first process, which hangs there."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if dist.get_rank() == 0:
@@ -153,23 +152,23 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     """Train, and write `facts_<rank>.json` and `weights_<rank>.pt`.
 
     Args:
-        folder: where to.
-        rank: of this process.
-        processes: how many there are.
-        port: a free one.
-        limit: seconds until the watchdog ends it.
+        folder: output folder.
+        rank: index of this process.
+        processes: number of processes.
+        port: a free port.
+        limit: seconds until the watchdog ends the process.
         options: `wrapper` ("", "ddp", "fsdp2", "zero2" or "zero3"), `lora`, `completions` (of `ROLLOUTS`, or
-            "sampled"), `verdicts`, `from_path`, `routed` (a model of experts), `stop_at` a step, `resume`, `evaluate`,
-            `engine` (a stand-in for vLLM's, which is sent the weights), `unequal` (the control of the watchdog); all
-            others are `CreditConfig`'s.
+            "sampled"), `verdicts`, `from_path`, `routed` (a mixture of experts), `stop_at` a step, `resume`,
+            `evaluate`, `engine` (a stand-in for vLLM's that gets the weights), `unequal` (the control of the
+            watchdog); the rest are options of `CreditConfig`.
     """
     out = Path(folder)
     credit_run.begin(out, rank, limit)
     wrapper = options.pop("wrapper", "")
     if processes > 1 or wrapper.startswith("zero"):
         credit_run.join(rank, processes, port)
-        if wrapper != "ddp":  # which crashes with it in torch 2.13
-            # Every collective is compared with the other processes': kind, order and shape.
+        if wrapper != "ddp":  # DDP crashes with it in torch 2.13
+            # torch compares kind, order and shape of each collective between the processes.
             dist.set_debug_level(dist.DebugLevel.DETAIL)
     if wrapper == "fsdp2":
         cpu_fsdp2.install()
@@ -192,12 +191,12 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     gathered = largest_gather(made.teacher) if wrapper == "zero3" else []
     made.train(resume_from_checkpoint=get_last_checkpoint(str(out / "run")) if resume else None)
     weights = {name: whole(p) for name, p in made.accelerator.unwrap_model(made.model).named_parameters()}
-    reference = getattr(made.teacher, "named_weights", dict)()
-    saved = {"weights": weights, "reference": {n: whole(p) for n, p in reference.items()}, "engine": {}}
+    teacher = getattr(made.teacher, "named_weights", dict)()
+    saved = {"weights": weights, "teacher": {n: whole(p) for n, p in teacher.items()}, "engine": {}}
     if made.use_vllm:
         saved["engine"] = made.vllm_generation.llm.weights
     torch.save(saved, out / f"weights_{rank}.pt")
-    held = {"reference_held": credit_run.share_held(reference.values()), "gathered": max(gathered, default=0)}
+    held = {"teacher_held": credit_run.share_held(teacher.values()), "gathered": max(gathered, default=0)}
     (out / f"facts_{rank}.json").write_text(json.dumps(facts(made) | held | {"draws": draws}))
     if dist.is_initialized():
         dist.barrier()
@@ -205,18 +204,18 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
 
 
 def do_not_compile() -> None:
-    """On a CPU DeepSpeed compiles a collective for shared memory when it starts, which takes minutes; gloo has one."""
+    """Keep DeepSpeed from compiling a shared-memory collective, which takes minutes on a CPU; gloo has one."""
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 
 def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLosses:
-    """Sixteen rollouts a generation batch unless said otherwise, however many processes share them."""
+    """Build the trainer, by default with 16 rollouts per generation batch over all processes."""
     tokenizer = tiny.build_tokenizer()
     lora, completions = options.pop("lora", False), options.pop("completions", "hashed")
     verdicts = VERDICTS[options.pop("verdicts", "some")]
     batch = options.pop("batch", 16)
     model = routed_model(tokenizer) if options.pop("routed", False) else tiny.build_model(tokenizer)
-    if options.pop("from_path", False):  # ZeRO-3 partitions such a model while it is loaded
+    if options.pop("from_path", False):  # ZeRO-3 partitions it during loading
         model.save_pretrained(out / "model")
         model = str(out / "model")
     config = CreditConfig(
@@ -257,7 +256,7 @@ def make_trainer(out: Path, processes: int, options: dict[str, Any]) -> LocalLos
 
 
 def facts(made: LocalLosses) -> dict[str, Any]:
-    """What the test asserts about one process."""
+    """Facts of one process that the tests check."""
     accelerator = made.accelerator
     group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
     return {
@@ -269,8 +268,8 @@ def facts(made: LocalLosses) -> dict[str, Any]:
         "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in made.model.parameters()),
         "parameters": sum(full_shape(p).numel() for p in made.model.parameters()),
         "groups": fsdp_groups(made.model),
-        "reference_groups": fsdp_groups(getattr(made.teacher, "model", made.model)),
-        "reference_computes_in": computing_dtype(made.teacher),
+        "teacher_groups": fsdp_groups(getattr(made.teacher, "model", made.model)),
+        "teacher_computes_in": computing_dtype(made.teacher),
         "buffers_differ": differing_buffers(made),
         "collectives": group._get_sequence_number_for_group() if group else 0,
         "losses": made.losses,
@@ -285,26 +284,26 @@ def facts(made: LocalLosses) -> dict[str, Any]:
 
 
 def fsdp_groups(model: torch.nn.Module) -> list[str]:
-    """The modules that FSDP2 gathers one after the other."""
+    """Names of the modules that FSDP2 gathers separately."""
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-def computing_dtype(reference: Teacher) -> str:
-    """What a matrix product of the reference's weights is computed in."""
-    with reference.autocast():
-        weight = torch.ones(2, 2, dtype=next(iter(getattr(reference, "model", reference.student).parameters())).dtype)
+def computing_dtype(teacher: Teacher) -> str:
+    """Dtype in which a matrix product of the teacher's weights is computed."""
+    with teacher.autocast():
+        weight = torch.ones(2, 2, dtype=next(iter(getattr(teacher, "model", teacher.student).parameters())).dtype)
         return str((weight @ weight).dtype)
 
 
 def differing_buffers(made: LocalLosses) -> list[str]:
-    """Buffers of the reference that are not the student's."""
+    """Names of the teacher's buffers that differ from the student's."""
     own = dict(made.accelerator.unwrap_model(made.model).named_buffers())
     copied = made.accelerator.unwrap_model(getattr(made.teacher, "model", made.model)).named_buffers()
     return [name for name, buffer in copied if not torch.equal(buffer.float(), own[name].float())]
 
 
 def routed_model(tokenizer: Any) -> PreTrainedModel:
-    """A mixture of experts, with buffers that decide which of them a token goes to."""
+    """A mixture of experts whose routing depends on buffers."""
     sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
     config = Glm4MoeConfig(
         vocab_size=len(tokenizer),
@@ -325,14 +324,14 @@ def routed_model(tokenizer: Any) -> PreTrainedModel:
     return model
 
 
-def largest_gather(reference: Teacher) -> list[int]:
-    """Where it is noted, from now on, how many elements ZeRO-3 has made whole whenever the average is updated."""
-    zero, update, noted, open_now = import_module("deepspeed.runtime.zero"), reference.update, [], []
+def largest_gather(teacher: Teacher) -> list[int]:
+    """Return a list that gets the number of gathered elements, at each gathering of ZeRO-3 in an update of the EMA."""
+    zero, update, counts, open_now = import_module("deepspeed.runtime.zero"), teacher.update, [], []
 
-    class Noted(zero.GatheredParameters):
+    class Counting(zero.GatheredParameters):
         def __enter__(self) -> Any:
             open_now.append(sum(p.ds_numel for p in self.params))
-            noted.append(sum(open_now))
+            counts.append(sum(open_now))
             return super().__enter__()
 
         def __exit__(self, *error: Any) -> Any:
@@ -340,18 +339,18 @@ def largest_gather(reference: Teacher) -> list[int]:
             return super().__exit__(*error)
 
     def watched(rate: float) -> None:
-        original, zero.GatheredParameters = zero.GatheredParameters, Noted
+        original, zero.GatheredParameters = zero.GatheredParameters, Counting
         try:
             update(rate)
         finally:
             zero.GatheredParameters = original
 
-    reference.update = watched
-    return noted
+    teacher.update = watched
+    return counts
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of a parameter, gathered where it is sharded."""
+    """Copy a parameter, gathered if it is sharded."""
     if hasattr(parameter, "ds_tensor"):
         import deepspeed
 

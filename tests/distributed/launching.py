@@ -1,4 +1,4 @@
-"""Start the processes of a run, watch them, and end what is left of them when their time is over."""
+"""Start the processes of a run and end them at the time limit."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from typing import Any
 
 from faults.launching import free_port, log, server
 
-LIMIT = 100.0  # seconds; most runs take five
-DEEPSPEED = "needs DeepSpeed: `make test-slow` installs it, or pip install 'credit-trl[deepspeed]'"  # why tests skip
+LIMIT = 100.0  # seconds; most runs take 5 s
+# Reason of skipped tests.
+DEEPSPEED = "needs DeepSpeed: `make test-slow` installs it, or pip install 'credit-trl[deepspeed]'"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
+    """Result of a run.
 
     Args:
-        codes: exit code of each process; None for one that the watchdog had to end.
-        facts: what each process wrote, or None.
-        said: the ends of the processes' output.
+        codes: exit code of each process; None if the watchdog ended it.
+        facts: facts of each process, or None.
+        output: last lines of the processes' output.
     """
 
     codes: list[int | None]
     facts: list[dict[str, Any] | None]
-    said: str
+    output: str
 
     @property
     def hung(self) -> bool:
@@ -37,7 +38,7 @@ class Ended:
 
 
 def launch(folder: Path, processes: int, limit: float = LIMIT, job: str = "jobs", **options: Any) -> Ended:
-    """Run `jobs.run`, or `credit_run.run`, in as many processes; who is there after `limit` seconds is killed."""
+    """Run `jobs.run` or `credit_run.run` in several processes; kill them after `limit` seconds."""
     run = import_module(f"distributed.{job}").run
     context, port = server(), free_port()
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,8 +65,8 @@ def launch(folder: Path, processes: int, limit: float = LIMIT, job: str = "jobs"
 
 
 def finished(ended: Ended) -> list[dict[str, Any]]:
-    """The facts of a run that ended by itself and well, with as many processes as were started."""
-    assert not ended.hung, f"the watchdog had to end it: {ended.codes}\n{ended.said}"
-    assert ended.codes == [0] * len(ended.codes), ended.said
+    """Return the facts of a run whose processes all succeeded."""
+    assert not ended.hung, f"ended by the watchdog: {ended.codes}\n{ended.output}"
+    assert ended.codes == [0] * len(ended.codes), ended.output
     assert [fact["num_processes"] for fact in ended.facts] == [len(ended.codes)] * len(ended.codes)
     return ended.facts

@@ -1,4 +1,4 @@
-"""Takes the place of `vllm.LLM` in each process of a run, and keeps the weights that it is sent."""
+"""Stand-in for `vllm.LLM` that stores the weights it gets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trl.generation import vllm_generation
 
 
 class StandIn:
-    """What TRL calls of a colocated engine while weights are sent; it generates nothing."""
+    """The part of a colocated engine that TRL uses for weight sync."""
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(options["seed"])  # vLLM's worker does
@@ -25,11 +25,11 @@ class StandIn:
         self.weights.update((name, weight.detach().clone()) for name, weight in named)
 
     def reset_prefix_cache(self) -> None:
-        """The last call of a synchronisation."""
+        """Count the weight syncs; this is the last call of each."""
         self.times += 1
 
 
 def install() -> None:
-    """Call before the trainer is made."""
+    """Patch TRL; call it before the trainer is built."""
     vllm_generation.is_vllm_available = lambda: True
     vllm_generation.LLM = StandIn

@@ -1,6 +1,6 @@
-"""Engines beside several processes get the whole policy, whichever way its weights lie on the processes.
+"""Weight sync to engines under DDP, FSDP2 and ZeRO, with a stand-in engine.
 
-A stand-in keeps what it is sent: `tests/vllm_engine` has the real engine, beside one process.
+`tests/vllm_engine` tests a real engine with one process.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import torch
 from distributed.launching import DEEPSPEED, finished, launch
 
 STEPS = 3
-# SGD, so that a weight's change is its gradient.
+# SGD, so that weights also reveal a wrong scale of the gradient.
 RUN = {"engine": True, "max_steps": STEPS, "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
 ADAPTERS = ("full", "lora")
 WRAPPERS = ("ddp", "fsdp2", "zero2", "zero3")
 
 
 def sent(folder, rank: int) -> dict[str, torch.Tensor]:
-    """What the engine of a process holds after the last synchronisation, which comes before the last step."""
+    """Weights of the engine of a process after the last weight sync, before the last step."""
     return torch.load(folder / f"weights_{rank}.pt", weights_only=True)["engine"]
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """adapter → what the engine of one process holds, after some steps and at the start."""
+    """adapter -> weights of the engine of a single process, after STEPS steps and at the start."""
     known = {}
 
     def get(adapter):
@@ -43,7 +43,7 @@ def one_process(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_every_engine_gets_the_policy_that_one_process_would_send(tmp_path, one_process, wrapper, adapter):
+def test_engines_get_same_weights_as_from_single_process(tmp_path, one_process, wrapper, adapter):
     if wrapper.startswith("zero"):
         pytest.importorskip("deepspeed", reason=DEEPSPEED)
     expected, start = one_process(adapter)
@@ -56,6 +56,6 @@ def test_every_engine_gets_the_policy_that_one_process_would_send(tmp_path, one_
         for name, weight in expected.items():
             torch.testing.assert_close(engine[name], weight, rtol=1e-4, atol=2e-5, msg=name)
     assert all(torch.equal(engines[0][name], engines[1][name]) for name in expected)
-    # The comparison can fail: an engine that was sent weights at the start only would hold others.
+    # Control: weights at the start differ.
     moved = {name for name, weight in expected.items() if (weight - start[name]).abs().max() > 1e-3}
     assert len(moved) == (len(expected) if adapter == "full" else 4)  # two adapted matrices in each of two layers

@@ -1,4 +1,4 @@
-"""Two processes × FSDP2 × LoRA × resume × contrast from the global batch: the loss curve of one process."""
+"""FSDP2 with LoRA on two processes, resumed, with contrasts of the global batch, matches one process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from distributed.launching import finished, launch
 
 STEPS = 10
-# Two iterations over each generation batch, so that the checkpoint of step 5 lies inside one. (Two steps a batch would
-# split it at random on each process: other steps, not the same ones elsewhere.)
+# Two iterations over each generation batch, so that the checkpoint of step 5 lies inside one. Two steps per batch are
+# split at random on each process, so that steps could not be compared.
 CURVE = {"lora": True, "max_steps": STEPS, "num_iterations": 2, "learning_rate": 5e-3}
 TWO = {**CURVE, "wrapper": "fsdp2"}
 
 
 def losses(facts: list[dict]) -> torch.Tensor:
-    """The batch's loss at every step: each process has the same number of rollouts."""
+    """Loss of the batch at each step, the mean over processes with equal numbers of rollouts."""
     return torch.tensor([fact["losses"] for fact in facts], dtype=torch.float64).mean(dim=0)
 
 
@@ -30,7 +30,7 @@ def weights(folder, rank: int = 0) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-def test_fsdp2_lora_resumed_with_global_contrast_has_the_loss_curve_of_one_process(tmp_path):
+def test_resumed_fsdp2_lora_loss_curve_equals_one_process(tmp_path):
     alone = finished(launch(tmp_path / "one", 1, **CURVE))
     expected = losses(alone)
     assert alone[0]["distributed_type"] == "NO"
@@ -49,13 +49,13 @@ def test_fsdp2_lora_resumed_with_global_contrast_has_the_loss_curve_of_one_proce
     assert (curve - expected).abs().max().item() < 1e-5
     for ours, theirs in zip(begun[0]["log"] + continued[0]["log"][5:], alone[0]["log"], strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    for kind in ("weights", "reference"):
+    for kind in ("weights", "teacher"):
         one, two = weights(tmp_path / "one")[kind], weights(tmp_path / "two")[kind]
         assert one.keys() == two.keys()
         for name, value in one.items():
             torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
-    # The comparison can fail: the curve moves, and another λ has another one.
+    # Control: the loss changes at each step, and another λ gives another curve.
     assert (expected[1:] - expected[:-1]).abs().min().item() > 1e-4
     other = losses(finished(launch(tmp_path / "other", 1, **{**CURVE, "contrastive_coef": 0.0})))
     assert (other - expected).abs().min().item() > 1e-4

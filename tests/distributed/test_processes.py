@@ -1,4 +1,4 @@
-"""Several gloo processes on CPU give what one process gives: draws, gradients, weights, reference, metrics."""
+"""Several gloo processes on CPU match one: contrast draws, gradients, weights, teacher and metrics."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DEFAULTS = {"lora": False, "fsdp2": False, "support": "teacher_topk", "kind": "e
 
 
 def run(out: Path, processes: int, per_device: int, **options: Any) -> list[dict]:
-    """The facts of each process of a run."""
+    """Return the facts of each process of a run."""
     facts = finished(launch(out, processes, job="credit_run", per_device=per_device, **{**DEFAULTS, **options}))
     sharded = options.get("fsdp2", False)
     assert all(f["distributed_type"].endswith("FSDP" if sharded else "MULTI_CPU") for f in facts)
     assert all(f["sharded"] == sharded for f in facts)
-    # The average is sharded with the student: each process holds its part of it and no more.
+    # The EMA is sharded as the student.
     expected = 0.0 if options.get("kind") == "live" else 1 / processes if sharded else 1.0
-    assert [f["reference_held"] for f in facts] == pytest.approx([expected] * processes, abs=0.1 * expected)
+    assert [f["teacher_held"] for f in facts] == pytest.approx([expected] * processes, abs=0.1 * expected)
     return facts
 
 
@@ -49,11 +49,11 @@ def load(path: Path) -> dict:
         pytest.param(2, {"fsdp2": True, "kind": "live"}, id="fsdp2-live", marks=pytest.mark.slow),
         pytest.param(4, {"fsdp2": True}, id="fsdp2-four", marks=pytest.mark.slow),
         pytest.param(4, {"support": "full"}, id="four-full", marks=pytest.mark.slow),
-        # Four processes of two rollouts: every group of four lies on two processes.
+        # Four processes of two rollouts, so that each group spans two processes.
         pytest.param(4, {"lora": True}, id="four-lora", marks=pytest.mark.slow),
     ],
 )
-def test_processes_equal_one(tmp_path, processes, options):
+def test_processes_match_single_process(tmp_path, processes, options):
     total = 8 if processes == 4 else 16
     (single,) = run(tmp_path / "one", 1, total, **{**options, "fsdp2": False})
     many = run(tmp_path / "many", processes, total // processes, **options)
@@ -67,8 +67,8 @@ def test_processes_equal_one(tmp_path, processes, options):
         assert_same_tensors(one["gradients"], state["gradients"], rtol=2e-4)
         assert_same_tensors(one["weights"], state["weights"], rtol=1e-4)
         if options.get("kind") != "live":
-            reference = load(tmp_path / "many" / f"reference_{rank}.pt")
-            assert_same_tensors(load(tmp_path / "one" / "reference_0.pt"), reference, rtol=1e-4)
+            teacher = load(tmp_path / "many" / f"teacher_{rank}.pt")
+            assert_same_tensors(load(tmp_path / "one" / "teacher_0.pt"), teacher, rtol=1e-4)
 
     for ours, theirs in zip(many[0]["log"], single["log"], strict=True):
         credit = [name for name in theirs if name.startswith("credit/") and "seconds" not in name]

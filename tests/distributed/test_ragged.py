@@ -1,8 +1,7 @@
-"""Batches that are uneven between processes never hang: every process reaches every collective, in the same order.
+"""Batches that are uneven between processes do not hang: all processes reach the same collectives in the same order.
 
-Under FSDP2 and ZeRO torch compares each collective with the other processes' (`TORCH_DISTRIBUTED_DEBUG=DETAIL`); the
-counts are compared here, and a watchdog ends what waits. `test_the_watchdog_ends_a_run_that_hangs` shows that all this
-can fail.
+Under FSDP2 and ZeRO, torch compares each collective between the processes (`TORCH_DISTRIBUTED_DEBUG=DETAIL`). The
+tests compare the counts, and a watchdog ends processes that wait (`test_control_watchdog_ends_hanging_run`).
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ def assert_reached_together(facts: list[dict], wrapper: str, steps: int) -> None
 
 
 @pytest.mark.parametrize(("wrapper", "ragged", "support"), [case(*c) for c in CASES])
-def test_every_process_reaches_every_collective(tmp_path, wrapper, ragged, support):
+def test_all_processes_reach_all_collectives(tmp_path, wrapper, ragged, support):
     needs(wrapper)
     options = {"wrapper": wrapper, "distillation_support": support, "max_steps": 2, **RAGGED[ragged]}
     facts = finished(launch(tmp_path, 2, **options))
     assert_reached_together(facts, wrapper, steps=2)
     first, second = ([abs(loss) for loss in f["losses"]] for f in facts)
-    if ragged == "a process without a teacher":  # the case is what its name says
+    if ragged == "a process without a teacher":  # the batch is uneven as intended
         assert max(first) > 0.0
         assert max(second) == 0.0
         assert facts[0]["log"][0]["credit/frac_without_teacher"] >= 0.5
@@ -61,8 +60,8 @@ def test_every_process_reaches_every_collective(tmp_path, wrapper, ragged, suppo
 @pytest.mark.parametrize(
     "wrapper", ["fsdp2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("ddp", "zero2", "zero3"))]
 )
-def test_processes_whose_answers_end_at_different_lengths_generate_together(tmp_path, wrapper):
-    """Generation itself is a row of collectives where weights are sharded."""
+def test_generation_with_uneven_lengths_does_not_hang(tmp_path, wrapper):
+    """With sharded weights, each generated token needs collectives."""
     needs(wrapper)
     endings = {"completions": "sampled", "generation_kwargs": {"eos_token_id": list(range(0, 256, 2))}}
     facts = finished(launch(tmp_path, 2, wrapper=wrapper, max_steps=4, max_completion_length=40, **endings))
@@ -70,15 +69,15 @@ def test_processes_whose_answers_end_at_different_lengths_generate_together(tmp_
     assert facts[0]["longest"] != facts[1]["longest"]
 
 
-def test_feedback_that_nobody_reads_is_warned_about_wherever_it_was_given(tmp_path):
+def test_unread_feedback_of_any_process_raises_warning(tmp_path):
     options = {"verdicts": "feedback on the second process", "include_environment_feedback": False, "max_steps": 1}
     first, second = finished(launch(tmp_path, 2, wrapper="ddp", **options))
-    assert {"feedback_off", "lost_turns"} <= set(first["alarms"])  # the main process is the one that speaks
+    assert {"feedback_off", "lost_turns"} <= set(first["alarms"])  # only the main process warns
     assert second["alarms"] == []
 
 
 @pytest.mark.slow
-def test_the_watchdog_ends_a_run_that_hangs(tmp_path):
+def test_control_watchdog_ends_hanging_run(tmp_path):
     ended = launch(tmp_path, 2, limit=20.0, wrapper="ddp", unequal=True)
     assert ended.hung or any(ended.codes), ended.codes
     assert ended.facts == [None, None]

@@ -1,4 +1,4 @@
-"""Evaluation inside a sharded run: every process generates its share, and none waits for another that is done."""
+"""Evaluation in a sharded run: the processes share the prompts and do not hang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIONS = {"evaluate": True, "max_steps": 2, "completions": "hashed"}
 @pytest.mark.parametrize(
     "lora", [pytest.param(False, id="full"), pytest.param(True, id="lora", marks=pytest.mark.slow)]
 )
-def test_evaluation_under_fsdp2_scores_what_one_process_scores(tmp_path, lora):
+def test_fsdp2_evaluation_equals_single_process(tmp_path, lora):
     (alone,) = finished(launch(tmp_path / "one", 1, lora=lora, **OPTIONS))
     facts = finished(launch(tmp_path / "two", 2, wrapper="fsdp2", lora=lora, **OPTIONS))
     assert [(f["distributed_type"], f["sharded"]) for f in facts] == [("FSDP", True)] * 2
@@ -27,7 +27,7 @@ def test_evaluation_under_fsdp2_scores_what_one_process_scores(tmp_path, lora):
         one, two = (samples(tmp_path / runs / "run" / "evaluations" / f"step-{step}") for runs in ("one", "two"))
         assert len(one) == 9
         assert two == one
-    # Evaluation draws from streams of its own: the run without it ends with the same weights.
+    # Evaluation has its own random streams: a run without it ends with the same weights.
     plain = finished(launch(tmp_path / "plain", 2, wrapper="fsdp2", lora=lora, **{**OPTIONS, "evaluate": False}))
     assert plain[0]["evaluations"] == []
     evaluated, without = (
@@ -37,6 +37,6 @@ def test_evaluation_under_fsdp2_scores_what_one_process_scores(tmp_path, lora):
 
 
 def samples(folder) -> list[str]:
-    """What was answered, whoever answered it."""
+    """Samples of an evaluation in an order that does not depend on the process."""
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     return sorted(json.dumps([row["prompt"], row["sample"], row["text"], row["reward"]]) for row in rows)

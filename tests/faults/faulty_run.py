@@ -1,6 +1,6 @@
-"""A small training run in a process of its own that can be told where to die, and what it left when it did not.
+"""A small training run in its own process, with a configurable point at which it is killed.
 
-The process is forked from a server that has imported everything and computed nothing, so that a run costs its steps.
+The process is forked from a server that has imported all modules, so that a run only costs its steps.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from distributed import cpu_fsdp2
 STEPS = 5
 FINAL = "final.json"
 
-# Where a process can die: what is called there, and whether it dies before the call, after it, or in the middle of
-# the file that the call writes. A number is which call of the step it is.
+# Name -> (owner, function, when, number of the call in its step). The process dies before or after the call, or
+# half-way through the file that the call writes.
 POINTS: dict[str, tuple[Any, str, str, int]] = {
     "rollout, before": (GRPOTrainer, "_generate_single_turn", "before", 1),
     "rollout, after": (GRPOTrainer, "_generate_single_turn", "after", 1),
@@ -53,14 +53,14 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
     "update, before the backward pass": (CreditTrainer, "_compute_loss", "after", 1),
     "update, inside the optimizer": (torch.optim.AdamW, "step", "before", 1),
     "update, after the optimizer": (torch.optim.AdamW, "step", "after", 1),
-    "reference, before": (Teacher, "update", "before", 1),
-    "reference, after": (Teacher, "update", "after", 1),
+    "teacher, before": (Teacher, "update", "before", 1),
+    "teacher, after": (Teacher, "update", "after", 1),
     "checkpoint, before": (CreditTrainer, "_save_checkpoint", "before", 1),
     "checkpoint, after the weights": (CreditTrainer, "save_model", "after", 1),
     "checkpoint, half the optimizer": (torch, "save", "half", 1),
     "checkpoint, after the optimizer": (CreditTrainer, "_save_optimizer_and_scheduler", "after", 1),
     "checkpoint, after the random state": (CreditTrainer, "_save_rng_state", "after", 1),
-    "checkpoint, before the reference": (checkpoints, "save_progress", "before", 1),
+    "checkpoint, before the teacher": (checkpoints, "save_progress", "before", 1),
     "checkpoint, after the progress": (checkpoints, "save_progress", "after", 1),
     "checkpoint, before it is on disk": (checkpoints, "sync_to_disk", "before", 1),
     "checkpoint, before its name": (checkpoints, "rename_atomically", "before", 1),
@@ -73,9 +73,9 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One process dies at one point, while the given number of optimizer steps are done.
+    """Kill of one process at one point, when `step` optimizer steps are done.
 
-    A checkpoint of step n is written when n steps are done; all else of step n happens when n - 1 are.
+    The checkpoint of step n is written when n steps are done; the rest of step n happens when n - 1 are.
     """
 
     point: str
@@ -92,11 +92,11 @@ def verdicts(completions, answer, **kwargs):
 
 
 def schedule(fault: Fault, done: Any) -> None:
-    """Replace what is called at the fault's point by a call that dies there.
+    """Patch the function at the fault's point so that the process is killed there.
 
     Args:
-        fault: where and when.
-        done: () → optimizer steps done.
+        fault: the fault.
+        done: returns the number of optimizer steps done.
     """
     owner, name, when, count = POINTS[fault.point]
     original, calls = getattr(owner, name), []
@@ -124,7 +124,7 @@ def die() -> None:
 
 
 def halve(write: Any, *args: Any, **kwargs: Any) -> None:
-    """Write a file and cut it, or begin to remove the oldest checkpoint."""
+    """Write a file and truncate it, or start to remove the oldest checkpoint."""
     if "output_dir" in kwargs:
         oldest = min(Path(kwargs["output_dir"]).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
         next(oldest.glob("*.safetensors")).unlink()
@@ -135,7 +135,7 @@ def halve(write: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: int, port: int) -> None:
-    """Train from the last checkpoint, if there is one, and write digests of everything into `final.json`."""
+    """Train from the last checkpoint, if there is one, and write digests of the final state into `final.json`."""
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     log = os.open(out / f"log_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -160,7 +160,7 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
 
 
 def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
-    """Twelve questions, two a generation batch; half of the checkpoints lie inside one."""
+    """Twelve prompts, two per generation batch; half of the checkpoints lie inside a generation batch."""
     tokenizer = tiny.build_tokenizer()
     rows = [
         {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
@@ -206,12 +206,12 @@ def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
 
 
 def digests(made: CreditTrainer) -> dict[str, Any]:
-    """What a run ended with, bit by bit, and what it logged."""
+    """Digests of the final state of a run, and its logged losses and rewards."""
     optimizer = made.optimizer.optimizer if hasattr(made.optimizer, "optimizer") else made.optimizer
     moments = [s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     return {
         "weights": digest(p for _, p in sorted(made.accelerator.unwrap_model(made.model).named_parameters())),
-        "reference": digest(p for _, p in sorted(made.teacher.named_weights().items())),
+        "teacher": digest(p for _, p in sorted(made.teacher.named_weights().items())),
         "optimizer": digest(moments),
         "losses": [row["loss"] for row in made.state.log_history if "loss" in row],
         "rewards": [row.get("reward") for row in made.state.log_history if "loss" in row],

@@ -1,4 +1,4 @@
-"""Start runs of `faulty_run`, wait for them, and end what is left of them."""
+"""Start runs of `faulty_run`, wait for them, and end remaining processes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import socket
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LIMIT = 120.0  # seconds for a run; most take two
-# How long the others of a run may take to notice that one has died, before they are ended as a launcher would.
+LIMIT = 120.0  # seconds for a run; most take 2 s
+# Seconds in which the other processes may notice that one has died, before they are killed as by a launcher.
 GRACE = 5.0
 
 
 def server() -> multiprocessing.context.ForkServerContext:
-    """A process that has imported all that a run needs; every run is forked from it."""
+    """Return a fork server that has imported the modules of a run."""
     paths = [str(HERE.parents[1] / "src"), str(HERE.parent)]
     known = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, known])
@@ -27,7 +27,7 @@ def server() -> multiprocessing.context.ForkServerContext:
 
 
 def launch(context, folder: Path, variant: str = "", fault=None, processes: int = 1) -> list[int]:
-    """Run to the end or to the fault; the exit code of each process, -9 for one that was killed by itself."""
+    """Run to the end or to the fault; return the exit codes, -9 for a process that killed itself."""
     from faults import faulty_run
 
     port = free_port()

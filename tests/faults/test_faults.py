@@ -1,7 +1,7 @@
-"""`kill -9` of any process at any point of a step: a restart ends bitwise where an undisturbed run ends.
+"""`kill -9` of any process at any point of a step: the resumed run equals an uninterrupted run bit for bit.
 
-Every fault has its control: the same run, undisturbed, and the killed run before it was restarted, which has not
-ended. `make test-faults` runs them all, the fast tests four of them.
+The controls are the uninterrupted run, and the killed run before its restart, which has no result. `make test-faults`
+runs all faults, the fast tests four of them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from faults import launching
 from faults.faulty_run import POINTS, STEPS, Fault
 
-# Steps done when the fault strikes: 2 begins a generation batch, 3 is inside one. Checkpoints say how far they are.
-INSIDE = ("update", "reference", "checkpoint")
+# After 2 steps a generation batch begins; after 3 steps the run is inside one.
+INSIDE = ("update", "teacher", "checkpoint")
 
 
 def at(point: str) -> int:
@@ -46,14 +46,14 @@ TWO = [
 TWO += [Fault("checkpoint, half the optimizer", 3), Fault("checkpoint, before its name", 4)]
 SHARDED = [
     Fault("scores, first pass", 2, 1),
-    Fault("reference, after", 3, 0),
+    Fault("teacher, after", 3, 0),
     Fault("checkpoint, after the progress", 3, 1),
 ]
-LORA = [Fault("scores, second pass", 2), Fault("reference, after", 3), Fault("checkpoint, after the progress", 3)]
+LORA = [Fault("scores, second pass", 2), Fault("teacher, after", 3), Fault("checkpoint, after the progress", 3)]
 
 CASES = [("", 1, fault) for fault in SINGLE] + [("lora", 1, fault) for fault in LORA]
 CASES += [("", 2, fault) for fault in TWO] + [("fsdp2", 2, fault) for fault in SHARDED]
-# One of each phase in the fast tests, one of them with two processes.
+# The fast tests have one fault of each phase, one of them with two processes.
 FAST = [
     ("", 1, Fault("verdict, inside", 2)),
     ("", 1, Fault("checkpoint, half the optimizer", 3)),
@@ -74,13 +74,13 @@ def context():
 
 
 @pytest.fixture(scope="session")
-def undisturbed(context, tmp_path_factory):
-    """(variant, processes) → what a run that nothing disturbs ends with."""
+def uninterrupted(context, tmp_path_factory):
+    """(variant, processes) -> result of an uninterrupted run."""
     known = {}
 
     def get(variant, processes):
         if (variant, processes) not in known:
-            folder = tmp_path_factory.mktemp("undisturbed")
+            folder = tmp_path_factory.mktemp("uninterrupted")
             codes = launching.launch(context, folder, variant, processes=processes)
             assert codes == [0] * processes, launching.log(folder)
             known[variant, processes] = launching.result(folder)
@@ -90,19 +90,19 @@ def undisturbed(context, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("variant", "processes", "fault"), [case(*c) for c in CASES])
-def test_a_killed_run_continues_bitwise(context, undisturbed, tmp_path, variant, processes, fault):
-    expected = undisturbed(variant, processes)
+def test_killed_run_resumes_bitwise(context, uninterrupted, tmp_path, variant, processes, fault):
+    expected = uninterrupted(variant, processes)
     codes = launching.launch(context, tmp_path, variant, fault, processes)
     assert codes == [-9], launching.log(tmp_path)
     assert not (tmp_path / "final.json").exists()
-    check_what_is_left(tmp_path, fault)
+    check_last_checkpoint(tmp_path, fault)
     codes = launching.launch(context, tmp_path, variant, processes=processes)
     assert codes == [0] * processes, launching.log(tmp_path)
     assert launching.result(tmp_path) == expected
 
 
-def check_what_is_left(folder: Path, fault: Fault) -> None:
-    """The checkpoint that is found is the last one that was finished, and it is whole."""
+def check_last_checkpoint(folder: Path, fault: Fault) -> None:
+    """The newest checkpoint is the last complete one."""
     found = get_last_checkpoint(str(folder))
     finished = fault.step
     if fault.point.startswith("checkpoint"):
@@ -110,7 +110,7 @@ def check_what_is_left(folder: Path, fault: Fault) -> None:
             "old one goes" in fault.point
         )
         finished = fault.step if is_named else fault.step - 1
-    elif fault.point.startswith("reference"):  # the step is counted before its checkpoint is written
+    elif fault.point.startswith("teacher"):  # the step counts before its checkpoint is written
         finished = fault.step - 1
     if finished == 0:
         assert found is None
@@ -121,15 +121,15 @@ def check_what_is_left(folder: Path, fault: Fault) -> None:
     assert (Path(found) / "credit_state.json").is_file()
 
 
-def test_there_are_at_least_thirty_faults_and_they_are_at_every_phase():
+def test_fault_points_cover_each_phase():
     assert len(CASES) >= 30
     assert len(set(CASES)) == len(CASES)
     assert {fault.point for _, processes, fault in CASES if processes == 1} == set(POINTS)
     assert all(c in CASES for c in FAST)
 
 
-def test_runs_that_differ_end_elsewhere(undisturbed):
-    """The comparison can fail: one process and two draw other rollouts and end with other weights."""
-    ends = [undisturbed("", 1), undisturbed("", 2)]
+def test_control_other_run_has_other_digests(uninterrupted):
+    """One and two processes sample other rollouts and end with other weights."""
+    ends = [uninterrupted("", 1), uninterrupted("", 2)]
     assert ends[0]["weights"] != ends[1]["weights"]
     assert all(end["step"] == STEPS and len(set(end["losses"])) == STEPS for end in ends)

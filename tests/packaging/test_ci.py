@@ -1,4 +1,4 @@
-"""`.ci/run` among stand-ins: what it installs where something is missing, and that it stops where it cannot."""
+"""`.ci/run` with stand-in programs: installation of missing packages, and failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAKE = 'echo "make $*" >>"$SAID"'
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Runs the script where `PATH` holds these programs alone; returns its exit status and what they were told."""
+    """Run the script with only these programs on `PATH`; return its exit status and the logged calls."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("bash", "dirname", "chmod", "cp"):
@@ -38,7 +38,7 @@ def machine(tmp_path, monkeypatch):
 TARGETS = ["make lint test", "make test-vllm", "make quickstart", "make docs wheel notebooks"]
 
 
-def test_make_and_venv_are_installed_where_debian_left_them_out(machine, tmp_path):
+def test_installs_missing_make_and_venv(machine, tmp_path):
     (tmp_path / "make").write_text(f"#!{shutil.which('bash')}\n{MAKE}\n")
     (tmp_path / "make").chmod(0o755)
     apt = f'echo "apt-get $*" >>"$SAID"; case "$*" in *make*) cp {tmp_path}/make {tmp_path}/bin/make;; esac'
@@ -48,30 +48,30 @@ def test_make_and_venv_are_installed_where_debian_left_them_out(machine, tmp_pat
     assert [line for line in said if line.startswith("make")] == TARGETS
 
 
-def test_python_without_venv_gets_it_too(machine):
+def test_installs_venv_for_python_without_it(machine):
     _, said = machine(apt_get='echo "apt-get $*" >>"$SAID"', make=MAKE, python3="exit 1")
     assert "apt-get -qq install --no-install-recommends -y make python3-venv" in said
 
 
-def test_without_make_and_leave_to_install_it_stops_and_says_so(machine):
+def test_fails_without_make_and_root(machine):
     assert machine(id="echo 1000", apt_get="exit 0") == (
         1,
         ["make and Python's venv are needed: apt-get install make python3-venv"],
     )
 
 
-def test_what_only_some_tests_need_may_be_missing(machine):
+def test_continues_without_optional_packages(machine):
     status, said = machine(apt_get="exit 1", make=MAKE)
     assert status == 0
     assert said[:4] == TARGETS
     assert [line.split()[0] for line in said[4:]] == ["bubblewrap", "chromium"]
 
 
-def test_nothing_is_installed_where_all_is_there(machine):
+def test_installs_nothing_when_complete(machine):
     assert machine(make=MAKE, bwrap="exit 0", chromium="exit 0", apt_get='echo "apt-get" >>"$SAID"') == (0, TARGETS)
 
 
-def test_a_target_that_fails_ends_the_run(machine):
+def test_failing_target_ends_the_run(machine):
     status, said = machine(make=f'{MAKE}; [ "$1" != test-vllm ]', bwrap="exit 0", chromium="exit 0")
     assert status != 0
     assert said == TARGETS[:2]

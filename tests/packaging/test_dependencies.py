@@ -1,4 +1,4 @@
-"""The package runs with what it declares: nothing that only the development tools bring is needed to import it."""
+"""The package imports with its declared dependencies alone, without those of the development tools."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-# Every module is imported, and an import statement of this package's that names what is not declared is refused.
+# Imports every module and blocks the package's imports of undeclared packages.
 PROGRAM = """
 import builtins, importlib, json, pkgutil
 load = builtins.__import__
-def refusing(name, globals=None, locals=None, fromlist=(), level=0):
-    if level == 0 and name.split(".")[0] in REFUSED and (globals or {{}}).get("__name__", "").startswith("credit_trl"):
+def blocking(name, globals=None, locals=None, fromlist=(), level=0):
+    if level == 0 and name.split(".")[0] in BLOCKED and (globals or {{}}).get("__name__", "").startswith("credit_trl"):
         raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
     return load(name, globals, locals, fromlist, level)
-REFUSED = set(json.loads({refused!r}))
-builtins.__import__ = refusing
+BLOCKED = set(json.loads({blocked!r}))
+builtins.__import__ = blocking
 import credit_trl
 credit_trl.CreditTrainer, credit_trl.CreditConfig
 failed = {{}}
@@ -35,17 +35,17 @@ print(json.dumps(failed))
 """
 
 
-# What is optional, and the parts of the package that may load it when they are imported. The trainer loads none of it.
+# Optional package -> parts of this package that may import it. The trainer imports none.
 OPTIONAL = {
-    "requests": {"vllm_server"},  # the extra `vllm`
-    "matplotlib": {"analysis"},  # the extra `viz`
-    "triton": {"kernels"},  # torch for GPUs brings it
+    "requests": {"rollout"},  # the extra `vllm`
+    "matplotlib": {"lab"},  # the extra `viz`
+    "triton": {"loss"},  # a dependency of torch's GPU builds
 }
 OWN = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
 
 
 def declared(name: str) -> list[Requirement]:
-    """What a distribution requires; this project's as it stands in the checkout."""
+    """Requirements of a distribution; for this project those of the checkout."""
     if name != OWN["name"]:
         return [Requirement(text) for text in requires(name) or []]
     extras = OWN["optional-dependencies"].items()
@@ -54,7 +54,7 @@ def declared(name: str) -> list[Requirement]:
 
 
 def brought_by(project: str, *extras: str) -> set[str]:
-    """Names of the distributions that installing a project with these extras brings, itself included."""
+    """Names of the distributions that a project with these extras installs, itself included."""
     found, wanted = set(), [(canonicalize_name(project), frozenset(extras))]
     seen = set()
     while wanted:
@@ -66,7 +66,7 @@ def brought_by(project: str, *extras: str) -> set[str]:
         try:
             requirements = declared(name)
         except PackageNotFoundError:
-            continue  # of another platform, or an extra that is not here
+            continue  # not installed, such as packages of other platforms or extras
         for requirement in requirements:
             if requirement.marker is None or any(requirement.marker.evaluate({"extra": e}) for e in chosen | {""}):
                 wanted.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
@@ -74,27 +74,27 @@ def brought_by(project: str, *extras: str) -> set[str]:
 
 
 def importing() -> dict[str, str]:
-    """Module → what it lacks, where nothing is installed but the package without extras."""
+    """Module -> missing package, in an installation without extras."""
     there = brought_by("credit-trl")
-    refused = [
+    blocked = [
         module
         for module, owners in packages_distributions().items()
         if not {canonicalize_name(owner) for owner in owners} & there
     ]
-    program = PROGRAM.format(refused=json.dumps(refused))
+    program = PROGRAM.format(blocked=json.dumps(blocked))
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def test_trainer_and_modules_import_with_the_declared_dependencies_alone():
+def test_package_imports_with_declared_dependencies_only():
     lacking = importing()
     for module, needed in lacking.items():
         assert module.split(".")[1] in OPTIONAL.get(needed.split(".")[0], ()), f"{module} needs {needed}"
     assert lacking["credit_trl.rollout.vllm_client"] == "requests"
 
 
-def test_the_refusal_refuses():
+def test_control_undeclared_packages_are_blocked():
     assert "pytest" not in brought_by("credit-trl")
     assert {"torch", "trl", "numpy"} <= brought_by("credit-trl")
     assert "matplotlib" in brought_by("credit-trl", "viz")

@@ -1,8 +1,7 @@
-"""Wheel and sdist: what is in them, and that the wheel works in an environment that has not seen the checkout.
+"""Contents of wheel and sdist, and use of the wheel in a new environment.
 
-The environment is new and holds the wheel alone. What the wheel depends on is found through a path to this
-environment's packages, appended behind its own, so that torch is not installed again; that `credit_trl` comes from
-the wheel is asserted everywhere.
+The environment contains only the wheel. A path to this environment's packages, behind its own, provides the
+dependencies, so that torch is not installed again. The tests assert that `credit_trl` comes from the wheel.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ pytest.importorskip("build", reason="needs build and hatchling: pip install 'cre
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with the sdist of the checkout and the wheel that is built from it, as `make wheel` makes them."""
+    """A folder with sdist and wheel, built as by `make wheel`."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
@@ -56,7 +55,7 @@ def in_sdist(built) -> dict[str, bytes]:
 
 
 def tracked(*folders: str) -> set[str]:
-    """Files of the repository below these folders; of an unpacked sdist, which has no repository, all files."""
+    """Files of the repository below these folders; in an unpacked sdist, which has no repository, all files."""
     if (ROOT / ".git").exists():
         command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders]
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -65,7 +64,7 @@ def tracked(*folders: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
 
 
-def test_the_wheel_holds_the_whole_package_and_nothing_else(in_wheel):
+def test_wheel_contains_exactly_the_package(in_wheel):
     own = {name.removeprefix("src/") for name in tracked("src/credit_trl")}
     assert {name for name in in_wheel if ".dist-info/" not in name} == own
     for name in (
@@ -74,14 +73,14 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(in_wheel):
         "credit_trl/tasks/examples/solutions.jsonl",
         "credit_trl/tasks/quickstart_model/plain/model.safetensors",
         "credit_trl/tasks/quickstart_model/plain/tokenizer.json",
-        "credit_trl/planning/models/qwen3-8b.json",
-        "credit_trl/analysis/page/tokenmap.js",
-        "credit_trl/comparison/report.html.jinja",
+        "credit_trl/lab/planning/models/qwen3-8b.json",
+        "credit_trl/lab/analysis/page/tokenmap.js",
+        "credit_trl/lab/comparison/report.html.jinja",
     ):
         assert in_wheel[name] == (ROOT / "src" / name).read_bytes()
 
 
-def test_the_wheel_names_its_commands_its_licence_and_what_it_needs(in_wheel):
+def test_wheel_metadata_has_commands_license_requirements(in_wheel):
     (entry_points,) = (text.decode() for name, text in in_wheel.items() if name.endswith("entry_points.txt"))
     assert "trl = credit_trl.cli:main" in entry_points
     assert "credit-trl = credit_trl.cli:main" in entry_points
@@ -91,7 +90,7 @@ def test_the_wheel_names_its_commands_its_licence_and_what_it_needs(in_wheel):
     assert any(name.endswith("licenses/LICENSE") for name in in_wheel)
 
 
-def test_the_sdist_holds_what_building_testing_and_reading_need(in_sdist):
+def test_sdist_contains_sources_tests_and_docs(in_sdist):
     folders = ("src", "tests", "examples", "notebooks", "docs", "benchmarks", ".ci")
     assert tracked(*folders) <= in_sdist.keys()
     assert {"pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt", "CITATION.cff"} <= in_sdist.keys()
@@ -101,7 +100,7 @@ def test_the_sdist_holds_what_building_testing_and_reading_need(in_sdist):
 
 @pytest.fixture(scope="module")
 def clean(wheel, tmp_path_factory) -> Path:
-    """`bin/` of a new environment with the wheel in it."""
+    """`bin/` of a new environment with the wheel."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q"]
@@ -113,7 +112,7 @@ def clean(wheel, tmp_path_factory) -> Path:
 
 
 def run(program: Path, *argv: str, cwd: Path, code: int = 0) -> str:
-    """What a program of the clean environment prints, run outside the checkout."""
+    """Output of a program of the new environment, run outside the checkout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{program.parent}:{os.environ['PATH']}"}
     ran = subprocess.run(
@@ -123,7 +122,7 @@ def run(program: Path, *argv: str, cwd: Path, code: int = 0) -> str:
     return ran.stdout + ran.stderr
 
 
-def test_the_package_imports_from_the_wheel_with_all_its_modules(clean, tmp_path):
+def test_package_and_modules_come_from_the_wheel(clean, tmp_path):
     listing = (
         "import credit_trl, pkgutil, importlib.metadata as m; print(credit_trl.__file__);"
         "print(*(i.name for i in pkgutil.walk_packages(credit_trl.__path__, 'credit_trl.')));"
@@ -138,11 +137,11 @@ def test_the_package_imports_from_the_wheel_with_all_its_modules(clean, tmp_path
 
 
 @pytest.mark.slow
-def test_every_module_of_the_wheel_can_be_imported(clean, tmp_path):
+def test_each_module_of_the_wheel_imports(clean, tmp_path):
     code = (
         "import importlib, pkgutil, credit_trl\n"
-        "PROGRAMS = ('.__main__', '.sandbox.driver')\n"  # run when they are imported
-        "LACKS = {'credit_trl.loss.triton_rows': 'triton'}\n"  # which torch's builds for GPUs bring along
+        "PROGRAMS = ('.__main__', '.sandbox.driver')\n"  # they run on import
+        "LACKS = {'credit_trl.loss.triton_rows': 'triton'}\n"  # a dependency of torch's GPU builds
         "for one in pkgutil.walk_packages(credit_trl.__path__, 'credit_trl.'):\n"
         "    if one.name.endswith(PROGRAMS): continue\n"
         "    try: assert importlib.import_module(one.name).__file__\n"
@@ -158,28 +157,28 @@ def test_every_module_of_the_wheel_can_be_imported(clean, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["trl", "credit-trl"])
-def test_the_installed_command_has_credit_and_trls_own(clean, tmp_path, program):
-    assert "usage: trl credit" in (told := run(clean / program, "credit", "--help", cwd=tmp_path))
-    assert "--contrastive_coef" in told
+def test_installed_command_lists_credit_and_trl_commands(clean, tmp_path, program):
+    assert "usage: trl credit" in (output := run(clean / program, "credit", "--help", cwd=tmp_path))
+    assert "--contrastive_coef" in output
     listed = run(clean / program, "--help", cwd=tmp_path)
     assert all(f"    {name} " in listed for name in ("credit", "credit-quickstart", "credit-map", "grpo", "sft"))
 
 
 @pytest.mark.slow
-def test_the_quickstart_learns_from_the_wheel(clean, tmp_path):
-    told = run(clean / "credit-trl", "credit-quickstart", "--steps", "3", cwd=tmp_path)
-    assert re.search(r"unknown cues +\d+\.\d -> +\d+\.\d", told)
+def test_quickstart_runs_from_the_wheel(clean, tmp_path):
+    output = run(clean / "credit-trl", "credit-quickstart", "--steps", "3", cwd=tmp_path)
+    assert re.search(r"unknown cues +\d+\.\d -> +\d+\.\d", output)
     assert (tmp_path / "runs" / "quickstart" / "learning_curve.png").is_file()
     code = "import sys; print([m.__file__ for n, m in sys.modules.items() if n == 'credit_trl'])"
     assert str(clean.parent) in run(clean / "python", "-c", f"import credit_trl; {code}", cwd=tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_is_launched_from_the_wheel(clean, tmp_path):
+def test_training_runs_from_the_wheel(clean, tmp_path):
     line = (
         "--task quickstart --model_name_or_path quickstart --use_cpu true --bf16 false --max_steps 1 --output_dir run"
     )
     small = "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 --report_to none"
-    told = run(clean / "trl", "credit", *line.split(), *small.split(), cwd=tmp_path)
-    assert re.search(r"Model saved to .*run\.", told)
+    output = run(clean / "trl", "credit", *line.split(), *small.split(), cwd=tmp_path)
+    assert re.search(r"Model saved to .*run\.", output)
     assert (tmp_path / "run" / "model.safetensors").is_file()

