@@ -22,8 +22,8 @@ needs_math_verify = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch):
-    """A busy machine must not turn an equal answer into a different one."""
+def _long_time_limit(monkeypatch):
+    """On a busy machine an equal answer must not exceed the processor time."""
     monkeypatch.setattr(math_worker, "SECONDS", 30.0)
 
 
@@ -54,7 +54,7 @@ def _patience(monkeypatch):
         ("", None),
     ],
 )
-def test_the_last_box_is_read_with_its_braces(text, box):
+def test_last_boxed_returns_balanced_content(text, box):
     assert math_task.last_boxed(text) == box
 
 
@@ -65,7 +65,7 @@ BALANCED = st.recursive(
 
 
 @given(before=st.text(), content=BALANCED, after=st.text(alphabet="{} ab"))
-def test_whatever_surrounds_it_a_balanced_box_is_read_whole(before, content, after):
+def test_last_boxed_ignores_surrounding_text(before, content, after):
     assert math_task.last_boxed(f"{before.replace('boxed', '')}\\boxed{{{content}}}{after}") == content.strip()
 
 
@@ -151,14 +151,14 @@ ADVERSARIAL = {  # reason: (response, gold, reward)
 @needs_math_verify
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("response", "gold", "reward"), ADVERSARIAL.values(), ids=ADVERSARIAL)
-def test_verdicts_compare_the_last_box_as_mathematics(response, gold, reward):
+def test_last_box_is_compared_as_mathematics(response, gold, reward):
     verdict = math_task.verify(response, gold)
     assert verdict.reward == reward
     assert verdict.feedback.endswith(f"Correct answer: {gold}")
 
 
 @needs_math_verify
-def test_an_operation_left_undone_is_told_so():
+def test_feedback_names_an_unevaluated_operation():
     verdict = math_task.verify(r"\boxed{\int_0^1 x\,dx}", r"\frac12")
     assert verdict == Verdict(0.0, rf"{math_task.UNDONE} Correct answer: \frac12", {"answer_format": 1.0})
     assert math_task.verify(r"\boxed{\frac13}", r"\frac12").feedback == r"Correct answer: \frac12"
@@ -167,14 +167,14 @@ def test_an_operation_left_undone_is_told_so():
 @needs_math_verify
 @settings(max_examples=25, deadline=None)
 @given(numerator=st.integers(-50, 50), denominator=st.integers(1, 50), factor=st.integers(1, 9), off=st.booleans())
-def test_fractions_are_equal_exactly_when_their_cross_products_are(numerator, denominator, factor, off):
+def test_fractions_are_equal_iff_cross_products_are(numerator, denominator, factor, off):
     response = rf"\boxed{{\frac{{{numerator * factor + off}}}{{{denominator * factor}}}}}"
     expected = (numerator * factor + off) * denominator == numerator * denominator * factor
     assert math_task.verify(response, rf"\frac{{{numerator}}}{{{denominator}}}").reward == expected
 
 
 @needs_math_verify
-def test_missing_boxes_and_cut_off_responses_are_told_so():
+def test_feedback_names_missing_box_and_truncation():
     wrong = math_task.verify(r"\boxed{8}", "7")
     assert (wrong.feedback, wrong.metrics) == ("Correct answer: 7", {"answer_format": 1.0})
     unboxed = math_task.verify("it is 8", "7")
@@ -186,14 +186,14 @@ def test_missing_boxes_and_cut_off_responses_are_told_so():
 
 
 def processor_time_of_ended_children() -> float:
-    """Which a busy machine does not lengthen, as it does the clock's."""
+    """Processor seconds of ended child processes, which do not depend on the load of the machine."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 @needs_math_verify
 @pytest.mark.timeout(300)
-def test_a_bomb_costs_its_limit_and_the_next_verdict_is_right(monkeypatch):
+def test_expensive_answers_fail_within_their_limit(monkeypatch):
     monkeypatch.setattr(math_worker, "SECONDS", 1.0)
     bombs = [
         r"\boxed{10^{10^{10}}}",
@@ -213,7 +213,7 @@ def address_space(worker) -> int:
 
 
 @needs_math_verify
-def test_an_answer_that_fills_the_memory_is_different_and_its_worker_goes_on():
+def test_out_of_memory_answer_is_different():
     workers = math_worker.Workers(limit=1)
     try:
         assert workers.compare("1/2", "0.5") == "equal"
@@ -229,8 +229,8 @@ def test_an_answer_that_fills_the_memory_is_different_and_its_worker_goes_on():
 
 
 @needs_math_verify
-def test_what_an_answer_leaves_in_memory_is_not_taken_from_later_ones(monkeypatch):
-    """The libraries keep huge numbers; a worker that they fill would call every later answer different."""
+def test_worker_with_full_caches_is_replaced(monkeypatch):
+    """Libraries cache huge numbers, which would leave later comparisons without memory."""
     monkeypatch.setattr(math_worker, "KEPT_BYTES", 8 * 1024**2)
     workers = math_worker.Workers(limit=1)
     try:
@@ -250,7 +250,7 @@ def test_what_an_answer_leaves_in_memory_is_not_taken_from_later_ones(monkeypatc
 
 
 @needs_math_verify
-def test_a_worker_that_died_while_idle_is_replaced():
+def test_worker_that_died_while_idle_is_replaced():
     workers = math_worker.Workers(limit=1)
     try:
         assert workers.compare("1/2", "0.5") == "equal"
@@ -265,8 +265,8 @@ def test_a_worker_that_died_while_idle_is_replaced():
 
 
 @needs_math_verify
-@pytest.mark.parametrize(("end", "said"), [(signal.SIGSEGV, "failed"), (signal.SIGKILL, "equal")])
-def test_an_answer_that_crashes_its_worker_has_failed_and_one_whose_worker_was_killed_is_compared_again(end, said):
+@pytest.mark.parametrize(("end", "result"), [(signal.SIGSEGV, "failed"), (signal.SIGKILL, "equal")])
+def test_crash_is_a_failure_and_an_outside_kill_is_retried(end, result):
     workers = math_worker.Workers(limit=1)
     try:
         assert workers.compare("1/2", "0.7") == "different"
@@ -274,7 +274,7 @@ def test_an_answer_that_crashes_its_worker_has_failed_and_one_whose_worker_was_k
         worker.process.send_signal(signal.SIGSTOP)  # so that its end finds it at its comparison
         threading.Timer(0.5, lambda: [worker.process.send_signal(one) for one in (end, signal.SIGCONT)]).start()
         workers._idle.put(worker)
-        assert workers.compare("1/2", "0.5") == said
+        assert workers.compare("1/2", "0.5") == result
         assert worker.process.returncode == -end
         assert workers.compare("1/2", "0.5") == "equal"
     finally:
@@ -282,7 +282,7 @@ def test_an_answer_that_crashes_its_worker_has_failed_and_one_whose_worker_was_k
 
 
 @needs_math_verify
-def test_a_comparison_that_gets_no_processor_time_is_undecided(monkeypatch):
+def test_comparison_without_processor_time_is_undecided(monkeypatch):
     monkeypatch.setattr(math_worker, "WALL_SECONDS", 0.3)
     workers = math_worker.Workers(limit=1)
     monkeypatch.setattr(math_worker, "_WORKERS", workers)
@@ -297,7 +297,7 @@ def test_a_comparison_that_gets_no_processor_time_is_undecided(monkeypatch):
 
 
 @needs_math_verify
-def test_what_the_deadline_leaves_uncompared_is_undecided_and_the_rest_is_not():
+def test_comparisons_after_the_deadline_are_undecided():
     completions = [r"\boxed{0.5}", r"\boxed{1/2}", "no answer"]
     verdicts = math_task.reward(completions, ["1/2"] * 3, deadline=0.0)
     assert [verdict.reward for verdict in verdicts] == [None, 1.0, 0.0]
@@ -305,7 +305,7 @@ def test_what_the_deadline_leaves_uncompared_is_undecided_and_the_rest_is_not():
 
 
 @needs_math_verify
-def test_equal_answers_of_a_batch_are_compared_once(monkeypatch):
+def test_equal_answers_are_compared_once(monkeypatch):
     asked = []
     monkeypatch.setattr(
         math_worker._WORKERS, "compare", lambda gold, given, until: asked.append((gold, given)) or "equal"
@@ -315,13 +315,13 @@ def test_equal_answers_of_a_batch_are_compared_once(monkeypatch):
     assert asked == [("3", "6/2")]
 
 
-def test_without_math_verify_the_error_names_the_extra(monkeypatch):
+def test_missing_math_verify_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'credit-trl\[math\]'"):
         math_task.verify(r"\boxed{7}", "7")
 
 
-def test_importing_the_task_imports_no_algebra(monkeypatch):
+def test_task_import_does_not_import_math_verify(monkeypatch):
     real_import = builtins.__import__
 
     def refusing(name, *args, **kwargs):
@@ -334,8 +334,8 @@ def test_importing_the_task_imports_no_algebra(monkeypatch):
 
 
 @pytest.mark.parametrize("answer", [None, "", " ", 7])
-def test_a_gold_answer_that_is_no_text_is_an_error(answer):
-    with pytest.raises(ValueError, match="A math answer is a text"):
+def test_gold_answer_that_is_not_text_raises(answer):
+    with pytest.raises(ValueError, match="A math answer must be a text"):
         math_task.verify(r"\boxed{7}", answer)
 
 
@@ -353,7 +353,7 @@ def test_a_gold_answer_that_is_no_text_is_an_error(answer):
         ({"problem": "1+1?", "answer": 2}, "2"),
     ],
 )
-def test_the_usual_record_forms_are_understood(write_jsonl, row, answer):
+def test_common_record_forms_are_read(write_jsonl, row, answer):
     built = load_task("math").build("train", write_jsonl([row]))[0]
     assert built["prompt"] == [{"role": "user", "content": f"1+1?\n\n{math_task.INSTRUCTION}"}]
     assert (built["answer"], built["task"], built["id"]) == (answer, "math", "math-1")
@@ -375,18 +375,18 @@ def test_the_usual_record_forms_are_understood(write_jsonl, row, answer):
         (r"(-\infty, \sin 2) \cup [3, \infty)", r"(-\infty, \sin 2) \cup [3, \infty)"),
     ],
 )
-def test_a_solution_gives_what_it_marks_or_is_a_final_answer_itself(write_jsonl, solution, answer):
+def test_answer_of_a_solution_is_its_last_marked_one(write_jsonl, solution, answer):
     assert math_task.build("train", write_jsonl([{"problem": "q", "solution": solution}]))["answer"] == [answer]
 
 
-def test_a_system_turn_is_kept_and_fields_can_be_named(write_jsonl):
+def test_field_names_and_system_turns_are_supported(write_jsonl):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     path = write_jsonl([{"turns": turns, "gold": "2", "answer": "other", "id": "x7"}])
     built = math_task.build("train", path, question_field="turns", answer_field="gold", instruction="")[0]
     assert (built["prompt"], built["answer"], built["id"]) == (turns, "2", "math-x7")
 
 
-def test_a_folder_has_one_file_a_split(tmp_path, write_jsonl):
+def test_folder_has_one_file_per_split(tmp_path, write_jsonl):
     write_jsonl([{"problem": "q", "answer": "1"}], "data/test.jsonl")
     write_jsonl([{"problem": "q", "answer": "1"}] * 2, "data/train.jsonl")
     assert len(math_task.build("train", tmp_path / "data")) == 2
@@ -394,7 +394,7 @@ def test_a_folder_has_one_file_a_split(tmp_path, write_jsonl):
         math_task.build("validation", tmp_path / "data")
 
 
-def test_without_a_path_the_hub_layout_is_loaded(tmp_path, write_jsonl):
+def test_hub_layout_is_loaded_without_a_path(tmp_path, write_jsonl):
     write_jsonl([{"prompt": [{"role": "user", "content": "1+1?"}], "solution": "2"}], "hub/train.jsonl")
     assert math_task.build("train", hub=str(tmp_path / "hub"))["answer"] == ["2"]
 
@@ -438,7 +438,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("row", "field"), MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_row_is_rejected_by_file_row_and_field(write_jsonl, row, field):
+def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field):
     path = write_jsonl([{"problem": "q", "answer": "1"}, row], "math.jsonl")
     with pytest.raises(RowError, match=r"math\.jsonl, row 2, field ") as caught:
         math_task.build("train", path)

@@ -75,7 +75,7 @@ def test_line_that_is_not_an_object_raises_with_its_number(tmp_path, content, ro
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
     with pytest.raises(RowError, match=rf"rows\.jsonl, row {row}, field '\(whole row\)'"):
-        list(accept(read_rows(path), lambda row: row, Tally("t"), "raise"))
+        list(accept(read_rows(path), lambda row: row.data, Tally("t"), "raise"))
 
 
 @pytest.mark.parametrize("broken", ['{"n": ', "[1]", "3"], ids=["cut", "a list", "a number"])

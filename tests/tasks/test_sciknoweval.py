@@ -41,7 +41,7 @@ def two_option_row(number: int) -> dict:
 
 
 @pytest.mark.parametrize("domain", ["physics", "biology"])
-def test_the_published_parts_are_the_full_file_cut_by_the_rule(shared_data, write_jsonl, domain):
+def test_split_of_the_full_file_equals_published_parts(shared_data, write_jsonl, domain):
     parts = {part: published(shared_data, domain, part) for part in ("train", "test")}
     full = sorted(parts["train"] + parts["test"], key=lambda row: row["idx"])
     assert [row["idx"] for row in full] == list(range(len(full)))
@@ -55,7 +55,7 @@ def test_the_published_parts_are_the_full_file_cut_by_the_rule(shared_data, writ
 
 @pytest.mark.parametrize("domain", ["physics", "biology"])
 @pytest.mark.parametrize("part", ["train", "test"])
-def test_a_published_part_is_recognised_and_kept_whole(shared_data, domain, part):
+def test_published_part_is_recognized_and_kept_whole(shared_data, domain, part):
     from_file = sciknoweval.build(part, shared_data / "sciknoweval" / f"{domain}-{part}.jsonl", domain=domain)
     from_folder = load_task(f"sciknoweval:{domain}").build(part, shared_data / "sciknoweval")
     assert from_file["id"] == from_folder["id"]
@@ -65,14 +65,14 @@ def test_a_published_part_is_recognised_and_kept_whole(shared_data, domain, part
 
 
 @pytest.mark.parametrize("domain", ["chemistry", "material"])
-def test_the_train_side_of_the_other_domains_follows_the_same_rule(shared_data, domain):
+def test_train_parts_follow_the_same_rule(shared_data, domain):
     rows = published(shared_data, domain, "train")
     built = load_task(f"sciknoweval:{domain}").build("train", shared_data / "sciknoweval")
     assert built["id"] == [f"{domain}-{row['idx']}" for row in rows]
 
 
 @pytest.mark.parametrize("count", [1, 5, 10, 11, 99, 800])
-def test_the_split_rule_is_that_of_datasets(count):
+def test_split_rule_equals_train_test_split(count):
     rows = Dataset.from_dict({"position": list(range(count))})
     if count == 1:
         assert sciknoweval.split_indices(1, "test") == [0]
@@ -84,19 +84,19 @@ def test_the_split_rule_is_that_of_datasets(count):
 
 @settings(max_examples=40, deadline=None)
 @given(count=st.integers(2, 400))
-def test_the_two_parts_share_no_row_and_miss_none(count):
+def test_train_and_test_parts_are_a_partition(count):
     train, test = sciknoweval.split_indices(count, "train"), sciknoweval.split_indices(count, "test")
     assert sorted(train + test) == list(range(count))
     assert len(test) == -(-count // 10)
 
 
-def test_asking_the_train_file_for_test_rows_says_what_to_pass(shared_data):
+def test_test_split_of_the_train_file_raises(shared_data):
     path = shared_data / "sciknoweval" / "physics-train.jsonl"
     with pytest.raises(ValueError, match=r"train part .* not the test part.*folder that holds both"):
         sciknoweval.build("test", path, domain="physics")
 
 
-def test_rows_that_are_no_part_of_any_split_need_split_all(shared_data, write_jsonl):
+def test_rows_of_no_known_split_need_split_all(shared_data, write_jsonl):
     path = write_jsonl(published(shared_data, "physics", "train")[:300])
     with pytest.raises(ValueError, match="split='all'"):
         sciknoweval.build("train", path, domain="physics")
@@ -105,7 +105,7 @@ def test_rows_that_are_no_part_of_any_split_need_split_all(shared_data, write_js
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_many_rows_that_are_no_part_are_refused_soon(write_jsonl, split):
+def test_large_file_of_no_known_split_raises_in_time(write_jsonl, split):
     row = {"kind": "mcq", "answer": "A", "prompt": "Which?\n\nA: one\nB: two", "system": "Choose."}
     path = write_jsonl([row | {"idx": 2 * number} for number in range(8_000)])
     with pytest.raises(ValueError, match="split='all'"):
@@ -114,7 +114,7 @@ def test_many_rows_that_are_no_part_are_refused_soon(write_jsonl, split):
 
 @settings(max_examples=20, deadline=None)
 @given(count=st.integers(1, 400), part=st.sampled_from(["train", "test"]))
-def test_a_part_of_any_full_set_is_recognised_by_its_places(count, part):
+def test_part_of_any_full_set_is_recognized(count, part):
     order = sciknoweval.split_indices(count, part)
     found = sciknoweval._part_order(set(order), part)
     assert set(found or ()) == set(order)
@@ -124,7 +124,7 @@ PUBLISHED = [("biology", "train"), ("biology", "test"), ("chemistry", "train"), 
 
 
 @pytest.mark.parametrize(("domain", "part"), [*PUBLISHED, ("physics", "train"), ("physics", "test")])
-def test_the_hashes_in_the_docs_are_those_of_the_published_files(shared_data, domain, part):
+def test_hashes_in_the_docs_match_the_published_files(shared_data, domain, part):
     built = load_task(f"sciknoweval:{domain}").build(part, shared_data / "sciknoweval")
     digest = built.info.description.split("sha256 ")[1]
     page = Path(__file__).parents[2].joinpath("docs", "tasks.md").read_text(encoding="utf-8")
@@ -135,7 +135,7 @@ def test_the_hashes_in_the_docs_are_those_of_the_published_files(shared_data, do
 # ---- building ----
 
 
-def test_a_row_is_a_conversation_with_the_system_prompt_kept(shared_data):
+def test_row_is_a_conversation_with_the_system_prompt(shared_data):
     row = load_task("sciknoweval:physics").build("test", shared_data / "sciknoweval")[0]
     source = published(shared_data, "physics", "test")[0]
     assert row["prompt"] == [
@@ -149,7 +149,7 @@ def test_a_row_is_a_conversation_with_the_system_prompt_kept(shared_data):
     )
 
 
-def test_the_hub_form_gives_the_wording_of_the_published_files(shared_data, write_jsonl):
+def test_hub_records_have_the_published_wording(shared_data, write_jsonl):
     source = published(shared_data, "physics", "test")[0]
     question, _, options = source["prompt"].removesuffix("\nPlease reason step by step.").rpartition("\n\n")
     labels, texts = zip(*(line.split(": ", 1) for line in options.split("\n")), strict=True)
@@ -161,7 +161,7 @@ def test_the_hub_form_gives_the_wording_of_the_published_files(shared_data, writ
     ]
 
 
-def test_two_option_items_keep_two(shared_data, write_jsonl):
+def test_two_option_questions_show_two_options(shared_data, write_jsonl):
     built = sciknoweval.build("all", write_jsonl([two_option_row(i) for i in range(4)]), domain="physics")
     for row in built:
         assert "A: yes\nB: no\nPlease" in row["prompt"][1]["content"]
@@ -170,7 +170,7 @@ def test_two_option_items_keep_two(shared_data, write_jsonl):
     assert sum("\nC: " not in turns[1]["content"] for turns in biology["prompt"]) == 200
 
 
-def test_levels_types_and_domains_are_filtered_and_every_dropped_row_is_counted(write_jsonl, capsys):
+def test_filtered_rows_are_counted_by_reason(write_jsonl, capsys):
     rows = [hub_row(i) for i in range(20)]
     rows += [hub_row(details={"level": "L1"})] * 3
     rows += [hub_row(type="true_or_false", choices={"text": [], "label": []}, answerKey="")] * 2
@@ -185,7 +185,7 @@ def test_levels_types_and_domains_are_filtered_and_every_dropped_row_is_counted(
     assert len(line.split("sha256 ")[1].strip()) == 64
 
 
-def test_the_content_hash_tells_content_and_order_apart(write_jsonl):
+def test_content_hash_depends_on_content_and_order(write_jsonl):
     def digest(rows):
         return sciknoweval.build("all", write_jsonl(rows), domain="physics").info.description.split("sha256 ")[1]
 
@@ -209,7 +209,7 @@ def test_file_formats_give_the_same_rows(tmp_path, write_jsonl, suffix):
     assert sciknoweval.build("train", path, domain="physics")[:] == reference[:]
 
 
-def test_without_a_path_the_hub_layout_is_loaded_by_datasets(tmp_path, write_jsonl):
+def test_hub_layout_is_loaded_without_a_path(tmp_path, write_jsonl):
     rows = [hub_row(i) for i in range(10)] + [two_option_row(i) for i in range(10)]
     folder = tmp_path / "repository"
     write_jsonl(rows, "repository/test.jsonl")
@@ -217,19 +217,19 @@ def test_without_a_path_the_hub_layout_is_loaded_by_datasets(tmp_path, write_jso
     assert built[:] == sciknoweval.build("train", write_jsonl(rows), domain="physics")[:]
 
 
-def test_a_hub_that_cannot_be_reached_names_the_local_way(tmp_path):
+def test_unreachable_hub_error_suggests_a_path(tmp_path):
     with pytest.raises(ValueError, match="pass `path=`"):
         sciknoweval.build("train", domain="physics", hub=str(tmp_path / "nowhere"))
 
 
-def test_the_hub_repository_as_a_folder_of_files_by_domain_and_level(tmp_path, write_jsonl):
+def test_hub_repository_folder_is_read_by_domain(tmp_path, write_jsonl):
     write_jsonl([hub_row(i) for i in range(10)], "raw/Physics/L3/calculation.jsonl")
     write_jsonl([hub_row(details={"level": "L1"})], "raw/Physics/L1/literature.jsonl")
     write_jsonl([{"broken": 1}], "raw/Biology/L3/never_read.jsonl")
     assert len(load_task("sciknoweval:physics").build("all", tmp_path / "raw")) == 10
 
 
-def test_a_folder_as_published_has_one_file_a_part(tmp_path, shared_data, write_jsonl):
+def test_published_folder_has_one_file_per_part(tmp_path, shared_data, write_jsonl):
     for part in ("train", "test"):
         write_jsonl(published(shared_data, "physics", part), f"data/physics/{part}.json")
     for folder in (tmp_path / "data", tmp_path / "data" / "physics"):
@@ -239,7 +239,7 @@ def test_a_folder_as_published_has_one_file_a_part(tmp_path, shared_data, write_
         load_task("sciknoweval:biology").build("train", tmp_path / "data")
 
 
-def test_a_missing_part_names_the_file_to_add(shared_data):
+def test_missing_part_error_names_the_file_to_add(shared_data):
     with pytest.raises(FileNotFoundError, match=r"add chemistry-test\.jsonl or the full chemistry\.jsonl"):
         load_task("sciknoweval:chemistry").build("test", shared_data / "sciknoweval")
 
@@ -253,7 +253,7 @@ def test_a_missing_part_names_the_file_to_add(shared_data):
         ({"split": "train", "domain": "physics", "path": "no/such/folder"}, "pass a data file, or a folder"),
     ],
 )
-def test_wrong_arguments_name_the_right_ones(arguments, message):
+def test_invalid_arguments_raise_with_valid_ones(arguments, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         sciknoweval.build(**arguments)
 
@@ -295,7 +295,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("row", "field"), MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_row_is_rejected_by_file_row_and_field(write_jsonl, row, field):
+def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field):
     good = PREPARED | {"idx": 0} if "kind" in row else hub_row()
     path = write_jsonl([good, row], "physics.jsonl")
     with pytest.raises(RowError, match=r"physics\.jsonl, row 2, field ") as caught:
@@ -303,7 +303,7 @@ def test_a_malformed_row_is_rejected_by_file_row_and_field(write_jsonl, row, fie
     assert (caught.value.row, caught.value.field) == (2, field)
 
 
-def test_dropping_malformed_rows_prints_each_counts_them_and_moves_no_split(write_jsonl, capsys):
+def test_dropped_malformed_rows_do_not_change_the_split(write_jsonl, capsys):
     rows = [hub_row(i) for i in range(40)]
     whole = sciknoweval.build("train", write_jsonl(rows), domain="physics")
     broken = int(whole["id"][7].split("-")[1])
@@ -317,7 +317,7 @@ def test_dropping_malformed_rows_prints_each_counts_them_and_moves_no_split(writ
     assert "1 malformed in 'answerKey'" in printed
 
 
-BEYOND_RECOGNITION = {
+UNREADABLE = {
     "no JSON": "{",
     "no object": "[]",
     "no level": json.dumps(hub_row(details={})),
@@ -334,8 +334,8 @@ def write_with_one_replaced(path, rows, place, line):
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("line", BEYOND_RECOGNITION.values(), ids=BEYOND_RECOGNITION)
-def test_a_row_beyond_recognition_keeps_its_place_where_all_rows_count(tmp_path, write_jsonl, split, line):
+@pytest.mark.parametrize("line", UNREADABLE.values(), ids=UNREADABLE)
+def test_unreadable_row_keeps_its_place_if_all_rows_count(tmp_path, write_jsonl, split, line):
     rows = [hub_row(i) for i in range(40)]
     whole = sciknoweval.build(split, write_jsonl(rows), domain="physics")
     broken = int(whole["id"][1].split("-")[1])
@@ -345,16 +345,16 @@ def test_a_row_beyond_recognition_keeps_its_place_where_all_rows_count(tmp_path,
     assert rest[:] == whole.select(kept)[:]
 
 
-@pytest.mark.parametrize("line", BEYOND_RECOGNITION.values(), ids=BEYOND_RECOGNITION)
+@pytest.mark.parametrize("line", UNREADABLE.values(), ids=UNREADABLE)
 @pytest.mark.parametrize(
     "rows",
     [
         [*(hub_row(i) for i in range(40)), hub_row(details={"level": "L1"})],
         [hub_row(i, idx=i) for i in range(41)],
     ],
-    ids=["rows that do not count", "rows that say their place"],
+    ids=["filtered rows", "rows with an idx"],
 )
-def test_where_a_row_beyond_recognition_may_count_or_not_there_is_no_split(tmp_path, rows, line):
+def test_unreadable_row_with_unknown_place_raises(tmp_path, rows, line):
     path = write_with_one_replaced(tmp_path / "broken.jsonl", rows, 39, line)
     for split in ("train", "test"):
         with pytest.raises(ValueError, match=r"broken\.jsonl, row 40 was dropped .* split='all'"):
@@ -362,7 +362,7 @@ def test_where_a_row_beyond_recognition_may_count_or_not_there_is_no_split(tmp_p
     assert len(sciknoweval.build("all", path, domain="physics", on_malformed="drop")) >= 39
 
 
-def test_surplus_texts_are_cut_as_published_and_noted(write_jsonl, capsys):
+def test_surplus_option_texts_are_cut_and_noted(write_jsonl, capsys):
     row = hub_row(choices={"text": ["remark", "w", "x", "y", "z"], "label": list("ABCD")})
     built = sciknoweval.build("all", write_jsonl([row]), domain="physics")
     assert "A: remark\nB: w\nC: x\nD: y\nPlease" in built[0]["prompt"][1]["content"]
@@ -439,14 +439,14 @@ def test_verdicts_follow_the_field_protocol(response, gold, reward, truncated):
 
 
 @given(before=st.text(), letter=st.sampled_from("ABCD"), gold=st.sampled_from("ABCD"), after=st.text())
-def test_whatever_surrounds_it_the_last_tag_decides(before, letter, gold, after):
+def test_last_tag_decides_whatever_surrounds_it(before, letter, gold, after):
     after = after.replace("<answer>", "")
     verdict = sciknoweval.verify(f"{before}<answer>{letter}</answer>{after}", gold)
     assert verdict.reward == (letter == gold)
 
 
 @given(response=st.text(alphabet="ABCDabcd<>/answer \n", max_size=40), gold=st.sampled_from("ABCD"))
-def test_agrees_with_a_character_by_character_reading(response, gold):
+def test_verify_agrees_with_a_character_level_reading(response, gold):
     start = max((i + 8 for i in range(len(response)) if response.startswith("<answer>", i)), default=0)
     end = next((i for i in range(start, len(response)) if response.startswith("</answer>", i)), len(response))
     assert sciknoweval.verify(response, gold).reward == (response[start:end].strip() == gold)
@@ -455,13 +455,13 @@ def test_agrees_with_a_character_by_character_reading(response, gold):
 @pytest.mark.parametrize(
     ("response", "tagged"), [("<answer>A</answer>\n", 1.0), ("A", 0.0), ("<answer>A</answer> and more", 0.0)]
 )
-def test_the_format_is_a_metric_and_no_part_of_the_reward(response, tagged):
+def test_format_is_a_metric_and_not_rewarded(response, tagged):
     verdict = sciknoweval.verify(response, "B")
     assert verdict.metrics == {"answer_format": tagged}
     assert verdict.reward == 0
 
 
 @pytest.mark.parametrize("answer", [None, "", "b", "AB", 2])
-def test_a_gold_answer_that_is_no_letter_is_an_error_not_a_wrong_answer(answer):
+def test_gold_answer_that_is_not_a_letter_raises(answer):
     with pytest.raises(ValueError, match="one capital letter"):
         sciknoweval.verify("<answer>B</answer>", answer)

@@ -61,7 +61,7 @@ PREPARED = {
 # ---- building ----
 
 
-def test_the_raw_set_gives_the_68_records_and_the_first_ten_are_the_published_ones(shared_data):
+def test_raw_test_file_gives_the_68_published_records(shared_data):
     built = load_task("toolalpaca").build("test", shared_data / "toolalpaca" / "eval_simulated.json")
     assert len(built) == 68
     with open(shared_data / "toolalpaca" / "test-first-10.jsonl", encoding="utf-8") as lines:
@@ -75,30 +75,30 @@ def test_the_raw_set_gives_the_68_records_and_the_first_ten_are_the_published_on
     assert set(calls) == {1, 2, 3, 4, 5}
 
 
-def test_the_prepared_form_gives_the_same_rows_as_the_raw_one(shared_data):
+def test_prepared_and_raw_forms_give_the_same_rows(shared_data):
     raw = toolalpaca.build("test", shared_data / "toolalpaca" / "eval_simulated.json")
     prepared = toolalpaca.build("test", shared_data / "toolalpaca" / "test-first-10.jsonl")
     assert prepared[:] == raw[:10]
 
 
-def test_a_folder_prefers_the_prepared_part(tmp_path, shared_data, write_jsonl):
+def test_folder_prefers_the_prepared_part(tmp_path, shared_data, write_jsonl):
     assert len(toolalpaca.build("test", shared_data / "toolalpaca")) == 68
     write_jsonl([PREPARED], "test.jsonl")
     write_jsonl([PREPARED | {"idx": 0}, PREPARED | {"idx": 1}], "train.json")
     assert [len(toolalpaca.build(split, tmp_path)) for split in ("train", "test", "all")] == [2, 1, 3]
 
 
-def test_the_real_apis_come_as_they_are(shared_data):
+def test_split_all_loads_every_real_api_record(shared_data):
     assert len(toolalpaca.build("all", shared_data / "toolalpaca" / "real-78.jsonl")) == 78
 
 
-def test_placeholders_are_dropped_and_counted(write_jsonl, capsys):
+def test_records_with_placeholders_are_dropped_and_counted(write_jsonl, capsys):
     built = toolalpaca.build("test", write_jsonl([raw_api()]))
     assert built["id"] == ["toolalpaca-4046", "toolalpaca-4047"]
     assert "3 read, 2 kept, 1 dropped (1 with a placeholder ($) in the golden calls)" in capsys.readouterr().err
 
 
-def test_training_instances_become_questions_with_the_calls_of_their_steps(write_jsonl, capsys):
+def test_training_instances_become_questions_with_calls(write_jsonl, capsys):
     api = training_api(
         {
             "input": "What time is it in Lima?\nHint: no",
@@ -115,12 +115,12 @@ def test_training_instances_become_questions_with_the_calls_of_their_steps(write
     assert built["id"] == ["toolalpaca-0", "toolalpaca-1"]
     assert built["answer"][0] == golden(("now", {"city": "Lima"}), ("now", {}))
     assert built["prompt"][0][0]["content"].endswith("\n\nBegin!\nQuestion: What time is it in Lima?")
-    assert "6 read, 2 kept (1 whose golden input is no JSON object, compared as {})" in line
+    assert "6 read, 2 kept (1 whose golden input is not a JSON object, compared as {})" in line
     assert "3 without a call" in line
     assert "1 with a placeholder" in line
 
 
-def test_training_and_test_prompts_have_one_wording(shared_data, write_jsonl):
+def test_training_and_test_prompts_have_the_same_wording(shared_data, write_jsonl):
     with open(shared_data / "toolalpaca" / "eval_simulated.json", encoding="utf-8") as file:
         api = json.load(file)[0]
     question = api["Instructions"][0]
@@ -131,7 +131,7 @@ def test_training_and_test_prompts_have_one_wording(shared_data, write_jsonl):
     assert (train["prompt"], train["answer"]) == (test["prompt"], test["answer"])
 
 
-def test_prepared_records_are_told_apart_by_their_number(write_jsonl, capsys):
+def test_prepared_records_are_split_by_idx(write_jsonl, capsys):
     path = write_jsonl([PREPARED | {"idx": idx} for idx in (0, 4045, 4046, 4113)])
     for split, ids in {"train": [0, 4045], "test": [4046, 4113], "all": [0, 4045, 4046, 4113]}.items():
         assert toolalpaca.build(split, path)["id"] == [f"toolalpaca-{idx}" for idx in ids]
@@ -146,7 +146,7 @@ def test_prepared_records_are_told_apart_by_their_number(write_jsonl, capsys):
         ("test", [PREPARED | {"idx": 0}] * 4046),
     ],
 )
-def test_a_file_of_the_other_split_is_refused(write_jsonl, split, rows):
+def test_file_of_the_other_split_raises(write_jsonl, split, rows):
     with pytest.raises(ValueError, match=r"split='all'"):
         toolalpaca.build(split, write_jsonl(rows))
 
@@ -160,12 +160,12 @@ def test_a_file_of_the_other_split_is_refused(write_jsonl, split, rows):
         ({"split": "test", "protocol": "lenient"}, ValueError, "field, strict"),
     ],
 )
-def test_wrong_arguments_name_the_right_ones(arguments, error, message):
+def test_invalid_arguments_raise_with_valid_ones(arguments, error, message):
     with pytest.raises(error, match=message):
         toolalpaca.build(**arguments)
 
 
-def test_a_folder_without_the_part_names_the_files(tmp_path):
+def test_folder_without_the_part_names_the_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"train\.jsonl .* or train_data\.json"):
         toolalpaca.build("train", tmp_path)
 
@@ -196,7 +196,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("row", "field"), MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_row_is_rejected_by_file_row_and_field(write_jsonl, row, field):
+def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field):
     good = PREPARED if "prompt" in row else raw_api() if "Golden_Answers" in row else training_api()
     path = write_jsonl([good, row], "tools.jsonl")
     with pytest.raises(RowError, match=r"tools\.jsonl, row 2, field ") as caught:
@@ -204,7 +204,7 @@ def test_a_malformed_row_is_rejected_by_file_row_and_field(write_jsonl, row, fie
     assert caught.value.field == field
 
 
-def test_dropping_malformed_records_keeps_the_others_and_their_numbers(write_jsonl, capsys):
+def test_dropped_malformed_records_keep_other_numbers(write_jsonl, capsys):
     whole = toolalpaca.build("test", write_jsonl([raw_api()]))
     calls = [[{"Action": 7}], *raw_api()["Golden_Answers"][1:]]
     path = write_jsonl([raw_api(Golden_Answers=calls)], "broken.jsonl")
@@ -215,7 +215,7 @@ def test_dropping_malformed_records_keeps_the_others_and_their_numbers(write_jso
     assert "1 malformed in 'Golden_Answers[0]'" in printed
 
 
-# ---- the field's protocol ----
+# ---- field protocol ----
 
 ONE = golden(("now", {"city": "Lima"}))
 TWO = golden(("now", {"city": "Lima"}), ("sun", {"day": 1}))
@@ -318,7 +318,7 @@ def test_verdicts_follow_the_field_protocol(response, answer, reward):
 
 
 def by_the_published_patterns(response: str, answer: str) -> bool:
-    """The protocol as the issue states it, by regular expressions throughout."""
+    """The published protocol, with regular expressions only."""
     calls, merged, expected = json.loads(answer), {}, {}
     for block in re.findall(r"Action Input:\s*({.*?})", response, re.DOTALL):
         try:
@@ -336,7 +336,7 @@ PIECES = ["Action:", "Action Input:", " ", "\n", "now", "sun", "{", "}", '{"city
 
 @settings(max_examples=300)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=25), answer=st.sampled_from([ONE, TWO, golden(("now", {}))]))
-def test_agrees_with_the_published_patterns(pieces, answer):
+def test_field_protocol_agrees_with_published_patterns(pieces, answer):
     response = "".join(pieces)
     assert toolalpaca.verify(response, answer).reward == by_the_published_patterns(response, answer)
 
@@ -345,14 +345,14 @@ def perfect(answer: str) -> str:
     return saying(*((call["Action"].removeprefix("[Optional]"), call["Action_Input"]) for call in json.loads(answer)))
 
 
-def test_two_of_the_68_are_unreachable_by_the_field_and_none_by_the_strict_protocol(shared_data):
+def test_perfect_calls_miss_two_records_in_field_protocol(shared_data):
     test = toolalpaca.build("test", shared_data / "toolalpaca" / "eval_simulated.json")
     for protocol, unreachable in {"field": 2, "strict": 0}.items():
         rewards = [toolalpaca.verify(perfect(row["answer"]), row["answer"], protocol=protocol).reward for row in test]
         assert rewards.count(0.0) == unreachable
 
 
-def test_the_feedback_is_worded_as_in_the_paper():
+def test_feedback_has_the_wording_of_the_paper():
     verdict = toolalpaca.verify(
         saying(("searchAxolotlImages", '{"color": "wild"}')), golden(("getRandomAxolotlImage", {}))
     )
@@ -362,7 +362,7 @@ def test_the_feedback_is_worded_as_in_the_paper():
     )
 
 
-def test_feedback_names_only_what_is_wrong():
+def test_feedback_names_only_the_mismatch():
     assert toolalpaca.verify(saying(("now", '{"city": "Rome"}')), ONE).feedback == (
         'Action inputs mismatch: predicted {"city": "Rome"}, expected {"city": "Lima"}'
     )
@@ -372,13 +372,13 @@ def test_feedback_names_only_what_is_wrong():
 
 
 @pytest.mark.parametrize("protocol", ["field", "strict"])
-def test_a_flood_of_calls_does_not_crowd_out_what_was_expected(protocol):
+def test_feedback_is_short_and_names_the_expected_call(protocol):
     verdict = toolalpaca.verify("Action: now\nAction Input: {}\n" * 10_000, ONE, protocol=protocol)
     assert len(verdict.feedback) < 2_000
     assert "expected [now]" in verdict.feedback
 
 
-def test_a_lone_surrogate_in_an_input_does_not_reach_the_feedback():
+def test_lone_surrogate_does_not_reach_the_feedback():
     verdict = toolalpaca.verify(saying(("now", '{"city": "\\ud800"}')), ONE)
     assert verdict.feedback.encode("utf-8")
 
@@ -469,7 +469,7 @@ STRICT = {  # reason: (response, answer, reward)
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(("response", "answer", "reward"), STRICT.values(), ids=STRICT)
-def test_strict_verdicts_read_what_was_written(response, answer, reward):
+def test_verdicts_follow_the_strict_protocol(response, answer, reward):
     verdict = toolalpaca.verify(response, answer, protocol="strict")
     assert verdict.reward == reward
     assert (verdict.feedback is None) == (reward == 1)
@@ -489,19 +489,19 @@ CALLS = st.lists(
 
 
 @given(calls=CALLS, indent=st.sampled_from([None, 2]), ascii_only=st.booleans())
-def test_any_calls_written_out_are_read_back_strictly(calls, indent, ascii_only):
+def test_strict_protocol_reads_back_any_calls(calls, indent, ascii_only):
     response = saying(*((name, json.dumps(given, indent=indent, ensure_ascii=ascii_only)) for name, given in calls))
     assert toolalpaca.verify(response, golden(*calls), protocol="strict").reward == 1.0
 
 
 @given(made=CALLS, expected=CALLS)
-def test_strict_passes_only_equal_calls(made, expected):
+def test_strict_protocol_passes_only_equal_calls(made, expected):
     response = saying(*((name, json.dumps(given)) for name, given in made))
     same = json.dumps(made, sort_keys=True) == json.dumps(expected, sort_keys=True)
     assert toolalpaca.verify(response, golden(*expected), protocol="strict").reward == same
 
 
-def test_the_protocol_in_the_name_reaches_both_forms_of_the_verifier():
+def test_protocol_in_the_name_reaches_verify_and_reward():
     response = saying(("put", '{"user": "u", "data": {"url": "x"}}'))
     for name, expected in {"toolalpaca": 0.0, "toolalpaca:field": 0.0, "toolalpaca:strict": 1.0}.items():
         task = load_task(name)
@@ -509,17 +509,17 @@ def test_the_protocol_in_the_name_reaches_both_forms_of_the_verifier():
         assert task.reward(completions=[response], answer=[NESTED], prompts=["p"])[0].reward == expected
 
 
-def test_the_task_column_routes_to_the_protocol(write_jsonl, capsys):
+def test_task_column_names_the_protocol(write_jsonl, capsys):
     path = write_jsonl([PREPARED])
     assert load_task("toolalpaca:strict").build("test", path)["task"] == ["toolalpaca:strict"]
     assert load_task("toolalpaca:field").build("test", path)["task"] == ["toolalpaca"]
 
 
-def test_golden_calls_may_be_a_list_too():
+def test_golden_calls_can_be_a_list():
     assert toolalpaca.verify(saying(("now", '{"city": "Lima"}')), json.loads(ONE)).reward == 1.0
 
 
 @pytest.mark.parametrize("answer", [None, "", "now", "{}", "[1]", '[{"Action": 1}]', '[{"Action": "now"}]'])
-def test_a_golden_answer_that_is_no_list_of_calls_is_an_error(answer):
+def test_golden_answer_that_is_not_a_list_of_calls_raises(answer):
     with pytest.raises(ValueError, match=r"Call 0|ToolAlpaca answer"):
         toolalpaca.verify("Action: now", answer)

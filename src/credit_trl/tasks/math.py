@@ -1,8 +1,8 @@
 r"""Mathematics with a final `\boxed{}` answer, compared by `math-verify`.
 
-Data: any rows with a question and an answer, from files or from the hub. Reward 1 where the last `\boxed{...}` of the
-response equals the gold answer, as text or as mathematics; the feedback z is the correct answer. Comparing means
-simplifying what a model wrote, so it happens in worker processes with limits (`math_worker`), never in the trainer.
+Data: rows with a question and an answer, from files or from the hub. The reward is 1 if the last `\boxed{...}` of the
+response equals the gold answer, as text or as mathematics; the feedback is the correct answer. Comparing simplifies
+expressions written by a model, so it runs in worker processes with limits (`math_worker`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HUB = "trl-lib/DeepMath-103K"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 QUESTION_FIELDS = ("problem", "question", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
-LONGEST_SOLUTION = 300  # characters of a `solution` that is a final answer and no more
+LONGEST_SOLUTION = 300  # maximum characters of a `solution` that is a final answer itself
 
 BATCH_SECONDS = 900.0
 
@@ -48,19 +48,19 @@ def build(
     r"""Problems as conversational rows: `prompt`, `answer` (the final answer alone), `task`, `id`.
 
     Args:
-        split: the hub's name of the split, or the stem of the file in a folder; a single file is taken whole.
+        split: split of the hub data set, or stem of the file in a folder; ignored for a single file.
         path: a file, or a folder with `<split>.*`; `None` loads from the hub.
-        question_field: where the question is, text or messages; by default the first of `QUESTION_FIELDS` there is.
-        answer_field: where the answer is; by default the first of `ANSWER_FIELDS` there is. Of a worked solution the
-            last box counts (`\boxed{x}`, `\boxed x` or `\fbox{x}`), or what follows the last `####` (GSM8K). A
-            `solution` that has neither must be a final answer itself.
-        instruction: appended to the question; "" for none.
-        hub: the hub data set, or a local folder in its layout.
-        on_malformed: `"raise"`, or `"drop"` to leave malformed rows out, each printed and counted.
+        question_field: field of the question, text or messages; by default the first of `QUESTION_FIELDS` present.
+        answer_field: field of the answer; by default the first of `ANSWER_FIELDS` present. The answer of a worked
+            solution is its last box (`\boxed{x}`, `\boxed x` or `\fbox{x}`), or the text after its last `####`
+            (GSM8K). A `solution` with neither must be a final answer itself.
+        instruction: text appended to the question; "" for none.
+        hub: hub data set, or a local folder in its layout.
+        on_malformed: `"raise"`, or `"drop"` to print, count and drop malformed rows.
 
     Raises:
-        ValueError: no rows left, or the hub cannot be loaded.
-        RowError: a malformed row, by file, row and field.
+        ValueError: no rows left, or the hub data set cannot be loaded.
+        RowError: a malformed row, with file, row and field.
     """
     tally = Tally(f"math {split}")
 
@@ -84,8 +84,8 @@ def verify(response: str, answer: str, *, truncated: bool = False, deadline: flo
     r"""Grade one response by its last `\boxed{...}`; see `reward`.
 
     Raises:
-        ValueError: `answer` is not a text, or blank.
-        ImportError: `math-verify` is not installed; the message names the extra.
+        ValueError: `answer` is not a text, or is blank.
+        ImportError: `math-verify` is not installed.
     """
     return reward([response], [answer], [truncated], deadline=deadline)[0]
 
@@ -98,23 +98,23 @@ def reward(
     deadline: float | None = BATCH_SECONDS,
     **columns: Any,
 ) -> list[Verdict]:
-    """Grade a batch, comparisons side by side; for `reward_funcs`.
+    """Grade a batch with parallel comparisons, for `reward_funcs`.
 
     Args:
         completions: texts or conversations.
-        answer: the gold answers.
-        truncated: whether each response was cut off.
-        deadline: seconds after which no comparison goes on. A response that was not compared by then, or to which a
-            busy machine did not get, has the reward `None`.
+        answer: gold answers.
+        truncated: whether each response was cut off at the length limit.
+        deadline: seconds after which comparisons stop; `None` for no limit.
 
     Returns:
-        Verdicts with the metric `answer_format` (whether there was a box); `comparison_failed` where comparing used up
-        its processor time or crashed, which is the answer's fault; or `undecided` alone.
+        Verdicts with the metric `answer_format` (1 if there is a box), and `comparison_failed` if comparing the answer
+        exceeded its processor time or crashed. A response that is not compared in time has the reward `None` and the
+        metric `undecided` alone.
     """
     flags = [False] * len(completions) if truncated is None else truncated
     for gold in answer:
         if not isinstance(gold, str) or not gold.strip():
-            raise ValueError(f"A math answer is a text that is not blank, got {gold!r}.")
+            raise ValueError(f"A math answer must be a text that is not blank, got {gold!r}.")
     boxes = [last_boxed(response_text(completion)) for completion in completions]
     given = [None if box is None else finished_part(gold, box) for gold, box in zip(answer, boxes, strict=True)]
     compared = equivalent(list(zip(answer, given, strict=True)), deadline)
@@ -125,15 +125,15 @@ def reward(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds, braces balanced; `None` where there is none or it is not closed."""
+    r"""Content of the last `\boxed{...}`, with balanced braces; `None` if there is none or it is not closed."""
     *_, box = [None, *re.finditer(r"\\boxed\s*\{", text)]
     return None if box is None else _braced(text, box.end())
 
 
 def _braced(text: str, start: int) -> str | None:
-    """What stands from here to the brace that closes, stripped; `None` where none does."""
+    """Stripped text from `start` to the closing brace; `None` if there is no closing brace."""
     depth = 0
-    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):  # not `\{`, but the brace after `\\`
+    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):  # skips `\{`, but not the brace after `\\`
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth < 0:
             return text[start : start + brace.start()].strip()
@@ -157,11 +157,12 @@ def _verdict(gold: str, comparison: Comparison, remark: str, metrics: dict[str, 
 def _file_of(path: Path, split: str) -> Path:
     if not path.is_dir():
         return path
-    found = [file for file in data_files(path) if file.stem == split or file.stem.startswith(f"{split}-")]
+    files = data_files(path)
+    found = [file for file in files if file.stem == split or file.stem.startswith(f"{split}-")]
     if len(found) != 1:
-        held = ", ".join(file.name for file in data_files(path)) or "no data file"
         raise FileNotFoundError(
-            f"{path} has {len(found)} files named {split}.jsonl, .json or .parquet (it holds {held}); pass one file."
+            f"{path} has {len(found)} files named {split}.jsonl, .json or .parquet (it contains "
+            f"{', '.join(file.name for file in files) or 'no data file'}); pass one file."
         )
     return found[0]
 
@@ -172,14 +173,14 @@ def _field_of(row: Row, wanted: str | None, known: tuple[str, ...]) -> str:
     for name in known:
         if row.data.get(name) is not None:
             return name
-    raise row.error(known[0], f"missing, and so are {', '.join(known[1:])}; name the field in `build`")
+    raise row.error(known[0], f"missing, as are {', '.join(known[1:])}; pass the name of the field to `build`")
 
 
 def _prompt(row: Row, field: str, instruction: str) -> list[dict[str, str]]:
     value = row.get(field, (str, list))
     turns = [{"role": "user", "content": row.text(field)}] if isinstance(value, str) else list(value)
     if not turns or not all(_is_turn(turn) for turn in turns) or turns[-1]["role"] != "user":
-        raise row.error(field, "not a list of messages {role, content} that ends with the user's")
+        raise row.error(field, "not a list of messages {role, content} that ends with a user message")
     turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
     if instruction:
         turns[-1]["content"] += f"\n\n{instruction}"
@@ -193,20 +194,23 @@ def _is_turn(turn: Any) -> bool:
 def _gold(row: Row, field: str) -> str:
     value = row.get(field, (str, int, float))
     if isinstance(value, float) and not math.isfinite(value):
-        raise row.error(field, f"{value} is no final answer")
+        raise row.error(field, f"{value} is not a final answer")
     text = row.text(field) if isinstance(value, str) else str(value)
     marked = _marked(text)
     gold = text.strip() if marked is None else marked.strip()
     if not gold:
-        raise row.error(field, "holds no final answer")
+        raise row.error(field, "contains no final answer")
     if "\n\n" in gold or (field == "solution" and marked is None and _is_prose(gold)):
-        raise row.error(field, r"a worked solution without \boxed{...} or ####; name the field of the final answer")
+        raise row.error(
+            field,
+            r"a worked solution without \boxed{...} or ####; pass the `answer_field` of answers",
+        )
     return gold
 
 
 def _marked(text: str) -> str | None:
-    r"""The final answer of a worked solution: the last box, also `\fbox{x}` and `\boxed x`, else what follows the last
-    `####`. "" where a box is not closed, `None` where nothing is marked.
+    r"""Final answer of a worked solution: the last box (also `\fbox{x}` and `\boxed x`), or the text after the last
+    `####`. "" if a box is not closed, `None` if there is neither.
     """
     *_, box = [None, *re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(\{?)", text)]
     if box is None:
@@ -218,7 +222,7 @@ def _marked(text: str) -> str | None:
 
 
 def _is_prose(text: str) -> bool:
-    r"""Whether a text is too long or too wordy for a final answer; words in `\text{...}` belong to one."""
+    r"""Whether a text has too many words or characters for a final answer; words in `\text{...}` are not counted."""
     outside = re.sub(r"\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}", " ", text)
     words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}", outside)
     return "\n" in text or len(text) > LONGEST_SOLUTION or len(words) > (3 if text.endswith(".") else 8)

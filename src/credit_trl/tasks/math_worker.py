@@ -1,10 +1,10 @@
-r"""Comparing two answers as mathematics, in worker processes that may be killed.
+r"""Comparison of two answers as mathematics, in worker processes that can be killed.
 
-What a model puts into `\boxed{}` can keep a computer algebra system busy for ever (`10^{10^{10}}`) or fill memory, and
-`math-verify`'s own time-outs are signals, which need the main thread and do not interrupt one long operation. So each
-comparison runs in a worker (`python -m credit_trl.tasks.math_worker`) with limited memory and processor time. An
-answer that uses it up, or crashes the worker, has failed; one that a busy machine did not get to is left undecided.
-Either way the next comparison gets a fresh worker.
+A `\boxed{}` written by a model can keep a computer algebra system busy forever (`10^{10^{10}}`) or fill the memory.
+The time-outs of `math-verify` are signals, which need the main thread and do not interrupt one long operation. Each
+comparison therefore runs in a worker (`python -m credit_trl.tasks.math_worker`) with limited memory and processor
+time. A comparison that exceeds the limits or crashes the worker has failed; one that a busy machine does not run in
+time is undecided. In both cases the next comparison gets a new worker.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from typing import Literal
 
 from credit_trl.sandbox.cores import worker_count
 
-SECONDS = 5.0  # of processor time for one comparison
-WALL_SECONDS = 60.0  # on the clock, after which the machine is too busy to tell
-START_SECONDS = 120.0  # for a worker to import what it needs
+SECONDS = 5.0  # processor time of one comparison
+WALL_SECONDS = 60.0  # wall-clock time of one comparison, after which it is undecided
+START_SECONDS = 120.0  # wall-clock time for the imports of a worker
 MEMORY_BYTES = 2 * 1024**3
-KEPT_BYTES = 512 * 1024**2  # more than that left by earlier answers, and a worker ends: later ones would lack it
-# What ends a worker that was brought down by what it compares; any other end came from outside.
-_OWN_ENDS = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
-LONGEST = 1_000  # characters of an answer beyond which only equal text is equal
+KEPT_BYTES = 512 * 1024**2  # memory that earlier comparisons may occupy before a worker is replaced
+# Signals that end a worker because of its comparison; any other signal came from outside.
+_OWN_SIGNALS = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+LONGEST = 1_000  # characters of an answer above which only equal texts are equal
 
 Comparison = Literal[
     "equal",
     "different",
-    "failed",  # used up its processor time, or crashed its worker: the answer's doing
-    "undecided",  # the clock or the deadline came first, or somebody killed the worker: the machine's
+    "failed",  # exceeded the processor time, or crashed the worker
+    "undecided",  # exceeded the wall-clock time or the deadline, or the worker was killed from outside
 ]
 
 
 def equivalent(pairs: Sequence[tuple[str, str | None]], deadline: float | None = None) -> list[Comparison]:
-    """Whether each pair (gold, given) is the same answer; `None` given is never.
+    """Compare pairs of answers (gold, given) in parallel; a given `None` is different from every answer.
 
     Args:
-        pairs: compared side by side, equal pairs once.
-        deadline: seconds from now after which what is not compared stays undecided; `None` for no limit.
+        pairs: pairs of answers; equal pairs are compared once.
+        deadline: seconds from now after which the remaining pairs are undecided; `None` for no limit.
 
     Raises:
         ImportError: `math-verify` is not installed.
@@ -58,7 +58,7 @@ def equivalent(pairs: Sequence[tuple[str, str | None]], deadline: float | None =
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("The math task compares answers with math-verify: pip install 'credit-trl[math]'.")
     until = None if deadline is None else time.monotonic() + deadline
-    verdicts = {pair: _plainly(*pair) for pair in pairs}  # the rollouts of a group tend to agree: each pair once
+    verdicts = {pair: _compare_texts(*pair) for pair in pairs}  # rollouts of a group often agree
     open_pairs = [pair for pair, same in verdicts.items() if same is None]
     if open_pairs:
         with ThreadPoolExecutor(max_workers=_WORKERS.limit) as threads:
@@ -67,8 +67,8 @@ def equivalent(pairs: Sequence[tuple[str, str | None]], deadline: float | None =
     return [verdicts[pair] for pair in pairs]
 
 
-def _plainly(gold: str, given: str | None) -> Comparison | None:
-    """What can be said without mathematics; `None` for nothing."""
+def _compare_texts(gold: str, given: str | None) -> Comparison | None:
+    """Result that needs no mathematics, or `None`."""
     if given is None or not given.strip():
         return "different"
     if gold.strip() == given.strip():
@@ -77,10 +77,10 @@ def _plainly(gold: str, given: str | None) -> Comparison | None:
 
 
 class Worker:
-    """One process that compares; it ends when its standard input does, or after a comparison that left too much.
+    """A worker process, which ends with its standard input or when `KEPT_BYTES` are occupied.
 
-    Args:
-        is_spent: whether it has said that it ends.
+    Attributes:
+        is_spent: whether the process has announced its end.
     """
 
     def __init__(self) -> None:
@@ -92,15 +92,16 @@ class Worker:
             stderr=subprocess.DEVNULL,
             env={"PATH": os.defpath, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUTF8": "1"},
             bufsize=0,
-            start_new_session=True,  # the terminal's Ctrl-C is the trainer's
+            start_new_session=True,  # Ctrl-C in the terminal goes to the trainer alone
         )
         if self._line(START_SECONDS) != b"ready\n":
             self.close()
             raise RuntimeError("A math-verify worker did not start; try `python -c 'import math_verify'`.")
 
     def compare(self, gold: str, given: str, seconds: float) -> Comparison | None:
-        """What the worker says within so many seconds, or its end, after which it is of no use; `None` where somebody
-        else ended it.
+        """Compare within `seconds`; `None` if the process was killed from outside.
+
+        After "undecided", "failed" and `None` the process has ended.
         """
         try:
             self.process.stdin.write(json.dumps([gold, given, SECONDS, KEPT_BYTES]).encode() + b"\n")
@@ -113,13 +114,10 @@ class Worker:
         self.close()
         if line is None:
             return "undecided"
-        return "failed" if -self.process.returncode in _OWN_ENDS else None
+        return "failed" if -self.process.returncode in _OWN_SIGNALS else None
 
     def _line(self, seconds: float) -> bytes | None:
-        """The worker's next line, empty where it has ended, or `None` if none comes in time.
-
-        Lines are far shorter than a pipe's buffer.
-        """
+        """Next line, which fits a pipe's buffer; empty if the process has ended, `None` on time-out."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             if not selector.select(seconds):
@@ -134,10 +132,10 @@ class Worker:
 
 
 class Workers:
-    """Idle workers, started as they are needed and kept for the next comparison.
+    """Pool of workers, which are started when needed and kept for later comparisons.
 
     Args:
-        limit: how many may compare at the same time.
+        limit: maximum number of simultaneous comparisons.
     """
 
     def __init__(self, limit: int) -> None:
@@ -146,32 +144,31 @@ class Workers:
         self._slots = threading.BoundedSemaphore(limit)
 
     def compare(self, gold: str, given: str, until: float | None = None) -> Comparison:
-        """Compare in an idle worker, and once more where somebody else ended that one; until then, on the monotonic
-        clock, or undecided.
+        """Compare in an idle worker, and once more if that worker was killed from outside.
+
+        Args:
+            gold, given: the two answers.
+            until: deadline on the monotonic clock, after which the result is "undecided".
         """
         with self._slots:
             for _ in range(2):
                 left = math.inf if until is None else until - time.monotonic()
                 if left <= 0:
                     break
-                said = self._compare(gold, given, min(WALL_SECONDS, left))
-                if said is not None:
-                    return said
+                worker, result = self._take(), None
+                try:
+                    result = worker.compare(gold, given, min(WALL_SECONDS, left))
+                finally:
+                    if result in ("equal", "different") and not worker.is_spent:
+                        self._idle.put(worker)
+                    else:
+                        worker.close()
+                if result is not None:
+                    return result
         return "undecided"
 
-    def _compare(self, gold: str, given: str, seconds: float) -> Comparison | None:
-        worker, said = self._take(), None
-        try:
-            said = worker.compare(gold, given, seconds)
-        finally:
-            if said in ("equal", "different") and not worker.is_spent:
-                self._idle.put(worker)
-            else:
-                worker.close()
-        return said
-
     def _take(self) -> Worker:
-        """An idle worker that is still alive, or a new one."""
+        """Take an idle worker that is alive, or start one."""
         while True:
             try:
                 worker = self._idle.get_nowait()
@@ -191,32 +188,32 @@ atexit.register(_WORKERS.close)
 
 
 def as_tex(text: str) -> str:
-    r"""An answer as `math-verify` reads it: without dollar signs around it, `1e-05` as `1\times 10^{-05}`."""
+    r"""Answer in the notation of `math-verify`: no dollar signs around it, `1e-05` as `1\times 10^{-05}`."""
     text = re.sub(r"^\$+|(?<!\\)\$+$", "", text.strip()).strip()
     number = re.fullmatch(r"([+-]?\d+(?:\.\d*)?)[eE]([+-]?\d+)", text, re.ASCII)
     return text if number is None else rf"{number[1]}\times 10^{{{number[2]}}}"
 
 
 def _serve() -> None:
-    """The worker: one JSON line [gold, given, seconds, bytes] in, a line `true` or `false` out, until the input ends.
+    """Main loop of a worker: reads JSON lines [gold, given, seconds, bytes] and writes lines `true` or `false`.
 
-    The line goes on with `last` where more bytes are left over than that: libraries keep what they have computed.
+    A line ends with `last`, and the loop with it, once more than `bytes` are occupied, since libraries cache results.
     """
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    sys.stdout = sys.stderr  # nothing that a library prints may look like a verdict
+    sys.stdout = sys.stderr  # output of libraries must not look like a result
     from math_verify import parse, verify
 
     def same(gold: str, given: str) -> bool:
-        # no time-outs here: the kernel's limit of processor time and the parent's clock are the limits
+        # The limits are the kernel's limit of processor time and the parent's clock.
         boxed = [rf"\boxed{{{as_tex(text)}}}" for text in (gold, given)]
         sides = [parse(text, parsing_timeout=None) for text in boxed]
         return all(sides) and verify(*sides, timeout_seconds=None)
 
-    same("1", "2")  # the first comparison loads what later ones have: that is no comparison's time
+    same("1", "2")  # loads what the first comparison needs, before any time is limited
     first = _address_space()
     print("ready", file=output, flush=True)
     for line in sys.stdin:
@@ -227,7 +224,7 @@ def _serve() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (end if hard == resource.RLIM_INFINITY else min(end, hard), hard))
         try:
             answer = same(gold, given)
-        except Exception:  # a comparison that fails, or runs out of memory, shows no equality
+        except Exception:  # an error, out of memory included, means that equality was not shown
             answer = False
         is_spent = _address_space() > first + most
         print(f"{'true' if answer else 'false'}{' last' if is_spent else ''}", file=output, flush=True)
@@ -236,7 +233,7 @@ def _serve() -> None:
 
 
 def _address_space() -> int:
-    """Bytes that count towards `RLIMIT_AS`; 0 where the system does not say (no `/proc`)."""
+    """Bytes that count towards `RLIMIT_AS`; 0 on systems without `/proc`."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

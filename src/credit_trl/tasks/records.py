@@ -45,14 +45,19 @@ class Row:
     Args:
         source: file or data set.
         number: number of the row in `source`, from 1.
-        data: fields of the record.
-        fault: error of a row that is not a JSON object; `accept` and `get` raise it.
+        content: fields of the record, or the error of a row that is not a JSON object.
     """
 
     source: str
     number: int
-    data: Mapping[str, Any]
-    fault: RowError | None = None
+    content: Mapping[str, Any] | RowError
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """Fields of the record; raises the `RowError` of a row that is not a JSON object."""
+        if isinstance(self.content, RowError):
+            raise self.content
+        return self.content
 
     def error(self, field: str, problem: str) -> RowError:
         return RowError(self.source, self.number, field, problem)
@@ -64,8 +69,6 @@ class Row:
             RowError: the field is missing, has another type (bool is not accepted as int), or contains a lone
                 surrogate, which no encoding can write.
         """
-        if self.fault is not None:
-            raise self.fault
         if field not in self.data:
             raise self.error(field, f"missing; the row has {', '.join(self.data) or 'no field'}")
         value = self.data[field]
@@ -163,8 +166,6 @@ def accept(rows: Iterable[Any], convert: Callable[[Any], Any], tally: Tally, on_
         raise ValueError(f"on_malformed must be 'raise' or 'drop', got {on_malformed!r}.")
     for row in rows:
         try:
-            if isinstance(row, Row) and row.fault is not None:
-                raise row.fault
             converted = convert(row)
         except RowError as error:
             if on_malformed == "raise":
@@ -222,7 +223,7 @@ def data_files(folder: Path) -> list[Path]:
 def read_rows(path: str | Path) -> Iterator[Row]:
     """Rows of a JSON list, of JSON lines (whatever the suffix) or of a parquet file, read as they are consumed.
 
-    A line that is not JSON, or a value that is not an object, yields a `Row` with a `fault`.
+    A line that is not JSON, or a value that is not an object, yields a `Row` whose `data` raises.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -288,7 +289,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
                 try:
                     yield _row(source, number, _load_json(line, source, number))
                 except RowError as error:
-                    yield Row(source, number, {}, error)
+                    yield Row(source, number, error)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
@@ -301,7 +302,5 @@ def _load_json(text: str, source: str, number: int) -> Any:
 
 
 def _row(source: str, number: int, data: Any) -> Row:
-    if isinstance(data, Mapping):
-        return Row(source, number, data)
-    fault = RowError(source, number, WHOLE_ROW, f"expected an object, got {type(data).__name__}")
-    return Row(source, number, {}, fault)
+    problem = f"expected an object, got {type(data).__name__}"
+    return Row(source, number, data if isinstance(data, Mapping) else RowError(source, number, WHOLE_ROW, problem))

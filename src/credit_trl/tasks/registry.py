@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,10 @@ def _load(name: str) -> Task:
         return as_task(_import(BUILT_IN[head], name), name, tail if colon else None)
     points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == head]
     if points:
-        return as_task(_load_entry_point(points, name), name, tail if colon else None)
+        if len({point.value for point in points}) > 1:
+            origins = ", ".join(f"{point.value} ({point.dist.name if point.dist else '?'})" for point in points)
+            raise ValueError(f"Several packages define the task {name!r}: {origins}. Uninstall all but one.")
+        return as_task(points[0].load(), name, tail if colon else None)
     found = _import(head, name)
     for attribute in filter(None, tail.split(".")):
         if not hasattr(found, attribute):
@@ -206,7 +209,7 @@ def _route(find: Callable[[str], Task], columns: Mapping[str, Any]) -> Rewards:
 
 
 def call_reward(reward: Callable[..., Any], **arguments: Any) -> Rewards:
-    """Call a reward function. A coroutine runs in a thread of its own, since a notebook's thread has a running loop."""
+    """Call a reward function; a coroutine runs in another thread, since a notebook's thread has a running loop."""
     graded = reward(**arguments)
     if not inspect.iscoroutine(graded):
         return graded
@@ -239,23 +242,24 @@ def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
 
     if isinstance(parts, Mapping):
         _loaded_names.update(parts)
-        parts = [_with_task_column(part, name) for name, part in parts.items()]
+        parts = [
+            part.remove_columns([c for c in part.column_names if c == "task"]).add_column("task", [name] * len(part))
+            for name, part in parts.items()
+        ]
     features = row_features()
     if not all("id" in part.column_names for part in parts):
         del features["id"]
     return concatenate_datasets([part.select_columns(list(features)).cast(features) for part in parts])
 
 
-def _with_task_column(part: Dataset, name: str) -> Dataset:
-    rest = part.remove_columns("task") if "task" in part.column_names else part
-    return rest.add_column("task", [name] * len(rest))
-
-
 def _mixture(name: str) -> Task:
     parts = {one.strip(): load_task(one.strip()) for one in name.split(",")}
 
     def build(split: str, path: str | Path | None = None, **options: Any) -> Dataset:
-        paths = {one: None if path is None else _path_of_part(Path(path), one) for one in parts}
+        paths = dict.fromkeys(parts, path)
+        for one in parts if path is not None else ():
+            if (folder := Path(path, one.partition(":")[0])).is_dir():
+                paths[one] = folder
         return mix_datasets({one: part.build(split, paths[one], **options) for one, part in parts.items()})
 
     def part_of(task: str) -> Task:
@@ -272,11 +276,6 @@ def _mixture(name: str) -> Task:
         return _route(part_of, {"completions": completions, "task": task, "truncated": truncated, **columns})
 
     return Task(name=name, build=build, verify=verify, reward=_with_options(reward, {}, name))
-
-
-def _path_of_part(path: Path, name: str) -> Path:
-    folder = path / name.partition(":")[0]
-    return folder if folder.is_dir() else path
 
 
 def _select(value: Any, rows: Sequence[int], count: int) -> Any:
@@ -330,13 +329,6 @@ def _import(module: str, name: str) -> Any:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise  # the task exists, and a module that it imports is missing
         raise _unknown_task(name) from error
-
-
-def _load_entry_point(points: Sequence[EntryPoint], name: str) -> Any:
-    if len({point.value for point in points}) > 1:
-        origins = ", ".join(f"{point.value} ({point.dist.name if point.dist else '?'})" for point in points)
-        raise ValueError(f"Several packages define the task {name!r}: {origins}. Uninstall all but one.")
-    return points[0].load()
 
 
 def _unknown_task(name: str) -> ValueError:

@@ -1,8 +1,8 @@
 """SciKnowEval, Level 3: multiple-choice questions of biology, chemistry, physics and materials science.
 
 Data: `hicai-zju/SciKnowEval` on the hub, the same rows as local files, or the prepared files that SDPO publishes.
-Rewards follow the field's protocol (SDPO's, which the paper adopts): the text after the last `<answer>` up to
-`</answer>`, stripped, equals the gold letter, case-sensitive. The feedback z is the correct answer.
+The reward follows SDPO's protocol, which the paper adopts: the stripped text between the last `<answer>` and
+`</answer>` must equal the gold letter, case-sensitive. The feedback is the correct answer.
 """
 
 from __future__ import annotations
@@ -58,46 +58,47 @@ def build(
     hub: str = HUB,
     on_malformed: str = "raise",
 ) -> Dataset:
-    """One domain's questions as conversational rows: `prompt` (system, user), `answer` (a letter), `task`, `id`.
+    """Questions of a domain as conversational rows: `prompt` (system, user), `answer` (a letter), `task`, `id`.
 
     Args:
         split: `"train"` or `"test"` by the published rule (`split_indices`), or `"all"`.
-        path: a file or folder; `None` loads from the hub. Two record forms are understood: the hub's (`question`,
-            `choices`, `answerKey`, `type`, `domain`, `details`), and the prepared one (`prompt`, `system`, `answer`,
-            `idx`). A prepared file that holds one part of the split already is recognised by its `idx` and must be
-            the part asked for. In a folder, `<domain>-<split>.*` or `<domain>/<split>.*` is preferred, then
-            `<domain>.*`, then every file below it.
-        domain: one of `DOMAINS`; may be left out where `path` is a file.
-        levels, types: which hub rows count, as the hub writes them; the rest is dropped and counted.
-        hub: the hub repository, or a local folder in the hub's layout.
-        on_malformed: `"raise"`, or `"drop"` to leave malformed rows out, each printed and counted. They keep their
-            places in the split; where it cannot be told whether one has a place, the split cannot be told.
+        path: a file or folder; `None` loads from the hub. Records have the hub's form (`question`, `choices`,
+            `answerKey`, `type`, `domain`, `details`) or the prepared one (`prompt`, `system`, `answer`, `idx`). A
+            prepared file that contains one part of the split is recognized by its `idx` and must be the requested
+            part. In a folder, `<domain>-<split>.*` or `<domain>/<split>.*` is preferred, then `<domain>.*`, then all
+            files below it.
+        domain: one of `DOMAINS`; optional if `path` is a file.
+        levels, types: values of the hub rows to keep; other rows are dropped and counted.
+        hub: hub repository, or a local folder in the hub's layout.
+        on_malformed: `"raise"`, or `"drop"` to print, count and drop malformed rows. Dropped rows keep their places,
+            so the split of the other rows does not change.
 
     Raises:
-        ValueError: an unknown split or domain, no rows left, a file of the other split, or a dropped row that may
-            have a place in it.
-        RowError: a malformed row, by file, row and field.
+        ValueError: unknown split or domain, no rows left, a file of the other split, or a dropped row whose place in
+            the split is unknown.
+        RowError: a malformed row, with file, row and field.
     """
     if split not in SPLITS:
         raise ValueError(f"SciKnowEval has no split {split!r}; use one of {', '.join(SPLITS)}.")
     if domain is not None and domain not in DOMAINS:
         raise ValueError(f"SciKnowEval has no domain {domain!r}; use one of {', '.join(DOMAINS)}.")
     name = f"sciknoweval:{domain}" if domain else "sciknoweval"
-    tally = Tally(f"{name} {split}")
-    places = _Places()
+    tally, places = Tally(f"{name} {split}"), _Places()
 
     def convert(row: Row) -> tuple[int, dict[str, str]] | None:
-        from_hub = not row.data.keys().isdisjoint(("question", "choices", "answerKey"))
-        with places.losing(row):
-            reason = _unwanted(row, domain, levels, types) if from_hub else _not_mcq(row)
+        with places.noting_lost(row):
+            from_hub = not row.data.keys().isdisjoint(("question", "choices", "answerKey"))
+            kind = row.data.get("kind", "mcq")
+            reason = (
+                _unwanted(row, domain, levels, types) if from_hub else None if kind == "mcq" else f"of kind {kind}"
+            )
             if reason is not None:
-                places.are_all_rows = False
+                places.all_kept = False
                 return tally.drop(reason)
             slot = places.claim(row)
         return slot, _from_hub(row) if from_hub else _from_prepared(row)
 
-    rows = places.watching(_rows(path, split, domain, hub))
-    examples = dict(accept(rows, convert, tally, on_malformed))
+    examples = dict(accept(_rows(path, split, domain, hub), convert, tally, on_malformed))
     chosen = [slot for slot in places.of(split) if slot in examples]
     tally.drop("of the other split", len(examples) - len(chosen))
     tally.notes.update(examples[slot]["note"] for slot in chosen if "note" in examples[slot])
@@ -106,15 +107,15 @@ def build(
 
 
 def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
-    """Grade one response: reward 1 where the answer given is the gold letter, else 0.
+    """Grade one response: reward 1 if the given answer is the gold letter, else 0.
 
-    The feedback is the correct answer whatever the response was, cut off or not: it does not depend on the rollout.
+    The feedback is the correct answer for every response, truncated or not.
 
     Raises:
         ValueError: `answer` is not a letter.
     """
     if not isinstance(answer, str) or not re.fullmatch("[A-Z]", answer):
-        raise ValueError(f"A SciKnowEval answer is one capital letter, got {answer!r}.")
+        raise ValueError(f"A SciKnowEval answer must be one capital letter, got {answer!r}.")
     tagged = re.search(r"<answer>\s*[A-Z]\s*</answer>\s*\Z", response) is not None
     return Verdict(
         reward=float(given_answer(response) == answer),
@@ -127,15 +128,15 @@ reward = batch_of(verify, "sciknoweval")
 
 
 def given_answer(response: str) -> str:
-    """The text after the last `<answer>` (or from the start) up to `</answer>` (or the end), stripped."""
+    """Stripped text from the last `<answer>` (or the start) to `</answer>` (or the end)."""
     return response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
 
 
 def split_indices(count: int, split: str) -> list[int]:
-    """The published split rule: which of `count` positions belong to a part, in the order of the published files.
+    """Positions out of `count` that belong to a split by the published rule, in the order of the published files.
 
-    With `p = numpy.random.default_rng(42).permutation(count)`, the first `ceil(0.1 count)` are the test rows and the
-    rest the training rows (`datasets.Dataset.train_test_split(test_size=0.1, seed=42)`).
+    With `p = numpy.random.default_rng(42).permutation(count)`, the first `ceil(0.1 count)` entries are the test rows
+    and the others the training rows, as in `datasets.Dataset.train_test_split(test_size=0.1, seed=42)`.
     """
     import numpy as np
 
@@ -157,34 +158,32 @@ def _rows(path: str | Path | None, split: str, domain: str | None, hub: str) -> 
 
 
 def _files_of(folder: Path, split: str, domain: str) -> list[Path]:
-    """The files of a folder that hold a domain's part, see `build`."""
+    """Files of a folder that contain a domain's part, see `build`."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"No file or folder {folder}; pass a data file, or a folder that holds them.")
+        raise FileNotFoundError(f"No file or folder {folder}; pass a data file, or a folder of data files.")
     files = {file.relative_to(folder).with_suffix("").as_posix(): file for file in data_files(folder)}
     wanted = ("train", "test") if split == "all" else (split,)
-    parts = [_first(files, f"{domain}-{part}", f"{domain}/{part}", part) for part in wanted]
-    if all(parts):
-        return parts
-    if full := _first(files, domain, f"{domain}/{domain}"):
-        return [full]
-    # Rows in the hub's form say their domain themselves; a file named after another domain need not be read.
+    for candidates in (
+        [(f"{domain}-{part}", f"{domain}/{part}", part) for part in wanted],
+        [(domain, f"{domain}/{domain}")],
+    ):
+        found = [next((files[stem] for stem in stems if stem in files), None) for stems in candidates]
+        if all(found):
+            return found
+    # Rows in the hub's form name their domain; files named after another domain are not read.
     elsewhere = "|".join(one for one in DOMAINS if one != domain)
     aside = re.compile(rf"(.*/)?(({elsewhere})([-/].*)?|{domain}[-/](train|test))", re.IGNORECASE)
     others = [file for stem, file in files.items() if not aside.fullmatch(stem)]
     if not others:
         raise FileNotFoundError(
             f"{folder} has no {' and '.join(wanted)} part of {domain}: add {domain}-{wanted[0]}.jsonl or the full "
-            f"{domain}.jsonl (it holds {', '.join(file.name for file in files.values()) or 'no data file'})."
+            f"{domain}.jsonl (it contains {', '.join(file.name for file in files.values()) or 'no data file'})."
         )
     return others
 
 
-def _first(files: dict[str, Path], *stems: str) -> Path | None:
-    return next((files[stem] for stem in stems if stem in files), None)
-
-
 def _unwanted(row: Row, domain: str | None, levels: Sequence[str], types: Sequence[str]) -> str | None:
-    """Why a hub record does not count, or `None` where it does."""
+    """Reason to drop a hub record, or `None`."""
     row_domain, level, kind = row.text("domain").lower(), row.get("details", dict).get("level"), row.text("type")
     if not isinstance(level, str):
         raise row.error("details.level", "missing")
@@ -201,72 +200,60 @@ def _not_mcq(row: Row) -> str | None:
 
 @dataclass
 class _Places:
-    """Where rows stand in the full set, of which the split is a permutation.
+    """Places of the rows in the full set, of which the split is a permutation.
 
     Args:
-        taken: every row that counts, malformed ones too, by its place.
-        lost: rows so malformed that they may count or not, by the place that each has where all rows count.
-        are_all_rows: no row was left out because it does not count.
-        are_read_in_order: no row says its place itself.
+        taken: kept rows, malformed ones included, by place.
+        lost: rows too malformed to decide whether they are kept, by the place they have if all rows are kept.
+        all_kept: whether no row was dropped for its domain, level, type or kind.
+        in_order: whether no row has an `idx`, so that places follow the reading order.
     """
 
     taken: dict[int, Row] = field(default_factory=dict)
     lost: dict[int, Row] = field(default_factory=dict)
-    are_all_rows: bool = True
-    are_read_in_order: bool = True
-
-    def watching(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows, those among them that could not be read noted as lost."""
-        for row in rows:
-            if row.fault is not None:
-                self._lose(row)
-            yield row
+    all_kept: bool = True
+    in_order: bool = True
 
     @contextlib.contextmanager
-    def losing(self, row: Row) -> Iterator[None]:
-        """Note a row as lost where it turns out malformed before it has a place."""
+    def noting_lost(self, row: Row) -> Iterator[None]:
+        """Note the row as lost if it turns out malformed before it has a place."""
         try:
             yield
         except RowError:
-            self._lose(row)
+            self.lost[len(self.taken) + len(self.lost)] = row
             raise
 
-    def _lose(self, row: Row) -> None:
-        self.lost[len(self.taken) + len(self.lost)] = row
-
     def claim(self, row: Row) -> int:
-        """The row's place: its `idx` where it has one, else the next in reading order."""
+        """Place of a row: its `idx` if it has one, else the next place in reading order."""
+        slot = len(self.taken) + len(self.lost)
         if "idx" in row.data:
-            self.are_read_in_order = False
-        slot = row.get("idx", int) if "idx" in row.data else len(self.taken) + len(self.lost)
+            self.in_order, slot = False, row.get("idx", int)
         if slot in self.taken:
             earlier = self.taken[slot]
-            raise row.error("idx", f"{slot} occurs before, in {earlier.source} row {earlier.number}")
+            raise row.error("idx", f"{slot} is also the idx of {earlier.source}, row {earlier.number}")
         if slot < 0:
             raise row.error("idx", f"{slot} is negative")
         self.taken[slot] = row
         return slot
 
     def of(self, split: str) -> list[int]:
-        """The places that belong to a split, in its order.
+        """Places that belong to a split, in its order.
 
         Raises:
-            ValueError: see `_part`; also where it cannot be told which place a lost row has.
+            ValueError: see `_part`; or a lost row has an unknown place.
         """
-        if split == "all" or not self.lost:
-            return _part(self.taken, split)
-        if not (self.are_all_rows and self.are_read_in_order):
+        if split != "all" and self.lost and not (self.all_kept and self.in_order):
             first = next(iter(self.lost.values()))
             raise ValueError(
-                f"{first.source}, row {first.number} was dropped as malformed, and whether and where it counts cannot "
-                "be told; without it other rows would be in each part of the split. Mend the row, or pass split='all' "
-                "to take the rows as they are."
+                f"{first.source}, row {first.number} was dropped as malformed, and its place in the split is unknown. "
+                "Without it the split of the other rows would change. Correct the row, or pass split='all' to load "
+                "the rows without a split."
             )
-        return _part(self.taken | self.lost, split)
+        return _part(self.taken if split == "all" else self.taken | self.lost, split)
 
 
 def _from_hub(row: Row) -> dict[str, str]:
-    """A hub record's texts, in the wording of the published training files."""
+    """Texts of a hub record, in the wording of the published training files."""
     labels, texts = _choices(row)
     answer = row.text("answerKey")
     if answer not in labels:
@@ -275,15 +262,15 @@ def _from_hub(row: Row) -> dict[str, str]:
     prompt = f"{row.text('question')}\n\n{options}\nPlease reason step by step."
     example = {"system": SYSTEM_PROMPT, "prompt": prompt, "answer": answer}
     if len(texts) > len(labels):
-        # One such row exists (materials science); the published files cut it, and the split must not move.
+        # One such row exists (materials science). The published files cut it, and the split must not change.
         example["note"] = f"with {len(texts)} texts for {len(labels)} options, cut as published"
     return example
 
 
 def _choices(row: Row) -> tuple[list[str], list[str]]:
-    """The options' labels and texts: as many as the question's type says, two where it has two."""
+    """Labels and texts of the options, as many as the type of the question requires."""
     choices, kind = row.get("choices", (dict, list)), row.text("type")
-    if isinstance(choices, list):  # a list of {label, text}, as some readers give it
+    if isinstance(choices, list):  # list of {label, text}, from some readers
         choices = {key: [one.get(key) for one in choices if isinstance(one, dict)] for key in ("label", "text")}
     labels, texts = choices.get("label"), choices.get("text")
     for name, values in (("choices.label", labels), ("choices.text", texts)):
@@ -300,7 +287,7 @@ def _choices(row: Row) -> tuple[list[str], list[str]]:
 
 
 def _from_prepared(row: Row) -> dict[str, str]:
-    """The texts of a record of the published training files."""
+    """Texts of a record of the published training files."""
     prompt, answer = row.text("prompt"), row.text("answer")
     if not re.fullmatch("[A-Z]", answer):
         raise row.error("answer", f"{answer!r} is not a capital letter")
@@ -310,10 +297,10 @@ def _from_prepared(row: Row) -> dict[str, str]:
 
 
 def _part(slots: Collection[int], split: str) -> list[int]:
-    """The places that belong to a split, in its order.
+    """Places that belong to a split, in its order.
 
     Raises:
-        ValueError: the rows are neither complete nor the part asked for.
+        ValueError: the rows are neither the full set nor the requested part.
     """
     if split == "all":
         return sorted(slots)
@@ -326,16 +313,16 @@ def _part(slots: Collection[int], split: str) -> list[int]:
         if order:
             raise ValueError(
                 f"This file is the {part} part of SciKnowEval's split, not the {split} part: pass the {split} file, "
-                "the full file, or a folder that holds both; split='all' takes the rows as they are."
+                "the full file, or a folder that holds both; split='all' loads the rows without a split."
             )
     raise ValueError(
-        f"The rows' `idx` are neither 0 to {len(slots) - 1} nor one part of the published split, so the split "
-        "cannot be told: pass the full file, or split='all' to take the rows as they are."
+        f"The rows' `idx` are neither 0 to {len(slots) - 1} nor one part of the published split, so their split is "
+        "unknown: pass the full file, or split='all' to load the rows without a split."
     )
 
 
 def _part_order(slots: set[int], part: str) -> list[int] | None:
-    """The published order of a part, if these places are that part of a full set of some size."""
+    """Published order of a part, if these places are that part of a full set of some size."""
     size = len(slots)
     low, high = (10 * (size - 1), 10 * size) if part == "test" else (size, math.ceil(size / (1 - TEST_FRACTION)) + 1)
     for count in range(max(low, max(slots, default=-1) + 1), high + 1):

@@ -1,22 +1,22 @@
-"""ToolAlpaca: choose the tools and their arguments from an API's documentation.
+"""ToolAlpaca: choose tools and their arguments from the documentation of an API.
 
 Data: the raw files of `tangqiaoyu/ToolAlpaca` (`data/train_data.json`, `data/eval_simulated.json`), or the prepared
-records that SDPO trains on; the wording is the same. Rewards follow one of two protocols (`toolalpaca_protocols`):
-the field's, for comparable numbers, or a strict one. The feedback z says which calls were expected.
+records that SDPO trains on; the wording is the same. Rewards follow one of two protocols (`toolalpaca_protocols`): the
+published one, for comparable numbers, or a strict one. The feedback names the expected calls.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import PATH_OPTIONS, Row, Tally, accept, data_files, dataset_of, read_rows
-from credit_trl.tasks.registry import TaskOption, batch_of
+from credit_trl.tasks.registry import TaskOption
 from credit_trl.tasks.toolalpaca_protocols import GRADE_BY, golden_calls
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 SPLITS = ("train", "test", "all")
 OPTION = TaskOption(keyword="protocol", values=tuple(GRADE_BY), verify=True)
 
-TRAIN_RECORDS = 4046  # the published records are numbered through: 0 to 4045 train, 4046 to 4113 test
+TRAIN_RECORDS = 4046  # published records have the numbers 0 to 4045 (train) and 4046 to 4113 (test)
 RAW_FILES = {"train": "train_data", "test": "eval_simulated"}
 
-# The wording of the published records; a raw documentation ends in a line break of its own.
+# Wording of the published records. A raw documentation ends in a line break.
 PROMPT = (
     "Your task is to answer the user's question using available tools. \n"
     "You have access to the following tools:\n"
@@ -44,7 +44,7 @@ PROMPT = (
 
 @dataclass(frozen=True)
 class _Record:
-    """One instruction, before its golden calls (found in `field` of `row`) are checked."""
+    """One instruction with its unchecked golden calls, from `field` of `row`."""
 
     row: Row
     field: str
@@ -62,16 +62,16 @@ def build(
     Args:
         split: `"train"`, `"test"`, or `"all"`, every record of the files.
         path: a raw file (a list of APIs: with `Instances` for training, with `Golden_Answers` for testing), a
-            prepared file (`prompt`, `answer`, `idx`), or a folder that holds `<split>.*`, prepared, or the raw file.
-            Raw records are the instructions in order where the golden calls' JSON has no `$` (which stands for the
-            result of another call): 68 of the 100 in `eval_simulated.json`. A prepared file may hold both parts;
-            its `idx` tells them apart.
-        protocol: the verifier to which the column `task` routes, `"field"` or `"strict"`.
-        on_malformed: `"raise"`, or `"drop"` to leave malformed rows out, each printed and counted.
+            prepared file (`prompt`, `answer`, `idx`), or a folder with the prepared `<split>.*` or the raw file. Raw
+            instructions are kept, in order, if the JSON of their golden calls has no `$`, the placeholder for the
+            result of another call: 68 of the 100 in `eval_simulated.json`. A prepared file may contain both parts,
+            which its `idx` distinguishes.
+        protocol: protocol of the verifier that the column `task` names, `"field"` or `"strict"`.
+        on_malformed: `"raise"`, or `"drop"` to print, count and drop malformed rows.
 
     Raises:
-        ValueError: an unknown split or protocol, no path, no rows left, or a file of the other split.
-        RowError: a malformed row, by file, row and field.
+        ValueError: unknown split or protocol, no path, no rows left, or a file of the other split.
+        RowError: a malformed row, with file, row and field.
     """
     if split not in SPLITS:
         raise ValueError(f"ToolAlpaca has no split {split!r}; use one of {', '.join(SPLITS)}.")
@@ -87,33 +87,22 @@ def build(
 def verify(
     response: str, answer: str | list[dict[str, Any]], *, truncated: bool = False, protocol: str = "field"
 ) -> Verdict:
-    """Grade one response: reward 1 where its calls are the golden ones, else 0.
+    """Grade one response: reward 1 if its calls are the golden ones, else 0.
 
     Args:
         response: text with lines `Action: name` and `Action Input: {...}`.
-        answer: the golden calls, a list of `{"Action": name, "Action_Input": JSON text}`, as JSON text or as it is.
-        truncated: changes nothing: the feedback says what was expected in any case.
+        answer: golden calls, a list of `{"Action": name, "Action_Input": JSON text}` or its JSON text.
+        truncated: ignored; a truncated response is graded like any other.
         protocol: `"field"` or `"strict"`, see `toolalpaca_protocols`.
 
     Returns:
-        A verdict whose feedback is `None` for the right calls, else the mismatch in the paper's words.
+        A `Verdict` whose feedback is `None` for the correct calls, else the mismatch in the paper's wording.
 
     Raises:
-        ValueError: `answer` is no list of calls, or the protocol is unknown.
+        ValueError: `answer` is not a list of calls, or the protocol is unknown.
     """
     _check_protocol(protocol)
     return GRADE_BY[protocol](response, golden_calls(answer))
-
-
-def reward(
-    completions: Sequence[Any],
-    answer: Sequence[str | list[dict[str, Any]]],
-    truncated: Sequence[bool] | None = None,
-    protocol: str = "field",
-    **columns: Any,
-) -> list[Verdict]:
-    """The batch form of `verify`, for `reward_funcs`."""
-    return batch_of(partial(verify, protocol=protocol))(completions, answer, truncated, **columns)
 
 
 def _check_protocol(protocol: str) -> None:
@@ -135,19 +124,19 @@ def _rows(path: str | Path | None, split: str) -> Iterable[Row]:
 
 
 def _file_of(folder: Path, part: str) -> Path:
-    """The file of a folder that holds a part: prepared (`<part>`, `toolalpaca-<part>`) before raw."""
+    """File of a part in a folder: prepared (`<part>`, `toolalpaca-<part>`) before raw."""
     files = {file.stem: file for file in reversed(data_files(folder))}
     for stem in (part, f"toolalpaca-{part}", RAW_FILES[part]):
         if stem in files:
             return files[stem]
     raise FileNotFoundError(
-        f"{folder} has no {part} part: add {part}.jsonl (prepared) or {RAW_FILES[part]}.json (raw); it holds "
-        f"{', '.join(sorted(files)) or 'no data file'}. A single file can be passed as `path` too."
+        f"{folder} has no {part} part: add {part}.jsonl (prepared) or {RAW_FILES[part]}.json (raw), or pass a file. "
+        f"It contains {', '.join(sorted(files)) or 'no data file'}."
     )
 
 
 def _expand(row: Row, split: str, tally: Tally) -> list[_Record]:
-    """The records of a row: one where it is prepared, one an instruction where it is a raw API."""
+    """Records of a row: one of a prepared row, one per instruction of a raw API."""
     if "Golden_Answers" in row.data:
         return [*_test_records(row)]
     if "Instances" in row.data:
@@ -178,10 +167,10 @@ def _test_records(row: Row) -> Iterator[_Record]:
 
 
 def _train_records(row: Row, tally: Tally) -> Iterator[_Record]:
-    """The instances that call a tool, as questions with the calls that their steps made.
+    """Records of the instances that call a tool, with the calls of their steps as golden calls.
 
-    A step is `[[tool, input, text], observation]`. The user agent's hint, which ToolAlpaca's own training data leaves
-    out, is no part of the question.
+    A step is `[[tool, input, text], observation]`. The question is the instance's input without the user agent's
+    `Hint:`, as in ToolAlpaca's training data.
     """
     for place, instance in enumerate(row.get("Instances", list)):
         steps = instance.get("intermediate_steps") if isinstance(instance, dict) else None
@@ -194,20 +183,20 @@ def _train_records(row: Row, tally: Tally) -> Iterator[_Record]:
             question = instance["input"].rsplit("\nHint: ", 1)[0]
         except (TypeError, LookupError, AttributeError) as error:
             raise row.error(
-                field, f"no `input` text or no [[tool, input, ...], observation] steps: {error}"
+                field, f"no `input` text, or steps that are not [[tool, input, ...], observation]: {error}"
             ) from error
         yield _Record(row, f"{field}.intermediate_steps", _prompt(row, question), calls)
 
 
 def _of_split(records: Sequence[_Record], split: str, tally: Tally) -> list[_Record]:
-    """The records of a split, numbered as the published ones; the others are tallied."""
+    """Records of a split, numbered as the published ones; other records are tallied."""
     kinds = {record.field.partition("[")[0] for record in records}
     wrong = {"train": "Golden_Answers", "test": "Instances"}.get(split)
     if wrong in kinds:
         needed = "Instances" if split == "train" else "Golden_Answers"
         raise ValueError(
-            f"This is not ToolAlpaca's {split} data: its APIs have `{wrong}`, those of {RAW_FILES[split]}.json have "
-            f"`{needed}`. Pass that file, a prepared one, or split='all'."
+            f"This is not ToolAlpaca's {split} data: its APIs have `{wrong}` instead of `{needed}`. Pass "
+            f"{RAW_FILES[split]}.json, a prepared file, or split='all'."
         )
     numbered = _prepared_of_split([record for record in records if record.field == "answer"], split, tally)
     starts = {"Instances": 0, "Golden_Answers": TRAIN_RECORDS}
@@ -215,17 +204,17 @@ def _of_split(records: Sequence[_Record], split: str, tally: Tally) -> list[_Rec
         raw = [record for record in records if record.field.partition("[")[0] == kind]
         whole = [record for record in raw if "$" not in json.dumps(record.calls)]
         tally.drop("with a placeholder ($) in the golden calls", len(raw) - len(whole))
-        numbered += [_numbered(record, start + place) for place, record in enumerate(whole)]
+        numbered += [replace(record, idx=start + place) for place, record in enumerate(whole)]
     return numbered
 
 
 def _prepared_of_split(records: Sequence[_Record], split: str, tally: Tally) -> list[_Record]:
-    """Prepared records of a split: `idx` tells the parts apart where both are there.
+    """Prepared records of a split, by their `idx` if the file contains both parts.
 
     Raises:
-        ValueError: the whole training part where the test part was asked for.
+        ValueError: the records are the whole training part and the test part is requested.
     """
-    numbered = [record if record.idx is not None else _numbered(record, place) for place, record in enumerate(records)]
+    numbered = [replace(one, idx=place) if one.idx is None else one for place, one in enumerate(records)]
     test = [record for record in numbered if record.idx >= TRAIN_RECORDS]
     train = [record for record in numbered if record.idx < TRAIN_RECORDS]
     if split == "train":
@@ -236,20 +225,16 @@ def _prepared_of_split(records: Sequence[_Record], split: str, tally: Tally) -> 
         return test
     if split == "test" and len(train) == TRAIN_RECORDS:
         raise ValueError(
-            "This file is ToolAlpaca's train part; pass the test file, or split='all' to take it as it is."
+            "This file is ToolAlpaca's train part: pass the test file, or split='all' to load it without a split."
         )
     return numbered
 
 
-def _numbered(record: _Record, idx: int) -> _Record:
-    return _Record(record.row, record.field, record.prompt, record.calls, record.system, idx)
-
-
 def _example(record: _Record, name: str, protocol: str, tally: Tally) -> dict[str, Any] | None:
-    """The finished row, its golden calls checked.
+    """Row of the data set, with checked golden calls.
 
     Raises:
-        RowError: golden calls that are no list of `{"Action", "Action_Input"}`.
+        RowError: the golden calls are not a list of `{"Action", "Action_Input"}`.
     """
     answer = json.dumps(record.calls)
     try:
@@ -257,10 +242,10 @@ def _example(record: _Record, name: str, protocol: str, tally: Tally) -> dict[st
     except ValueError as error:
         raise record.row.error(record.field, str(error)) from error
     if not all(call.readable for call in calls):
-        # Model-written, as all of this data; the field's protocol compares such an input with {}.
+        # The data are written by models. The field protocol compares such an input with {}.
         if protocol == "strict":
-            return tally.drop("whose golden input is no JSON object")
-        tally.notes["whose golden input is no JSON object, compared as {}"] += 1
+            return tally.drop("whose golden input is not a JSON object")
+        tally.notes["whose golden input is not a JSON object, compared as {}"] += 1
     system = [{"role": "system", "content": record.system}] if record.system else []
     prompt = [*system, {"role": "user", "content": record.prompt}]
     return {"prompt": prompt, "answer": answer, "task": name, "id": f"toolalpaca-{record.idx}"}

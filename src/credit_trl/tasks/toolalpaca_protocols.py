@@ -1,13 +1,13 @@
-"""When do a response's tool calls count as the golden ones? Two protocols.
+"""Two protocols that compare a response's tool calls with the golden ones.
 
-**field**, the published one (SDPO's verifier), for comparable numbers: the names after `Action:` as a multiset, and
-the inputs after `Action Input:` merged into one dict, compared by Python's `==`. An input ends at its first `}`, so
-a nested object cannot be read and counts as no input; which input belongs to which call is not looked at, nor is
-the order; `1`, `1.0` and `true` are equal.
+**field**, SDPO's published verifier, for comparable numbers: the names after `Action:` are compared as a multiset, and
+the inputs after `Action Input:` are merged into one dict and compared by Python's `==`. An input ends at its first
+`}`, so a nested object counts as no input. The assignment of inputs to calls and the order of calls are ignored; `1`,
+`1.0` and `true` are equal.
 
-**strict** reads what was written: a call is an `Action:` line followed by an `Action Input:` with one whole JSON
-object (nested as it may be, no key twice); calls compare one by one, in order, `true` is not `1`. A golden call
-marked `[Optional]` may be made or left out.
+**strict** parses the calls: a call is an `Action:` line followed by `Action Input:` with one whole JSON object (nested
+objects allowed, duplicate keys not). Calls are compared one by one and in order, and `true` is not `1`. A golden call
+marked `[Optional]` may be present or absent.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from credit_trl.rollout.verdict import Verdict
 
 OPTIONAL = "[Optional]"
-SHOWN = 500  # characters of the response's own words that feedback repeats
+SHOWN = 500  # characters of the response that feedback repeats
 
 
 @dataclass(frozen=True)
 class GoldenCall:
-    """One expected call; `readable` tells whether the record's input was a JSON object (`input` is {} if not)."""
+    """One expected call. `readable` is false if the record's input is not a JSON object; `input` is then {}."""
 
     action: str
     input: dict[str, Any]
@@ -35,39 +35,39 @@ class GoldenCall:
 
 
 def golden_calls(answer: str | list[dict[str, Any]]) -> list[GoldenCall]:
-    """Parse the data set's `answer`: JSON text, or the list itself.
+    """Parse the `answer` of a row: a list of calls or its JSON text.
 
     Raises:
-        ValueError: no list of `{"Action": text, "Action_Input": text or object}`.
+        ValueError: not a list of `{"Action": text, "Action_Input": text or object}`.
     """
     try:
         calls = json.loads(answer) if isinstance(answer, str) else answer
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"A ToolAlpaca answer is the JSON text of a list of calls: {error}") from error
+        raise ValueError(f"A ToolAlpaca answer must be the JSON text of a list of calls: {error}") from error
     if not isinstance(calls, list):
-        raise ValueError(f"A ToolAlpaca answer is a list of calls, got {type(calls).__name__}.")
+        raise ValueError(f"A ToolAlpaca answer must be a list of calls, got {type(calls).__name__}.")
     return [_golden_call(call, place) for place, call in enumerate(calls)]
 
 
 def _golden_call(call: Any, place: int) -> GoldenCall:
     if not isinstance(call, dict) or not isinstance(call.get("Action"), str):
-        raise ValueError(f"Call {place} is no object with the text `Action`.")
+        raise ValueError(f"Call {place} is not an object with the text `Action`.")
     given = call.get("Action_Input")
     if not isinstance(given, str | dict):
-        raise ValueError(f"Call {place} has no `Action_Input`, a JSON object or its text.")
+        raise ValueError(f"Call {place} has no `Action_Input` that is a JSON object or its text.")
     parsed = given if isinstance(given, dict) else _json_or_none(given)
     readable = isinstance(parsed, dict)
     return GoldenCall(call["Action"], parsed if readable else {}, readable)
 
 
-# ---- the field's protocol ----
+# ---- field protocol ----
 
 
 def grade_by_field(response: str, golden: Sequence[GoldenCall]) -> Verdict:
-    """Names as a multiset, inputs merged into one dict; both must match."""
+    """Grade by the field protocol: names as a multiset and merged inputs must match."""
     actions = re.findall(r"Action:\s*(\w+)", response)
-    merged = _merged(_json_or_none(block) for block in _lazy_blocks(response))
-    expected_actions, expected_merged = [call.action for call in golden], _merged(call.input for call in golden)
+    merged = _merged_inputs(_json_or_none(block) for block in _lazy_blocks(response))
+    expected_actions, expected_merged = [call.action for call in golden], _merged_inputs(call.input for call in golden)
     mismatches = []
     if Counter(actions) != Counter(expected_actions):
         mismatches.append(_mismatch("Actions", _names(actions), _names(expected_actions)))
@@ -77,7 +77,7 @@ def grade_by_field(response: str, golden: Sequence[GoldenCall]) -> Verdict:
 
 
 def _lazy_blocks(response: str) -> list[str]:
-    r"""What the pattern `Action Input:\s*({.*?})`, with `.` matching line breaks, finds; in linear time."""
+    r"""Matches of `Action Input:\s*({.*?})`, with `.` matching line breaks, in linear time."""
     blocks, position = [], 0
     opening = re.compile(r"Action Input:\s*(?=\{)")
     while match := opening.search(response, position):
@@ -89,18 +89,18 @@ def _lazy_blocks(response: str) -> list[str]:
     return blocks
 
 
-def _merged(inputs: Any) -> dict[str, Any]:
+def _merged_inputs(inputs: Any) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for one in inputs:
         merged.update(one or {})
     return merged
 
 
-# ---- the strict protocol ----
+# ---- strict protocol ----
 
 
 def grade_strictly(response: str, golden: Sequence[GoldenCall]) -> Verdict:
-    """Calls one by one, in order; nested inputs are read, optional golden calls may be left out."""
+    """Grade by the strict protocol: calls one by one and in order; optional golden calls may be absent."""
     calls = strict_calls(response)
     expected = [(call.action, call.input) for call in golden]
     if _same_sequence(calls, expected):
@@ -115,9 +115,9 @@ def grade_strictly(response: str, golden: Sequence[GoldenCall]) -> Verdict:
 
 
 def strict_calls(response: str) -> list[tuple[str, dict[str, Any] | None]]:
-    """The calls that a response makes, in order: name, and input or `None` where it is missing or no JSON object."""
+    """Calls of a response in order: name and input, which is `None` if missing or not a JSON object."""
     calls, position = [], 0
-    decoder = json.JSONDecoder(object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+    decoder = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
     action, following = re.compile(r"^[ \t]*Action:([^\r\n]*)", re.MULTILINE), re.compile(r"\s*Action Input:\s*")
     while match := action.search(response, position):
         position, given = match.end(), None
@@ -132,13 +132,13 @@ def strict_calls(response: str) -> list[tuple[str, dict[str, Any] | None]]:
 
 
 def _same_sequence(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Whether the items found are the expected ones, optional ones made or left out."""
-    accounted = {0}  # how many of those found the expected ones so far may account for
+    """Whether the items found are the expected ones, each optional one present or absent."""
+    matched = {0}  # possible numbers of found items that match the expected items so far
     for item in expected:
         head, optional = _without_mark(item)
-        made = {count + 1 for count in accounted if count < len(found) and _same(found[count], head)}
-        accounted = made | accounted if optional else made
-    return len(found) in accounted
+        made = {count + 1 for count in matched if count < len(found) and _same(found[count], head)}
+        matched = made | matched if optional else made
+    return len(found) in matched
 
 
 def _without_mark(item: Any) -> tuple[Any, bool]:
@@ -148,7 +148,7 @@ def _without_mark(item: Any) -> tuple[Any, bool]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equality of JSON values: objects and arrays member by member, numbers by value, `true` is not `1`."""
+    """Equality of JSON values: objects and arrays by member, numbers by value, `true` is not `1`."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -156,17 +156,17 @@ def _same(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and one == other
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a key occurs twice")
+        raise ValueError("duplicate key")
     return dict(pairs)
 
 
-def _no_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-# ---- both ----
+# ---- both protocols ----
 
 
 def _json_or_none(text: str) -> Any:
@@ -185,7 +185,7 @@ def _as_json(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError:
         return "(nested too deeply to show)"
-    return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate is no text for a tokenizer
+    return text.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates
 
 
 def _mismatch(what: str, predicted: str, expected: str) -> str:
