@@ -1,7 +1,8 @@
-"""Trials in processes of their own, run in turns: what disturbs the machine disturbs all of them alike."""
+"""Trials in separate processes that take turns, so that other load on the machine affects all of them alike."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-# Above this share of the machine in other hands, a time says more of them than of the trial.
+# Share of the machine used by other processes above which a round counts as disturbed.
 QUIET = 0.1
 
 
@@ -25,10 +26,10 @@ class Sample:
     """One measured call.
 
     Args:
-        seconds: wall time.
-        peak_mb: the peak of memory in it, above what was held before.
-        foreign: share of the machine's processors that other processes used meanwhile; 0 where it cannot be told.
-        stages: seconds of parts of it, where the trial tells them apart.
+        seconds: Wall-clock seconds.
+        peak_mb: Peak memory during the call, above the memory held before.
+        foreign: Share of the processors used by other processes.
+        stages: Seconds by stage, if the trial measures stages.
     """
 
     seconds: float
@@ -38,10 +39,10 @@ class Sample:
 
 
 class Trial:
-    """A child process that builds something once and then answers requests.
+    """Child process that builds something once and then answers requests.
 
     Args:
-        build: called in the child with `arguments`; returns the function that answers `ask`. Importable by name.
+        build: Importable function, called in the child with `arguments`. Returns the function that answers `ask`.
     """
 
     def __init__(self, build: Callable[..., Callable[..., Any]], *arguments: Any) -> None:
@@ -69,7 +70,7 @@ class Trial:
 def trials(
     build: Callable[..., Callable[..., Any]], arguments: dict[str, tuple[Any, ...]]
 ) -> Iterator[dict[str, Trial]]:
-    """One `Trial` a name, ended with the block."""
+    """Start one `Trial` per name, and close all of them at the end of the block."""
     running: dict[str, Trial] = {}
     try:
         for name, of_trial in arguments.items():
@@ -81,14 +82,13 @@ def trials(
 
 
 def in_turns(running: dict[str, Trial], rounds: int, *request: Any, patience: float = 0.0) -> dict[str, list[Sample]]:
-    """Ask every trial once a round.
+    """Ask every trial once per round.
 
-    While `patience`, in seconds, lasts, a round starts when other processes leave the machine alone, and is measured
-    anew if they did not keep to it and another round still fits. Disturbed rounds are dropped if enough quiet ones
-    were found, and kept otherwise.
+    For up to `patience` seconds, a round waits for an idle machine, and disturbed rounds are repeated. They are
+    dropped if enough undisturbed ones were measured.
 
     Returns:
-        For each trial as many samples as rounds were kept.
+        For each trial the samples of the kept rounds.
     """
     deadline, found, length = time.monotonic() + patience, [], 0.0
     while len(found) < rounds or (sum(map(_is_quiet, found)) < rounds and time.monotonic() + length < deadline):
@@ -114,18 +114,18 @@ def _is_quiet(samples: dict[str, Sample]) -> bool:
 
 
 def seconds(samples: list[Sample]) -> float:
-    """Median wall time."""
+    """Median wall-clock seconds."""
     return statistics.median(sample.seconds for sample in samples)
 
 
 def ratio(ours: list[Sample], theirs: list[Sample]) -> float:
-    """Median over rounds of the ratio of wall times within a round."""
+    """Median over rounds of the ratio of seconds within a round."""
     return statistics.median(a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True))
 
 
 @contextmanager
 def measured(device: str) -> Iterator[Sample]:
-    """Fill in the sample that it yields when the block ends."""
+    """Measure a block: fill in the yielded sample at its end."""
     sample = Sample(0.0)
     before, busy, own = _start_of_peak(device), _busy_seconds(), time.process_time()
     started = time.perf_counter()
@@ -139,22 +139,49 @@ def measured(device: str) -> Iterator[Sample]:
     sample.foreign = max(foreign, 0.0) / (sample.seconds * os.cpu_count())
 
 
+def none_if_out_of_memory(answer: Callable[..., Sample]) -> Callable[..., Sample | None]:
+    """Return None instead of raising `torch.OutOfMemoryError`."""
+
+    def attempt(*request: Any) -> Sample | None:
+        try:
+            return answer(*request)
+        except torch.OutOfMemoryError:
+            pass
+        # Outside the except block, because the exception holds the tensors of every frame.
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
+
+    return attempt
+
+
+def repeat(ask: Callable[..., Sample | None], rounds: int, *request: Any) -> dict[str, float] | None:
+    """Median seconds and highest peak, or None if out of memory. The first call warms up and is not timed."""
+    samples = [ask(*request)]
+    for _ in range(rounds if samples[0] is not None else 0):
+        samples.append(ask(*request))
+    if None in samples:
+        return None
+    seconds = statistics.median(sample.seconds for sample in samples[1:])
+    return {"seconds": seconds, "peak_mb": max(sample.peak_mb for sample in samples)}
+
+
 def _start_of_peak(device: str) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of resident memory starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak of resident memory
     return _status("VmRSS")
 
 
 def _status(field: str) -> int:
-    """A field of this process's status, in bytes."""
+    """A field of /proc/self/status, in bytes."""
     return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def _busy_seconds() -> float:
-    """Processor seconds that all processes of the machine used."""
+    """Processor seconds used by all processes of the machine."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 

@@ -1,10 +1,10 @@
-"""A whole training step, generation included, split into its stages, against the number of contrasts C.
+"""Seconds of a whole training step by stage, generation included, against the number of contrasts C.
 
-    python benchmarks/step.py                      # C = 0, 1, 2, 8, 16, beside the paper's Table 2
+    python benchmarks/step.py                      # C = 0, 1, 2, 8, 16, compared with the paper's Table 2
     python benchmarks/step.py --contrasts 0 1
 
-Each C trains in a process of its own, one step a turn. What a step generates does not depend on C, so the seconds of
-the rollout and verdict stages are pooled over all of them; the other stages are each C's own. Medians over steps.
+Each C trains in its own process; the processes take turns step by step. Generation does not depend on C, so the
+seconds of the rollout and verdict stages are pooled over all C. Values are medians over steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from measure import Sample, in_turns, measured, trials
 from transformers import TrainerCallback
 from workload import QUESTIONS, Workload, make_tokenizer, provenance
 
-# Table 2: time of a step over that of C = 0, Qwen3-8B on LiveCodeBench, 8 H20.
+# Table 2: seconds of a step divided by those of C = 0, Qwen3-8B on LiveCodeBench, 8 H20.
 PAPER = {0: 1.00, 1: 1.01, 2: 1.03, 8: 1.30, 16: 1.64}
 SHARED_STAGES = ("rollout", "verdict")
 FEEDBACK = "The result is off by three. Compute the product step by step and check the last digit."
@@ -34,7 +34,7 @@ WARM_UP = 16  # tokens of the first step's completions
 
 
 class Turns(TrainerCallback):
-    """Holds training before each step until it is asked for one of so many tokens, and measures the step."""
+    """Waits before each step for a requested completion length, then measures the step."""
 
     def __init__(self, trainer: Any, device: str) -> None:
         self.trainer, self.device = trainer, device
@@ -52,13 +52,13 @@ class Turns(TrainerCallback):
         self.measuring.__exit__(None, None, None)
         after = self.trainer.clock.seconds
         stages = {name: seconds - self.before.get(name, 0.0) for name, seconds in after.items()}
-        # What no stage claims: optimizer, reference update.
+        # Optimizer and teacher update
         self.sample.stages = stages | {"other": self.sample.seconds - sum(stages.values())}
         self.answers.put(self.sample)
 
 
 def build(workload: Workload) -> Callable[[int], Sample]:
-    """In the child: start to train, and answer with the measures of one step that generates so many tokens."""
+    """Start training in the child process; return a function that measures a step of a given completion length."""
     from datasets import Dataset
 
     from credit_trl import CreditConfig, CreditTrainer, Verdict
@@ -107,9 +107,9 @@ def build(workload: Workload) -> Callable[[int], Sample]:
 
 
 def measure_steps(workload: Workload, contrasts: list[int], rounds: int, patience: float) -> dict[str, Any]:
-    """Median seconds of each stage of a step for each C, and their sum over that of C = 0."""
+    """Median seconds by stage for each C, and the ratio of their sum to that of C = 0."""
     with trials(build, {str(c): (workload.with_(contrasts=c),) for c in contrasts}) as running:
-        in_turns(running, 1, WARM_UP)  # optimizer states are made in the first step
+        in_turns(running, 1, WARM_UP)  # the first step allocates the optimizer states
         samples = in_turns(running, rounds, workload.completion, patience=patience)
     stages = {
         c: {stage: statistics.median(s.stages.get(stage, 0.0) for s in of) for stage in of[0].stages}
@@ -150,8 +150,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=Workload.batch)
     parser.add_argument("--tail", choices=["bucket", "renormalize"], default=Workload.tail)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for a quiet machine")
-    parser.add_argument("--output", type=Path, default=None, help="where to write the JSON")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for an idle machine")
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON")
     arguments = parser.parse_args()
     workload = Workload(batch=arguments.batch, completion=arguments.completion, tail=arguments.tail)
     started = time.monotonic()

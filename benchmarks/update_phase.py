@@ -1,162 +1,31 @@
-"""Scoring, loss and backward pass of one update, side by side with TRL's SDPO and GRPO on identical batches.
+"""Time and memory of one update (scoring, loss, backward), compared with TRL's SDPO and GRPO on identical batches.
 
-    python benchmarks/update_phase.py --preset bar      # the shapes of the project's bar; JSON with the ratios last
+    python benchmarks/update_phase.py --preset bar      # two fixed shapes; prints the ratios as JSON
     python benchmarks/update_phase.py --preset sweep    # against T, K, C, vocabulary and batch; JSON, table and PNG
-    python benchmarks/update_phase.py --preset gpu      # on a GPU: torch's and Triton's kernels, see gpu.py
+    python benchmarks/update_phase.py --preset gpu      # on a GPU, with torch and Triton kernels, see gpu.py
 
-"credit" is this project's trainer (teacher, C contrasts, loss, backward), "sdpo" is TRL's `SDPOTrainer` with
-`topk_logits` and a tail (teacher, loss, backward; it has no contrast), "grpo" is TRL's `GRPOTrainer` (loss, backward).
-Every implementation lives in a process of its own and they step in turns: ratios are medians of ratios within a round,
-peaks are each process's own, above its loaded models.
+Every implementation runs in its own process, and the processes take turns. Ratios are medians of ratios within a
+round. Peaks are those of each process, above its loaded models.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gpu
 import step
 import torch
-from datasets import Dataset
-from measure import Sample, in_turns, measured, ratio, seconds, trials
-from workload import QUESTIONS, Workload, make_tokenizer, provenance
-
-Update = Callable[[], None]
-
-
-def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample]:
-    """In the child: load the models, and answer with the measures of one update of the changed workload."""
-    directory = tempfile.mkdtemp()
-    maker = {"credit": _credit, "sdpo": _sdpo, "grpo": _grpo}[kind]
-    make_update = maker(workload, directory)
-
-    def answer(changes: dict[str, Any]) -> Sample:
-        update, model = make_update(workload.with_(**changes))
-        try:
-            with measured(workload.device) as sample:
-                update()
-        finally:
-            model.zero_grad(set_to_none=True)
-        return sample
-
-    return answer
-
-
-def _arguments(workload: Workload, directory: str) -> dict[str, Any]:
-    return {
-        "output_dir": directory,
-        "use_cpu": workload.device == "cpu",
-        "bf16": False,
-        "report_to": [],
-        "per_device_train_batch_size": 2,
-        "num_generations": 2,
-        "loss_type": "grpo",
-        "gradient_checkpointing": workload.checkpointing,
-        "disable_tqdm": True,
-    }
-
-
-def _no_reward(completions: list, **kwargs: Any) -> list[float]:
-    return [0.0] * len(completions)
-
-
-def _dataset() -> Dataset:
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q in QUESTIONS]})
-
-
-def _credit(workload: Workload, directory: str) -> Callable[[Workload], tuple[Update, torch.nn.Module]]:
-    from credit_trl import CreditConfig, CreditTrainer
-    from credit_trl.contexts.privileged import PrivilegedContext
-    from credit_trl.contexts.tokens import TokenContexts
-
-    config = CreditConfig(
-        **_arguments(workload, directory),
-        contrastive_source="dataset",
-        distillation_topk=workload.topk,
-        distillation_tail=workload.tail,
-        distillation_kernels=workload.kernels,
-    )
-    trainer = CreditTrainer(workload.make_model(), _no_reward, config, _dataset(), processing_class=make_tokenizer())
-    _ready(trainer)
-
-    def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
-        trainer.args.distillation_topk = workload.topk
-        batch = workload.rollouts()
-        contexts = [TokenContexts(ids, PrivilegedContext()) for ids in workload.contexts()]
-
-        def update() -> None:
-            inputs = batch | trainer._score(batch, contexts)
-            trainer.compute_loss(trainer.model, inputs).backward()
-
-        return update, trainer.model
-
-    return make_update
-
-
-def _sdpo(workload: Workload, directory: str) -> Callable[[Workload], tuple[Update, torch.nn.Module]]:
-    from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
-
-    config = SDPOConfig(
-        **_arguments(workload, directory),
-        distillation_mode="topk_logits",
-        distillation_topk=workload.topk,
-        distillation_add_tail=True,
-        distillation_alpha=1.0,
-        teacher_model_kind="ema",
-        model_init_kwargs={"dtype": workload.dtype},
-    )
-    # The teacher is loaded from the student's path.
-    model_directory = f"{directory}/model"
-    workload.make_model().save_pretrained(model_directory)
-    trainer = SDPOTrainer(model_directory, _no_reward, config, _dataset(), processing_class=make_tokenizer())
-    shutil.rmtree(model_directory)
-    _ready(trainer)
-
-    def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
-        trainer.args.distillation_topk = workload.topk
-        batch = workload.rollouts()
-        teacher_prompts = torch.tensor([of_sample[0] for of_sample in workload.contexts()], device=workload.device)
-        teacher_ids = torch.cat([teacher_prompts, batch["completion_ids"]], dim=1)
-        batch |= {
-            "teacher_input_ids": teacher_ids,
-            "teacher_attention_mask": torch.ones_like(teacher_ids),
-            "self_distillation_mask": torch.ones(workload.batch, device=workload.device),
-        }
-        return lambda: trainer.compute_loss(trainer.model, batch).backward(), trainer.model
-
-    return make_update
-
-
-def _grpo(workload: Workload, directory: str) -> Callable[[Workload], tuple[Update, torch.nn.Module]]:
-    from trl import GRPOConfig, GRPOTrainer
-
-    config = GRPOConfig(**_arguments(workload, directory))
-    trainer = GRPOTrainer(workload.make_model(), _no_reward, config, _dataset(), processing_class=make_tokenizer())
-    _ready(trainer)
-
-    def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
-        batch = workload.rollouts() | {"advantages": torch.linspace(-1, 1, workload.batch, device=workload.device)}
-        return lambda: trainer.compute_loss(trainer.model, batch).backward(), trainer.model
-
-    return make_update
-
-
-def _ready(trainer: Any) -> None:
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.to(trainer.accelerator.device).train()
-    if trainer.args.gradient_checkpointing:
-        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+from measure import in_turns, ratio, seconds, trials
+from updates import build
+from workload import Workload, provenance
 
 
 def bar(rounds: int, patience: float) -> dict[str, Any]:
-    """The shapes of the bar: time and peak at T 512, growth of the peak from T 128 to T 1,024."""
+    """Time and peak at T = 512, and growth of the peak from T = 128 to T = 1,024."""
     workload = Workload()
     with trials(build, _kinds(workload)) as running:
         in_turns(running, 1, {"completion": 64})  # warm up
@@ -190,7 +59,7 @@ def table_of_bar(result: dict[str, Any]) -> str:
 
 
 def sweep(rounds: int, patience: float) -> dict[str, Any]:
-    """Seconds and peak against one thing at a time: T, K, C, vocabulary, batch."""
+    """Seconds and peak against T, K, C, vocabulary and batch, one at a time."""
     axes = {
         "completion": [128, 256, 512, 1024],
         "topk": [20, 100, 400],
@@ -199,7 +68,7 @@ def sweep(rounds: int, patience: float) -> dict[str, Any]:
         "vocabulary": [32_768, 65_536, 151_936],
     }
     series: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for vocabulary in axes["vocabulary"]:  # the one that needs other models
+    for vocabulary in axes["vocabulary"]:  # changes the models
         workload = Workload(vocabulary=vocabulary)
         is_default = vocabulary == Workload.vocabulary
         with trials(build, _kinds(workload)) as running:
@@ -258,17 +127,7 @@ def _kinds(workload: Workload) -> dict[str, tuple[str, Workload]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=["bar", "sweep", "gpu"], default="bar")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--step-rounds", type=int, default=2, help="whole steps a C in the bar; 0 leaves them out")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine, each time")
-    parser.add_argument(
-        "--output", type=Path, default=None, help="a path without suffix for JSON (and PNG of a sweep)"
-    )
-    arguments = parser.parse_args()
-    if arguments.preset == "gpu" and not torch.cuda.is_available():
-        parser.error("--preset gpu measures on a GPU, and torch finds none here. --preset bar runs on a CPU.")
+    arguments = parse_arguments()
     result = provenance()
     if arguments.preset == "gpu":
         result |= gpu.measure(gpu.Plan(), arguments.rounds)
@@ -282,14 +141,28 @@ def main() -> None:
         if arguments.step_rounds:
             result["step"] = step.measure_steps(Workload(), [0, 1, 16], arguments.step_rounds, arguments.patience)
             print(step.table(result["step"]))
-            for c in (1, 16):
-                result["ratios"][f"step_ratio_c{c}"] = result["step"]["step_ratio"][str(c)]
+            result["ratios"] |= {f"step_ratio_c{c}": result["step"]["step_ratio"][str(c)] for c in (1, 16)}
     if arguments.output:
         arguments.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
         if arguments.preset == "sweep":
             plot(result, arguments.output.with_suffix(".png"))
     if arguments.preset != "sweep":
         print(json.dumps({name: round(value, 4) for name, value in result["ratios"].items()}))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=["bar", "sweep", "gpu"], default="bar")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--step-rounds", type=int, default=2, help="whole steps per C in the bar; 0 for none")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for an idle machine, each time")
+    parser.add_argument(
+        "--output", type=Path, default=None, help="path without suffix of the JSON (and the PNG of a sweep)"
+    )
+    arguments = parser.parse_args()
+    if arguments.preset == "gpu" and not torch.cuda.is_available():
+        parser.error("--preset gpu needs a GPU, and torch finds none. --preset bar runs on a CPU.")
+    return arguments
 
 
 if __name__ == "__main__":

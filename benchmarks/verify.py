@@ -1,15 +1,15 @@
-"""How fast verdicts come, what the sandbox costs, and that its pool does not grow.
+"""Throughput of verifiers, overhead of the sandbox, and memory of its worker pool.
 
-    python benchmarks/verify.py                      everything; several minutes
+    python benchmarks/verify.py                      all parts; several minutes
     python benchmarks/verify.py --parts overhead     one part
 
 Three parts:
 
-- `tasks`: verdicts a second of a batch of 256 rollouts, for each task, on 1, 2, ... cores (the process is confined to
-  so many). A verdict of `livecodebench` is a whole rollout with all its tests.
-- `overhead`: a thousand trivial programs in each tier against the same programs run bare (`python -I -S`), in turns,
-  so that load on the machine strikes both. Quote the ratio.
-- `pool`: 256 rollouts of 20 tests in one call: how busy the workers are, and the pool server's memory over the runs.
+- `tasks`: verdicts per second in a batch of 256 rollouts, for each task, on 1, 2, ... cores (by CPU affinity). A
+  verdict of `livecodebench` runs all tests of a rollout.
+- `overhead`: a thousand trivial programs in each tier and without a sandbox (`python -I -S`). Both take turns, so that
+  other load affects both; the ratio is the result.
+- `pool`: 256 rollouts of 20 tests in one call: utilisation of the workers, and memory of the pool server over time.
 
 Prints tables and writes JSON, with machine, versions and commit, to benchmarks/results/.
 """
@@ -40,38 +40,35 @@ MEASURED = ("src/credit_trl/sandbox", "src/credit_trl/tasks", "benchmarks/verify
 ROLLOUTS, TESTS = 256, 20
 TRIVIAL = "print(sum(map(int, input().split())))"
 NUMBERS = "1 2 3"
-# Some milliseconds of work and a little output, as a small test of a small problem.
+# A few milliseconds of work and a short output, as in a small test.
 WORK = "n = int(input())\ntotal = 0\nfor i in range(100000):\n    total += i % n\nprint(total)"
 
 
 def cores() -> list[int]:
-    """1, 2, 4, ... up to what this process may use, which is always the last."""
+    """1, 2, 4, ... and the number of cores that this process may use."""
     most = len(os.sched_getaffinity(0))
     return sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
 
 
-# ---- tasks ----
-
-
 def batch_of(task: str) -> tuple[list[str], list[str]]:
-    """256 responses as models write them, and their answers: right and wrong ones, none alike where it matters."""
+    """256 synthetic responses, correct and wrong, and their gold answers."""
     rest = "Let me think about this step by step. " * 20
     if task == "sciknoweval":
         return [f"<think>{rest}</think><answer>{'ABCD'[n % 4]}</answer>" for n in range(ROLLOUTS)], ["A"] * ROLLOUTS
     if task == "toolalpaca":
         gold = json.dumps([{"Action": "getForecast", "Action_Input": json.dumps({"city": "Oslo", "days": 3})}])
-        said = [
+        responses = [
             f'Thought: {rest}\nAction: getForecast\nAction Input: {{"city": "Oslo", "days": {n % 4}}}\n'
             for n in range(ROLLOUTS)
         ]
-        return said, [gold] * ROLLOUTS
+        return responses, [gold] * ROLLOUTS
     if task == "math":
         return [rf"{rest} \boxed{{\frac{{{n}}}{{7}} + x}}" for n in range(ROLLOUTS)], [r"x + \frac{3}{7}"] * ROLLOUTS
     return _programs()
 
 
 def _programs() -> tuple[list[str], list[str]]:
-    """The package's own problems, their solutions and, every fourth, a program that is wrong."""
+    """The problems of the package with their solutions; every fourth program is wrong."""
     from credit_trl.tasks import livecodebench, load_task
 
     rows = load_task("livecodebench:examples").build("test")
@@ -87,7 +84,7 @@ def _programs() -> tuple[list[str], list[str]]:
 
 
 def grade_for(task: str, count: int, seconds: float) -> dict[str, float]:
-    """Verdicts a second on `count` cores: the median of at least three batches, after a small one to warm up."""
+    """Verdicts per second on `count` cores: the median of at least three batches after a warm-up."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
     from credit_trl.tasks import load_task
 
@@ -104,7 +101,7 @@ def grade_for(task: str, count: int, seconds: float) -> dict[str, float]:
 
 
 def measure_tasks(seconds: float) -> list[dict[str, Any]]:
-    """Each task on each number of cores, in a process of its own."""
+    """Measure each task on each number of cores in a separate process."""
     rows = []
     for task in TASKS:
         for count in cores():
@@ -114,21 +111,18 @@ def measure_tasks(seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
-# ---- overhead ----
-
-
 def run_bare(python: str, path: str, workers: int, count: int) -> None:
     def run(_: int) -> None:
         done = subprocess.run([python, "-I", "-S", path], input=NUMBERS, capture_output=True, text=True, check=True)
         if done.stdout != "6\n":
-            raise RuntimeError(f"a bare program went wrong: {done}")
+            raise RuntimeError(f"a program without sandbox failed: {done}")
 
     with ThreadPoolExecutor(workers) as threads:
         list(threads.map(run, range(count)))
 
 
 def tiers_here(workers: int) -> list[Any]:
-    """Sandboxes of the tiers that hold on this machine."""
+    """Sandboxes of the tiers available on this machine."""
     from credit_trl.sandbox import SandboxError, open_sandbox
 
     found = []
@@ -136,12 +130,12 @@ def tiers_here(workers: int) -> list[Any]:
         try:
             found.append(open_sandbox(tier, workers=workers))
         except SandboxError as error:
-            print(f"{tier} is not to be had here: {str(error).splitlines()[1]}", file=sys.stderr)
+            print(f"{tier} is not available: {str(error).splitlines()[1]}", file=sys.stderr)
     return found
 
 
 def measure_overhead(workers: int, rounds: int = 10, block: int = 100) -> list[dict[str, Any]]:
-    """`rounds` rounds of `block` programs bare and in each tier, in turns."""
+    """Run `rounds` rounds of `block` programs without a sandbox and in each tier, in turns."""
     from credit_trl.sandbox import Program
     from credit_trl.sandbox.interpreter import find_interpreter
 
@@ -165,7 +159,7 @@ def measure_overhead(workers: int, rounds: int = 10, block: int = 100) -> list[d
             for box in sandboxes:
                 outcomes = timed(box.tier, lambda box=box: box.run([program] * block))
                 if {outcome.stdout for outcome in outcomes} != {"6\n"}:
-                    raise RuntimeError(f"a sandboxed program went wrong: {outcomes[0]}")
+                    raise RuntimeError(f"a sandboxed program failed: {outcomes[0]}")
     rows = []
     for name, times in seconds.items():
         ratios = [mine / bare for mine, bare in zip(times, seconds["bare"], strict=True)]
@@ -185,22 +179,19 @@ def measure_overhead(workers: int, rounds: int = 10, block: int = 100) -> list[d
     return rows
 
 
-# ---- pool ----
-
-
 def resident_bytes(pid: int | str) -> int:
     with open(f"/proc/{pid}/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_pool(workers: int) -> list[dict[str, Any]]:
-    """256 rollouts of 20 tests in one call per tier; memory sampled every quarter of a second."""
+    """Run 256 rollouts of 20 tests in one call per tier; memory is sampled every quarter of a second."""
     from credit_trl.sandbox import Program
 
     rows = []
     for box in tiers_here(workers):
         with box:
-            box.run([Program(WORK, stdin="7")] * 50)  # what grows once has grown
+            box.run([Program(WORK, stdin="7")] * 50)  # one-time allocations
             samples: list[tuple[int, int]] = []
             done = threading.Event()
             [server] = box.server_pids
@@ -236,9 +227,6 @@ def measure_pool(workers: int) -> list[dict[str, Any]]:
     return rows
 
 
-# ---- report ----
-
-
 def machine() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     dirty = subprocess.run(
@@ -264,9 +252,9 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as a Markdown table; numbers with three significant digits."""
+    """Markdown table of rows; numbers have three significant digits."""
     if not rows:
-        return "(nothing measured)"
+        return "(no measurements)"
     cells = [[_cell(value) for value in row.values()] for row in rows]
     header = [name.replace("_", " ") for name in rows[0]]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *cells])
@@ -281,7 +269,7 @@ def _cell(value: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long each task runs on each number of cores")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each task on each number of cores")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "verify.json")
     parser.add_argument("--grade", choices=TASKS, help=argparse.SUPPRESS)
     parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Random models and batches of a given shape, and what to say of the machine: shared by the benchmarks here."""
+"""Random models and batches of a given shape, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUESTIONS = [f"What is {i} times {i + 3}?" for i in range(40)]
 
 @dataclass(frozen=True)
 class Workload:
-    """The shape of one update: a Qwen3 with random weights, B completions of T tokens, and the loss's options."""
+    """Shape of one update: a Qwen3 with random weights, B completions of T tokens, and options of the loss."""
 
     vocabulary: int = 151_936
     hidden: int = 256
@@ -71,7 +71,7 @@ class Workload:
             return Qwen3ForCausalLM(config).to(getattr(torch, self.dtype))
 
     def rollouts(self) -> dict[str, Tensor]:
-        """Prompts and completions of random tokens, none of them padding."""
+        """Prompts and completions of random tokens without padding."""
         prompt_ids, completion_ids = self._ids(self.prompt, 1), self._ids(self.completion, 2)
         return {
             "prompt_ids": prompt_ids,
@@ -81,7 +81,7 @@ class Workload:
         }
 
     def contexts(self) -> list[list[list[int]]]:
-        """For each completion the ids of its teacher prompt and of C contrast prompts, all of one length."""
+        """Token ids of the teacher prompt and of C contrast prompts of each completion, all of one length."""
         ids = [self._ids(self.teacher_prompt, 3 + k).tolist() for k in range(1 + self.contrasts)]
         return [list(of_sample) for of_sample in zip(*ids, strict=True)]
 
@@ -92,7 +92,7 @@ class Workload:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte; ids above have no text."""
+    """Byte-level tokenizer with one token per byte. Larger ids have no text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<|endoftext|>": 0, "<|im_end|>": 1, "<|im_start|>": 2, **{c: i + 3 for i, c in enumerate(alphabet)}}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -110,7 +110,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def provenance() -> dict[str, object]:
-    """Machine, versions and commit."""
+    """Machine, library versions and commit."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").is_file():
         names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]

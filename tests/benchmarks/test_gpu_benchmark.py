@@ -1,10 +1,11 @@
-"""The benchmark for GPUs, on a CPU: what it would measure there, and all of it once at tiny shapes."""
+"""The GPU benchmark on a CPU: its plan, its search, and a full run at tiny shapes."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,16 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
+import pair
 import update_phase
+from measure import Sample, none_if_out_of_memory
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CAN_INTERPRET = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class InProcess:
-    """A `Trial` without a process of its own: what building raises comes with the first answer, too."""
+    """A `Trial` in this process. As in a child process, errors of `build` are raised by the first `ask`."""
 
     def __init__(self, build, *arguments) -> None:
         self.build = build, arguments
@@ -57,12 +61,12 @@ def tiny_plan() -> gpu.Plan:
         models={"tiny": shape},
         points={"4 tokens": {"completion": 4}, "C = 2": {"completion": 4, "contrasts": 2}},
         longest=(4, 8),
-        pair=gpu.Pair(tokens=4, hidden=8, vocabulary=50, topk=5, dtype="float32", device="cpu"),
+        pair=pair.Pair(tokens=4, hidden=8, vocabulary=50, topk=5, dtype="float32", device="cpu"),
         kernels=("torch", "triton") if CAN_INTERPRET else ("torch",),
     )
 
 
-def test_the_plan_has_the_shapes_that_are_to_be_measured():
+def test_plan_has_the_shapes_of_the_models():
     plan = gpu.Plan()
     large, small = plan.models["Qwen3-8B"], plan.models["Qwen3-0.6B"]
     assert (large.hidden, large.layers, large.intermediate, large.tied) == (4096, 36, 12_288, False)
@@ -88,7 +92,7 @@ def test_the_plan_has_the_shapes_that_are_to_be_measured():
 
 
 @given(start=st.integers(1, 50), factor=st.integers(1, 100), limit=st.integers(0, 6000))
-def test_the_search_finds_the_longest_length_that_fits_to_a_sixteenth(start, factor, limit):
+def test_search_finds_the_longest_length_to_a_sixteenth(start, factor, limit):
     most, asked = start * factor, []
     found = gpu.longest_that_fits(lambda t: asked.append(t) or t <= limit, start, most)
     assert max(asked) <= most
@@ -101,30 +105,31 @@ def test_the_search_finds_the_longest_length_that_fits_to_a_sixteenth(start, fac
     assert len(asked) <= 20
 
 
-def test_what_does_not_fit_is_an_answer_and_other_errors_are_not():
-    def answer(tokens: int) -> gpu.Sample:
+def test_out_of_memory_is_none_and_other_errors_are_raised():
+    def answer(tokens: int) -> Sample:
         if tokens > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         if tokens < 0:
             raise RuntimeError("something else")
-        return gpu.Sample(1.0)
+        return Sample(1.0)
 
-    attempt = gpu.unless_it_does_not_fit(answer)
-    assert attempt(2) == gpu.Sample(1.0)
+    attempt = none_if_out_of_memory(answer)
+    assert attempt(2) == Sample(1.0)
     assert attempt(3) is None
     with pytest.raises(RuntimeError, match="something else"):
         attempt(-1)
 
 
-def test_models_that_do_not_fit_are_said_and_leave_no_ratio(monkeypatch):
+def test_models_that_do_not_fit_are_reported_without_a_ratio(monkeypatch):
     def build(kind, workload):
         if kind == "sdpo":
             raise RuntimeError("build(...) failed: OutOfMemoryError('CUDA out of memory')")
-        return lambda changes: gpu.Sample(2.0 if workload.kernels == "torch" else 1.5, peak_mb=10.0)
+        return lambda changes: Sample(2.0 if workload.kernels == "torch" else 1.5, peak_mb=10.0)
 
     monkeypatch.setattr(gpu, "Trial", InProcess)
+    monkeypatch.setattr(pair, "Trial", InProcess)
     monkeypatch.setattr(gpu, "build", build)
-    monkeypatch.setattr(gpu, "build_pair", lambda pair, kind: lambda: gpu.Sample(0.05, peak_mb=1000.0))
+    monkeypatch.setattr(pair, "build_pair", lambda shape, kind: lambda: Sample(0.05, peak_mb=1000.0))
     result = gpu.measure(replace(tiny_plan(), kernels=("torch", "triton")), rounds=1)
     assert result["models"]["tiny"]["sdpo"] == {"points": {"4 tokens": None, "C = 2": None}, "longest_completion": 0}
     assert result["ratios"] == {
@@ -138,17 +143,18 @@ def test_models_that_do_not_fit_are_said_and_leave_no_ratio(monkeypatch):
     assert "| Liger, as published for an H100 | 60.7 | 11.1 |" in lines
 
 
-def test_without_a_gpu_the_preset_says_so(monkeypatch, capsys):
+def test_preset_without_a_gpu_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["update_phase.py", "--preset", "gpu"])
     with pytest.raises(SystemExit):
         update_phase.main()
-    assert "measures on a GPU, and torch finds none here" in capsys.readouterr().err
+    assert "needs a GPU, and torch finds none" in capsys.readouterr().err
 
 
-def test_the_whole_preset_runs_at_tiny_shapes(monkeypatch, capsys, tmp_path):
+def test_preset_runs_at_tiny_shapes(monkeypatch, capsys, tmp_path):
     plan = tiny_plan()
     monkeypatch.setattr(gpu, "Trial", InProcess)
+    monkeypatch.setattr(pair, "Trial", InProcess)
     monkeypatch.setattr(gpu, "Plan", lambda: plan)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(update_phase, "provenance", dict)
@@ -159,6 +165,12 @@ def test_the_whole_preset_runs_at_tiny_shapes(monkeypatch, capsys, tmp_path):
     for of_kind in result["models"]["tiny"].values():
         assert of_kind["longest_completion"] == 8
         assert all(point["seconds"] > 0 for point in of_kind["points"].values())
-    assert set(result["pair"]) == set(gpu.pairs(plan.kernels))
+    assert set(result["pair"]) == set(pair.pairs(plan.kernels))
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["tiny, 4 tokens: credit, torch over sdpo"] > 0
+
+
+def test_pair_needs_neither_trl_nor_datasets():
+    code = "import sys, pair; pair.build_pair(pair.Pair(4, 8, 50, 5, 'float32', 'cpu'), 'full, torch')()"
+    code += "; sys.exit(bool({'trl', 'datasets', 'transformers'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True)
