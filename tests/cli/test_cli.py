@@ -1,4 +1,4 @@
-"""One `trl` with TRL's commands as they are and ours beside them."""
+"""The `trl` script: TRL's commands unchanged, and the `credit` commands."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def run(*argv: str, cwd: Path | None = None, timeout: int = 240) -> subprocess.C
     )
 
 
-def test_two_scripts_and_a_module_are_one_program():
+def test_both_scripts_run_the_same_program():
     scripts = {p.name: p.value for p in entry_points(group="console_scripts") if p.value.startswith("credit_trl")}
     assert scripts == {"trl": "credit_trl.cli:main", "credit-trl": "credit_trl.cli:main"}
 
 
-def test_help_lists_trls_commands_and_ours(capsys):
+def test_help_lists_commands_of_trl_and_of_this_package(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
     assert ended.value.code == 0
@@ -44,7 +44,7 @@ def test_help_lists_trls_commands_and_ours(capsys):
 
 
 @pytest.mark.parametrize("argv", [["sft", "--help"], ["grpo", "--help"], ["env"]])
-def test_trls_own_commands_get_the_line_as_it_is(monkeypatch, argv):
+def test_trl_commands_receive_the_unchanged_line(monkeypatch, argv):
     given = []
     monkeypatch.setattr("trl.cli.main", lambda line: given.append(line) or 0)
     assert cli.main(argv) == 0
@@ -54,7 +54,7 @@ def test_trls_own_commands_get_the_line_as_it_is(monkeypatch, argv):
 @pytest.mark.parametrize(
     ("command", "meant"), [("credits", "credit"), ("credit-mapp", "credit-map"), ("grop", "grpo")]
 )
-def test_a_misspelt_command_is_named_with_the_nearest_one_be_it_ours_or_trls(capsys, command, meant):
+def test_misspelt_command_suggests_the_nearest_one(capsys, command, meant):
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--config", "run.yaml"])
     assert ended.value.code == 2
@@ -62,7 +62,7 @@ def test_a_misspelt_command_is_named_with_the_nearest_one_be_it_ours_or_trls(cap
 
 
 @pytest.mark.slow
-def test_sft_help_is_trls_own():
+def test_sft_help_equals_that_of_trl():
     ours = run("sft", "--help")
     environment = {**os.environ, "COLUMNS": "200"}
     theirs = subprocess.run(
@@ -78,7 +78,7 @@ def test_sft_help_is_trls_own():
     assert "usage: trl sft" in ours.stdout
 
 
-def test_credit_help_shows_the_options_with_their_symbols(capsys):
+def test_credit_help_shows_options_and_symbols(capsys):
     with pytest.raises(SystemExit):
         credit.run(["--help"])
     shown = capsys.readouterr().out
@@ -90,13 +90,13 @@ def test_credit_help_shows_the_options_with_their_symbols(capsys):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What would be launched, without launching it."""
+    """Arguments of the launches, none of which is started."""
     calls = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", calls.append)
     return calls
 
 
-def test_yaml_overrides_and_accelerate_arguments_go_where_they_belong(launched, tmp_path):
+def test_arguments_are_split_between_trainer_and_accelerate(launched, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(
         "task: quickstart\nuse_cpu: true\nbf16: false\nnum_processes: 2\ngradient_accumulation_steps: 4\n"
@@ -112,26 +112,26 @@ def test_yaml_overrides_and_accelerate_arguments_go_where_they_belong(launched, 
     assert args.training_script_args == ["--config", str(config), "--contrastive_coef", "0.2", "--output_dir", "out"]
 
 
-def test_a_configuration_file_after_a_sign_of_equality_is_read_too(launched, tmp_path):
+def test_config_file_after_an_equals_sign_is_read(launched, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("use_cpu: true\nbf16: false\ngradient_accumulation_steps: 4\n")
     assert credit.run([f"--config={config}", "--contrastive_coef=0.2"]) == 0
     assert launched[0].training_script_args == ["--config", str(config), "--contrastive_coef=0.2"]
 
 
-def test_batches_are_checked_for_the_processes_that_will_train(launched, capsys):
-    """Of one process eight rollouts are one question, of two processes sixteen are two."""
+def test_batches_are_checked_for_the_launched_processes(launched, capsys):
+    """Eight rollouts of one process are one prompt, sixteen of two processes are two prompts."""
     line = ["--use_cpu", "true", "--bf16", "false", "--per_device_train_batch_size", "8"]
     assert credit.run([*line, "--num_processes", "2"]) == 0
     assert len(launched) == 1
     assert credit.run(line) == 2
-    assert "holds one problem, so there is no other question to contrast with" in capsys.readouterr().err
+    assert "holds one prompt, so there is no contrast" in capsys.readouterr().err
     assert credit.run([*line, "--num_processes", "two"]) == 2
     assert "invalid int value: 'two'" in capsys.readouterr().err
     assert len(launched) == 1
 
 
-def test_a_named_accelerate_config_is_resolved_as_trl_does(launched):
+def test_named_accelerate_config_is_resolved_as_by_trl(launched):
     line = ["--accelerate_config", "single_gpu", "--use_cpu", "true", "--bf16", "false"]
     assert credit.run([*line, "--gradient_accumulation_steps", "4"]) == 0
     assert launched[0].config_file.endswith("single_gpu.yaml")
@@ -148,24 +148,24 @@ def test_a_named_accelerate_config_is_resolved_as_trl_does(launched):
         ("", ["--accelerate_config", "nowhere"], "neither a file nor a valid config"),
     ],
 )
-def test_mistakes_are_one_line_with_the_fix_and_launch_nothing(launched, tmp_path, capsys, yaml, line, message):
+def test_user_errors_are_one_line_and_launch_nothing(launched, tmp_path, capsys, yaml, line, message):
     config = tmp_path / "run.yaml"
     config.write_text(yaml or "task: quickstart\n")
     base = ["--config", str(config), "--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"]
     assert credit.run([*base, *line]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("trl credit: error: ")
-    assert said.count("\n") == 1
-    assert all(part in said for part in message.split(".*"))
+    printed = capsys.readouterr().err
+    assert printed.startswith("trl credit: error: ")
+    assert printed.count("\n") == 1
+    assert all(part in printed for part in message.split(".*"))
     assert not launched
 
 
-def test_a_missing_config_file_is_named(launched, capsys):
+def test_missing_config_file_is_named(launched, capsys):
     assert credit.run(["--config", "nowhere.yaml"]) == 2
     assert "nowhere.yaml" in capsys.readouterr().err
 
 
-def test_a_failed_run_gives_its_exit_code_without_a_second_traceback(monkeypatch, capfd):
+def test_failed_run_returns_its_exit_code_without_traceback(monkeypatch, capfd):
     def fail(args):
         raise subprocess.CalledProcessError(3, "python")
 
@@ -174,7 +174,7 @@ def test_a_failed_run_gives_its_exit_code_without_a_second_traceback(monkeypatch
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_nothing_to_train_on_says_what_to_give():
+def test_missing_data_names_the_options():
     script = training.CreditScriptArguments()
     with pytest.raises(ValueError, match="--task NAME"):
         training.load_data(script, None, wants_eval=False)
@@ -182,11 +182,11 @@ def test_nothing_to_train_on_says_what_to_give():
         training.import_function("reward")
     with pytest.raises(ValueError, match="has no `nothing_there`"):
         training.import_function("json.nothing_there")
-    with pytest.raises(ValueError, match="Name a model"):
+    with pytest.raises(ValueError, match="give `--model_name_or_path"):
         training.resolve_model(None)
 
 
-def test_reward_functions_are_found_by_import_path(tmp_path, monkeypatch):
+def test_reward_functions_are_imported_by_path(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def always(completions, **kwargs):\n    return [1.0] * len(completions)\n"
     )
@@ -194,8 +194,8 @@ def test_reward_functions_are_found_by_import_path(tmp_path, monkeypatch):
     assert training.import_function("my_rewards.always")(["a", "b"]) == [1.0, 1.0]
 
 
-@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the SciKnowEval files are not beside the project")
-def test_the_real_run_trains_on_physics_questions_and_evaluates_on_the_test_file(tmp_path):
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs the real data in ../shared/data")
+def test_example_config_trains_and_evaluates_on_real_questions(tmp_path):
     result = run(
         "credit",
         *("--config", "examples/sciknoweval_cpu.yaml"),
@@ -217,14 +217,14 @@ def test_the_real_run_trains_on_physics_questions_and_evaluates_on_the_test_file
 
 
 @pytest.mark.parametrize("name", cli.COMPANIONS)
-def test_every_companion_has_help_of_its_own(name, capsys):
+def test_every_companion_has_its_own_help(name, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([name, "--help"])
     assert ended.value.code == 0
     assert f"usage: trl {name}" in capsys.readouterr().out
 
 
-def test_the_sandbox_is_chosen_on_the_command_line(monkeypatch):
+def test_sandbox_option_selects_the_sandbox(monkeypatch):
     from credit_trl.sandbox import CHOICE
 
     monkeypatch.setenv(CHOICE, "")

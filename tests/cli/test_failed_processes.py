@@ -1,4 +1,4 @@
-"""A run of several processes that fails ends with an exit code that says so, and with the reason in its last line."""
+"""A failed run of several processes returns a non-zero exit code and prints the cause in its last line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ RUN = (
 
 @pytest.fixture
 def run(tmp_path):
-    """(arguments of Python) → the finished process, in a folder with the tasks."""
+    """A function that runs Python with arguments in a folder with the tasks, and returns the finished process."""
     (tmp_path / "tasks.py").write_text(TASKS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -83,42 +83,42 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     ("task", "code", "reason"),
     [
-        ("Unasked", 2, "no column `prompt`; its columns are question, answer"),  # every process finds it
+        ("Unasked", 2, "no column `prompt`; its columns are question, answer"),  # raised in every process
         ("Wrong", 2, "process 1 failed: TypeError: Verdict.feedback must be text or None, got dict"),
         ("Buggy", 1, "process 1 failed: TypeError: object of type 'NoneType' has no len()"),
         ("Killed", 137, "process 1 failed: Signal 9 (SIGKILL) received"),
     ],
 )
-def test_the_last_line_is_the_reason_of_the_process_that_failed(run, task, code, reason):
+def test_last_line_is_the_cause_of_the_failed_process(run, task, code, reason):
     failed = run(*TRL, *TWO, "--task", f"tasks:{task}", *RUN)
     assert failed.returncode == code, failed.stderr[-3000:]
     last = failed.stderr.splitlines()[-1]
     assert last.startswith("trl credit: error: process ")
     assert reason in last
-    assert ("Traceback" in failed.stderr) == (task != "Unasked")  # the others of a broken run keep theirs
+    assert ("Traceback" in failed.stderr) == (task != "Unasked")  # tracebacks of the other processes
 
 
 @pytest.mark.slow
-def test_a_mistake_under_accelerate_launch_is_told_and_the_launcher_fails(run):
+def test_user_error_under_accelerate_launch_is_reported(run):
     module = ["--module", "credit_trl.cli.training"]
     launcher = ["-m", "accelerate.commands.launch", *TWO, *module]
     failed = run(*launcher, "--task", "tasks:Unasked", *RUN)
     assert failed.returncode != 0
-    said = [line for line in failed.stderr.splitlines() if line.startswith("trl credit: error: ")]
-    assert said
-    assert all("no column `prompt`; its columns are question, answer" in line for line in said)
+    printed = [line for line in failed.stderr.splitlines() if line.startswith("trl credit: error: ")]
+    assert printed
+    assert all("no column `prompt`; its columns are question, answer" in line for line in printed)
 
 
 @pytest.mark.slow
-def test_a_misspelt_option_is_told_once_before_processes_are_started(run):
+def test_misspelt_option_is_reported_once_before_the_launch(run):
     failed = run(*TRL, *TWO, "--task", "tasks:Asked", *RUN, "--contrastive_coeff", "0.1")
     assert failed.returncode == 2
-    (said,) = [line for line in failed.stderr.splitlines() if "error: " in line]
-    assert "Did you mean --contrastive_coef?" in said
+    (printed,) = [line for line in failed.stderr.splitlines() if "error: " in line]
+    assert "Did you mean --contrastive_coef?" in printed
 
 
 @pytest.mark.slow
-def test_the_same_run_without_a_mistake_succeeds(run):
+def test_same_run_without_an_error_succeeds(run):
     finished = run(*TRL, *TWO, "--task", "tasks:Asked", *RUN)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "error: " not in finished.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from credit_trl import cli
-from credit_trl.cli import quickstart
+from credit_trl.cli import quickstart, quickstart_report
 from credit_trl.evaluation import evaluate
 from credit_trl.tasks.quickstart_model import read_base
 from credit_trl.training.run_directory import EVALUATIONS_FILE, LOG_FILE, read_lines
@@ -28,39 +28,39 @@ def few_scored_answers():
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
+def result(tmp_path_factory):
     directory = tmp_path_factory.mktemp("quickstart") / "run"
     return quickstart.run_quickstart(directory, steps=3, progress=False, samples=2, test_rows_per_cue=1)
 
 
-def test_a_run_leaves_its_log_its_evaluations_a_picture_and_a_model_that_loads(outcome):
-    logs = [row for row in read_lines(outcome.run_directory / LOG_FILE) if "reward" in row]
+def test_run_writes_log_evaluations_figure_and_model(result):
+    logs = [row for row in read_lines(result.run_directory / LOG_FILE) if "reward" in row]
     assert [row["step"] for row in logs] == [1, 2, 3]
-    steps = [row["step"] for row in read_lines(outcome.run_directory / EVALUATIONS_FILE)]
+    steps = [row["step"] for row in read_lines(result.run_directory / EVALUATIONS_FILE)]
     assert (steps[0], steps[-1]) == (0, 3)
-    assert outcome.figure.read_bytes().startswith(PNG)
-    model, tokenizer = read_base(outcome.run_directory / "model")
+    assert result.figure.read_bytes().startswith(PNG)
+    model, tokenizer = read_base(result.run_directory / "model")
     assert model.config.vocab_size == len(tokenizer)
 
 
-def test_before_and_after_cover_the_three_groups_and_equal_the_logged_evaluations(outcome):
-    rows = read_lines(outcome.run_directory / EVALUATIONS_FILE)
-    for result, row in ((outcome.before, rows[0]), (outcome.after, rows[-1])):
-        assert set(result.groups) == {"known", "unknown", "holdout"}
-        assert {name: interval.mean for name, interval in result.groups.items()} == row["groups"]
+def test_result_equals_the_logged_evaluations(result):
+    rows = read_lines(result.run_directory / EVALUATIONS_FILE)
+    for evaluation, row in ((result.before, rows[0]), (result.after, rows[-1])):
+        assert set(evaluation.groups) == {"known", "unknown", "holdout"}
+        assert {name: interval.mean for name, interval in evaluation.groups.items()} == row["groups"]
 
 
-def test_the_credit_sits_on_words_of_the_input_and_not_on_the_template(outcome):
-    credit = {share.name: share for share in outcome.credit_before}
+def test_credit_is_on_input_words_and_not_on_the_template(result):
+    credit = {share.name: share for share in result.credit_before}
     assert set(credit) >= {"cue", "topic", "tool", "city", "generic"}
     assert abs(credit["generic"].mean_specific) < 0.1
     assert credit["cue"].mean_specific > 3.0
     assert credit["city"].mean_specific > 3.0
 
 
-def test_the_page_shows_the_same_answers_before_and_after_wrong_ones_first(outcome):
-    told = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', outcome.page.read_text("utf-8"), re.S)
-    document = json.loads(told[1])
+def test_page_shows_responses_before_and_after(result):
+    found = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', result.page.read_text("utf-8"), re.S)
+    document = json.loads(found[1])
     assert document["checkpoints"] == ["before", "after"]
     rewards = [response["reward"] for response in document["responses"]]
     assert rewards == sorted(rewards)
@@ -69,50 +69,50 @@ def test_the_page_shows_the_same_answers_before_and_after_wrong_ones_first(outco
     assert any(before != after for before, after in (response["maps"] for response in document["responses"]))
 
 
-def test_stage_seconds_are_those_of_the_log(outcome):
-    logs = [row for row in read_lines(outcome.run_directory / LOG_FILE) if "reward" in row]
-    assert set(outcome.stage_seconds) == set(quickstart.STAGES)
-    for stage, seconds in outcome.stage_seconds.items():
+def test_stage_seconds_are_those_of_the_log(result):
+    logs = [row for row in read_lines(result.run_directory / LOG_FILE) if "reward" in row]
+    assert set(result.stage_seconds) == set(quickstart_report.STAGES)
+    for stage, seconds in result.stage_seconds.items():
         assert seconds == pytest.approx(sum(row[f"credit/seconds_{stage}"] for row in logs) / 3)
         assert seconds >= 0.0
 
 
-def test_the_report_names_every_group_kind_of_token_stage_and_path(outcome):
-    report = quickstart.format_outcome(outcome)
-    names = ["known cues", "unknown cues", "holdout cues", "format", "generic (template)", *quickstart.WORDS]
-    for name in [*names, *quickstart.STAGES, *map(str, (outcome.figure, outcome.page, outcome.run_directory))]:
+def test_report_lists_groups_token_classes_stages_and_paths(result):
+    report = quickstart_report.format_result(result)
+    names = ["known cues", "unknown cues", "holdout cues", "format", "generic (template)", *quickstart_report.WORDS]
+    for name in [*names, *quickstart_report.STAGES, *map(str, (result.figure, result.page, result.run_directory))]:
         assert name in report
     assert report.index("known cues") < report.index("unknown cues") < report.index("holdout cues")
 
 
-def test_the_readme_shows_what_is_printed(outcome):
-    """Line for line, but for the numbers, which are those of the whole run, with its four samples."""
+def test_readme_shows_the_printed_report(result):
+    """Line by line, except for the numbers."""
 
     def masked(text: str) -> list[str]:
         return [re.sub(r"-?\d+\.\d+|(?<=avg@)\d+", "#", " ".join(line.split())) for line in text.strip().splitlines()]
 
     (shown,) = re.findall(r"```text\n(held-out avg.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
-    printed = masked(quickstart.format_outcome(outcome))
+    printed = masked(quickstart_report.format_result(result))
     start = printed.index(masked(shown)[0])
     assert printed[start : start + len(masked(shown))] == masked(shown)
 
 
-def test_grpo_has_no_scoring_stage_and_still_reports(tmp_path):
-    outcome = quickstart.run_quickstart(
+def test_grpo_reports_without_a_scoring_stage(tmp_path):
+    result = quickstart.run_quickstart(
         tmp_path / "run", steps=1, progress=False, samples=1, test_rows_per_cue=1, distillation_weight=0.0
     )
-    assert "scores" not in outcome.stage_seconds
-    assert "unknown cues" in quickstart.format_outcome(outcome)
+    assert "scores" not in result.stage_seconds
+    assert "unknown cues" in quickstart_report.format_result(result)
 
 
-def test_the_command_passes_its_arguments_on(monkeypatch):
+def test_command_passes_its_arguments(monkeypatch):
     given = {}
 
     def record(output_dir, steps, seed, **options):
         given.update(output_dir=output_dir, steps=steps, seed=seed, **options)
 
     monkeypatch.setattr(quickstart, "run_quickstart", record)
-    monkeypatch.setattr(quickstart, "format_outcome", lambda outcome: "")
+    monkeypatch.setattr(quickstart, "format_result", lambda result: "")
     line = "credit-quickstart --output_dir somewhere --steps 7 --seed 3 --world shortcut --contrastive_coef 0"
     assert cli.main(line.split()) == 0
     assert given == {
@@ -125,7 +125,7 @@ def test_the_command_passes_its_arguments_on(monkeypatch):
     }
 
 
-def test_what_cannot_run_says_so_before_anything_is_built(tmp_path, monkeypatch):
+def test_invalid_requests_fail_before_anything_is_built(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="`steps` must be at least 1"):
         quickstart.run_quickstart(tmp_path / "run", steps=0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -135,13 +135,13 @@ def test_what_cannot_run_says_so_before_anything_is_built(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_the_default_run_raises_held_out_accuracy_and_keeps_the_format(tmp_path):
-    outcome = quickstart.run_quickstart(tmp_path / "run", progress=False)
+def test_default_run_improves_held_out_accuracy(tmp_path):
+    result = quickstart.run_quickstart(tmp_path / "run", progress=False)
     for group, least in (("known", 0.95), ("unknown", 0.5)):
-        assert outcome.after.groups[group].mean >= least
-    assert outcome.before.groups["unknown"].high < outcome.after.groups["unknown"].low
-    assert outcome.after.group_metrics["holdout"]["format"] >= 0.9
+        assert result.after.groups[group].mean >= least
+    assert result.before.groups["unknown"].high < result.after.groups["unknown"].low
+    assert result.after.group_metrics["holdout"]["format"] >= 0.9
     model, tokenizer = read_base(tmp_path / "run" / "model")
     sampling = {"temperature": 1.0, "top_p": 1.0, "max_completion_length": 32, "batch_size": 288}
     probed = evaluate(model, "quickstart", 4, tokenizer=tokenizer, group_by="group", progress=False, **sampling)
-    assert probed.groups["unknown"].mean == pytest.approx(outcome.after.groups["unknown"].mean, abs=0.1)
+    assert probed.groups["unknown"].mean == pytest.approx(result.after.groups["unknown"].mean, abs=0.1)

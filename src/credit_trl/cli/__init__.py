@@ -1,10 +1,11 @@
-"""`trl`: all of TRL's commands, unchanged, plus `credit` and its companions.
+"""Command line: all commands of TRL, unchanged, and the `credit` commands.
 
-TRL has no plug-in point for commands, so this package installs a `trl` script of its own. `credit-trl` is the same
-program under a name that no other installation overwrites, `python -m credit_trl` a third.
+TRL has no plug-in point for commands, so this package installs its own `trl` script. `credit-trl` and
+`python -m credit_trl` run the same program; no other installation overwrites the name `credit-trl`.
 
-A companion command is one module: `add_arguments(parser)` and `run(args) -> int`. It is imported when it is called.
-One that sets `TAKES_OTHER_WORDS` gets the words that its parser does not know as a second argument.
+A command is a module with `add_arguments(parser)` and `run(args) -> int`, imported when the command is called. A
+module with `PASSES_UNKNOWN_ARGUMENTS = True` receives the arguments that its parser does not define as second argument
+of `run`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from __future__ import annotations
 import importlib
 import sys
 from argparse import ArgumentParser
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Companion:
-    """A command beside `credit`: where it lives, and its line in `trl --help`."""
+class Command(NamedTuple):
+    """A `credit-…` command: its module and its line in `trl --help`."""
 
     module: str
     help: str
@@ -25,19 +25,26 @@ class Companion:
 
 TRAINING = ("credit", "Run the CREDIT training script")
 
-COMPANIONS: dict[str, Companion] = {
-    "credit-compare": Companion("credit_trl.cli.credit_compare", "Compare runs: tables, curves and one HTML report"),
-    "credit-compat": Companion("credit_trl.cli.credit_compat", "Check Assumption 1 at the answer letter (Appendix E)"),
-    "credit-eval": Companion("credit_trl.cli.credit_eval", "avg@k of a model on a task, with bootstrap intervals"),
-    "credit-map": Companion("credit_trl.cli.credit_map", "Draw which tokens of a response get credit, and for what"),
-    "credit-plan": Companion("credit_trl.cli.credit_plan", "Memory, tokens and time of a run, before weights load"),
-    "credit-quickstart": Companion("credit_trl.cli.quickstart", "Train the embedded task on this CPU, see its credit"),
-    "credit-sweep": Companion("credit_trl.cli.credit_sweep", "Run a sweep of methods, options and seeds, resumable"),
+COMPANIONS: dict[str, Command] = {
+    "credit-compare": Command("credit_trl.cli.credit_compare", "Compare runs: tables, curves and one HTML report"),
+    "credit-compat": Command("credit_trl.cli.credit_compat", "Check Assumption 1 at the answer letter (Appendix E)"),
+    "credit-eval": Command("credit_trl.cli.credit_eval", "avg@k of a model on a task, with bootstrap intervals"),
+    "credit-map": Command("credit_trl.cli.credit_map", "Draw the credit of every token of a response"),
+    "credit-plan": Command("credit_trl.cli.credit_plan", "Estimate memory, tokens and time of a run, without weights"),
+    "credit-quickstart": Command("credit_trl.cli.quickstart", "Train the embedded task on a CPU and map its credit"),
+    "credit-sweep": Command("credit_trl.cli.credit_sweep", "Run a sweep of methods, options and seeds, resumable"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command of ours, or hand the line to TRL as it is."""
+    """Run a `credit` command, or pass the command line to TRL unchanged.
+
+    Args:
+        argv: The arguments; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((token for token in argv if not token.startswith("-")), None)
     if command == TRAINING[0]:
@@ -47,46 +54,46 @@ def main(argv: list[str] | None = None) -> int:
     if command in COMPANIONS:
         return _run_companion(command, argv[argv.index(command) + 1 :])
     if command is None:
-        _parser().parse_args(argv)  # `--help` ends here
-        _parser().print_help()
+        _help_parser().parse_args(argv)  # exits on `--help`
+        _help_parser().print_help()
         return 0
-    return _run_trls(command, argv)
+    return _run_trl(command, argv)
 
 
-def _run_trls(command: str, argv: list[str]) -> int:
+def _run_trl(command: str, argv: list[str]) -> int:
     from trl.cli import main as trl_main
     from trl.cli.commands import get_commands
 
-    from credit_trl.cli.mistakes import nearest
+    from credit_trl.cli.errors import suggest
 
     known = {one.name for one in get_commands()} | {TRAINING[0], *COMPANIONS}
-    if command not in known:  # its own message would not name ours
-        _parser().error(f"there is no command {command!r}.{nearest(command, known)} All of them: trl --help")
+    if command not in known:  # TRL's error would not list the commands of this package
+        _help_parser().error(f"there is no command {command!r}.{suggest(command, known)} All commands: trl --help")
     return trl_main(argv)
 
 
 def _run_companion(name: str, argv: list[str]) -> int:
-    from credit_trl.cli.mistakes import MISTAKES, is_mistake, nearest, tell
+    from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, suggest
 
     module = importlib.import_module(COMPANIONS[name].module)
     parser = ArgumentParser(prog=f"trl {name}", description=COMPANIONS[name].help, allow_abbrev=False)
     module.add_arguments(parser)
     parsed = parser.parse_known_args(argv)
-    if not getattr(module, "TAKES_OTHER_WORDS", False):
-        options, others = parsed
-        if others:
-            parser.error(f"unknown argument {others[0]}.{nearest(others[0], parser._option_string_actions)}")
+    if not getattr(module, "PASSES_UNKNOWN_ARGUMENTS", False):
+        options, unknown = parsed
+        if unknown:
+            parser.error(f"unknown argument {unknown[0]}.{suggest(unknown[0], parser._option_string_actions)}")
         parsed = (options,)
     try:
         return module.run(*parsed)
-    except MISTAKES as error:
-        if not is_mistake(error):
+    except USER_ERRORS as error:
+        if isinstance(error, TypeError) and not is_user_error(error):
             raise
-        return tell(f"trl {name}", error)
+        return report_user_error(f"trl {name}", error, getattr(module, "ERROR_CODE", 1))
 
 
-def _parser() -> ArgumentParser:
-    """What `trl --help` shows: TRL's commands and ours, in one alphabetical list."""
+def _help_parser() -> ArgumentParser:
+    """Parser of `trl --help`: the commands of TRL and of this package in alphabetical order."""
     from trl.cli.commands import get_commands
 
     lines = {command.name: command.help_text for command in get_commands()}

@@ -1,69 +1,59 @@
-"""`trl credit-eval`: avg@k of a model on a task, with bootstrap intervals, resumable."""
+"""`trl credit-eval`: avg@k of a model on a task, with bootstrap intervals. Resumable."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
-import sys
-from pathlib import Path
+from dataclasses import fields
 
 from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
-
-NAME = "credit-eval"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Sample k answers to every prompt of a task, grade them, and report avg@k with a 95% bootstrap interval over "
-        "prompts, pass@k, maj@k where answers are letters, lengths and truncation. Interrupted, it continues: call "
-        "it again with the same --output_dir."
+        "Sample k responses to every prompt of a task, verify them, and report avg@k with a 95% bootstrap interval "
+        "over prompts, pass@k, maj@k for tasks whose answers are letters, lengths and truncation. An interrupted "
+        "evaluation continues when started again with the same --output_dir."
     )
-    parser.add_argument("--model", required=True, help="hub name or directory of the model")
+    parser.add_argument("--model", required=True, help="hub name or directory of the model, or quickstart")
     parser.add_argument(
         "--task", required=True, help="such as sciknoweval:chemistry, toolalpaca, my_package.task:Task"
     )
-    parser.add_argument("--k", type=int, default=16, help="samples a prompt (default 16)")
+    parser.add_argument("--k", type=int, default=16, help="samples per prompt (default 16)")
     parser.add_argument("--temperature", type=float, default=0.6, help="default 0.6")
     parser.add_argument("--top_p", type=float, default=0.95, help="default 0.95")
     parser.add_argument("--top_k", type=int, default=0, help="0 for no limit (default)")
-    parser.add_argument("--max_completion_length", type=int, default=4096, help="tokens of an answer (default 4096)")
-    parser.add_argument("--split", default="test", help="of the task's data (default test)")
+    parser.add_argument("--max_completion_length", type=int, default=4096, help="tokens per response (default 4096)")
+    parser.add_argument("--split", default="test", help="split of the task's data (default test)")
     parser.add_argument("--path", help="local data file or folder, instead of the hub")
-    parser.add_argument("--max_prompts", type=int, help="only the first so many prompts")
-    parser.add_argument("--group_by", help="column whose values are reported apart")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples (default 0)")
+    parser.add_argument("--max_prompts", type=int, help="use the first prompts only")
+    parser.add_argument("--group_by", help="column whose values are reported separately")
+    parser.add_argument("--seed", type=int, default=0, help="sampling seed (default 0)")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument(
         "--engine_options", type=json_object, default={}, help="JSON, such as '{\"chat_template_kwargs\": {...}}'"
     )
-    parser.add_argument("--batch_size", type=int, help="answers generated side by side")
-    parser.add_argument("--output_dir", help="where samples and result are kept (default: nowhere)")
+    parser.add_argument("--batch_size", type=int, help="responses generated at a time")
+    parser.add_argument("--output_dir", help="folder of samples and result (default: not saved)")
     add_sandbox_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from credit_trl.evaluation import evaluate
+    from credit_trl.evaluation import EvaluationConfig, evaluate
 
-    given = inspect.signature(evaluate).parameters.keys() - {"model", "task"}
-    options = {name: value for name, value in vars(args).items() if name in given}
-    try:
-        apply_sandbox_arguments(args)
-        result = evaluate(args.model, args.task, **options)
-    except (ValueError, ImportError, OSError) as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 1
-    print(result)
+    accepted = {field.name for field in fields(EvaluationConfig)}
+    apply_sandbox_arguments(args)
+    print(evaluate(args.model, args.task, **{name: value for name, value in vars(args).items() if name in accepted}))
     if args.output_dir:
-        print(f"  written to {Path(args.output_dir)}")
+        print(f"  written to {args.output_dir}")
     return 0
 
 
 def json_object(text: str) -> dict[str, object]:
-    """An argument that is a JSON object.
+    """Argument type of a JSON object.
 
     Raises:
-        argparse.ArgumentTypeError: it is not.
+        argparse.ArgumentTypeError: The text is not a JSON object.
     """
     try:
         value = json.loads(text)

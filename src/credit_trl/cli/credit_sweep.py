@@ -1,4 +1,4 @@
-"""`trl credit-sweep`: run a sweep's jobs, or what is missing of them, and compare them."""
+"""`trl credit-sweep`: run the missing jobs of a sweep and compare all of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from pathlib import Path
 
 from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
 
-NAME = "credit-sweep"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Train every arm of a sweep with every seed, one after another, and write the comparison. Interrupted, it "
-        "continues: call it again. Called twice at once on one directory, the two share the jobs."
+        "Train every arm of a sweep with every seed, one after another, and write the comparison. An interrupted "
+        "sweep continues when started again. Several processes on one directory share the jobs."
     )
-    parser.add_argument("spec", help="the sweep's YAML file")
-    parser.add_argument("--output_dir", help="where the jobs' directories are (default: runs/ and the file's name)")
-    parser.add_argument("--dry_run", action="store_true", help="only check every arm and print the jobs")
+    parser.add_argument("spec", help="YAML file of the sweep")
+    parser.add_argument("--output_dir", help="folder of the jobs (default: runs/ and the name of the file)")
+    parser.add_argument("--dry_run", action="store_true", help="only check every arm and list the jobs")
     parser.add_argument("--no_report", action="store_true", help="do not write the comparison at the end")
     add_sandbox_arguments(parser)
 
@@ -31,13 +29,9 @@ def run(args: argparse.Namespace) -> int:
 
     sys.path.insert(0, os.getcwd())
     output_dir = Path(args.output_dir or Path("runs") / Path(args.spec).stem)
-    try:
-        apply_sandbox_arguments(args)
-        spec = read_spec(args.spec)
-        folders = plan_sweep(spec, output_dir, write=not args.dry_run)
-    except (ValueError, OSError) as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 1
+    apply_sandbox_arguments(args)
+    spec = read_spec(args.spec)
+    folders = plan_sweep(spec, output_dir, write=not args.dry_run)
     if args.dry_run:
         for folder in folders:
             print(f"{'done   ' if is_done(folder) else 'missing'}  {folder}")

@@ -1,4 +1,4 @@
-"""Where a companion command runs model-written programs, for tasks that have such."""
+"""Sandbox options of commands that may run model-written programs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from credit_trl.sandbox import choose_sandbox
 
 
 def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("where model-written programs run, for tasks that have such")
+    """Add `--sandbox` and `--allow_unsandboxed`."""
+    group = parser.add_argument_group("sandbox, for tasks that run model-written programs")
     group.add_argument(
-        "--sandbox", help="auto (default: the first that holds), bubblewrap, landlock, or the address of a remote one"
+        "--sandbox", help="auto (default: the first available), bubblewrap, landlock, or the address of a remote one"
     )
     group.add_argument(
-        "--allow_unsandboxed", action="store_true", help="run them unprotected where no sandbox holds, with a warning"
+        "--allow_unsandboxed", action="store_true", help="if no sandbox is available, run unprotected, with a warning"
     )
 
 
 def apply_sandbox_arguments(args: argparse.Namespace) -> None:
-    """Make the choice for this process and those that it starts.
+    """Select the sandbox for this process and its children.
 
     Raises:
         ValueError: `--sandbox` is neither a tier nor an address.

@@ -1,4 +1,4 @@
-"""The training module behind `trl credit`, one process of `accelerate launch`."""
+"""Training module of `trl credit`, run in each process of `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trl import ScriptArguments
 
-from credit_trl.cli.mistakes import MISTAKES, ignore_renamings, is_mistake, tell
+from credit_trl.cli.errors import USER_ERRORS, ignore_future_warnings, is_user_error, report_user_error
 from credit_trl.sandbox import choose_sandbox
 
 if TYPE_CHECKING:
@@ -18,40 +18,13 @@ if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
     from credit_trl.config import CreditConfig
+    from credit_trl.evaluation import EvaluationCallback
     from credit_trl.trainer import CreditTrainer
 
 
 @dataclass
 class CreditScriptArguments(ScriptArguments):
-    """
-    What to train on: a task, or a dataset with reward functions.
-
-    Args:
-        task (`str`, *optional*):
-            A task of the registry (`sciknoweval:physics`, `toolalpaca`, `livecodebench`, `math`, `quickstart`) or
-            `package.module:attribute`. It brings its dataset and its verifier.
-        dataset_path (`str`, *optional*):
-            Local file or folder that the task reads instead of the hub.
-        eval_dataset_path (`str`, *optional*):
-            The same for evaluation; defaults to `dataset_path`.
-        max_train_rows, max_eval_rows (`int`, *optional*):
-            Use the first rows only.
-        reward_funcs (`list[str]`, *optional*):
-            Dotted import paths of reward functions (`my_module.my_reward`), which may return `Verdict`s. Beside a
-            task they are added to its verifier.
-        sandbox (`str`, *optional*):
-            Where tasks that run model-written programs run them: `auto`, `bubblewrap`, `landlock`, or the address of
-            a remote sandbox. Without it the first that holds on this machine; where none does, an error.
-        avg_at_k (`int`, *optional*):
-            The paper's evaluation: so many samples a prompt of the task's test split, before the first step, every
-            `avg_at_k_steps` steps and after the last; the best model is kept, and a log of the run.
-        avg_at_k_steps (`int`, *optional*, defaults to `5`):
-            Optimizer steps between two evaluations.
-        avg_at_k_temperature, avg_at_k_top_p (`float`, *optional*, default to `0.6` and `0.95`):
-            How its answers are sampled.
-        allow_unsandboxed (`bool`, *optional*, defaults to `False`):
-            Run them with resource limits only, after a warning, where no sandbox holds.
-    """
+    """Arguments of `trl credit` for data, verifier and evaluation, in addition to TRL's `ScriptArguments`."""
 
     task: str | None = field(
         default=None, metadata={"help": "Task of the registry, or package.module:attribute: dataset and verifier."}
@@ -60,7 +33,7 @@ class CreditScriptArguments(ScriptArguments):
         default=None, metadata={"help": "Local file or folder that the task reads instead of the hub."}
     )
     eval_dataset_path: str | None = field(
-        default=None, metadata={"help": "The same for evaluation; defaults to dataset_path."}
+        default=None, metadata={"help": "The same for the evaluation data; defaults to dataset_path."}
     )
     max_train_rows: int | None = field(
         default=None, metadata={"help": "Use the first rows of the training data only."}
@@ -69,19 +42,19 @@ class CreditScriptArguments(ScriptArguments):
         default=None, metadata={"help": "Use the first rows of the evaluation data only."}
     )
     reward_funcs: list[str] | None = field(
-        default=None, metadata={"help": "Dotted import paths of reward functions, which may return Verdicts."}
+        default=None, metadata={"help": "Import paths of reward functions, in addition to the verifier of a task."}
     )
     avg_at_k: int | None = field(
-        default=None, metadata={"help": "k: evaluate avg@k on the task's test split during training."}
+        default=None, metadata={"help": "k: evaluate avg@k on the task's test split, save the best model and a log."}
     )
     avg_at_k_steps: int = field(default=5, metadata={"help": "Optimizer steps between two evaluations."})
     avg_at_k_temperature: float = field(default=0.6, metadata={"help": "Sampling temperature of avg@k."})
-    avg_at_k_top_p: float = field(default=0.95, metadata={"help": "Nucleus of avg@k's samples."})
+    avg_at_k_top_p: float = field(default=0.95, metadata={"help": "Nucleus mass of avg@k."})
     sandbox: str | None = field(
-        default=None, metadata={"help": "auto, bubblewrap, landlock, or the address of a remote sandbox."}
+        default=None, metadata={"help": "auto (default), bubblewrap, landlock, or the address of a remote sandbox."}
     )
     allow_unsandboxed: bool = field(
-        default=False, metadata={"help": "Run model-written programs unprotected where no sandbox holds."}
+        default=False, metadata={"help": "Without a sandbox, run model-written programs with resource limits only."}
     )
 
     def __post_init__(self) -> None:
@@ -89,11 +62,11 @@ class CreditScriptArguments(ScriptArguments):
 
 
 def make_parser(prog: str | None = None, processes: int | None = None) -> TrlParser:
-    """TRL's parser over our script arguments, `CreditConfig`, and TRL's model and dataset options.
+    """Parser of `CreditScriptArguments`, `CreditConfig`, and TRL's model and dataset options.
 
     Args:
-        prog: the command, for messages.
-        processes: how many will train; None for those that this one is of.
+        prog: Name of the command in messages.
+        processes: Number of training processes; by default that of the current launch.
     """
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
@@ -101,12 +74,12 @@ def make_parser(prog: str | None = None, processes: int | None = None) -> TrlPar
 
     config = CreditConfig if processes is None else _config_of(processes)
     parser = TrlParser((CreditScriptArguments, config, ModelConfig, DatasetMixtureConfig), prog=prog)
-    parser.error = refuse  # its own prints four hundred options first
+    parser.error = refuse  # argparse's own prints all options first
     return parser
 
 
 def _config_of(processes: int) -> type[CreditConfig]:
-    """`CreditConfig` as each of so many processes makes it: TRL computes the sizes of batches from their number."""
+    """`CreditConfig` of one of several processes, from whose number TRL computes the batch sizes."""
     from credit_trl.config import CreditConfig
 
     class ConfigOfProcesses(CreditConfig):
@@ -116,7 +89,7 @@ def _config_of(processes: int) -> type[CreditConfig]:
 
 
 def refuse(message: str) -> NoReturn:
-    """What a parser does with a line that it cannot read: raise, so that its caller says so as it says the rest."""
+    """Raise a parser's error as `ValueError`."""
     raise ValueError(message)
 
 
@@ -126,37 +99,37 @@ def main(
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> None:
-    """Build data, verifier and trainer, train, evaluate where asked for, save."""
+    """Build data, verifier and trainer, train, evaluate and save."""
     train(make_trainer(script_args, training_args, model_args, dataset_args), script_args)
 
 
 def run(argv: list[str] | None = None) -> int:
-    """What a process of `trl credit` runs: `main`, with mistakes told without a traceback.
+    """Run `main` in a process of `trl credit`; user errors are reported without a traceback.
 
-    Until there is a trainer, whatever is raised is about what the user gave. Once it trains, what other code raises is
-    a bug, of a verifier perhaps, and keeps its traceback.
+    Every `USER_ERRORS` exception before training is a user error. During training, exceptions of other code, such as a
+    verifier, keep their traceback.
     """
-    ignore_renamings()
+    ignore_future_warnings()
     try:
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
         trainer = make_trainer(script_args, *others)
-    except MISTAKES as error:
-        return _tell(error)
+    except USER_ERRORS as error:
+        return _report(error)
     try:
         train(trainer, script_args)
-    except MISTAKES as error:
-        if not is_mistake(error):
+    except USER_ERRORS as error:
+        if not is_user_error(error):
             raise
-        return _tell(error)
+        return _report(error)
     return 0
 
 
-def _tell(error: BaseException) -> int:
-    """Tell a mistake here, and to the launcher of several processes in the file that it reads."""
+def _report(error: BaseException) -> int:
+    """Report a user error, and record it for a launcher of several processes."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
-    return tell("trl credit", error, code=2)
+    return report_user_error("trl credit", error, code=2)
 
 
 def make_trainer(
@@ -165,23 +138,18 @@ def make_trainer(
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> CreditTrainer:
-    """Data, verifier, model and evaluation, checked against one another."""
+    """Build the trainer with its data, verifier, model and evaluation."""
     from trl import get_peft_config, get_quantization_config
 
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.checkpoints import checkpoint_to_resume
 
-    # Before a model is loaded: a checkpoint that does not exist is told at once.
+    # Before the model loads, so that a missing checkpoint fails at once.
     asked, output_dir = training_args.resume_from_checkpoint, training_args.output_dir
     training_args.resume_from_checkpoint = checkpoint_to_resume(asked, output_dir)
     wants_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset, reward_funcs = load_data(script_args, dataset_args, wants_eval)
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
-    }
+    training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
     trainer = CreditTrainer(
         model=resolve_model(model_args.model_name_or_path),
         reward_funcs=reward_funcs,
@@ -196,14 +164,24 @@ def make_trainer(
     return trainer
 
 
+def model_init_kwargs(model_args: ModelConfig, training_args: CreditConfig) -> dict[str, Any]:
+    """Loading options of the model: those of TRL's `ModelConfig`, overridden by `training_args.model_init_kwargs`."""
+    return {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+
+
 def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
-    """Train, from a checkpoint where asked for, evaluate, save."""
+    """Train, optionally from a checkpoint, evaluate and save."""
     training_args = trainer.args
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.accelerator.print("Training completed.")
     if training_args.eval_strategy != "no":
         metrics = trainer.evaluate()
-        # transformers cannot print None, which stands for a number that this evaluation did not have
+        # transformers cannot print None, the value of a metric without samples
         trainer.log_metrics("eval", {name: value for name, value in metrics.items() if value is not None})
         trainer.save_metrics("eval", metrics, combined=False)
     trainer.save_state()
@@ -214,11 +192,11 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
     trainer.end()
 
 
-def evaluate_during_training(trainer: Any, script_args: CreditScriptArguments) -> None:
-    """Attach avg@k on the task's test split, and the run's log, to a trainer.
+def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptArguments) -> EvaluationCallback:
+    """Add avg@k on the task's test split and the run log to a trainer, and return the evaluation callback.
 
     Raises:
-        ValueError: there is no task to evaluate on.
+        ValueError: No task is given.
     """
     from credit_trl.evaluation import EvaluationCallback
     from credit_trl.evaluation.callback import RunLog
@@ -238,15 +216,16 @@ def evaluate_during_training(trainer: Any, script_args: CreditScriptArguments) -
         max_prompts=script_args.max_eval_rows,
     )
     trainer.add_callback(evaluation)
+    return evaluation
 
 
 def load_data(
     script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig, wants_eval: bool
 ) -> tuple[Dataset, Dataset | None, list[Any]]:
-    """(training rows, evaluation rows, reward functions) from a task, or from TRL's dataset options.
+    """(training rows, evaluation rows, reward functions) of a task, or of TRL's dataset options.
 
     Raises:
-        ValueError: neither a task nor a dataset with reward functions.
+        ValueError: Neither a task nor a dataset with reward functions is given.
     """
     reward_funcs = [import_function(name) for name in script_args.reward_funcs or []]
     train_split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
@@ -268,17 +247,17 @@ def load_data(
         train_dataset = _split(data, train_split, "dataset_train_split")
         eval_dataset = _split(data, test_split, "dataset_test_split") if wants_eval else None
     return (
-        _first(train_dataset, script_args.max_train_rows),
-        _first(eval_dataset, script_args.max_eval_rows),
+        first_rows(train_dataset, script_args.max_train_rows),
+        first_rows(eval_dataset, script_args.max_eval_rows),
         reward_funcs,
     )
 
 
 def import_function(name: str) -> Any:
-    """`"package.module.function"` → the function; the working directory is searched too.
+    """Import the function of a dotted path, also from the working directory.
 
     Raises:
-        ValueError: not a dotted path, or nothing there.
+        ValueError: Not a dotted path, or the module or the function does not exist.
     """
     module, _, function = name.rpartition(".")
     if not module:
@@ -289,9 +268,9 @@ def import_function(name: str) -> Any:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
-            raise  # it is there, and something that it imports is missing
+            raise  # an import of the module is missing
         raise ValueError(
-            f"`--reward_funcs {name}`: no module `{module}` in {os.getcwd()} or installed. Run where it lies."
+            f"`--reward_funcs {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
         ) from error
     if not hasattr(found, function):
         raise ValueError(f"`--reward_funcs {name}`: {module} has no `{function}`.")
@@ -299,13 +278,13 @@ def import_function(name: str) -> Any:
 
 
 def resolve_model(name: str | None) -> str:
-    """The model to load: a path or hub name as it is; `"quickstart"` is the model that the package brings.
+    """Path of the embedded model for `"quickstart"`; any other path or hub name unchanged.
 
     Raises:
-        ValueError: no model was named.
+        ValueError: `name` is None.
     """
     if name is None:
-        raise ValueError("Name a model: `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
+        raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
     from credit_trl.tasks.quickstart_model import model_path
 
     return model_path(name)
@@ -318,7 +297,7 @@ def _dataset(script_args: CreditScriptArguments, dataset_args: DatasetMixtureCon
     if dataset_args.datasets:
         return get_dataset(dataset_args)
     if script_args.dataset_name is None:
-        raise ValueError("Nothing to train on: give `--task NAME`, `--dataset_name NAME`, or `datasets:` in the YAML.")
+        raise ValueError("No training data: give `--task NAME`, `--dataset_name NAME`, or `datasets:` in the YAML.")
     return load_dataset(
         script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
     )
@@ -326,15 +305,16 @@ def _dataset(script_args: CreditScriptArguments, dataset_args: DatasetMixtureCon
 
 def _split(data: Any, name: str, option: str) -> Any:
     if name not in data:
-        raise ValueError(f"`--{option} {name}`: the data has {', '.join(data)}. Name one of these.")
+        raise ValueError(f"`--{option} {name}`: no such split; the data has {', '.join(data)}.")
     return data[name]
 
 
-def _first(dataset: Any, rows: int | None) -> Any:
+def first_rows(dataset: Any, rows: int | None) -> Any:
+    """The first rows of a dataset, or all of them for `rows=None`."""
     return dataset if dataset is None or rows is None else dataset.take(rows)
 
 
 if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    sys.exit(record(run)())  # a bug is left to the launcher too
+    sys.exit(record(run)())  # also records bugs for the launcher

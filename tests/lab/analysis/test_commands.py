@@ -5,24 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from drawn import drawn_map
 
+from credit_trl import cli
 from credit_trl.cli import credit_compat, credit_map
 from credit_trl.contexts.contrast import text_similarity
 from credit_trl.contexts.prompts import user_text, without_question
+from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.responses import analysis_config, generate, read_responses, sample_responses
+from credit_trl.lab.analysis.responses import analysis_config, read_rollouts, sample_rollouts
 from credit_trl.lab.analysis.tokenmap_parquet import read_parquet, write_parquet
 from credit_trl.tasks.registry import load_task
 
 
 def call(module, *line: str) -> int:
-    parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
-    return module.run(parser.parse_args([str(part) for part in line]))
+    """Run a command of the command line by its module."""
+    return cli.main([module.__name__.rpartition(".")[2].replace("_", "-"), *map(str, line)])
 
 
 @pytest.fixture
@@ -109,7 +111,7 @@ def test_responses_of_any_origin_are_mapped(saved, tmp_path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"feedback": "Wrong."}, "hold no other question, which S_t is measured against: give a record `contrasts`"),
+        ({"feedback": "Wrong."}, "have no contrast prompt, which S_t needs. Add `contrasts`"),
         ({}, "no record of .* has feedback or a demonstration"),
     ],
 )
@@ -124,13 +126,19 @@ def test_records_of_which_nothing_can_be_mapped_are_refused_with_the_fix(saved, 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("not json", "own.jsonl, line 1: not JSON"),
-        ('{"prompt": "x"}', "needs `prompt`"),
-        ('{"response": "x", "prompt": 5}', "must be text or a list of messages"),
-        ('{"response": "x", "prompt": "y", "feedback": 5}', "`feedback` must be text"),
-        ('{"response": "x", "prompt": "y", "contrasts": "2+2?"}', "`contrasts` must be a list of prompts"),
-        ('{"response": "x", "prompt": "y", "reward": "<b>"}', "`reward` must be a number"),
-        ('{"a":' * 100_000, "own.jsonl, line 1: not JSON"),
+        ("not json", "own.jsonl, row 1, field '(whole row)': not JSON"),
+        ('{"prompt": "x", "feedback": "z", "contrasts": []}', "field 'response': missing"),
+        ('{"response": "x", "prompt": 5}', "field 'prompt': expected str or list, got int"),
+        ('{"response": "x", "prompt": [1]}', "field 'prompt': expected text or a list of messages"),
+        ('{"response": "x", "prompt": "y", "feedback": 5}', "field 'feedback': expected str"),
+        ('{"response": "x", "prompt": "y", "contrasts": "2+2?"}', "field 'contrasts': expected list"),
+        (
+            '{"response": "x", "prompt": "y", "contrasts": [2]}',
+            "field 'contrasts': expected text or a list",
+        ),
+        ('{"response": "x", "prompt": "y", "reward": "<b>"}', "field 'reward': expected int or float"),
+        ('{"response": "x", "prompt": "y", "reward": true}', "field 'reward': expected int or float"),
+        ('{"a":' * 100_000, "own.jsonl, row 1, field '(whole row)': not JSON"),
     ],
 )
 def test_a_bad_record_is_named_by_its_line(saved, tmp_path, capsys, line, message):
@@ -239,7 +247,7 @@ def test_contrasts_come_from_the_runs_source(make_model, tokenizer, source):
     rows, everything = list(data.take(5)), list(data["prompt"])
     count = 1 if source == "none" else 3
     config = analysis_config(contrastive_source=source, contrastive_count=count, max_completion_length=4)
-    responses = sample_responses(checkpoint, task, rows, config, samples=2, population=everything)
+    responses = sample_rollouts(checkpoint, task, rows, config, samples=2, population=everything)
     prompts = [row["prompt"] for row in rows]
     texts = [user_text(prompt) for prompt in prompts]
     for response in responses:
@@ -264,7 +272,7 @@ def test_a_source_that_cannot_be_drawn_from_says_what_to_do(saved, tmp_path, cap
     assert "a field `task` of each record" in capsys.readouterr().err
     alone = ("--task", "quickstart", "--max_prompts", 1, "--contrastive_source", "batch")
     assert call(credit_map, *line, *alone, "--max_completion_length", 4) == 1
-    assert "raise --max_prompts" in capsys.readouterr().err
+    assert "Raise --max_prompts" in capsys.readouterr().err
     (tmp_path / "run.yaml").write_text("contrastive_swap: hint\ncontrastive_source: batch\n")
     assert call(credit_map, *line, "--task", "quickstart", "--config", tmp_path / "run.yaml") == 1
     assert "CreditMapCallback" in capsys.readouterr().err
@@ -275,16 +283,17 @@ def test_sampling_is_repeatable_ends_at_the_end_and_leaves_the_random_state(make
     contexts = [checkpoint.encode(f"count {n}") for n in range(5)]
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    first = generate(checkpoint, contexts, max_new_tokens=30, seed=3)
+    sampling = SamplingConfig(temperature=1.0, top_p=1.0, max_completion_length=30, seed=3)
+    first = checkpoint.generate(contexts, sampling)
     assert torch.equal(before, torch.get_rng_state())
-    assert first == generate(checkpoint, contexts, max_new_tokens=30, seed=3)
-    assert first != generate(checkpoint, contexts, max_new_tokens=30, seed=4)
+    assert first == checkpoint.generate(contexts, sampling, batch_size=2)
+    assert first != checkpoint.generate(contexts, replace(sampling, seed=4))
     for ids in first:
         assert tokenizer.eos_token_id not in ids[:-1]
     task = load_task("quickstart")
     rows = list(task.build("test").take(2))
     config.max_completion_length = 4
-    responses = sample_responses(checkpoint, task, rows, config, samples=3)
+    responses = sample_rollouts(checkpoint, task, rows, config, samples=3)
     assert [r.group for r in responses[:3]] == [responses[0].group] * 3
     assert all(r.contrasts and set(map(str, r.contrasts)).isdisjoint({str(r.prompt)}) for r in responses)
 
@@ -317,7 +326,7 @@ def test_adapters_of_a_run_are_read_with_their_reference(make_model, tokenizer, 
 def test_a_records_prompt_may_be_plain_text(saved, tmp_path, config):
     (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "Say a.", "response": "a", "feedback": "Good."}))
     checkpoint = Checkpoint.load(str(saved("m")))
-    [response] = read_responses(tmp_path / "own.jsonl", checkpoint, config, population=["Say b.", "Say c."])
+    [response] = read_rollouts(tmp_path / "own.jsonl", checkpoint, config, population=["Say b.", "Say c."])
     assert set(response.contrasts) == {"Say b.", "Say c."}
     assert response.token_ids[-1] == checkpoint.tokenizer.eos_token_id
 

@@ -1,4 +1,4 @@
-"""Jobs that are killed, fail or meet another launcher end with the files of an undisturbed sweep."""
+"""Sweeps that are killed, fail or share a directory end with the same files as an uninterrupted sweep."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONFIG = {
 
 
 class SumTask:
-    """A task of the tests' own, found by its import path."""
+    """A task that is loaded by its import path."""
 
     fail_in: str | None = None
 
@@ -80,7 +80,7 @@ TIMES = ("seconds", "time", "per_second", "runtime")
 
 
 def results(root: Path) -> dict[str, object]:
-    """Every result of a sweep but the times."""
+    """All result files of a sweep without times."""
     found: dict[str, object] = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
@@ -93,7 +93,7 @@ def results(root: Path) -> dict[str, object]:
 
 
 @pytest.fixture
-def undisturbed(spec, tmp_path) -> Path:
+def uninterrupted(spec, tmp_path) -> Path:
     report = run_sweep(spec, tmp_path / "whole", progress=False)
     assert len(report.done) == 2
     return tmp_path / "whole"
@@ -106,7 +106,7 @@ def in_a_child(function, *args):
 
 
 def killed_at(spec, root, moment):
-    """The sweep in a process that receives SIGKILL on entering a function, after it was called so many times."""
+    """Run a sweep in a process that is killed when it calls a function once more than a number of calls."""
     import credit_trl.evaluation.samples as samples
     import credit_trl.lab.sweeps.job as job
     from credit_trl.trainer import CreditTrainer
@@ -132,7 +132,7 @@ def killed_at(spec, root, moment):
     run_sweep(spec, root, progress=False)
 
 
-def test_a_sweep_killed_at_many_moments_ends_with_the_files_of_an_undisturbed_one(spec, undisturbed, tmp_path):
+def test_a_killed_sweep_ends_with_the_files_of_a_whole_one(spec, uninterrupted, tmp_path):
     root = tmp_path / "killed"
     for moment in ("evaluation", "checkpoint", "rollout", "update", "finish") * 2:
         child = in_a_child(killed_at, spec, root, moment)
@@ -140,33 +140,33 @@ def test_a_sweep_killed_at_many_moments_ends_with_the_files_of_an_undisturbed_on
         assert child.exitcode == -signal.SIGKILL, moment
     report = run_sweep(spec, root, progress=False)
     assert len(report.done) == 2
-    assert results(root) == results(undisturbed)
+    assert results(root) == results(uninterrupted)
     samples = [tuple(sorted(row.items(), key=str)) for row in read_lines(next(root.rglob("samples.jsonl")))]
     assert len({str(s) for s in samples}) == len(samples)
 
 
-def test_a_finished_sweep_trains_nothing_and_leaves_no_checkpoint(spec, undisturbed, monkeypatch):
-    before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*.json*")}
-    monkeypatch.setattr("credit_trl.lab.sweeps.launch.run_job", lambda folder: pytest.fail("a done job was run"))
-    assert len(run_sweep(spec, undisturbed, progress=False).done) == 2
-    after = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*.json*") if path.name != "sweep.json"}
+def test_a_finished_sweep_trains_nothing_again(spec, uninterrupted, monkeypatch):
+    before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*.json*")}
+    monkeypatch.setattr("credit_trl.lab.sweeps.launch.run_job", lambda folder: pytest.fail("a finished job was run"))
+    assert len(run_sweep(spec, uninterrupted, progress=False).done) == 2
+    after = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*.json*")}
     assert all(before[path] == time_ns for path, time_ns in after.items())
-    assert not list(undisturbed.rglob("checkpoint-*"))
+    assert not list(uninterrupted.rglob("checkpoint-*"))
 
 
-def test_arms_of_one_base_share_its_evaluation_before_the_first_step(spec, tmp_path, monkeypatch):
+def test_arms_with_one_base_share_its_evaluation(spec, tmp_path, monkeypatch):
     from credit_trl.evaluation.trainer_engine import TrainerEngine
 
-    asked = []
+    sizes = []
     generate = TrainerEngine.generate
-    monkeypatch.setattr(TrainerEngine, "generate", lambda self, r, s: (asked.append(len(r)), generate(self, r, s))[1])
+    monkeypatch.setattr(TrainerEngine, "generate", lambda self, r, s: (sizes.append(len(r)), generate(self, r, s))[1])
     run_sweep(spec, tmp_path / "out", progress=False)
-    assert sum(asked) == 6 * (1 + 2 * 2)  # the base once, then two evaluations of each of two arms
+    assert sum(sizes) == 6 * (1 + 2 * 2)  # one of the base, then two of each of two arms
     first, second = (path.read_bytes() for path in (tmp_path / "out").rglob("step-000000/samples.jsonl"))
     assert first == second
 
 
-def test_a_job_that_fails_leaves_its_error_and_the_others_run(spec, tmp_path, monkeypatch, capsys):
+def test_a_failed_job_leaves_its_error_and_the_others_run(spec, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(SumTask, "fail_in", "verify")
     first = run_sweep(spec, tmp_path / "out", progress=False)
     assert len(first.failed) == 2
@@ -178,10 +178,11 @@ def test_a_job_that_fails_leaves_its_error_and_the_others_run(spec, tmp_path, mo
     assert not list((tmp_path / "out").rglob(ERROR_FILE))
 
 
-def hold(path, held):
+def hold(path, held, released):
     with FileLock(path):
         held.set()
         time.sleep(1.5)
+        released.set()
 
 
 def hold_until_killed(path, held):
@@ -190,57 +191,55 @@ def hold_until_killed(path, held):
         time.sleep(600)
 
 
-def test_a_job_of_another_launcher_is_waited_for_and_taken_over(spec, tmp_path, monkeypatch):
+def test_a_job_of_another_launcher_is_retried_until_it_is_free(spec, tmp_path, monkeypatch):
     monkeypatch.setattr("credit_trl.lab.sweeps.launch._POLL_SECONDS", 0.3)
     one = SweepSpec(**{**vars(spec), "grid": {"method": "SDPO"}})
     folder = tmp_path / "out" / "sdpo" / "seed-1"
     folder.mkdir(parents=True)
-    held = multiprocessing.get_context("fork").Event()
-    other = in_a_child(hold, folder / LOCK_FILE, held)
+    held, released = (multiprocessing.get_context("fork").Event() for _ in range(2))
+    other = in_a_child(hold, folder / LOCK_FILE, held, released)
     assert held.wait(30)
-    started = time.monotonic()
     report = run_sweep(one, tmp_path / "out", progress=False)
     assert report.done == [folder]
-    assert time.monotonic() - started > 1.0
+    assert released.is_set()
     other.join(10)
 
 
-def test_a_job_that_fails_while_another_launcher_waits_for_it_has_failed(spec, tmp_path, monkeypatch):
-    """The waiting launcher starts no process, so nothing of its own is in the output that tells failed from busy."""
+def test_a_job_that_fails_while_another_launcher_waits_is_failed(spec, tmp_path, monkeypatch):
+    """The waiting launcher starts no process, so its result does not change the outcome of the first launcher."""
     one = SweepSpec(**{**vars(spec), "grid": {"method": "SDPO"}, "launcher": "process"})
     (folder,) = launch.plan_sweep(one, tmp_path / "out")
     outcomes = []
 
     def child(command, stdout, **options):
-        if not outcomes:  # the other launcher looks while this job's process runs
+        if not outcomes:  # another launcher tries the job while its process runs
             outcomes.append("started")
-            outcomes.append(launch._run(folder, one))
+            outcomes.append(launch._run_or_resume(folder, one))
         stdout.write(b"ValueError: the real failure\n")
         stdout.flush()
         return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr(launch.subprocess, "run", child)
-    assert launch._run(folder, one) == "failed"
+    assert launch._run_or_resume(folder, one) == "failed"
     assert outcomes == ["started", "busy"]
     assert "the real failure" in (folder / ERROR_FILE).read_text()
 
 
-def test_a_process_that_finds_another_at_its_job_says_busy(spec, tmp_path):
+def test_a_process_whose_job_is_locked_reports_busy(spec, tmp_path):
     one = SweepSpec(**{**vars(spec), "grid": {"method": "SDPO"}, "launcher": "process"})
     (folder,) = launch.plan_sweep(one, tmp_path / "out")
     held = multiprocessing.get_context("fork").Event()
-    other = multiprocessing.get_context("fork").Process(target=hold_until_killed, args=(folder / LOCK_FILE, held))
-    other.start()
+    other = in_a_child(hold_until_killed, folder / LOCK_FILE, held)
     try:
         assert held.wait(30)
-        assert launch._run(folder, one) == "busy"
+        assert launch._run_or_resume(folder, one) == "busy"
     finally:
         other.kill()
         other.join(10)
     assert not (folder / ERROR_FILE).exists()
 
 
-def test_a_job_whose_output_quotes_that_it_is_busy_has_failed(spec, tmp_path, monkeypatch):
+def test_a_failed_job_whose_output_quotes_job_busy_is_failed(spec, tmp_path, monkeypatch):
     one = SweepSpec(**{**vars(spec), "grid": {"method": "SDPO"}, "launcher": "process"})
     (folder,) = launch.plan_sweep(one, tmp_path / "out")
 
@@ -250,11 +249,11 @@ def test_a_job_whose_output_quotes_that_it_is_busy_has_failed(spec, tmp_path, mo
         return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr(launch.subprocess, "run", child)
-    assert launch._run(folder, one) == "failed"
+    assert launch._run_or_resume(folder, one) == "failed"
     assert "CUDA error" in (folder / ERROR_FILE).read_text()
 
 
-def test_half_written_checkpoints_are_passed_over(tmp_path):
+def test_partly_written_checkpoints_are_skipped(tmp_path):
     def checkpoint(step, state=True, trainer_state=True):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
@@ -277,7 +276,7 @@ def test_half_written_checkpoints_are_passed_over(tmp_path):
     assert found() == [("checkpoint-9", 9, False)]
 
 
-def test_finishing_reports_best_and_final_and_can_keep_the_checkpoints(tmp_path):
+def test_finish_writes_best_and_final_and_can_keep_checkpoints(tmp_path):
     (tmp_path / "checkpoint-4").mkdir()
     write_json(tmp_path / "job.json", {"keep_checkpoints": True})
     for step, score in ((0, 0.1), (2, 0.5), (4, 0.3)):
@@ -291,11 +290,11 @@ def test_finishing_reports_best_and_final_and_can_keep_the_checkpoints(tmp_path)
     write_json(tmp_path / "job.json", {"keep_checkpoints": False})
     finish(tmp_path, 4)
     assert not (tmp_path / "checkpoint-4").exists()
-    told = json.loads((tmp_path / DONE_FILE).read_text())
-    assert (told["best_during_training"]["step"], told["final"]["step"]) == (2, 4)
+    scores = json.loads((tmp_path / DONE_FILE).read_text())
+    assert (scores["best_during_training"]["step"], scores["final"]["step"]) == (2, 4)
 
 
-def test_a_job_killed_while_its_checkpoints_go_is_done_and_not_trained_again(spec, tmp_path, monkeypatch):
+def test_a_job_killed_while_removing_checkpoints_is_done(spec, tmp_path, monkeypatch):
     import credit_trl.lab.sweeps.job as job
 
     one = SweepSpec(**{**vars(spec), "grid": {"method": "SDPO"}})
@@ -318,7 +317,7 @@ def test_a_job_killed_while_its_checkpoints_go_is_done_and_not_trained_again(spe
     assert not list(folder.glob("checkpoint-*"))
 
 
-def test_a_base_evaluation_that_another_launcher_begins_meanwhile_is_left_to_it(tmp_path, monkeypatch):
+def test_a_base_evaluation_of_another_launcher_is_not_replaced(tmp_path, monkeypatch):
     from credit_trl.lab.sweeps import launch
 
     described = {"model": "m", "task": "t", "data": {}, "evaluation": {}}
@@ -329,7 +328,7 @@ def test_a_base_evaluation_that_another_launcher_begins_meanwhile_is_left_to_it(
     copytree = shutil.copytree
 
     def meanwhile(*args, **options):
-        write_json(mine / launch.BASE_EVALUATION / "settings.json", {"begun": True})
+        write_json(mine / launch.BASE_EVALUATION / "settings.json", {"started": True})
         return copytree(*args, **options)
 
     monkeypatch.setattr(launch.shutil, "copytree", meanwhile)
@@ -346,22 +345,22 @@ def test_command_plans_runs_and_reports(spec, tmp_path, capsys):
     arguments = [str(path), "--output_dir", str(tmp_path / "out")]
     assert credit_sweep.run(parser.parse_args([*arguments, "--dry_run"])) == 0
     assert capsys.readouterr().out.count("missing") == 2
-    assert not (tmp_path / "out").exists()  # a spec may still be mended after a dry run
+    assert not (tmp_path / "out").exists()  # the spec may still change after a dry run
     assert credit_sweep.run(parser.parse_args(arguments)) == 0
     assert "2 jobs done" in capsys.readouterr().out
     assert (tmp_path / "out" / "report" / "report.html").is_file()
     path.write_text("model: m")
-    assert credit_sweep.run(parser.parse_args(arguments)) == 1
-    assert "sweep.yaml" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"sweep\.yaml"):
+        credit_sweep.run(parser.parse_args(arguments))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["process", "accelerate"])
-def test_jobs_in_processes_of_their_own_give_the_same_files(spec, undisturbed, tmp_path, launcher, monkeypatch):
+def test_jobs_in_separate_processes_write_the_same_files(spec, uninterrupted, tmp_path, launcher, monkeypatch):
     shutil.copy(__file__, tmp_path / "sweep_task.py")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     options = ["--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
     other = SweepSpec(**{**vars(spec), "launcher": launcher, "accelerate_args": options})
     report = run_sweep(other, tmp_path / "apart", progress=False)
     assert len(report.done) == 2, report
-    assert results(tmp_path / "apart") == results(undisturbed)
+    assert results(tmp_path / "apart") == results(uninterrupted)

@@ -1,4 +1,4 @@
-"""What a user's mistake looks like: the reason and the fix, an exit code, no traceback."""
+"""User errors print the cause and the fix, return an exit code and no traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from credit_trl import cli
-from credit_trl.cli import mistakes
+from credit_trl.cli import errors
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--max_steps", "1", "--report_to", "none"]
@@ -43,7 +43,7 @@ class Unasked:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """An empty working directory with data, a module and a few files that are not what they should be."""
+    """A working directory with data, a module and a few invalid files."""
     (tmp_path / "data").mkdir()
     rows = [{"prompt": [{"role": "user", "content": f"{n} + 1?"}], "solution": str(n + 1)} for n in range(8)]
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -60,7 +60,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    """The real command line, in a child."""
+    """Run the command line in a child process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "credit_trl", *argv]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -71,16 +71,16 @@ def last_line(result: subprocess.CompletedProcess[str]) -> str:
     return [line for line in result.stderr.splitlines() if "error: " in line][-1]
 
 
-@pytest.mark.slow  # the fast ones have it in this process
-def test_a_typo_in_the_yaml_names_the_nearest_option(folder):
-    result = run("credit", "--config", "typo.yaml")  # and says nothing of the GPU that is missing too
+@pytest.mark.slow  # the fast tests run it in this process
+def test_typo_in_the_yaml_suggests_the_nearest_option(folder):
+    result = run("credit", "--config", "typo.yaml")  # without a second error about the missing GPU
     assert result.returncode == 2
     assert last_line(result).startswith("trl credit: error: unknown argument --contrastive_coeff")
     assert "Did you mean --contrastive_coef?" in last_line(result)
     assert result.stderr.count("error: ") == 1
 
 
-def test_a_missing_column_is_named_with_the_fix(folder):
+def test_missing_column_is_named_with_the_fix(folder):
     line = ["--model_name_or_path", "quickstart", "--dataset_name", "./data", "--reward_funcs", "own_module.exact"]
     result = run("credit", *line, *ON_CPU, *SMALL)
     assert result.returncode == 2
@@ -90,12 +90,12 @@ def test_a_missing_column_is_named_with_the_fix(folder):
     assert not (folder / "trainer_output").exists() or not any((folder / "trainer_output").iterdir())
 
 
-@pytest.mark.slow  # the fast ones have both in this process
+@pytest.mark.slow  # the fast tests run both in this process
 @pytest.mark.parametrize(
     ("command", "line"),
     [("credit", ["--task", "nowhere", "--model_name_or_path", "no/such"]), ("credit-quickstart", [])],
 )
-def test_a_coefficient_of_two_is_out_of_range_before_anything_loads(folder, command, line):
+def test_coefficient_out_of_range_fails_before_loading(folder, command, line):
     result = run(command, *line, "--contrastive_coef", "2")
     assert result.returncode != 0
     assert last_line(result).startswith(f"trl {command}: error: `contrastive_coef` must be in [0, 1], got 2.0.")
@@ -103,7 +103,7 @@ def test_a_coefficient_of_two_is_out_of_range_before_anything_loads(folder, comm
     assert not list(folder.glob("runs*"))
 
 
-# In this process, which saves loading TRL for each.
+# Run in this process, which loads TRL once.
 LINES = [
     ("credit --config typo.yaml", "unknown argument --contrastive_coeff (on the command line or"),
     ("credit --config typo.yaml", "Did you mean --contrastive_coef?"),
@@ -120,7 +120,7 @@ LINES = [
     ("credit-quickstart --contrastive_coef 2", "error: `contrastive_coef` must be in [0, 1], got 2.0"),
     ("credit-quickstart --step 5", "unknown argument --step. Did you mean --steps?"),
     ("credit-quickstart --steps 0", "`steps` must be at least 1"),
-    ("credit-quickstart --world nowhere", "choose one of"),
+    ("credit-quickstart --world nowhere", "make_base.py --world nowhere"),
     ("credit-quickstart --output_dir typo.yaml", "typo.yaml"),
     ("credit-eval --model no/such --task quickstart", "couldn't find them"),
     ("credit-eval --model quickstart --task quickstar", "Known tasks"),
@@ -144,7 +144,7 @@ LINES = [
     ("credit-compat --model quickstart --task quickstart", "no multiple choice"),
     ("credit-compat --model quickstart --task own_module:Unasked", "no column `prompt`"),
     ("credit-compat --model quickstart --task nowhere", "Known tasks"),
-    ("credit-plan", "holds one problem"),
+    ("credit-plan", "holds one prompt"),
     ("credit-plan --generation_batch_size 64", "--model_name_or_path"),
     ("credit-plan --config typo.yaml", "Did you mean --contrastive_coef?"),
     ("credit-plan --config no_yaml.yaml", "no_yaml.yaml"),
@@ -159,16 +159,16 @@ LINES = [
 
 
 @pytest.mark.parametrize(("line", "message"), LINES, ids=[f"{line}: {message}" for line, message in LINES])
-def test_a_mistake_is_told_with_an_exit_code_and_without_a_traceback(folder, capsys, line, message):
+def test_user_error_has_an_exit_code_and_no_traceback(folder, capsys, line, message):
     command, *arguments = line.split()
     try:
         code = cli.main([command, *arguments])
-    except SystemExit as ended:  # a parser's
+    except SystemExit as ended:  # by a parser
         code = ended.code
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert code in (1, 2)
-    assert message in told
-    assert "Traceback" not in told
+    assert message in printed
+    assert "Traceback" not in printed
 
 
 SPEC = {"model": "quickstart", "task": "quickstart", "grid": {"method": ["CREDIT"]}, "seeds": [1]}
@@ -191,11 +191,11 @@ RUNS = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
         ({"evaluation": {"temperature": -1}}, "`temperature` must be at least 0"),
     ],
 )
-def test_a_mistake_in_a_sweep_is_told_before_a_job_starts(folder, capsys, changed, message):
+def test_error_in_a_sweep_is_reported_before_a_job_starts(folder, capsys, changed, message):
     (folder / "sweep.yaml").write_text(json.dumps({**SPEC, "config": RUNS, **changed}))  # JSON is YAML
     assert cli.main(["credit-sweep", "sweep.yaml", "--output_dir", "jobs", "--dry_run"]) in (1, 2)
-    told = capsys.readouterr().err
-    assert message in told
+    printed = capsys.readouterr().err
+    assert message in printed
     assert not (folder / "jobs").exists()
 
 
@@ -213,7 +213,7 @@ def test_a_mistake_in_a_sweep_is_told_before_a_job_starts(folder, capsys, change
         ("--dataset_name ./data --reward_funcs own_module.one_for_all", "returned 1 rewards"),
     ],
 )
-def test_a_mistake_that_the_training_process_finds_is_told_the_same_way(folder, capsys, line, message):
+def test_training_process_reports_user_errors_alike(folder, capsys, line, message):
     from credit_trl.cli import training
 
     own = ["--model_name_or_path", "quickstart", "--output_dir", "run", "--save_strategy", "no"]
@@ -221,7 +221,7 @@ def test_a_mistake_that_the_training_process_finds_is_told_the_same_way(folder, 
     assert message in capsys.readouterr().err
 
 
-def test_a_bug_in_a_verifier_keeps_its_traceback(folder):
+def test_bug_in_a_verifier_keeps_its_traceback(folder):
     from credit_trl.cli import training
 
     own = ["--model_name_or_path", "quickstart", "--output_dir", "run", "--save_strategy", "no"]
@@ -229,7 +229,7 @@ def test_a_bug_in_a_verifier_keeps_its_traceback(folder):
         training.run(["--dataset_name", "./data", "--reward_funcs", "own_module.buggy", *own, *ON_CPU, *SMALL])
 
 
-def test_the_traceback_of_a_mistake_is_shown_on_request(folder, monkeypatch):
-    monkeypatch.setenv(mistakes.TRACEBACK, "1")
+def test_traceback_of_a_user_error_is_shown_on_request(folder, monkeypatch):
+    monkeypatch.setenv(errors.TRACEBACK, "1")
     with pytest.raises(ValueError, match="`steps` must be at least 1"):
         cli.main(["credit-quickstart", "--steps", "0"])

@@ -1,0 +1,114 @@
+"""One-line reports of user errors; bugs keep their traceback.
+
+`CREDIT_TRL_TRACEBACK=1` shows the traceback of user errors too. With several processes, each records its error for the
+launcher, which reports one of them last, below the errors of processes that lost their peer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from signal import SIGTERM
+from typing import TYPE_CHECKING
+
+from yaml import YAMLError
+
+from credit_trl.sandbox import SandboxError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+TRACEBACK = "CREDIT_TRL_TRACEBACK"
+
+# Exception types that may report a user error: a wrong value, name, file, module, sandbox or YAML.
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError, SandboxError, YAMLError)
+
+_PACKAGE = Path(__file__).parents[1]
+_VALIDATING = [_PACKAGE, *(Path(find_spec(name).origin).parent for name in ("trl", "transformers"))]
+_INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+
+
+def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
+    """Print an error without its traceback, with the line of the user's own files that raised it, if any.
+
+    Args:
+        command: The command, such as `trl credit`.
+        error: One of `USER_ERRORS`.
+        code: The exit code to return.
+
+    Returns:
+        `code`.
+    """
+    if os.environ.get(TRACEBACK) == "1":
+        raise error
+    place = _user_line(error)
+    print(f"{command}: error: {error}{f' ({place})' if place else ''}", file=sys.stderr)
+    return code
+
+
+def report_failed_process(command: str, error: ChildFailedError) -> int:
+    """Print why a run of several processes failed.
+
+    A user error takes precedence over a killed process, and that over other exceptions; ties go to the earliest.
+
+    Args:
+        command: The command, such as `trl credit`.
+        error: The launcher's error.
+
+    Returns:
+        The exit code of the reported process, or 128 + n if signal n ended it, as a shell returns.
+    """
+
+    def order(rank: int) -> tuple[int, float]:
+        failure = error.failures[rank]
+        kinds = {2: 0, 1: 2, -SIGTERM: 3}  # user error, (killed,) exception, ended by the launcher
+        file = Path(failure.error_file)
+        return kinds.get(failure.exitcode, 1), file.stat().st_mtime if file.is_file() else failure.timestamp
+
+    rank = min(error.failures, key=order)
+    failure = error.failures[rank]
+    reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+    print(f"{command}: error: process {rank} failed: {reason}", file=sys.stderr)
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean --steps?` for the known name most similar to `name`, or an empty string."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def ignore_future_warnings() -> None:
+    """Ignore transformers' `FutureWarning`s about names that TRL uses. A user of the commands cannot act on them."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether an exception reports a user error.
+
+    True for errors of files, YAML and the sandbox, and for a `raise` statement of this package, TRL or transformers.
+    Exceptions of other code, such as a verifier, and exceptions without a `raise` statement are bugs.
+    """
+    if isinstance(error, OSError | SandboxError | YAMLError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not (frames[-1].line or "").startswith("raise "):
+        return False
+    return any(Path(frames[-1].filename).is_relative_to(folder) for folder in _VALIDATING)
+
+
+def _user_line(error: BaseException) -> str:
+    """`my_verifier.py, line 12`: the innermost frame in a file that is not installed, or an empty string."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        installed = any(path.is_relative_to(folder) for folder in (_PACKAGE, *_INSTALLED))
+        if path.is_file() and not installed and path.name not in ("trl", "credit-trl"):  # the scripts in bin/
+            return f"{path.name}, line {frame.lineno}"
+    return ""
