@@ -22,7 +22,7 @@ from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
-_PASSES_OF_GROUP = 4
+PASSES_PER_GROUP = 4
 # Layer types that keep packed sequences apart; a recurrent layer would carry its state across them.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -128,7 +128,7 @@ def token_states(
     }
     groups = [
         (group, list(passes([s for i in group for s in sequences[i]], config)))
-        for group in _groups(sequences, _PASSES_OF_GROUP * config.batch_tokens)
+        for group in _groups(sequences, PASSES_PER_GROUP * config.batch_tokens)
     ]
     count = sum(len(of_group) for _, of_group in groups)
     idle = teacher.most_batches(count) - count  # a collective: every process calls it before its passes

@@ -1,4 +1,4 @@
-"""`trl credit-plan`: what it prints, what it refuses, and that it agrees with `trl credit` about its arguments."""
+"""`trl credit-plan`: output, errors, and the same arguments as `trl credit`; counts of tokens and operations."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def plan(capsys, *line):
     return code, captured.out, captured.err
 
 
-def test_a_run_that_fits_is_told_by_phase(capsys):
+def test_a_run_that_fits_prints_memory_by_phase(capsys):
     code, out, _ = plan(capsys, *LINE, "--gpu", "a100-80gb", "--attn_implementation", "flash_attention_2")
     assert code == 0
-    for word in ("rollout", "scores", "update", "weights", "optimizer", "reference", "generated", "It fits"):
+    for word in ("rollout", "scores", "update", "weights", "optimizer", "teacher", "generated", "It fits"):
         assert word in out, word
     code, out, _ = plan(capsys, *LINE, "--json")
-    told = json.loads(out)
+    printed = json.loads(out)
     assert code == 0
-    assert told["parameters"] == 596_049_920
-    assert told["memory"]["peak"] <= told["usable"]
-    assert told["tokens"]["generated"] == 64 * 256
+    assert printed["parameters"] == 596_049_920
+    assert printed["memory"]["peak"] <= printed["usable"]
+    assert printed["tokens"]["generated"] == 64 * 256
 
 
-def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would(capsys):
+def test_a_run_that_does_not_fit_prints_changes_that_fit(capsys):
     line = [
         "--model_name_or_path",
         "Qwen/Qwen3-8B",
@@ -50,7 +50,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would(capsys):
     assert out.rstrip().splitlines()[-1].startswith("  ")
     code, out, _ = plan(capsys, *LINE, "--gpu_memory", "1")
     assert code == 1
-    assert "No change known here is enough" in out
+    assert "No known change is enough" in out
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_mistakes_are_one_line(capsys, line, message):
     assert message in err
 
 
-def test_a_configuration_file_and_an_accelerate_file_are_read_as_the_run_would(tmp_path, capsys):
+def test_configuration_and_accelerate_files_are_read(tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(
         "model_name_or_path: Qwen/Qwen3-0.6B\nbf16: false\ngeneration_batch_size: 64\naccelerate_config: zero2\n"
@@ -82,8 +82,8 @@ def test_a_configuration_file_and_an_accelerate_file_are_read_as_the_run_would(t
     assert (launcher["num_processes"], mixed) == (4, True)
 
 
-def test_batches_are_those_of_the_launchers_processes(tmp_path):
-    """As TRL computes them on each of these; the machine that plans is one."""
+def test_batches_are_computed_for_the_launched_processes(tmp_path):
+    """TRL computes them from the number of processes, which is one on the planning machine."""
     sizes = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "32")
     line = ["--model_name_or_path", "Qwen/Qwen3-8B", *sizes]
     training, *_ = parse_run([*line, "--accelerate_config", "fsdp2", "--num_processes", "8"])
@@ -92,7 +92,7 @@ def test_batches_are_those_of_the_launchers_processes(tmp_path):
     assert alone.generation_batch_size == 64
     small = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4", "--num_processes", "8"]
     training, *_ = parse_run(["--model_name_or_path", "Qwen/Qwen3-8B", *small])
-    assert training.generation_batch_size == 32  # of four micro-batches alone no group of eight could be made
+    assert training.generation_batch_size == 32  # one process would have 4 rollouts, less than a group
     config = tmp_path / "run.yaml"
     config.write_text("num_processes: 2\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 4\n")
     training, _, launcher, _ = parse_run(["--config", str(config)])
@@ -104,7 +104,7 @@ def run_of(*words, gpu="h20"):
     return make_setup(training, model, launcher, GPUS[gpu], mixed=mixed)
 
 
-def test_tokens_and_operations_are_counted_by_hand():
+def test_tokens_and_operations_equal_counts_by_hand():
     shape = load_shape("Qwen/Qwen3-0.6B")
     setup = run_of("--contrastive_count", "3", "--gradient_checkpointing", "true")
     work = work_of(shape, setup, Lengths(prompt=10, completion=100, context=50))
@@ -115,10 +115,10 @@ def test_tokens_and_operations_are_counted_by_hand():
     assert one.seconds["scores"] == pytest.approx(work.seconds["scores"] / 8)
 
 
-def test_time_grows_by_the_same_for_every_contrast_as_in_the_papers_ablation():
-    """Table 2: 481 s at C = 2, 607 s at C = 8, 765 s at C = 16; 21.0 and 19.8 s a contrast.
+def test_time_per_contrast_is_that_of_the_papers_ablation():
+    """Table 2: 481 s at C = 2, 607 s at C = 8, 765 s at C = 16; 21.0 and 19.8 s per contrast.
 
-    The paper gives no lengths; 2,800 tokens of context and answer, which its curves allow, explain the slope.
+    The paper gives no lengths; 2,800 tokens of context and completion are consistent with its curves.
     """
     shape, seconds = load_shape("Qwen/Qwen3-8B"), {}
     for count in (2, 8, 16):
@@ -137,22 +137,22 @@ def test_time_grows_by_the_same_for_every_contrast_as_in_the_papers_ablation():
     assert slopes[0] == pytest.approx(20.4, rel=0.1)
 
 
-def test_a_sharded_model_is_gathered_for_every_pass_and_a_replicated_one_never():
+def test_only_a_sharded_model_is_gathered_for_every_pass():
     shape = load_shape("Qwen/Qwen3-0.6B")
     lengths = Lengths(10, 100, 50)
     setup = replace(run_of(), processes=8, per_device=2, accumulation=4)
     sharded = work_of(shape, replace(setup, strategy="fsdp2"), lengths).moved
-    copied = work_of(shape, replace(setup, strategy="ddp"), lengths).moved
-    assert copied["scores"] == 0.0
+    replicated = work_of(shape, replace(setup, strategy="ddp"), lengths).moved
+    assert replicated["scores"] == 0.0
     assert sharded["scores"] > shape.parameters * 2 * 7 / 8
-    assert sharded["update"] > copied["update"] > 0.0
+    assert sharded["update"] > replicated["update"] > 0.0
 
 
-def test_an_adapted_coefficient_is_planned_for_as_a_fixed_one(capsys):
-    told = {}
+def test_an_adaptive_coefficient_costs_the_same_as_a_fixed_one(capsys):
+    printed = {}
     for given in (("0.1",), ("auto", "--contrastive_auto_level", "0.05"), ("0",)):
         code, out, _ = plan(capsys, *LINE, "--contrastive_coef", *given, "--json")
         assert code == 0
-        told[given[0]] = json.loads(out)
-    assert told["auto"] == told["0.1"]
-    assert told["auto"]["tokens"] != told["0"]["tokens"]  # without contrast there is less to score
+        printed[given[0]] = json.loads(out)
+    assert printed["auto"] == printed["0.1"]
+    assert printed["auto"]["tokens"] != printed["0"]["tokens"]  # without contrast there is less to score

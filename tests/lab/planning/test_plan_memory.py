@@ -1,4 +1,4 @@
-"""What the plan says lies on a GPU is what tiny runs really hold, in bytes."""
+"""Planned bytes against the tensors of tiny runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trl import ModelConfig
 from credit_trl import CreditTrainer
 from credit_trl.lab.planning import memory
 from credit_trl.lab.planning.fit import CHANGES, changes_that_fit, fits
-from credit_trl.lab.planning.setup import GIB, GPUS, make_setup
+from credit_trl.lab.planning.setup import GIB, GPUS, Lora, Vllm, make_setup
 from credit_trl.lab.planning.shape import load_shape
 from tiny import length_verdicts
 
@@ -28,7 +28,7 @@ def shape_of(model, folder):
 
 
 class Held(TrainerCallback):
-    """Bytes of gradients and optimizer at the step."""
+    """Bytes of gradients and optimizer state at the step."""
 
     def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
         self.gradients = size(p.grad for p in model.parameters() if p.grad is not None)
@@ -49,7 +49,7 @@ LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj
     ],
 )
 @pytest.mark.parametrize("kind", ["ema", "base", "live"])
-def test_weights_gradients_optimizer_reference_and_scores_are_exact(
+def test_bytes_of_training_state_and_scores_are_exact(
     make_model, make_config, tokenizer, dataset, tmp_path, options, kind
 ):
     described = ModelConfig(**options)
@@ -75,18 +75,18 @@ def test_weights_gradients_optimizer_reference_and_scores_are_exact(
     trainer._score = record
     trainer.train()
 
-    own = 0 if kind == "live" else size(trainer.teacher.named_weights().values())
-    assert memory.teacher(shape, setup) == own
+    stored_teacher = 0 if kind == "live" else size(trainer.teacher.named_weights().values())
+    assert memory.teacher_bytes(shape, setup) == stored_teacher
     policy = size(p for name, p in trainer.model.named_parameters() if ".teacher" not in name)
-    assert memory.weights(shape, setup) == policy
-    assert memory.gradients(shape, setup) == held.gradients
-    assert memory.optimizer(shape, setup) == held.optimizer
-    assert stored["support_ids"].shape[1] == setup.completion  # else the prediction is of longer ones
-    assert memory.scores(setup) == size(stored.values())
+    assert memory.policy_bytes(shape, setup) == policy
+    assert memory.gradient_bytes(shape, setup) == held.gradients
+    assert memory.optimizer_state_bytes(shape, setup) == held.optimizer
+    assert stored["support_ids"].shape[1] == setup.completion  # the longest completion reaches the maximum length
+    assert memory.score_bytes(setup) == size(stored.values())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_right_to_a_quarter(make_model, tmp_path, checkpointing):
+def test_activations_are_within_a_quarter(make_model, tmp_path, checkpointing):
     model = make_model(hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4)
     shape = shape_of(model, tmp_path)
     if checkpointing:
@@ -99,7 +99,7 @@ def test_activations_are_right_to_a_quarter(make_model, tmp_path, checkpointing)
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             saved[storage.data_ptr()] = storage.nbytes()
-        kept.append(tensor)  # so that no address is used twice
+        kept.append(tensor)  # so that no address is reused
         return tensor
 
     tokens = (2, 384)
@@ -107,7 +107,7 @@ def test_activations_are_right_to_a_quarter(make_model, tmp_path, checkpointing)
         model.model(input_ids=torch.randint(0, 200, tokens), use_cache=False)
     elements = shape.hidden if checkpointing else shape.layer_elements
     predicted = 4 * tokens[0] * tokens[1] * shape.layers * elements
-    constant = 4 * tokens[0] * tokens[1] * 2 * 16 * shape.layers  # rotary tables, which the layers share
+    constant = 4 * tokens[0] * tokens[1] * 2 * 16 * shape.layers  # rotary tables, which layers share
     assert predicted == pytest.approx(sum(saved.values()) - (constant if checkpointing else 0), rel=0.25)
 
 
@@ -120,11 +120,11 @@ def test_activations_are_right_to_a_quarter(make_model, tmp_path, checkpointing)
         ("Olmo-3-7B-Instruct", 7.30e9),
     ],
 )
-def test_the_sizes_that_are_brought_give_the_published_parameter_counts(name, parameters):
+def test_packaged_sizes_give_the_published_parameter_counts(name, parameters):
     assert load_shape(name).parameters == pytest.approx(parameters, rel=0.01)
 
 
-def test_an_adapter_has_as_many_parameters_as_peft_makes(make_model, tmp_path):
+def test_adapter_parameters_equal_those_of_peft(make_model, tmp_path):
     from peft import get_peft_model
 
     shape = shape_of(make_model(), tmp_path)
@@ -133,7 +133,7 @@ def test_an_adapter_has_as_many_parameters_as_peft_makes(make_model, tmp_path):
             config = LoraConfig(r=3, target_modules=targets, use_dora=dora, task_type="CAUSAL_LM")
             trained = get_peft_model(make_model(), config).get_nb_trainable_parameters()[0]
             names = [targets] if isinstance(targets, str) else targets
-            assert shape.adapter_parameters(3, names, dora) == trained
+            assert shape.adapter_parameters(Lora(3, names, dora)) == trained
 
 
 def setup_of(make_config, **changes):
@@ -144,16 +144,16 @@ def setup_of(make_config, **changes):
 def test_sharding_divides_what_each_strategy_shards(make_config):
     shape = load_shape("Qwen/Qwen3-0.6B")
     whole = memory.memory_of(shape, setup_of(make_config))
-    for strategy, divided in {"fsdp2": ("weights", "reference"), "zero3": ("reference",)}.items():
+    for strategy, divided in {"fsdp2": ("weights", "teacher"), "zero3": ("teacher",)}.items():
         sharded = memory.memory_of(shape, setup_of(make_config, strategy=strategy, processes=8)).steady
         for name in divided:
             assert sharded[name] == -(-whole.steady[name] // 8), (strategy, name)
     ddp = memory.memory_of(shape, setup_of(make_config, strategy="ddp", processes=8))
     assert ddp.steady["weights"] == whole.steady["weights"]
     zero2 = setup_of(make_config, strategy="zero2", processes=8)
-    # fp32 masters and two moments a parameter, over eight
-    assert memory.optimizer(shape, zero2) == -(-12 * shape.parameters // 8)
-    assert memory.weights(shape, zero2) == 2 * shape.parameters
+    # fp32 weights and two moments per parameter, over eight processes
+    assert memory.optimizer_state_bytes(shape, zero2) == -(-12 * shape.parameters // 8)
+    assert memory.policy_bytes(shape, zero2) == 2 * shape.parameters
 
 
 def test_every_change_lowers_the_peak_where_it_applies(make_config):
@@ -161,15 +161,13 @@ def test_every_change_lowers_the_peak_where_it_applies(make_config):
     base = setup_of(
         make_config,
         checkpointing=False,
-        vllm="colocate",
-        vllm_share=0.9,
-        vllm_sleeps=False,
+        vllm=Vllm("colocate", 0.9, sleeps=False),
         flash=False,
         per_device=8,
         scoring_tokens=2**17,
     )
     setups = [base, replace(base, vllm=None, completion=16384), replace(base, strategy="ddp", processes=2)]
-    setups += [replace(setup, vllm=None, lora_rank=8, weight_bytes=4) for setup in setups]
+    setups += [replace(setup, vllm=None, lora=Lora(8), weight_bytes=4) for setup in setups]
     for change in CHANGES:
         lowered = []
         for setup in setups:
@@ -177,37 +175,37 @@ def test_every_change_lowers_the_peak_where_it_applies(make_config):
             if changed is not None:
                 before, after = memory.memory_of(shape, setup), memory.memory_of(shape, changed)
                 lowered.append(any(after.total(phase) < before.total(phase) for phase in memory.PHASES))
-        assert any(lowered), change.words
+        assert any(lowered), change.setting
 
 
-def test_an_offloaded_reference_is_on_the_gpu_while_it_scores(make_config):
+def test_an_offloaded_teacher_is_on_the_gpu_while_it_scores(make_config):
     shape = load_shape("Qwen/Qwen3-8B")
     held = setup_of(make_config)
-    waits = replace(held, teacher_offload=True)
-    there, away = memory.memory_of(shape, held), memory.memory_of(shape, waits)
+    offloaded = replace(held, teacher_offload=True)
+    there, away = memory.memory_of(shape, held), memory.memory_of(shape, offloaded)
     saved = {phase: there.total(phase) - away.total(phase) for phase in memory.PHASES}
-    whole = memory.teacher(shape, held)
+    whole = memory.teacher_bytes(shape, held)
     assert whole == 4 * shape.parameters
     assert saved == {"rollout": whole, "scores": 0, "update": whole}
 
 
-def test_more_processes_train_on_the_same_batches(make_config):
-    """What is advised names all that it changes: followed as it stands, a step takes as many rollouts as before."""
+def test_more_processes_keep_the_rollouts_of_a_step(make_config):
+    """The change names all settings that keep the rollouts of an optimizer step."""
     shape = load_shape("Qwen/Qwen3-8B")
     one = setup_of(make_config, per_device=2, accumulation=32, generation_batch=64, checkpointing=True, flash=True)
     (words,) = changes_that_fit(shape, one)
     assert words == (
         "num_processes: 8, accelerate_config: fsdp2, per_device_train_batch_size: 2, gradient_accumulation_steps: 4"
     )
-    more = next(change for change in CHANGES if change.words.startswith("num_processes"))
+    more = next(change for change in CHANGES if change.setting.startswith("num_processes"))
     halved = more.apply(replace(one, accumulation=4))
     assert (halved.processes, halved.per_device, halved.accumulation) == (8, 1, 1)
-    assert more.apply(replace(one, accumulation=6)) is None  # 12 rollouts are no micro-batches of 8 processes
+    assert more.apply(replace(one, accumulation=6)) is None  # 12 rollouts do not split over 8 processes
     far = more.apply(replace(one, processes=8, strategy="fsdp2", accumulation=4))
     assert (far.processes, far.machines, far.accumulation, far.strategy) == (16, 2, 2, "fsdp2")
 
 
-def test_the_change_that_is_named_makes_the_run_fit_and_is_needed(make_config):
+def test_the_named_changes_make_the_run_fit(make_config):
     shape = load_shape("Qwen/Qwen3-8B")
     tight = setup_of(make_config, strategy="fsdp2", processes=8, checkpointing=False, flash=True)
     assert not fits(memory.memory_of(shape, tight), tight)
@@ -215,16 +213,16 @@ def test_the_change_that_is_named_makes_the_run_fit_and_is_needed(make_config):
     assert words
     applied = tight
     for change in CHANGES:
-        if any(word.startswith(change.words.split(":")[0]) for word in words):
+        if any(word.startswith(change.setting.split(":")[0]) for word in words):
             applied = change.apply(applied)
     assert fits(memory.memory_of(shape, applied), applied)
     small = replace(tight, gpu=replace(tight.gpu, memory=GIB))
     assert changes_that_fit(shape, small) is None
 
 
-def test_unknown_models_and_broken_files_are_named(tmp_path):
+def test_unknown_models_and_broken_files_are_errors(tmp_path):
     with pytest.raises(ValueError, match="--model_config"):
         load_shape("someone/unknown-1b")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="no model configuration"):
+    with pytest.raises(ValueError, match="is not a model configuration"):
         load_shape("x", tmp_path / "config.json")

@@ -1,4 +1,4 @@
-"""Every recipe has the paper's numbers, is planned to fit its machine, and runs on a tiny model."""
+"""Recipes: the paper's numbers, a plan that fits the machine, and a run on a tiny model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
 PAPERS = [recipe for recipe in RECIPES if "24gb" not in recipe.stem]
 
-# Table 3, column by column, in the paper's own terms.
+# Table 3 of the paper, column by column.
 BOTH = {
     "learning rate": 1e-6,
     "batch size (problems)": 32,
@@ -38,12 +38,12 @@ OTHERS = {"warmup": 10, "epochs": 3, "mini-batch": 32, "validation rollouts": 16
 
 
 def parsed(recipe, *more):
-    """What `trl credit` makes of a recipe on a machine without GPUs."""
+    """Arguments that `trl credit` parses from a recipe on a machine without GPUs."""
     line = ["--config", str(recipe), "--use_cpu", "true", "--bf16", "false", *more]
     return training.make_parser().parse_args_and_config(line, fail_with_unknown_args=False)
 
 
-def test_there_is_a_recipe_for_every_benchmark_and_model_of_the_paper():
+def test_every_benchmark_and_model_of_the_paper_has_a_recipe():
     names = [
         f"{task}_{m}" for task in ("livecodebench", "sciknoweval", "toolalpaca") for m in ("qwen3_8b", "olmo3_7b")
     ]
@@ -52,7 +52,7 @@ def test_there_is_a_recipe_for_every_benchmark_and_model_of_the_paper():
 
 
 @pytest.mark.parametrize("recipe", PAPERS, ids=lambda recipe: recipe.stem)
-def test_a_recipe_has_every_number_of_the_papers_table(recipe, monkeypatch):
+def test_a_recipe_has_the_numbers_of_the_papers_table(recipe, monkeypatch):
     monkeypatch.chdir(ROOT)
     script, config, model, _ = parsed(recipe)
     _, _, launcher, _ = parse_run(["--config", str(recipe)])
@@ -88,7 +88,7 @@ def test_a_recipe_has_every_number_of_the_papers_table(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_fits_its_machine_and_says_so(recipe, monkeypatch, capsys):
+def test_a_recipe_fits_its_machine(recipe, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     gpus = ["4090", "3090"] if "24gb" in recipe.stem else ["h20", "h100", "a100-80gb"]
     for gpu in gpus:
@@ -96,18 +96,18 @@ def test_a_recipe_fits_its_machine_and_says_so(recipe, monkeypatch, capsys):
     if recipe in PAPERS:
         line = ["--config", str(recipe), "--gpu", "h100", "--accelerate_config"]
         assert cli.main(["credit-plan", *line, "examples/accelerate/zero3_8gpu.yaml"]) == 0, capsys.readouterr().out
-        # ZeRO-2 keeps the weights and the average whole on every GPU.
+        # ZeRO-2 replicates the weights and the average on every GPU.
         assert cli.main(["credit-plan", *line, "examples/accelerate/zero2_8gpu.yaml"]) == 1
-        assert "It would with:" in capsys.readouterr().out
+        assert "It fits with:" in capsys.readouterr().out
     capsys.readouterr()
-    # One GPU of 24 GB is refused the paper's run, with what would make it fit.
+    # The paper's runs do not fit one GPU of 24 GB.
     if recipe in PAPERS:
         assert cli.main(["credit-plan", "--config", str(recipe), "--gpu", "4090"]) == 1
-        assert "It would with:" in capsys.readouterr().out
+        assert "It fits with:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["fsdp2_8gpu", "zero2_8gpu", "zero3_8gpu"])
-def test_accelerate_takes_the_files_on_one_node_and_on_two(name):
+def test_accelerate_accepts_its_files_on_one_and_two_nodes(name):
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     path = ROOT / "examples" / "accelerate" / f"{name}.yaml"
@@ -131,8 +131,8 @@ def test_accelerate_takes_the_files_on_one_node_and_on_two(name):
             assert str(args.zero_stage) == name[4]
 
 
-def test_the_slurm_script_keeps_the_rollouts_of_a_step_on_any_number_of_nodes(tmp_path):
-    """Its own arithmetic, with Slurm's commands replaced by ones that say what they were given."""
+def test_the_slurm_script_keeps_the_rollouts_of_a_step(tmp_path):
+    """The script's arithmetic for several numbers of nodes, with Slurm's commands replaced by ones that print."""
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "scontrol").write_text("#!/bin/sh\necho node-a\necho node-b\n")
@@ -154,14 +154,16 @@ def test_the_slurm_script_keeps_the_rollouts_of_a_step_on_any_number_of_nodes(tm
             "SLURM_CPUS_PER_TASK": "48",
         }
         line = ["bash", "examples/slurm/credit.sbatch", recipe, "--seed", "3", *further]
-        said = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30, check=False)
+        finished = subprocess.run(
+            line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30, check=False
+        )
         if not accumulation:
-            assert said.returncode == 2
-            assert "add --per_device_train_batch_size with less" in said.stderr
+            assert finished.returncode == 2
+            assert "add --per_device_train_batch_size with less" in finished.stderr
             continue
-        assert said.returncode == 0
-        assert "CPUs 48" in said.stderr  # which srun takes from nowhere else since 22.05
-        words = said.stdout.split()
+        assert finished.returncode == 0
+        assert "CPUs 48" in finished.stderr  # srun does not inherit it since Slurm 22.05
+        words = finished.stdout.split()
         assert words[:3] == ["credit", "--config", recipe]
         given = dict(zip(words[1::2], words[2::2], strict=further != joined))
         assert given["--gradient_accumulation_steps"] == accumulation
@@ -173,7 +175,7 @@ def test_the_slurm_script_keeps_the_rollouts_of_a_step_on_any_number_of_nodes(tm
         )
 
 
-# What a machine without GPUs cannot have, and lengths and counts that take seconds.
+# Overrides for a machine without GPUs, with lengths and counts that take seconds.
 SMALL = """
     --use_cpu true --bf16 false --use_vllm false --attn_implementation sdpa --max_steps 2 --num_train_epochs 1
     --generation_batch_size 8 --num_generations 4 --per_device_train_batch_size 4 --gradient_accumulation_steps 1
@@ -247,7 +249,7 @@ def test_the_qlora_recipe_trains_an_adapter_on_four_bits(tmp_path, monkeypatch):
     recipe, model, run = ROOT / "examples" / "recipes" / "qlora_24gb.yaml", tmp_path / "model", tmp_path / "run"
     tokenizer = build_tokenizer()
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "max_position_embeddings": 8192}
-    build_model(tokenizer, **sizes).save_pretrained(model)  # it quantises blocks of 64 weights
+    build_model(tokenizer, **sizes).save_pretrained(model)  # bitsandbytes quantizes blocks of 64 weights
     tokenizer.save_pretrained(model)
     line = [*SMALL, "--model_name_or_path", str(model), "--output_dir", str(run), *data_of(recipe, tmp_path)]
     line[line.index("--load_in_4bit") + 1] = "true"
@@ -259,7 +261,7 @@ def test_the_qlora_recipe_trains_an_adapter_on_four_bits(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data (../shared/data) are not there")
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs the data sets in ../shared/data")
 @pytest.mark.parametrize("domain", ["biology", "chemistry", "material", "physics"])
 def test_the_science_recipe_runs_on_the_real_questions(tiny_directory, tmp_path, monkeypatch, domain):
     monkeypatch.chdir(ROOT)
@@ -270,7 +272,7 @@ def test_the_science_recipe_runs_on_the_real_questions(tiny_directory, tmp_path,
     line += ["--task", f"sciknoweval:{domain}", "--dataset_path", str(train)]
     if held_out.is_file():
         line += ["--eval_dataset_path", str(held_out)]
-    else:  # of two domains the shared data have no test part: the rows of the other, as they are
+    else:  # two domains have no test split
         line += ["--dataset_test_split", "all"]
     training.main(*parsed(recipe, *line))
     assert json.loads((tmp_path / "summary.json").read_text())["evaluations"] == 3

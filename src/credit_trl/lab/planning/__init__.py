@@ -1,4 +1,4 @@
-"""What a run will need, before any weight is loaded: memory by phase, tokens, time, and what to change.
+"""Plans a run without loading weights: memory by phase, tokens, time, and changes of settings that make it fit.
 
-shape (how large the model is) + setup (what runs where) → memory, work → fit → report
+shape (size of the model) + setup (configuration and hardware) → memory, work → fit → report
 """

@@ -1,30 +1,33 @@
-"""What lies on one GPU in each phase of a step, in bytes.
+"""Bytes on one GPU in each phase of a step.
 
-What lies there all the time (weights, optimizer, teacher, scores) and the gradients are counted exactly and tested
-against real tensors. Activations are counted from shapes. What a phase adds is gone in the next.
+Weights, gradients, optimizer state, teacher and scores are exact and tested against real tensors. Activations are
+estimated from shapes. What a phase allocates is free in the next one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
+
+import torch
 
 from credit_trl.lab.planning.setup import GIB, Setup
 from credit_trl.lab.planning.shape import Shape
+from credit_trl.loss.scoring import stored_layout
+from credit_trl.teacher.passes import PASSES_PER_GROUP
 
 PHASES = ("rollout", "scores", "update")
 
-# CUDA context, NCCL's buffers, cuBLAS workspaces: what nvidia-smi shows of an idle rank.
+# CUDA context, NCCL buffers and cuBLAS workspaces.
 RUNTIME = int(1.5 * GIB)
-# Share of a GPU that the allocator loses to fragments.
-FRAGMENTS = 0.03
-# `scoring._PASSES_OF_GROUP`: hidden states of so many passes are held at once.
-_HELD_PASSES = 4
+# Share of a GPU that the allocator loses to fragmentation.
+FRAGMENTATION = 0.03
 # DeepSpeed's `reduce_bucket_size` and `allgather_bucket_size`, in elements.
 _ZERO_BUCKET = 500_000_000
-# Rows that `kernels.chunks` needs at least to be of use, of the 4,096 that it takes where there is room.
-_ROWS = 256
-# What bitsandbytes keeps for 64 quantised weights: an absmax, itself quantised.
-_QUANTISATION_OVERHEAD = 1.016
+# Tokens of a logits chunk in short memory; `loss.blocks` takes up to 4,096 if there is room.
+_CHUNK_TOKENS = 256
+# bitsandbytes stores a quantized absmax for every 64 quantized weights.
+_QUANTIZATION_OVERHEAD = 1.016
 
 
 @dataclass(frozen=True)
@@ -32,113 +35,107 @@ class Memory:
     """Bytes on one GPU.
 
     Args:
-        steady: there in every phase.
-        phases: what each phase adds.
+        steady: allocated in every phase, by name.
+        phases: allocated in one phase only, by phase and name.
     """
 
     steady: dict[str, int]
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def total(self, phase: str) -> int:
+        """Bytes of a phase."""
         return sum(self.steady.values()) + sum(self.phases[phase].values())
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase that needs most, and how much that is."""
+        """The phase that needs most memory, and its bytes."""
         phase = max(self.phases, key=self.total)
         return phase, self.total(phase)
 
 
 def memory_of(shape: Shape, setup: Setup) -> Memory:
-    """What one GPU holds."""
+    """Memory of one GPU."""
+    teacher = teacher_bytes(shape, setup)
     steady = {
         "runtime": RUNTIME,
-        "weights": weights(shape, setup),
-        "optimizer": optimizer(shape, setup),
-        "teacher": 0 if setup.teacher_offload else teacher(shape, setup),
-        "scores": scores(setup),
+        "weights": policy_bytes(shape, setup),
+        "optimizer": optimizer_state_bytes(shape, setup),
+        "teacher": 0 if setup.teacher_offload else teacher,
+        "scores": score_bytes(setup),
     }
-    phases = {"rollout": _rollout(shape, setup), "scores": _scoring(shape, setup), "update": _update(shape, setup)}
-    if setup.vllm == "colocate" and not setup.vllm_sleeps:
+    phases = {"rollout": _rollout(shape, setup), "scores": _scores(shape, setup), "update": _update(shape, setup)}
+    if setup.vllm and setup.vllm.mode == "colocate" and not setup.vllm.sleeps:
         for phase in ("scores", "update"):
             phases[phase]["vLLM"] = phases["rollout"]["vLLM"]
-    if setup.teacher_offload:  # it comes back to score
-        phases["scores"]["teacher"] = teacher(shape, setup)
+    if setup.teacher_offload:
+        phases["scores"]["teacher"] = teacher
     if not setup.distills:
         phases["scores"] = {}
     return Memory(steady, phases)
 
 
-# ------------------------------------------------------------------ what lies there
+# ------------------------------------------------------------------ steady
 
 
-def trainable(shape: Shape, setup: Setup) -> int:
-    """Parameters that have gradients."""
-    if not setup.lora_rank:
-        return shape.parameters
-    return shape.adapter_parameters(setup.lora_rank, setup.lora_targets, setup.dora)
+def trainable_parameters(shape: Shape, setup: Setup) -> int:
+    """Number of parameters with a gradient."""
+    return shape.adapter_parameters(setup.lora) if setup.lora else shape.parameters
 
 
-def weights(shape: Shape, setup: Setup) -> int:
-    """The policy's own, adapters included. DeepSpeed computes in a bf16 copy of fp32 masters (see `optimizer`)."""
-    size = 2 if setup.strategy in ("zero2", "zero3") and setup.compute_bytes == 2 else setup.weight_bytes
-    total = shape.parameters * size
-    if setup.bits:
-        quantised = shape.quantisable
-        total = (shape.parameters - quantised) * setup.weight_bytes
-        total += int(quantised * setup.bits / 8 * _QUANTISATION_OVERHEAD)
-    if setup.lora_rank:
-        total += trainable(shape, setup) * _adapter_bytes(setup)
+def policy_bytes(shape: Shape, setup: Setup) -> int:
+    """Weights of the policy, adapter included; with DeepSpeed the bf16 copy (see `optimizer_state_bytes`)."""
     if setup.parameter_offload:
         return 0
-    return _shard(total, setup.shards_weights, setup)
+    total = shape.parameters * (2 if setup.has_bf16_copy else setup.weight_bytes)
+    if setup.bits:
+        quantized = int(shape.quantizable * setup.bits / 8 * _QUANTIZATION_OVERHEAD)
+        total = (shape.parameters - shape.quantizable) * setup.weight_bytes + quantized
+    if setup.lora:
+        total += trainable_parameters(shape, setup) * _adapter_bytes(setup)
+    return _per_process(total, setup.shards_weights, setup)
 
 
-def gradients(shape: Shape, setup: Setup) -> int:
-    """One a trainable parameter, until the step; DDP keeps the buckets that it reduces beside them."""
-    size = _adapter_bytes(setup) if setup.lora_rank else setup.weight_bytes
-    if setup.strategy in ("zero2", "zero3") and setup.compute_bytes == 2:
-        size = 2
+def gradient_bytes(shape: Shape, setup: Setup) -> int:
+    """One gradient per trainable parameter, kept until the step; DDP keeps buckets of the same size beside them."""
+    size = 2 if setup.has_bf16_copy else _adapter_bytes(setup) if setup.lora else setup.weight_bytes
     copies = 2 if setup.strategy == "ddp" else 1
-    return copies * _shard(trainable(shape, setup) * size, setup.shards_optimizer, setup)
+    return copies * _per_process(trainable_parameters(shape, setup) * size, setup.shards_optimizer, setup)
 
 
-def optimizer(shape: Shape, setup: Setup) -> int:
-    """Adam's moments, and DeepSpeed's fp32 masters."""
+def optimizer_state_bytes(shape: Shape, setup: Setup) -> int:
+    """Moments of the optimizer, and DeepSpeed's fp32 weights."""
     if setup.optimizer_offload or (setup.parameter_offload and setup.strategy == "fsdp2"):
         return 0
-    size = setup.optimizer_bytes
-    if setup.strategy in ("zero2", "zero3") and setup.compute_bytes == 2:
-        size += 4
-    return _shard(trainable(shape, setup) * size, setup.shards_optimizer, setup)
+    size = setup.optimizer_bytes + (4 if setup.has_bf16_copy else 0)
+    return _per_process(trainable_parameters(shape, setup) * size, setup.shards_optimizer, setup)
 
 
-def teacher(shape: Shape, setup: Setup) -> int:
-    """π_ref: an fp32 average, of the adapter only with LoRA. `"base"` is a copy as it was loaded."""
+def teacher_bytes(shape: Shape, setup: Setup) -> int:
+    """Weights of π_ref: an fp32 average, with LoRA of the adapter only; for `"base"`, a copy of the loaded weights."""
     if not setup.distills or setup.teacher == "live":
         return 0
-    size = 4 if setup.teacher == "ema" else setup.weight_bytes
-    count = trainable(shape, setup) if setup.lora_rank else shape.parameters
-    if setup.lora_rank and setup.strategy in ("zero2", "zero3"):  # the average is whole, beside the model's adapter
-        return 4 * count + _shard(count * setup.compute_bytes, setup.shards_weights, setup)
-    return _shard(count * (4 if setup.lora_rank else size), setup.shards_weights, setup)
+    count = trainable_parameters(shape, setup)
+    if setup.lora and setup.strategy in ("zero2", "zero3"):  # a replicated average beside the model's adapter
+        return 4 * count + _per_process(count * setup.compute_bytes, setup.shards_weights, setup)
+    size = 4 if setup.lora or setup.teacher == "ema" else setup.weight_bytes
+    return _per_process(count * size, setup.shards_weights, setup)
 
 
-def scores(setup: Setup) -> int:
-    """What `scoring` stores for a generation batch: ids, f and Ĝ of the support and the tail, five numbers a token."""
-    if not (setup.distills and setup.stores_scores):
+def score_bytes(setup: Setup) -> int:
+    """Scores that are stored for a generation batch (`loss.scoring.stored_layout`)."""
+    if not setup.distills or setup.support.in_step:
         return 0
-    per_token = 4 * setup.topk + 2 * 4 * (setup.topk + 1) + 3 * 4
+    per_token = sum(dtype.itemsize * prod(tail) for _, dtype, tail in stored_layout(setup.support, torch.float32))
     return setup.rollouts * setup.completion * per_token
 
 
-# ------------------------------------------------------------------ what a phase adds
+# ------------------------------------------------------------------ phases
 
 
 def _rollout(shape: Shape, setup: Setup) -> dict[str, int]:
-    if setup.vllm == "colocate":
-        return {"vLLM": int(setup.vllm_share * setup.gpu.memory)}
-    if setup.vllm == "server":
+    if setup.vllm and setup.vllm.mode == "colocate":
+        return {"vLLM": int(setup.vllm.share * setup.gpu.memory)}
+    if setup.vllm:
         return {"weights to send": 2 * shape.largest_layer * setup.weight_bytes}
     tokens = setup.rollouts * (setup.prompt + setup.completion)
     return {
@@ -148,55 +145,51 @@ def _rollout(shape: Shape, setup: Setup) -> dict[str, int]:
     }
 
 
-def _scoring(shape: Shape, setup: Setup) -> dict[str, int]:
-    """Forward passes without gradients: one layer's activations, hidden states of a group, a chunk of logits."""
+def _scores(shape: Shape, setup: Setup) -> dict[str, int]:
+    """Forward passes without gradient: activations of one layer, hidden states of a group, a chunk of logits."""
     longest = setup.context + setup.completion
     tokens = max(setup.scoring_tokens, longest)
+    held = min(PASSES_PER_GROUP * tokens, setup.rollouts * (1 + setup.contrasts) * setup.completion)
+    layer = tokens * shape.layer_elements * setup.compute_bytes // 2
     return {
-        "gathered weights": _gathered(shape, setup),
-        "activations": tokens * shape.layer_elements * setup.compute_bytes // 2
-        + _mask(tokens // longest, longest, setup),
-        "hidden states": min(_HELD_PASSES * tokens, setup.rollouts * (1 + setup.contrasts) * setup.completion)
-        * shape.hidden
-        * setup.compute_bytes,
+        "gathered weights": _gathered_bytes(shape, setup),
+        "activations": layer + _mask_bytes(tokens // longest, longest, setup),
+        "hidden states": held * shape.hidden * setup.compute_bytes,
         "head": shape.head * 4 if setup.shards_weights else 0,
-        "logits chunk": _ROWS * shape.vocabulary * 4 * (2 if setup.contrasts else 1),
+        "logits chunk": _CHUNK_TOKENS * shape.vocabulary * 4 * (2 if setup.contrasts else 1),
     }
 
 
 def _update(shape: Shape, setup: Setup) -> dict[str, int]:
-    """One micro-batch forward and backward."""
+    """Forward and backward pass of one micro-batch."""
     length = setup.prompt + setup.completion
-    tokens = setup.per_device * length
-    stored = shape.layers * (shape.hidden if setup.checkpointing else shape.layer_elements)
-    recomputed = shape.layer_elements if setup.checkpointing else 0
-    has_head_gradient = not setup.lora_rank
+    elements = shape.layers * (shape.hidden if setup.checkpointing else shape.layer_elements)
+    elements += shape.layer_elements if setup.checkpointing else 0  # the recomputed layer
+    activations = setup.per_device * length * elements * setup.compute_bytes
     return {
-        "gradients": gradients(shape, setup),
-        "gathered weights": _gathered(shape, setup),
-        "activations": tokens * (stored + recomputed) * setup.compute_bytes + _mask(setup.per_device, length, setup),
-        "head": shape.head * 4 * (1 if has_head_gradient else 0),
-        "logits chunk": _ROWS * shape.vocabulary * 4 * 2,
+        "gradients": gradient_bytes(shape, setup),
+        "gathered weights": _gathered_bytes(shape, setup),
+        "activations": activations + _mask_bytes(setup.per_device, length, setup),
+        "head": 0 if setup.lora else shape.head * 4,  # its gradient
+        "logits chunk": _CHUNK_TOKENS * shape.vocabulary * 4 * 2,
         "buckets": 2 * 2 * min(_ZERO_BUCKET, shape.parameters) if setup.strategy == "zero2" else 0,
     }
 
 
-def _gathered(shape: Shape, setup: Setup) -> int:
-    """What a sharded model holds whole while it computes: the layer at work, the next one, and all outside layers."""
-    if not setup.shards_weights:
-        return 0
-    return (2 * shape.largest_layer + shape.outside_layers) * setup.compute_bytes
+def _gathered_bytes(shape: Shape, setup: Setup) -> int:
+    """Gathered weights of a sharded model while it computes: two layers, and everything outside the layers."""
+    return (2 * shape.largest_layer + shape.outside_layers) * setup.compute_bytes if setup.shards_weights else 0
 
 
-def _mask(rows: int, length: int, setup: Setup) -> int:
-    """The mask of PyTorch's own attention: (rows, 1, length, length), added to the scores in their dtype."""
+def _mask_bytes(rows: int, length: int, setup: Setup) -> int:
+    """The mask of PyTorch's attention, (rows, 1, length, length) in the dtype of the attention scores."""
     return 0 if setup.flash else max(rows, 1) * length * length * setup.compute_bytes
 
 
 def _adapter_bytes(setup: Setup) -> int:
-    """PEFT trains adapters in fp32, whatever the base's dtype; TRL puts those of a quantised base in bf16."""
+    """Bytes per adapter weight: PEFT trains adapters in fp32, TRL those of a quantized base in bf16."""
     return 2 if setup.bits else 4
 
 
-def _shard(total: int, sharded: bool, setup: Setup) -> int:
+def _per_process(total: int, sharded: bool, setup: Setup) -> int:
     return -(-total // setup.processes) if sharded else total

@@ -1,11 +1,18 @@
-"""What runs where: a configuration, the launcher's, and the GPUs, reduced to what memory and time depend on."""
+"""The settings of a run that memory and time depend on, and data sheets of GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from credit_trl.loss.scores import SupportConfig
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
+
+    from credit_trl.config import CreditConfig
 
 GIB = 2**30
 
@@ -14,19 +21,12 @@ Strategy = Literal["single", "ddp", "fsdp2", "zero2", "zero3"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, as its vendor specifies it.
+    """One kind of GPU, as its vendor specifies it."""
 
-    Args:
-        memory: bytes.
-        flops: dense bf16 operations a second.
-        bandwidth: bytes a second of its memory.
-        link: bytes a second to another GPU of the node, one direction.
-    """
-
-    memory: int
-    flops: float
-    bandwidth: float
-    link: float
+    memory: int  # bytes
+    flops: float  # dense bf16 operations per second
+    bandwidth: float  # bytes per second of its memory
+    link: float  # bytes per second to another GPU of the node, in one direction
 
 
 GPUS = {
@@ -43,79 +43,56 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class Setup:
-    """A run, as far as memory and time go. Lengths are in tokens, batches in rollouts.
+class Lora:
+    """A LoRA or DoRA adapter."""
 
-    Args:
-        strategy: how the training state lies on the GPUs.
-        processes: one a GPU.
-        machines: nodes.
-        gpu: what each process has.
-        weight_bytes: of a stored weight, by `dtype`.
-        compute_bytes: of an activation: 2 in bf16 mixed precision or with bf16 weights.
-        per_device: rollouts of a micro-batch.
-        accumulation: micro-batches an optimizer step.
-        generation_batch: rollouts of a generation batch, over all processes.
-        group: rollouts a problem.
-        iterations: μ, updates a generation batch.
-        completion: the longest completion.
-        context: the longest teacher or contrast prompt.
-        prompt: the longest prompt that the student sees.
-        contrasts: C, 0 without contrast.
-        topk: K.
-        stores_scores: the support is scored once a generation batch and stored.
-        distills: the distillation loss has a weight.
-        teacher: `"ema"`, `"base"` or `"live"`.
-        teacher_offload: the teacher waits in main memory.
-        scoring_tokens: tokens of one scoring pass.
-        checkpointing: activations are recomputed.
-        optimizer_bytes: of the optimizer's two moments, for one parameter.
-        optimizer_offload, parameter_offload: DeepSpeed's and FSDP's offload to main memory.
-        lora_rank: 0 for full fine-tuning.
-        lora_targets: suffixes, None for every linear layer.
-        dora: with magnitudes.
-        bits: 4 or 8 for quantised loading, else 0.
-        vllm: `"colocate"`, `"server"` or None.
-        vllm_share: of a GPU's memory, for the colocated engine.
-        vllm_sleeps: whether it lets go of it during scoring and update.
-        vllm_parallel: tensor parallel size.
-        flash: attention without a mask of its own, so that no square of the length is stored.
-    """
+    rank: int
+    targets: Sequence[str] | None = None  # suffixes of module names; None or "all-linear": all except the head
+    dora: bool = False
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """The vLLM engine."""
+
+    mode: str  # "colocate" or "server"
+    share: float  # of a GPU's memory, for a colocated engine
+    sleeps: bool  # whether a colocated engine releases its memory during scoring and update
+    parallel: int = 1  # tensor parallel size
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run as memory and time depend on it. Lengths are in tokens, batches in rollouts."""
 
     strategy: Strategy
-    processes: int
-    machines: int
+    processes: int  # one per GPU
+    machines: int  # nodes
     gpu: Gpu
-    weight_bytes: int
-    compute_bytes: int
-    per_device: int
-    accumulation: int
-    generation_batch: int
-    group: int
-    iterations: int
-    completion: int
-    context: int
-    prompt: int
-    contrasts: int
-    topk: int
-    stores_scores: bool
-    distills: bool
-    teacher: str
-    teacher_offload: bool
-    scoring_tokens: int
-    checkpointing: bool
-    optimizer_bytes: int
-    optimizer_offload: bool
-    parameter_offload: bool
-    lora_rank: int
-    lora_targets: Sequence[str] | None
-    dora: bool
-    bits: int
-    vllm: str | None
-    vllm_share: float
-    vllm_sleeps: bool
-    vllm_parallel: int
-    flash: bool
+    weight_bytes: int  # per stored weight, from `dtype`
+    compute_bytes: int  # per activation: 2 in bf16 mixed precision or with bf16 weights
+    per_device: int  # rollouts per micro-batch
+    accumulation: int  # micro-batches per optimizer step
+    generation_batch: int  # over all processes
+    group: int  # rollouts per prompt
+    iterations: int  # μ, passes over a generation batch
+    completion: int  # maximum length of a completion
+    context: int  # maximum length of a teacher or contrast prompt
+    prompt: int  # maximum length of the student's prompt
+    contrasts: int  # C, 0 without contrast
+    support: SupportConfig
+    distills: bool  # whether the distillation loss has a weight
+    teacher: str  # "ema", "base" or "live"
+    teacher_offload: bool  # the teacher is in main memory except while it scores
+    scoring_tokens: int  # per scoring pass
+    checkpointing: bool  # activations are recomputed
+    optimizer_bytes: int  # moments per parameter
+    optimizer_offload: bool  # to main memory, by DeepSpeed
+    parameter_offload: bool  # to main memory, by DeepSpeed or FSDP
+    lora: Lora | None  # None for full fine-tuning
+    bits: int  # 4 or 8 for quantized weights, else 0
+    vllm: Vllm | None  # None for transformers' generation
+    flash: bool  # attention without a stored mask, which grows with the square of the length
 
     @property
     def rollouts(self) -> int:
@@ -124,57 +101,52 @@ class Setup:
 
     @property
     def shards_weights(self) -> bool:
+        """Whether each process stores a share of the weights."""
         return self.strategy in ("fsdp2", "zero3") and self.processes > 1
 
     @property
     def shards_optimizer(self) -> bool:
+        """Whether each process stores a share of the optimizer's state and of the gradients."""
         return self.strategy in ("fsdp2", "zero2", "zero3") and self.processes > 1
 
+    @property
+    def has_bf16_copy(self) -> bool:
+        """Whether DeepSpeed computes with a bf16 copy of fp32 weights."""
+        return self.strategy in ("zero2", "zero3") and self.compute_bytes == 2
 
-# What the Adam family keeps for a parameter: two moments in fp32, or quantised to a byte each. Others keep less.
+
+# Bytes of the moments per parameter, for optimizers other than torch's Adam family.
 _OPTIMIZER_BYTES = {"8bit": 2, "sgd": 0, "adafactor": 1, "lion": 4}
-_ATTENTION_WITHOUT_MASK = ("flash", "flex")
 
 
 def make_setup(
-    training: Any,
-    model: Any,
+    training: CreditConfig,
+    model: ModelConfig,
     launcher: Mapping[str, Any],
     gpu: Gpu,
     *,
     mixed: bool,
     max_prompt: int = 2048,
 ) -> Setup:
-    """From parsed arguments.
+    """Make a setup from parsed arguments.
 
     Args:
-        training: a `CreditConfig`.
-        model: TRL's `ModelConfig`.
-        launcher: what accelerate is started with: `distributed_type`, `num_processes`, `num_machines`, …
-        gpu: what each process has.
+        training: the trainer's configuration.
+        model: the model's configuration.
+        launcher: accelerate's configuration: `distributed_type`, `num_processes`, `num_machines`, …
+        gpu: GPU of each process.
         mixed: bf16 mixed precision.
         max_prompt: tokens of the longest prompt.
 
     Raises:
-        ValueError: a generation batch that the processes cannot share, or an FSDP that is not version 2.
+        ValueError: a generation batch that is not divisible among the processes, or FSDP version 1.
     """
     processes = int(launcher.get("num_processes") or 1)
+    _check_batch(training, processes)
     strategy = _strategy(launcher, processes)
-    batch = training.generation_batch_size
-    if batch % (training.per_device_train_batch_size * processes):
-        raise ValueError(
-            f"A generation batch of {batch} rollouts does not split into micro-batches of "
-            f"{training.per_device_train_batch_size} on {processes} processes. Change `generation_batch_size` or "
-            "`per_device_train_batch_size`."
-        )
     weight_bytes = 2 if model.dtype in ("bfloat16", "float16", "auto") else 4
-    optimizer_bytes = next((size for part, size in _OPTIMIZER_BYTES.items() if part in training.optim), None)
-    if optimizer_bytes is None:  # torch keeps moments in the dtype of the parameter, DeepSpeed in fp32
-        adapter_bytes = 2 if model.load_in_4bit or model.load_in_8bit else 4
-        own = adapter_bytes if model.use_peft else weight_bytes
-        optimizer_bytes = 8 if strategy in ("zero2", "zero3") else 2 * own
-    contrasts = training.contrastive_count if training.contrasts else 0
     deepspeed, fsdp = launcher.get("deepspeed_config") or {}, launcher.get("fsdp_config") or {}
+    offload = deepspeed.get("offload_param_device", "none") != "none" or bool(fsdp.get("fsdp_offload_params"))
     return Setup(
         strategy=strategy,
         processes=processes,
@@ -184,45 +156,71 @@ def make_setup(
         compute_bytes=2 if mixed or weight_bytes == 2 else 4,
         per_device=training.per_device_train_batch_size,
         accumulation=training.gradient_accumulation_steps,
-        generation_batch=batch,
+        generation_batch=training.generation_batch_size,
         group=training.num_generations,
         iterations=training.num_iterations,
         completion=training.max_completion_length,
         context=training.max_reprompt_len,
         prompt=max_prompt,
-        contrasts=contrasts,
-        topk=1 if training.distillation_support == "sampled" else training.distillation_topk,
-        stores_scores=training.distillation_support in ("teacher_topk", "sampled"),
+        contrasts=training.contrastive_count if training.contrasts else 0,
+        support=SupportConfig(training.distillation_support, training.distillation_topk, training.distillation_tail),
         distills=training.distillation_weight > 0.0,
         teacher=training.teacher_model_kind,
         teacher_offload=training.teacher_offload,
         scoring_tokens=training.scoring_batch_tokens,
         checkpointing=training.gradient_checkpointing,
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=_optimizer_bytes(training, model, strategy, weight_bytes),
         optimizer_offload=deepspeed.get("offload_optimizer_device", "none") != "none",
-        parameter_offload=deepspeed.get("offload_param_device", "none") != "none"
-        or bool(fsdp.get("fsdp_offload_params")),
-        lora_rank=model.lora_r if model.use_peft else 0,
-        lora_targets=_targets(model.lora_target_modules),
-        dora=model.use_dora,
+        parameter_offload=offload,
+        lora=_lora(model),
         bits=4 if model.load_in_4bit else 8 if model.load_in_8bit else 0,
-        vllm=training.vllm_mode if training.use_vllm else None,
-        vllm_share=training.vllm_gpu_memory_utilization,
-        vllm_sleeps=training.vllm_enable_sleep_mode,
-        vllm_parallel=training.vllm_tensor_parallel_size,
-        flash=any(part in (model.attn_implementation or "") for part in _ATTENTION_WITHOUT_MASK),
+        vllm=_vllm(training),
+        flash=any(kind in (model.attn_implementation or "") for kind in ("flash", "flex")),
     )
 
 
+def _check_batch(training: CreditConfig, processes: int) -> None:
+    batch, size = training.generation_batch_size, training.per_device_train_batch_size
+    if batch % (size * processes):
+        raise ValueError(
+            f"A generation batch of {batch} rollouts does not split into micro-batches of {size} on {processes} "
+            "processes. Change `generation_batch_size` or `per_device_train_batch_size`."
+        )
+
+
+def _optimizer_bytes(training: CreditConfig, model: ModelConfig, strategy: Strategy, weight_bytes: int) -> int:
+    """Bytes of the moments per parameter: torch keeps them in the parameter's dtype, DeepSpeed in fp32."""
+    for name, size in _OPTIMIZER_BYTES.items():
+        if name in training.optim:
+            return size
+    if strategy in ("zero2", "zero3"):
+        return 8
+    adapter_bytes = 2 if model.load_in_4bit or model.load_in_8bit else 4
+    return 2 * (adapter_bytes if model.use_peft else weight_bytes)
+
+
+def _lora(model: ModelConfig) -> Lora | None:
+    names = model.lora_target_modules
+    targets = [names] if isinstance(names, str) else names
+    return Lora(model.lora_r, targets, model.use_dora) if model.use_peft else None
+
+
+def _vllm(training: CreditConfig) -> Vllm | None:
+    if not training.use_vllm:
+        return None
+    share, sleeps = training.vllm_gpu_memory_utilization, training.vllm_enable_sleep_mode
+    return Vllm(training.vllm_mode, share, sleeps, training.vllm_tensor_parallel_size)
+
+
 def read_launcher(path: str | Path | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """accelerate's file with the command line's words over it.
+    """Read an accelerate configuration and apply arguments of the command line.
 
     Args:
-        path: an accelerate configuration, or the name of one that TRL brings; None for none.
-        overrides: `num_processes` and the like.
+        path: the file, the name of one that TRL ships, or None for none.
+        overrides: `num_processes` and similar; None values are ignored.
 
     Raises:
-        ValueError: no such file.
+        ValueError: the file does not exist.
     """
     import yaml
 
@@ -238,14 +236,9 @@ def read_launcher(path: str | Path | None, overrides: Mapping[str, Any]) -> dict
 def _strategy(launcher: Mapping[str, Any], processes: int) -> Strategy:
     kind = str(launcher.get("distributed_type", "NO")).upper()
     if kind == "DEEPSPEED":
-        stage = int((launcher.get("deepspeed_config") or {}).get("zero_stage", 2))
-        return "zero3" if stage == 3 else "zero2"
+        return "zero3" if int((launcher.get("deepspeed_config") or {}).get("zero_stage", 2)) == 3 else "zero2"
     if kind == "FSDP":
         if int((launcher.get("fsdp_config") or {}).get("fsdp_version", 1)) != 2:
-            raise ValueError("FSDP version 1 is not supported here: set `fsdp_version: 2` in the accelerate file.")
+            raise ValueError("FSDP version 1 is not supported. Set `fsdp_version: 2` in the accelerate file.")
         return "fsdp2"
     return "ddp" if processes > 1 else "single"
-
-
-def _targets(names: Sequence[str] | str | None) -> Sequence[str] | None:
-    return [names] if isinstance(names, str) else names
