@@ -114,7 +114,7 @@ def test_an_answer_is_read():
     cases = parse_answer(json.dumps(ANSWER))
     assert (len(cases), cases.fn_name, cases.time_limit) == (1, None, 6.0)
     assert parse_answer(ANSWER) == cases
-    assert parse_answer(json.dumps(FUNCTIONAL)).arguments(0) == "[1, [2]]"
+    assert parse_answer(json.dumps(FUNCTIONAL)).arguments == ["[1, [2]]"]
 
 
 def test_cases_become_an_answer_and_back():

@@ -1,4 +1,4 @@
-"""Length-prefixed JSON frames over a stream socket, between the client and the server of a sandbox."""
+"""JSON messages over a stream socket, one a line, between the client and the server of a sandbox."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import json
 import math
 import select
 import socket
-import struct
 from collections.abc import Iterator
 from typing import Any
 
-_HEADER = struct.Struct(">I")
 _CHUNK = 1 << 18
 
 
 class Channel:
     """One end of a connection, which never blocks: `send` queues, `flush` writes, `pump` writes and reads.
 
-    A frame is a 4-byte big-endian length and that many bytes of JSON in ASCII, with lone surrogates as escapes.
+    A message is a line of JSON in ASCII, with line feeds and lone surrogates as escapes.
     """
 
     def __init__(self, stream: socket.socket) -> None:
@@ -36,12 +34,8 @@ class Channel:
         return len(self._outgoing)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a frame. Raises `ValueError` if it is larger than 4 GiB."""
-        body = json.dumps(message, separators=(",", ":")).encode("ascii")
-        if len(body) >= 1 << 32:
-            raise ValueError(f"A message of {len(body)} bytes does not fit a frame of at most 4 GiB.")
-        self._outgoing += _HEADER.pack(len(body))
-        self._outgoing += body
+        """Queue a message."""
+        self._outgoing += json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
 
     def flush(self) -> None:
         """Write as much as the socket accepts."""
@@ -67,15 +61,11 @@ class Channel:
             self.closed = True
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """The complete frames that `pump` has read."""
-        while len(self._incoming) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(self._incoming)
-            end = _HEADER.size + length
-            if len(self._incoming) < end:
-                return
-            body = bytes(memoryview(self._incoming)[_HEADER.size : end])
-            del self._incoming[:end]
-            yield json.loads(body)
+        """The complete messages that `pump` has read."""
+        lines, end, rest = self._incoming.rpartition(b"\n")
+        if end:
+            self._incoming = rest
+            yield from map(json.loads, lines.split(b"\n"))
 
     def close(self) -> None:
         self.closed = True

@@ -1,4 +1,4 @@
-"""The interpreter that runs the programs: where its files lie, and a copy where other users cannot read them."""
+"""Interpreter of the programs: its files, and a copy of them that unprivileged users can read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from credit_trl.sandbox.protocol import SandboxError
 
-# Read by root only where the interpreter lies in a directory closed to others, such as /root.
+# Used if the server is root and the interpreter is in a directory closed to others, such as /root.
 COPIES = "/var/cache/credit-trl"
 
-# Where installers put packages, this project with its tasks' tests and solutions among them.
+# Directories of installed packages, among them this project with the tests and solutions of its tasks.
 _PACKAGES = ("site-packages", "dist-packages")
 
-# Extension modules whose own shared libraries (libssl, libffi, libsqlite3, ...) a program may need.
+# Imports extension modules whose shared libraries (libssl, libffi, libsqlite3, ...) a program may need.
 _QUERY = """
 import json, os, sys, sysconfig
 for name in ("_bz2", "_ctypes", "_decimal", "_hashlib", "_lzma", "_sqlite3", "_ssl", "_uuid", "zlib"):
@@ -36,26 +36,22 @@ with open("/proc/self/maps") as maps:
         if ".so" in path and os.path.exists(path):
             libraries.add(path)
 executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-print(json.dumps({
-    "executable": executable,
-    "stdlib": sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}),
-    "libraries": sorted(libraries),
-    "version": sys.version.split()[0],
-}))
+stdlib = sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+print(json.dumps([executable, stdlib, sorted(libraries), sys.version.split()[0]]))
 """
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What it takes to run an interpreter.
+    """Files and environment of an interpreter.
 
     Args:
-        executable: real path of the interpreter, outside any virtual environment.
+        executable: real path of the interpreter, outside of any virtual environment.
         stdlib: directories of the standard library.
         libraries: shared libraries that it and its extension modules map.
         version: e.g. `"3.11.7"`.
         environment: variables that it needs to start.
-        home: a directory that holds all of it that the system's library directories do not, if there is one.
+        home: directory with all of its files outside of the system's library directories, if there is one.
     """
 
     executable: str
@@ -72,50 +68,43 @@ class Interpreter:
         real = (path for library in self.libraries for path in dict.fromkeys((library, os.path.realpath(library))))
         return (*own, *real)
 
+    @property
+    def name(self) -> str:
+        """E.g. `"python3.11"`."""
+        return "python" + ".".join(self.version.split(".")[:2])
+
 
 def find_interpreter(python: str | None = None) -> Interpreter:
-    """Ask an interpreter (default: the one that runs this process) where its files lie.
+    """Ask an interpreter (default: the one of this process) for its files.
 
     Raises:
         SandboxError: it does not start.
     """
     asked = python or sys.executable
     path = os.environ.get("LD_LIBRARY_PATH")
-    environment: dict[str, str] = {}
-    query = _query(asked, environment)
-    if query.returncode and path:  # some installations find their own libraries only by this variable
-        environment = {"LD_LIBRARY_PATH": path}
-        query = _query(asked, environment)
-    if query.returncode:
-        raise SandboxError(f"The interpreter {asked} does not start: {query.stderr.strip()[-500:]}")
-    answer = json.loads(query.stdout)
-    return Interpreter(
-        executable=answer["executable"],
-        stdlib=tuple(answer["stdlib"]),
-        libraries=tuple(answer["libraries"]),
-        version=answer["version"],
-        environment=tuple(environment.items()),
-    )
-
-
-def _query(executable: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            [executable, "-I", "-S", "-c", _QUERY],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=environment,
-            check=False,
-        )
-    except OSError as error:
-        return subprocess.CompletedProcess([executable], 127, "", str(error))
+    # Some installations find their own libraries only by this variable.
+    for environment in ({}, {"LD_LIBRARY_PATH": path}) if path else ({},):
+        try:
+            query = subprocess.run(
+                [asked, "-I", "-S", "-c", _QUERY],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=environment,
+                check=False,
+            )
+        except OSError as error:
+            raise SandboxError(f"The interpreter {asked} does not start: {error}") from error
+        if query.returncode == 0:
+            executable, stdlib, libraries, version = json.loads(query.stdout)
+            return Interpreter(executable, tuple(stdlib), tuple(libraries), version, tuple(environment.items()))
+    raise SandboxError(f"The interpreter {asked} does not start: {query.stderr.strip()[-500:]}")
 
 
 def package_directories(directories: Iterable[str]) -> list[str]:
-    """Where packages are installed in these directories or one level below them: no program may read there.
+    """Directories of installed packages in these directories or one level below, which no program may read.
 
-    Many interpreters keep `site-packages` inside the standard library (python.org's images, conda, uv).
+    Many interpreters have `site-packages` inside of the standard library (python.org's images, conda, uv).
     """
     found = set()
     for directory in directories:
@@ -130,7 +119,7 @@ def package_directories(directories: Iterable[str]) -> list[str]:
 
 
 def readable_by_others(path: str) -> bool:
-    """Whether any user may read this file or directory: read permission on it, search permission on the way."""
+    """Whether every user may read this file or directory and search all directories above it."""
     path = os.path.realpath(path)
     if not os.stat(path).st_mode & 0o004:
         return False
@@ -142,10 +131,10 @@ def readable_by_others(path: str) -> bool:
 
 
 def public_copy(interpreter: Interpreter) -> Interpreter:
-    """The interpreter itself where every user can read it, else a copy of it that they can, made once by root.
+    """The interpreter if every user can read it, else a copy in `COPIES` that they can, made once by root.
 
-    Programs run as a user without rights, who cannot enter root's home; interpreters installed there (pyenv, uv) are
-    copied to `COPIES`: executable, standard library without its tests, private shared libraries.
+    Programs of a server that is root run as an unprivileged user, who cannot enter root's home, where pyenv and uv
+    install interpreters. The copy has the executable, the standard library without tests, and private libraries.
 
     Raises:
         SandboxError: the copy cannot be made.
@@ -167,42 +156,36 @@ def public_copy(interpreter: Interpreter) -> Interpreter:
             f"cannot be copied to {COPIES} ({error}). Pass python= an interpreter that every user can read, for "
             "example /usr/bin/python3."
         ) from error
-    version = "python" + ".".join(interpreter.version.split(".")[:2])
-    copies = tuple(os.path.join(home, "lib", os.path.basename(library)) for library in private)
-    shared = tuple(library for library in interpreter.libraries if library not in private)
+    lib = os.path.join(home, "lib")
+    copies = (os.path.join(lib, os.path.basename(library)) for library in private)
+    shared = (library for library in interpreter.libraries if library not in private)
     return Interpreter(
-        executable=os.path.join(home, "bin", version),
-        stdlib=(os.path.join(home, "lib", version),),
-        libraries=(*(copy for copy in copies if os.path.exists(copy)), *shared),
+        executable=os.path.join(home, "bin", interpreter.name),
+        stdlib=(os.path.join(lib, interpreter.name),),
+        libraries=(*filter(os.path.exists, copies), *shared),
         version=interpreter.version,
-        environment=(("LD_LIBRARY_PATH", _joined(os.path.join(home, "lib"), interpreter.environment)),),
+        environment=(("LD_LIBRARY_PATH", os.pathsep.join([lib, *dict(interpreter.environment).values()])),),
         home=home,
     )
-
-
-def _joined(directory: str, environment: tuple[tuple[str, str], ...]) -> str:
-    return os.pathsep.join([directory, *(value for name, value in environment if name == "LD_LIBRARY_PATH")])
 
 
 def _copy(interpreter: Interpreter, private: list[str], home: str) -> None:
     os.makedirs(COPIES, mode=0o755, exist_ok=True)
     os.chmod(COPIES, 0o755)
-    version = "python" + ".".join(interpreter.version.split(".")[:2])
     ignored = shutil.ignore_patterns("test", "tests", "idlelib", "ensurepip", *_PACKAGES, "config-*", "tkinter")
     building = tempfile.mkdtemp(dir=COPIES)
+    lib = os.path.join(building, "lib")
     try:
         os.chmod(building, 0o755)
         os.mkdir(os.path.join(building, "bin"))
-        shutil.copy2(interpreter.executable, os.path.join(building, "bin", version))
+        shutil.copy2(interpreter.executable, os.path.join(building, "bin", interpreter.name))
         for directory in interpreter.stdlib:
-            shutil.copytree(
-                directory, os.path.join(building, "lib", version), ignore=ignored, dirs_exist_ok=True, symlinks=False
-            )
+            shutil.copytree(directory, os.path.join(lib, interpreter.name), ignore=ignored, dirs_exist_ok=True)
         for library in private:
             if not any(library.startswith(directory + "/") for directory in interpreter.stdlib):
-                shutil.copy2(library, os.path.join(building, "lib", os.path.basename(library)))
+                shutil.copy2(library, os.path.join(lib, os.path.basename(library)))
         os.rename(building, home)
     except OSError:
         shutil.rmtree(building, ignore_errors=True)
-        if not os.path.isdir(home):  # another process may have finished the same copy first
+        if not os.path.isdir(home):  # another process may have made the same copy first
             raise

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Resource use of a tree of processes.
+class Usage(NamedTuple):
+    """Resource use of a tree of processes."""
 
-    Args:
-        tasks: processes and threads.
-        resident_bytes: resident memory of all of them, with shared pages counted once.
-        scratch_files: files in its scratch directory.
-    """
-
-    tasks: int
-    resident_bytes: int
+    tasks: int  # processes and threads
+    resident_bytes: int  # of all processes, with shared pages counted once
     scratch_files: int
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from credit_trl.sandbox.batch import Batch, Sandbox
@@ -36,7 +36,6 @@ _WORKERS_PER_SERVER = 16
 _CLOSE_SECONDS = 0.05
 # Time after a deadline for the servers to end their programs and report.
 _GRACE_SECONDS = 0.5
-_MESSAGE_FIELDS = ("source", "stdin", "fn_name", "arguments", "prelude")
 
 
 class _ServerGone(Exception):
@@ -131,22 +130,19 @@ class PoolSandbox(Sandbox):
             try:
                 self._serve(batch, until)
             except _ServerGone:
+                self._drop_servers(at_once=True)
+                self._check_open()
                 batch.requeue()
-                self._serve_again(batch, until)
+                self._serve(batch, until)
+        except _ServerGone as error:
+            self._drop_servers(at_once=True)
+            self._check_open()
+            raise SandboxError(f"The sandbox server ended twice while it ran a batch: {error}.") from error
         except BaseException:
             self._drop_servers(at_once=True)  # their programs belong to a batch that nobody waits for
             raise
         finally:
             self._lock.release()
-
-    def _serve_again(self, batch: Batch, until: float) -> None:
-        self._drop_servers(at_once=True)
-        self._check_open()
-        try:
-            self._serve(batch, until)
-        except _ServerGone as error:
-            self._check_open()
-            raise SandboxError(f"The sandbox server ended twice while it ran a batch: {error}.") from error
 
     def _serve(self, batch: Batch, until: float) -> None:
         """Send the batch and collect its outcomes until it is finished or the deadline comes."""
@@ -169,11 +165,7 @@ class PoolSandbox(Sandbox):
             self._cancel(batch, until)
 
     def _feed(self, batch: Batch) -> None:
-        """Send each server at most three programs a worker, so that its memory does not grow with the batch.
-
-        One round fills the workers of all servers, the next their prepared processes, the last a reserve. A small
-        batch is thus spread over all servers.
-        """
+        """Send each server at most three programs a worker: one to run, one to prepare, and a reserve."""
         for lead in (1, 2, 3):
             for server in self._servers:
                 while len(server.running) < lead * server.workers and (index := batch.take()) is not None:
@@ -190,19 +182,16 @@ class PoolSandbox(Sandbox):
             server.channel.pump()
             for message in server.channel.messages():
                 heard = True
-                self._record(message, server.running, batch)
+                if "malformed" in message:
+                    index = server.running.pop(message["malformed"])
+                    raise ValueError(f"Program.arguments of program {index} are not JSON: {message['reason']}")
+                if "failed" in message:
+                    batch.failed(server.running.pop(message["failed"]), message["reason"])
+                else:
+                    batch.done(server.running.pop(message["done"]), Outcome(**message["outcome"]))
             if server.channel.closed:
                 raise _ServerGone("its socket closed")
         return heard
-
-    def _record(self, message: dict[str, Any], running: dict[int, int], batch: Batch) -> None:
-        if "malformed" in message:
-            index = running.pop(message["malformed"])
-            raise ValueError(f"Program.arguments of program {index} are not JSON: {message['reason']}")
-        if "failed" in message:
-            batch.failed(running.pop(message["failed"]), message["reason"])
-        else:
-            batch.done(running.pop(message["done"]), Outcome(**message["outcome"]))
 
     def _cancel(self, batch: Batch, until: float) -> None:
         """End all programs after the deadline, and kill the servers if they do not answer in time."""
@@ -213,8 +202,7 @@ class PoolSandbox(Sandbox):
             while any(server.running for server in self._servers):
                 left = until + _GRACE_SECONDS - time.monotonic()
                 if left <= 0:
-                    self._drop_servers(at_once=True)
-                    break
+                    raise _ServerGone("no answer after the deadline")
                 wait([server.channel for server in self._servers], left)
                 self._collect(batch)
         except _ServerGone:
@@ -267,5 +255,4 @@ def _server_environment() -> dict[str, str]:
 
 
 def _as_message(program: Program) -> dict[str, Any]:
-    message = {name: getattr(program, name) for name in _MESSAGE_FIELDS}
-    return {**message, "limits": asdict(program.limits)}
+    return asdict(replace(program, group=None))

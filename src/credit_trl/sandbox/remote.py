@@ -115,19 +115,21 @@ class RemoteSandbox(Sandbox):
         most = 12 * limits.output_bytes + MIB
         give_up = min(until, time.monotonic() + limits.wall_seconds + _ALLOWANCE_SECONDS)
         try:
-            return outcome_of(program, json.loads(self._post(json.dumps(body).encode(), give_up, most)), mark)
+            response = self._post(json.dumps(body).encode(), give_up, most)
+            if len(response) > most:
+                return Outcome("output_limit", error=f"more than {limits.output_bytes} bytes of output")
+            return outcome_of(program, json.loads(response), mark)
         except TimeoutError:
             if time.monotonic() >= until:
                 raise
             raise SandboxError(f"{self.url} did not answer in time") from None
-        except _TooLong:
-            return Outcome("output_limit", error=f"more than {limits.output_bytes} bytes of output")
         except (OSError, http.client.HTTPException) as error:
             raise _Unavailable(f"{self.url}: {type(error).__name__}: {error}") from error
         except (ValueError, TypeError, RecursionError) as error:
             raise SandboxError(f"{self.url}: {type(error).__name__}: {error}") from error
 
     def _post(self, body: bytes, until: float, most: int) -> bytes:
+        """Body of the response, cut a little after `most` bytes."""
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname, self._parts.port, timeout=_left(until))
         try:
@@ -135,15 +137,13 @@ class RemoteSandbox(Sandbox):
             connection.request("POST", path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             received = bytearray()
-            while True:
+            while len(received) <= most:
                 left = _left(until)
                 if connection.sock is not None:  # it is None if the response ends with the connection
                     connection.sock.settimeout(left)
                 if not (chunk := response.read1(_CHUNK)):
                     break
                 received += chunk
-                if len(received) > most:
-                    raise _TooLong
             if response.status != 200:
                 problem = f"{self.url} answered {response.status}: {received[:300].decode(errors='replace')}"
                 if response.status == 429 or response.status >= 500:
@@ -163,10 +163,6 @@ class _Unavailable(SandboxError):
     def __init__(self, message: str, retry_after: str | None = None) -> None:
         super().__init__(message)
         self.retry_after = float(retry_after) if retry_after and retry_after.strip().isdecimal() else 0.0
-
-
-class _TooLong(Exception):
-    """The response is longer than that for any outcome of this program."""
 
 
 class _BatchThreads:
@@ -223,10 +219,9 @@ class _BatchThreads:
                 return self.sandbox.run_one(program, self.until)
             except SandboxError as error:
                 tried += 1
-                unavailable = isinstance(error, _Unavailable)
-                if tried >= (_TRIES_UNAVAILABLE if unavailable else _TRIES_FAILED):
+                if tried >= (_TRIES_UNAVAILABLE if isinstance(error, _Unavailable) else _TRIES_FAILED):
                     raise SandboxError(f"The remote sandbox failed {tried} times on a program: {error}") from error
-                retry_after = error.retry_after if unavailable else 0.0
+                retry_after = getattr(error, "retry_after", 0.0)
                 self._wait(min(_LONGEST_WAIT, max(retry_after, _FIRST_WAIT * 2 ** (tried - 1))), error)
 
     def _wait(self, seconds: float, reason: SandboxError) -> None:

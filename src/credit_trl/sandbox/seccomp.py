@@ -112,14 +112,8 @@ def syscall_numbers(table: str, machine: str) -> dict[str, int]:
 
 def namespace_filter(machine: str | None = None) -> bytes:
     """Policy for programs inside namespaces, as `struct sock_filter[]`: no network, no new namespaces."""
-    machine = machine or platform.machine()
-    allowed = {
-        name: number
-        for table in (_COMMON, _PROCESSES, _SCRATCH)
-        for name, number in syscall_numbers(table, machine).items()
-    }
     checks = {**_argument_checks(), "clone": _argument_clear(0, _CLONE_NAMESPACES)}
-    return _assemble(machine, allowed, checks)
+    return _assemble(machine or platform.machine(), ";".join((_COMMON, _PROCESSES, _SCRATCH)), checks)
 
 
 def landlock_filter(machine: str | None = None, *, truncation_mediated: bool = True) -> bytes:
@@ -131,7 +125,6 @@ def landlock_filter(machine: str | None = None, *, truncation_mediated: bool = T
         truncation_mediated: whether Landlock has version 3 or newer. An older one lets a program that may only read a
             file truncate it on opening, so the filter refuses O_TRUNC.
     """
-    machine = machine or platform.machine()
     own_process_only = _argument_in(0, (_PROCESS_ID,))
     checks = {
         **_argument_checks(),
@@ -142,7 +135,7 @@ def landlock_filter(machine: str | None = None, *, truncation_mediated: bool = T
     if not truncation_mediated:
         checks["open"] = _argument_clear(1, os.O_TRUNC)
         checks["openat"] = _argument_clear(2, os.O_TRUNC)
-    return _assemble(machine, syscall_numbers(_COMMON, machine), checks)
+    return _assemble(machine or platform.machine(), _COMMON, checks)
 
 
 def with_process_id(program: bytes, process_id: int) -> bytes:
@@ -166,16 +159,9 @@ def _argument_checks() -> dict[str, list[Instruction]]:
             *_argument_equal_or_refuse(3, _MAP_HUGETLB, 0),
             _load_argument(3),
             (_AND, 0, 0, _MAP_SHARED | _MAP_ANONYMOUS),
-            (_JUMP_EQUAL, 0, 1, _MAP_SHARED | _MAP_ANONYMOUS),
-            (_RETURN, 0, 0, _EPERM),
-            (_RETURN, 0, 0, _ALLOW),
+            *_refuse_if(_JUMP_EQUAL, _MAP_SHARED | _MAP_ANONYMOUS),
         ],
-        "madvise": [
-            _load_argument(2),
-            (_JUMP_EQUAL, 0, 1, _MADV_PAGEOUT),
-            (_RETURN, 0, 0, _EPERM),
-            (_RETURN, 0, 0, _ALLOW),
-        ],
+        "madvise": [_load_argument(2), *_refuse_if(_JUMP_EQUAL, _MADV_PAGEOUT)],
         # Its flags are in memory, which a filter cannot read. The C library then uses clone.
         "clone3": [(_RETURN, 0, 0, _ENOSYS)],
     }
@@ -200,26 +186,28 @@ def _argument_has(index: int, bits: int) -> list[Instruction]:
 
 
 def _argument_clear(index: int, bits: int) -> list[Instruction]:
-    return [_load_argument(index), (_JUMP_SET, 0, 1, bits), (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)]
+    return [_load_argument(index), *_refuse_if(_JUMP_SET, bits)]
 
 
-def _assemble(machine: str, allowed: dict[str, int], checks: dict[str, list[Instruction]]) -> bytes:
+def _refuse_if(jump: int, value: int) -> list[Instruction]:
+    return [(jump, 0, 1, value), (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _assemble(machine: str, table: str, checks: dict[str, list[Instruction]]) -> bytes:
     """Assemble the checked calls and then the list: the kernel caches constant answers, and filters the others."""
-    architecture, _ = _AUDIT_ARCH[machine]
     numbers = syscall_numbers(_CHECKED, machine)
     program: list[Instruction] = [
         (_LOAD, 0, 0, 4),
-        (_JUMP_EQUAL, 1, 0, architecture),
+        (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[machine][0]),
         (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, 0),
         (_JUMP_GREATER, 0, 1, _NEWEST),
         (_RETURN, 0, 0, _ENOSYS),
     ]
     for name, block in checks.items():
-        if name not in numbers:
-            continue  # newer architectures have no `open`
-        program += [(_JUMP_EQUAL, 0, len(block), numbers[name]), *block]
-    for name, number in allowed.items():
+        if name in numbers:  # newer architectures have no `open`
+            program += [(_JUMP_EQUAL, 0, len(block), numbers[name]), *block]
+    for name, number in syscall_numbers(table, machine).items():
         if name not in checks:
             program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     program.append((_RETURN, 0, 0, _EPERM))

@@ -74,8 +74,7 @@ class Server:
         try:
             while not self.channel.closed and os.getppid() == parent:
                 for descriptor, _ in self.poll.poll(self._timeout()):
-                    run = self.by_descriptor.get(descriptor)
-                    if run is not None:
+                    if (run := self.by_descriptor.get(descriptor)) is not None:
                         self._read(run, descriptor)
                 self._receive()
                 self._enforce()
@@ -104,16 +103,15 @@ class Server:
     def _fill(self) -> None:
         """Release the next programs if workers are free, and prepare those after them."""
         while self.free and self.waiting:
-            number, program = self.waiting.popleft()
-            self._prepare(number, program)
+            self._prepare(*self.waiting.popleft())
         while self.prepared and len(self.runs) - len(self.prepared) < self.workers:
             run = self.prepared.popleft()
             run.released_at = time.monotonic()
             with contextlib.suppress(OSError):  # it has ended already, which `_finish` reports
                 os.write(run.process.report, b"G")
         self.channel.flush()
-        events = select.EPOLLIN | (select.EPOLLOUT if self.channel.unsent else 0)
         if not self.channel.closed:
+            events = select.EPOLLIN | (select.EPOLLOUT if self.channel.unsent else 0)
             self.poll.modify(self.channel.fileno(), events)
 
     def _prepare(self, number: int, program: Program) -> None:
@@ -180,14 +178,17 @@ class Server:
             elif run.began_at is None:
                 continue
             elif sample and now - run.began_at >= _SAMPLE_SECONDS / 2:
-                usage = observe.usage(run.process.pid, limits.memory_bytes, self.isolation.scratch)
-                if usage.resident_bytes > limits.memory_bytes:
-                    self._kill(run, "memory", f"more than {limits.memory_bytes} bytes of memory")
-                elif usage.tasks > limits.processes + self.isolation.own_tasks + 1:
-                    self._kill(run, "runtime_error", f"more than {limits.processes} processes and threads")
-                elif usage.scratch_files > limits.file_bytes // _BYTES_PER_FILE:
-                    files = limits.file_bytes // _BYTES_PER_FILE
-                    self._kill(run, "runtime_error", f"more than {files} files in the scratch directory")
+                self._check_usage(run, limits)
+
+    def _check_usage(self, run: RunningProgram, limits: Limits) -> None:
+        usage = observe.usage(run.process.pid, limits.memory_bytes, self.isolation.scratch)
+        files = limits.file_bytes // _BYTES_PER_FILE
+        if usage.resident_bytes > limits.memory_bytes:
+            self._kill(run, "memory", f"more than {limits.memory_bytes} bytes of memory")
+        elif usage.tasks > limits.processes + self.isolation.own_tasks + 1:
+            self._kill(run, "runtime_error", f"more than {limits.processes} processes and threads")
+        elif usage.scratch_files > files:
+            self._kill(run, "runtime_error", f"more than {files} files in the scratch directory")
 
     def _kill(self, run: RunningProgram, status: Status | None, reason: str) -> None:
         """Kill the program's process group. With namespaces the kernel also ends all other processes in them."""

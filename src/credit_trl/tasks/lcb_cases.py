@@ -1,4 +1,4 @@
-"""A programming problem's tests: the checked form that a verifier runs, and the encoded form that the hub stores."""
+"""Tests of a programming problem: the form that the verifier uses, and the encoding of the hub's files."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST = 1 << 30  # bytes of unpacked tests; a few kilobytes can be packed to say any number of gigabytes
+LARGEST = 1 << 30  # bytes of unpacked tests; a few packed kilobytes could unpack to gigabytes
 
-_DIGITS = 4300  # of an integer that `int` reads by default
+_DIGITS = 4300  # largest number of digits of an integer that `int` reads by default
 
-# A pickle that holds one text and nothing else: how protocols 0 to 5 write `pickle.dumps("...")`.
+# Opcodes of `pickle.dumps("...")` in the protocols 0 to 5.
 _TEXT = {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _AROUND_IT = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
 
 
 @dataclass(frozen=True)
 class Cases:
-    """The tests of one problem, `inputs[i]` with `outputs[i]`.
+    """Tests of one problem: `inputs[i]` and `outputs[i]` belong together.
 
     Args:
-        inputs: standard input, or the arguments as JSON, one a line.
-        outputs: standard output, or the return value as JSON.
-        fn_name: function to call; `None` where programs read standard input.
-        time_limit: seconds for one test.
+        inputs: texts on standard input, or arguments as JSON, one per line.
+        outputs: expected standard outputs, or return values as JSON.
+        fn_name: function to call; `None` for programs that read standard input.
+        time_limit: seconds per test.
     """
 
     inputs: tuple[str, ...]
@@ -39,17 +39,17 @@ class Cases:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def arguments(self, index: int) -> str:
-        """The arguments of a functional test as the JSON text of an array."""
-        return f"[{', '.join(self.inputs[index].split(chr(10)))}]"
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of the functional tests, each as the JSON text of an array."""
+        return [f"[{', '.join(given.split(chr(10)))}]" for given in self.inputs]
 
 
 def parse_answer(answer: str | dict[str, Any]) -> Cases:
-    """Read a data set's `answer`: JSON text, or the object itself.
+    """Read an `answer` of the data set, as JSON text or as an object.
 
     Raises:
-        ValueError: not `{"inputs", "outputs", "testtype", "fn_name", "time_limit"}`; the message names what is wrong
-            with which of them.
+        ValueError: not `{"inputs", "outputs", "testtype", "fn_name", "time_limit"}`; the message names the field.
     """
     try:
         data = json.loads(answer) if isinstance(answer, str) else answer
@@ -57,10 +57,10 @@ def parse_answer(answer: str | dict[str, Any]) -> Cases:
         raise ValueError(f"A code answer is the JSON text of an object with tests: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"A code answer is an object with tests, got {type(data).__name__}.")
-    inputs, outputs = _texts(data, "inputs"), _texts(data, "outputs")
+    inputs, outputs = (_texts(data, field) for field in ("inputs", "outputs"))
     if len(inputs) != len(outputs) or not inputs:
         raise ValueError(
-            f"A code answer needs as many outputs as inputs, one at least: {len(inputs)}, {len(outputs)}."
+            f"A code answer needs as many outputs as inputs, one at least, got {len(outputs)} and {len(inputs)}."
         )
     limit = data.get("time_limit")
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 3600:
@@ -72,48 +72,41 @@ def parse_answer(answer: str | dict[str, Any]) -> Cases:
     fn_name = data.get("fn_name")
     if not isinstance(fn_name, str) or not fn_name.isidentifier():
         raise ValueError(f"A functional code answer names its function in `fn_name`, got {fn_name!r}.")
+    cases = Cases(inputs, outputs, fn_name, float(limit))
     for index, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
-        _check_functional(index, given, expected)
-    return Cases(inputs, outputs, fn_name, float(limit))
+        try:
+            for line in (*given.split("\n"), expected):
+                json.loads(line, parse_int=exact_integer)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"Functional test {index} is not JSON, one argument per line: {error}") from error
+    return cases
 
 
 def answer_of(cases: Sequence[dict[str, Any]], fn_name: str, time_limit: float) -> str:
     """The `answer` for test cases in the hub's form, `{"input", "output", "testtype"}`.
 
     Raises:
-        ValueError: no tests, tests of several types, or any that `parse_answer` refuses.
+        ValueError: no tests, tests of several types, or tests that `parse_answer` refuses.
     """
     for index, case in enumerate(cases):
         if not isinstance(case, dict) or not all(isinstance(case.get(key), str) for key in ("input", "output")):
-            raise ValueError(f"Test {index} is no object with the texts `input` and `output`.")
-        if not isinstance(case.get("testtype"), str | None):
-            raise ValueError(f"Test {index} has a `testtype` that is no text.")
-    kinds = {case.get("testtype") for case in cases}
+            raise ValueError(f"Test {index} is not an object with the texts `input` and `output`.")
+    kinds = sorted({str(case.get("testtype")) for case in cases})
     if len(kinds) != 1:
-        raise ValueError(
-            f"Cases have one `testtype`, these have {sorted(map(repr, kinds)) or 'none: there are none'}."
-        )
-    answer = json.dumps(
-        {
-            "inputs": [case["input"] for case in cases],
-            "outputs": [case["output"] for case in cases],
-            "testtype": kinds.pop(),
-            "fn_name": fn_name,
-            "time_limit": time_limit,
-        }
-    )
+        raise ValueError(f"The tests of a problem need one `testtype`, got {', '.join(kinds) or 'no tests'}.")
+    inputs, outputs = ([case[key] for case in cases] for key in ("input", "output"))
+    answer = {"inputs": inputs, "outputs": outputs, "testtype": kinds[0], "fn_name": fn_name, "time_limit": time_limit}
     parse_answer(answer)
-    return answer
+    return json.dumps(answer)
 
 
 def decode_cases(text: str) -> list[Any]:
-    """Test cases as the hub stores them: a JSON list, or base64 of zlib of a pickle of such a text.
+    """Read test cases in the hub's encoding: a JSON list, or base64 of zlib of a pickle of such a text.
 
-    The pickle is never loaded. Its opcodes are read one by one, and it is refused unless they spell one text and
-    nothing else, which is all that the hub's files hold.
+    The pickle is never loaded. Its opcodes are read one by one, and it is refused unless it consists of one text.
 
     Raises:
-        ValueError: it is neither form, or unpacks to more than `LARGEST` bytes.
+        ValueError: neither of the two, or more than `LARGEST` bytes unpacked.
     """
     try:
         try:
@@ -123,7 +116,7 @@ def decode_cases(text: str) -> list[Any]:
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(cases, list):
-        raise ValueError(f"a list of tests is needed, got {type(cases).__name__}")
+        raise ValueError(f"tests must be a list, got {type(cases).__name__}")
     return cases
 
 
@@ -137,19 +130,20 @@ def _unpacked(text: str) -> bytes:
     if unpacker.unconsumed_tail:
         raise ValueError(f"unpacks to more than {LARGEST} bytes")
     if not unpacker.eof:
-        raise ValueError("cut off: the packed data has no end")
+        raise ValueError("the packed data is cut off")
     return data
 
 
 def _pickled_text(data: bytes) -> str:
+    """The only text of a pickle, without loading it."""
     texts: list[str] = []
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name in _TEXT:
             texts.append(argument)
         elif opcode.name not in _AROUND_IT:
-            raise ValueError(f"refused: a pickle with the opcode {opcode.name}; only one of a single text is read")
+            raise ValueError(f"a pickle of tests must be a single text, got the opcode {opcode.name}")
     if len(texts) != 1:
-        raise ValueError(f"refused: a pickle with {len(texts)} texts; only one of a single text is read")
+        raise ValueError(f"a pickle of tests must be a single text, got {len(texts)} texts")
     return texts[0]
 
 
@@ -161,14 +155,5 @@ def _texts(data: dict[str, Any], field: str) -> tuple[str, ...]:
 
 
 def exact_integer(digits: str) -> int | tuple[str]:
-    """An integer in JSON; one with more digits than `int` takes is `(digits,)`, which equals nothing else in JSON."""
+    """Parse an integer in JSON. Too many digits for `int` give `(digits,)`, which equals no other JSON value."""
     return int(digits) if len(digits) <= _DIGITS else (digits,)
-
-
-def _check_functional(index: int, given: str, expected: str) -> None:
-    try:
-        for line in given.split("\n"):
-            json.loads(line)
-        json.loads(expected, parse_int=exact_integer)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"Functional test {index} is not JSON, one argument a line: {error}") from error

@@ -1,7 +1,7 @@
-"""From a response to a program that can be run: the code block it means, and the names it may take for granted.
+"""The program in a response, and the import lines that LiveCodeBench runs before it.
 
-Nothing here parses or compiles what the model wrote: even Python's parser can be brought down by hostile text, and
-this runs in the trainer's process.
+Nothing here parses or compiles the program: hostile text can crash even Python's parser, and this code runs in the
+trainer's process.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from dataclasses import dataclass
 LANGUAGE = re.compile(r"((python|py)[\d.]*)?")
 _MARKS = re.compile(r"`{3,}")
 _NAME = r"\w+(?:[.-]\w+)*[+#]*"
-# Behind a fence at the start of a line: nothing, a language, or a language and attributes.
+# After a fence at the start of a line: nothing, a language, or a language and attributes.
 _INFO = re.compile(rf"({_NAME})(?:[\s:{{][^`]*)?|\s+({_NAME})\s*|(?:\{{[^`]*)?\s*")
 _INFO_BEHIND_PROSE = re.compile(rf"({_NAME})?\s*")
 
-# LiveCodeBench runs every program after `from ... import *` of these modules, in this order, and then `import` of all
-# but the last two; later names win.
+# LiveCodeBench runs `from ... import *` of these modules in this order before each program, so that later names win,
+# and then `import` of all but the last two.
 _STARRED = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
 )
-_SITE_NAMES = {"exit", "quit", "copyright", "credits", "license", "help"}  # no builtins where `site` is not loaded
-# And under these two limits; an older interpreter has no limit of digits.
+_SITE_NAMES = {"exit", "quit", "copyright", "credits", "license", "help"}  # builtins that only `site` adds
+# It also sets these two limits. Older interpreters have no limit of digits.
 _ALWAYS = (
     "import sys\nsys.setrecursionlimit(50000)\ngetattr(sys, 'set_int_max_str_digits', lambda digits: None)(50000)\n"
 )
 
 
 def find_program(response: str) -> str | None:
-    """The code of the longest fenced block that is Python or says no language, the last of equals; or `None`.
+    """Code of the longest fenced block that is Python or has no language, the last of equally long ones, or `None`.
 
-    A fence is three back-quotes or more. It opens a block at the start of a line, or at the end of a line of prose,
-    with a language or none behind it. A line that begins with as many closes it, whatever prose follows them;
-    back-quotes right behind the last line of code close it too. A block that is never closed is none: the response was
-    cut off inside it, or another Python block was begun.
+    A fence is three or more back-quotes. It opens a block at the start of a line or after prose, with or without a
+    language. A line that starts with as many back-quotes closes the block, also if prose follows them, and so do
+    back-quotes directly after the last line of code. A block that is never closed does not count: the response was cut
+    off inside it, or another Python block was begun.
     """
     blocks = [code for language, code in _fenced_blocks(response) if LANGUAGE.fullmatch(language) and code.strip()]
     return max(reversed(blocks), key=len, default=None)
@@ -46,7 +46,7 @@ def find_program(response: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Fence:
-    """What opens a block: its back-quotes, the language behind them in lower case, and its place in the line."""
+    """Opening fence of a block: its back-quotes, its language in lower case, and its column."""
 
     marks: str
     language: str
@@ -54,7 +54,7 @@ class _Fence:
 
 
 def _fenced_blocks(response: str) -> list[tuple[str, str]]:
-    """Each closed block's language (lower case) and code, in order."""
+    """Language (lower case) and code of each closed block, in order."""
     blocks: list[tuple[str, str]] = []
     fence: _Fence | None = None
     code: list[str] = []
@@ -75,7 +75,7 @@ def _fenced_blocks(response: str) -> list[tuple[str, str]]:
 
 
 def _opening(line: str) -> _Fence | None:
-    """The fence with which a line opens a block, if it does; pairs of fences in a line are code inside prose."""
+    """The fence with which a line opens a block, if any. Pairs of fences in a line are code inside prose."""
     runs = list(_MARKS.finditer(line))
     if len(runs) % 2 == 0:
         return None
@@ -86,10 +86,9 @@ def _opening(line: str) -> _Fence | None:
 
 
 def _closing(line: str) -> tuple[bool, _Fence | None]:
-    """Of a line that begins with the fence of an open block: whether it closes that block, and what it opens.
+    """Whether a line that starts with the fence of an open block closes that block, and the fence that it opens.
 
-    Another Python block means that the open one was given up; one of another language follows upon it. What else
-    stands there is prose.
+    A fence of a Python block abandons the open one, a fence of another language follows it. Other text is prose.
     """
     opening = _opening(line)
     if opening is None or not opening.language:
@@ -101,19 +100,17 @@ def _closing(line: str) -> tuple[bool, _Fence | None]:
 
 
 def _unindented(code: list[str], column: int) -> str:
-    """The code of a block whose fence is indented (in a list), without that indentation as far as its first line has
-    it.
-    """
+    """Code of an indented block (in a list) without the fence's indentation, or that of its first line if smaller."""
     first = next((line for line in code if line.strip()), "")
     indent = min(column, len(first) - len(first.lstrip()))
     return "\n".join(line[min(indent, len(line) - len(line.lstrip())) :] for line in code)
 
 
 def prelude_for(source: str) -> str:
-    """Import lines for what LiveCodeBench's checker imports before a program, as far as the program can need it.
+    """The import lines of LiveCodeBench's checker that a program can need.
 
-    Importing all of it costs several times the start of an interpreter; a name that does not occur in the text
-    cannot be used by it, except through `exec` and its like, which get everything.
+    All imports together take several times as long as an interpreter takes to start. A program cannot use a name that
+    does not occur in its text, except with `exec` and the like, which get all imports.
     """
     words = set(re.findall(r"[^\W\d]\w*", source))
     names = _prelude_names()
@@ -121,7 +118,7 @@ def prelude_for(source: str) -> str:
     modules = [module for module in _STARRED if module in wanted]
     members = {module: sorted(name for name in wanted if names[name] == module != name) for module in _STARRED}
     lines = [
-        # the sandbox may run another version of Python, whose modules hold other names
+        # the sandbox may have another version of Python, whose modules have other names
         f"try:\n    from {module} import {', '.join(found)}\nexcept ImportError:\n    from {module} import *"
         for module, found in members.items()
         if found
@@ -132,7 +129,7 @@ def prelude_for(source: str) -> str:
 
 @functools.cache
 def _prelude_names() -> dict[str, str]:
-    """Where each name comes from after all those imports; a module's own name maps to itself."""
+    """The module of each name after all imports. The name of an imported module maps to itself."""
     origin: dict[str, str] = {}
     for module in _STARRED:
         found = importlib.import_module(module)

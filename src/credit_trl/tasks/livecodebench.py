@@ -1,8 +1,8 @@
 """LiveCodeBench: programming problems whose tests run in the sandbox.
 
-Data: `livecodebench/code_generation_lite` by release and contest date, or rows in the same form from files. As in the
-paper, a training data set shows half of each problem's private tests, the test data set all of them. A response
-passes where its program passes every test; the feedback z is the first thing that went wrong.
+The data are `livecodebench/code_generation_lite` by release and contest date, or files with the same rows. As in the
+paper, the training split has half of each problem's private tests and the test split all of them. The reward of a
+response is 1 if its program passes every test, else 0; the feedback is the first failure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,8 +44,9 @@ OPTION = TaskOption(keyword="release", values=(*RELEASES, "examples"))
 TIME_LIMIT = 6.0  # seconds a test, LiveCodeBench's own
 BATCH_SECONDS = 900.0
 MEMORY_BYTES = 1 << 30
-COSTLY = ("timeout", "output_limit", "memory")  # statuses that the other tests of a program would cost again
-DEBUG_BYTES = 8 << 20  # what a program may print beside its answer
+# After one of these statuses the other tests of a program are skipped: each could cost as much again.
+COSTLY = ("timeout", "output_limit", "memory")
+DEBUG_BYTES = 8 << 20  # limit of a program's output besides its answer
 
 PROMPT = """\
 You are a coding expert. Read the problem below and write a correct Python program that passes all of its tests. Each \
@@ -59,49 +60,58 @@ FUNCTION_FORM = (
 )
 
 
-def build(
-    split: str,
-    path: str | Path | None = None,
-    *,
-    release: str = "v6",
-    since: str = "2025-02-01",
-    until: str = "2025-05-01",
-    seed: int = 0,
-    public_tests: bool = False,
-    time_limit: float = TIME_LIMIT,
-    prompt: str = PROMPT,
-    hub: str = HUB,
-    on_malformed: str = "raise",
-) -> Dataset:
-    """Problems as conversational rows: `prompt` (user), `answer` (JSON text: the tests), `task`, `id`.
+@dataclass(frozen=True)
+class BuildOptions:
+    """Keyword arguments of `build`, checked."""
+
+    release: str = "v6"
+    since: str = "2025-02-01"
+    until: str = "2025-05-01"
+    seed: int = 0
+    public_tests: bool = False
+    time_limit: float = TIME_LIMIT
+    prompt: str = PROMPT
+    hub: str = HUB
+
+    def __post_init__(self) -> None:
+        if self.release not in OPTION.values:
+            raise ValueError(f"LiveCodeBench has no release {self.release!r}; use one of {', '.join(OPTION.values)}.")
+        for name in ("since", "until"):
+            try:
+                datetime.fromisoformat(getattr(self, name))
+            except (TypeError, ValueError) as error:
+                problem = f"`{name}` is a date such as '2025-02-01', got {getattr(self, name)!r}."
+                raise ValueError(problem) from error
+
+
+def build(split: str, path: str | Path | None = None, *, on_malformed: str = "raise", **options: Any) -> Dataset:
+    """Problems as conversational rows: `prompt` (user), `answer` (JSON text with the tests), `task`, `id`.
 
     Args:
-        split: `"train"`: `max(1, int(n / 2))` of each problem's n private tests, drawn by `seed` and the problem's
-            id; `"test"`: all of them. Both have the same problems.
-        path: a file, read whole; or a folder with the hub's files, or with files of its own; `None` loads from the
-            hub.
-        release: which of the hub's files count: `"v6"` is what the sixth release added, `"release_v6"` all that it
-            holds (several gigabytes); `"examples"` is the small set that comes with this package.
-        since, until: contests with `since <= date < until`. The defaults give the paper's 131 problems (the fifth
-            release ends in January 2025, so that `"v6"` holds them).
-        seed: of the draw of training tests.
+        split: `"train"`: `max(1, n // 2)` of each problem's n private tests, drawn by the seed and the problem's id.
+            `"test"`: all of them. Both splits have the same problems.
+        path: a file, or a folder with the hub's files or other files with such rows. `None` loads from the hub.
+        on_malformed: `"raise"`, or `"drop"` to print, count and drop malformed rows.
+        release: files of the hub to read: `"v6"` are the problems that the sixth release added, `"release_v6"` all of
+            its problems (several gigabytes), `"examples"` a small set that comes with this package.
+        since, until: ISO dates; contests with `since <= date < until` are kept, by default the paper's 131 problems.
+        seed: seed of the draw of training tests.
         public_tests: put the public tests, which the problem's text shows, before the private ones, as
             LiveCodeBench's own runner does.
-        time_limit: seconds a test.
-        prompt: the user turn, with the fields `{problem}` and `{time_limit}`.
-        hub: the hub repository, or a local folder in its layout.
-        on_malformed: `"raise"`, or `"drop"` to leave malformed rows out, each printed and counted.
+        time_limit: seconds per test.
+        prompt: template of the user turn, with the fields `{problem}` and `{time_limit}`.
+        hub: hub repository, or a local folder in its layout.
 
     Raises:
-        ValueError: an unknown split or release, a date that is none, no rows left.
-        RowError: a malformed row, by file, row and field; also private tests that are packed as anything but text.
+        ValueError: an unknown split or release, an invalid date, or no rows left.
+        RowError: a malformed row, with its file, row and field; also private tests that are a pickle of anything but
+            one text.
     """
     if split not in ("train", "test"):
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
-    if release not in OPTION.values:
-        raise ValueError(f"LiveCodeBench has no release {release!r}; use one of {', '.join(OPTION.values)}.")
-    first, end = _day(since, "since"), _day(until, "until")
-    tally = Tally(f"livecodebench:{release} {split}")
+    chosen = BuildOptions(**options)
+    first, end = (datetime.fromisoformat(day).date() for day in (chosen.since, chosen.until))
+    tally = Tally(f"livecodebench:{chosen.release} {split}")
     seen: dict[str, Row] = {}
 
     def convert(row: Row) -> dict[str, Any] | None:
@@ -112,15 +122,9 @@ def build(
         if identity in seen:
             raise row.error("question_id", f"{identity!r} occurs before, in {seen[identity].source}")
         seen[identity] = row
-        private = _cases(row, "private_test_cases")
-        if split == "train":
-            private = [private[place] for place in _half(len(private), identity, seed)]
-        answer = _answer(row, [*(_cases(row, "public_test_cases") if public_tests else []), *private], time_limit)
-        content = prompt.replace("{time_limit}", f"{time_limit:g}").replace("{problem}", _problem(row))
-        turns = [{"role": "user", "content": content}]
-        return {"prompt": turns, "answer": answer, "task": "livecodebench", "id": f"livecodebench-{identity}"}
+        return _problem(row, identity, split, chosen)
 
-    return dataset_of(list(accept(_rows(path, release, hub), convert, tally, on_malformed)), tally)
+    return dataset_of(list(accept(_rows(path, chosen.release, chosen.hub), convert, tally, on_malformed)), tally)
 
 
 def verify(
@@ -131,12 +135,7 @@ def verify(
     sandbox: Sandbox | None = None,
     deadline: float | None = BATCH_SECONDS,
 ) -> Verdict:
-    """Grade one response: reward 1 where its program passes all tests, else 0; see `reward`.
-
-    Raises:
-        ValueError: `answer` holds no tests.
-        SandboxError: no sandbox holds on this machine, or it failed.
-    """
+    """Grade one response; the arguments and errors are those of `reward`."""
     return reward([response], [answer], [truncated], sandbox=sandbox, deadline=deadline, progress=False)[0]
 
 
@@ -150,25 +149,27 @@ def reward(
     progress: bool | str = "tests",
     **columns: Any,
 ) -> list[Verdict]:
-    """Grade a batch, all tests of all programs side by side in the sandbox; for `reward_funcs`.
+    """Grade a batch of responses, with all tests of all programs in one sandbox batch; for `reward_funcs`.
+
+    The reward is 1 if the program passes all tests, else 0. It is `None` if no test failed but the deadline came
+    before all had ended.
 
     Args:
-        completions: texts or conversations; the program is `lcb_program.find_program`'s.
+        completions: texts or conversations; `lcb_program.find_program` finds their programs.
         answer: `{"inputs": [...], "outputs": [...], "testtype": "stdin" or "functional", "fn_name": name,
-            "time_limit": seconds}`, as JSON text or as it is. Outputs stay in this process.
+            "time_limit": seconds}`, as JSON text or as an object. Outputs stay in this process.
         truncated: whether each response was cut off.
-        sandbox: where programs run; by default that of `use_sandbox`, else one opened here and kept.
-        deadline: seconds after which the batch ends in any case. A response of which nothing failed but not
-            everything ran gets the reward `None`: the machine's slowness is not its fault.
-        progress: a bar on standard error, as `Sandbox.run` takes it.
+        sandbox: runs the programs. Default: that of `use_sandbox`, else one that is opened here and kept.
+        deadline: seconds after which the batch ends, or earlier at the deadline of the reward function call.
+        progress: progress bar on standard error, as in `Sandbox.run`.
 
     Returns:
-        Verdicts with the metrics `pass_fraction` (of all tests; once a test has timed out, those not yet started
-        are not run and count as failed) and `answer_format` (whether a program was found).
+        Verdicts with the metrics `pass_fraction` (of all tests; skipped tests count as failed) and `answer_format`
+        (whether a program was found).
 
     Raises:
-        ValueError: an answer that holds no tests.
-        SandboxError: no sandbox holds on this machine, or it failed.
+        ValueError: an answer without tests.
+        SandboxError: the sandbox failed, or this machine has none.
     """
     cases_of = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
     graded_by = [cases_of[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
@@ -195,7 +196,7 @@ def _run(
     deadline: float | None,
     progress: bool | str,
 ) -> list[Result]:
-    """The result of each program on its test. Outputs are judged as they come in, and not held."""
+    """Results of the programs on their tests. Each output is compared when its program ends, and not kept."""
     results = [Result("deadline")] * len(programs)
 
     def judge(index: int, outcome: Outcome) -> Outcome:
@@ -208,10 +209,7 @@ def _run(
 
 
 def use_sandbox(sandbox: Sandbox | None) -> None:
-    """Set the sandbox that `verify` and `reward` use where none is passed; `None` for one opened when needed.
-
-    The caller goes on owning it: it is not closed here.
-    """
+    """Set the default sandbox of `verify` and `reward`; `None` opens one when needed. The caller must close it."""
     global _shared
     _shared = None if sandbox is None else (os.getpid(), sandbox)
 
@@ -230,42 +228,37 @@ def _sandbox() -> Sandbox:
 
 
 def _programs(source: str, cases: Cases, group: int) -> list[Program]:
-    """One program a test, under limits that follow from the test."""
+    """One program per test, with limits that follow from the tests."""
     from credit_trl.sandbox import Limits, Program
 
     source = source.encode("utf-8", "replace").decode("utf-8")
     longest = 65_536 + 4 * max(len(output.encode("utf-8", "replace")) for output in cases.outputs)
     limits = Limits(
-        cpu_seconds=cases.time_limit + 1,  # for the interpreter and its imports
-        wall_seconds=2 * cases.time_limit + 2,  # a busy machine is not the program's fault
+        cpu_seconds=cases.time_limit + 1,  # one second for the interpreter and its imports
+        wall_seconds=2 * cases.time_limit + 2,  # allows for a busy machine
         memory_bytes=MEMORY_BYTES,
-        # an answer much longer than every expected one is wrong and need not be kept; debug lines are no answer
-        answer_bytes=longest,
+        answer_bytes=longest,  # a much longer answer than every expected one is wrong
         output_bytes=DEBUG_BYTES + longest,
     )
     common = {"source": source, "prelude": prelude_for(source), "limits": limits, "group": group}
     if cases.fn_name is None:
         return [Program(stdin=given, **common) for given in cases.inputs]
-    places = range(len(cases))
-    return [Program(fn_name=cases.fn_name, arguments=cases.arguments(place), **common) for place in places]
+    return [Program(fn_name=cases.fn_name, arguments=arguments, **common) for arguments in cases.arguments]
 
 
 def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
         return Result.shortened(outcome.status, outcome.stdout, outcome.error)
-    if cases.fn_name is None:
-        printed = outcome.stdout
-        return Result.shortened("passed" if same_output(printed, cases.outputs[place]) else "wrong", printed)
-    if outcome.value is None:
+    given, is_same = (outcome.stdout, same_output) if cases.fn_name is None else (outcome.value, same_value)
+    if given is None:
         return Result.shortened("runtime_error", outcome.stdout, "the function returned no value")
-    same = same_value(outcome.value, cases.outputs[place])
-    return Result.shortened("passed" if same else "wrong", outcome.value)
+    return Result.shortened("passed" if is_same(given, cases.outputs[place]) else "wrong", given)
 
 
 def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) -> Verdict:
     if results is None:
-        said = CUT_OFF if truncated else WRONG_FORMAT
-        return Verdict(0.0, said, {"pass_fraction": 0.0, "answer_format": 0.0})
+        metrics = {"pass_fraction": 0.0, "answer_format": 0.0}
+        return Verdict(0.0, CUT_OFF if truncated else WRONG_FORMAT, metrics)
     statuses = [result.status for result in results]
     metrics = {"pass_fraction": statuses.count("passed") / len(cases), "answer_format": 1.0}
     if set(statuses) == {"passed"}:
@@ -282,29 +275,22 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
     if path is None:
         prefix = hub if Path(hub).is_dir() else f"hf://datasets/{hub}"
         return hub_rows("json", "train", name=f"{hub} {release}", data_files=[f"{prefix}/{file}" for file in files])
-    path = Path(path)
-    if not path.is_dir():
+    if not Path(path).is_dir():
         return read_rows(path)
-    own = data_files(path)
-    of_hub = [file for file in own if file.name in FILES.values()]
-    missing = set(files) - {file.name for file in of_hub} if of_hub else set()
+    own = data_files(Path(path))
+    names = {file.name for file in own}
+    is_hub = not names.isdisjoint(FILES.values())
+    missing = set(files) - names if is_hub else set()
     if missing or not own:
         raise FileNotFoundError(
             f"{path} lacks {', '.join(sorted(missing)) or 'data files'} for {release}; it holds "
-            f"{', '.join(file.name for file in own) or 'none'}. Add them, name another release, or pass one file."
+            f"{', '.join(file.name for file in own) or 'none'}. Add them, use another release, or pass one file."
         )
-    return (row for file in own if not of_hub or file.name in files for row in read_rows(file))
-
-
-def _day(text: str, name: str) -> date:
-    try:
-        return datetime.fromisoformat(text).date()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`{name}` is a date such as '2025-02-01', got {text!r}.") from error
+    return (row for file in own if not is_hub or file.name in files for row in read_rows(file))
 
 
 def _contest_date(row: Row) -> date:
-    value = row.get("contest_date", (str, date))  # `datasets` reads ISO texts as datetimes, which are dates
+    value = row.get("contest_date", (str, date))  # `datasets` reads ISO dates as datetimes
     if isinstance(value, str):
         try:
             value = datetime.fromisoformat(value)
@@ -322,19 +308,31 @@ def _cases(row: Row, field: str) -> list[Any]:
 
 
 def _half(count: int, identity: str, seed: int) -> list[int]:
-    """`max(1, int(count / 2))` places, drawn by a hash, so that they depend on nothing but the arguments."""
-    drawn = sorted(range(count), key=lambda place: hashlib.sha256(f"{seed}:{identity}:{place}".encode()).digest())
+    """`max(1, count // 2)` sorted indices, drawn by a hash of the arguments."""
+    drawn = sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}:{identity}:{index}".encode()).digest())
     return sorted(drawn[: max(1, count // 2)])
 
 
-def _answer(row: Row, rows: list[Any], time_limit: float) -> str:
+def _problem(row: Row, identity: str, split: str, options: BuildOptions) -> dict[str, Any]:
+    """The row of the data set: the problem's text with the form of its programs, and its tests."""
+    tests = _cases(row, "private_test_cases")
+    if split == "train":
+        tests = [tests[index] for index in _half(len(tests), identity, options.seed)]
+    if options.public_tests:
+        tests = [*_cases(row, "public_test_cases"), *tests]
     fn_name = _fn_name(row)
-    if not fn_name and any(isinstance(case, dict) and case.get("testtype") == "functional" for case in rows):
+    if not fn_name and any(isinstance(case, dict) and case.get("testtype") == "functional" for case in tests):
         raise row.error("metadata", "no `func_name` for functional tests")
     try:
-        return answer_of(rows, fn_name, time_limit)
+        answer = answer_of(tests, fn_name, options.time_limit)
     except ValueError as error:
         raise row.error("private_test_cases", str(error)) from error
+    starter = row.get("starter_code", str).rstrip()
+    form = FUNCTION_FORM.replace("{starter}", starter) if starter.strip() else STDIN_FORM
+    problem = f"{row.text('question_content')}\n\n{form}"
+    content = options.prompt.replace("{time_limit}", f"{options.time_limit:g}").replace("{problem}", problem)
+    turns = [{"role": "user", "content": content}]
+    return {"prompt": turns, "answer": answer, "task": "livecodebench", "id": f"livecodebench-{identity}"}
 
 
 def _fn_name(row: Row) -> str:
@@ -342,12 +340,5 @@ def _fn_name(row: Row) -> str:
     metadata = row.parsed("metadata") if isinstance(metadata, str) and metadata.strip() else metadata
     name = metadata.get("func_name") or "" if isinstance(metadata, dict) else ""
     if not isinstance(name, str):
-        raise row.error("metadata", f"`func_name` is {type(name).__name__} where a text is needed")
+        raise row.error("metadata", f"`func_name` is {type(name).__name__} and not a text")
     return name
-
-
-def _problem(row: Row) -> str:
-    """The problem's text with the form that a program takes: the starter code, or standard input and output."""
-    starter = row.get("starter_code", str).rstrip()
-    form = FUNCTION_FORM.replace("{starter}", starter) if starter.strip() else STDIN_FORM
-    return f"{row.text('question_content')}\n\n{form}"
