@@ -17,7 +17,8 @@ from worlds import WORLDS
 
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.responses import Response, analysis_config, build_contexts
+from credit_trl.lab.analysis.formula import CreditSettings
+from credit_trl.lab.analysis.responses import Rollout, analysis_config, rollout_contexts
 from credit_trl.lab.analysis.tokenmap import TokenScores, score_response
 from credit_trl.lab.sweeps import read_spec
 from credit_trl.tasks.quickstart import GROUPS, SHORTCUT_THOUGHT, Question, draw_question, token_classes
@@ -89,9 +90,9 @@ def read(
     tokenizer = checkpoint.tokenizer
     ids = tokenizer(question.response(thought), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     evidence = PrivilegedContext(feedback=question.feedback)
-    response = Response(name, question.prompt, tuple(ids), evidence, (other.prompt,))
-    contexts = build_contexts(response, config, checkpoint)
-    return ids, score_response(checkpoint, contexts, ids, contrastive_coef=config.contrastive_coef)
+    response = Rollout(name, question.prompt, tuple(ids), evidence, (other.prompt,))
+    contexts = rollout_contexts(response, config, checkpoint)
+    return ids, score_response(checkpoint, contexts, ids, CreditSettings(config.contrastive_coef))
 
 
 def classes_of(ids: list[int], tokenizer: Any, thought: str | None) -> list[str]:

@@ -11,10 +11,10 @@ import torch
 
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.responses import Response, analysis_config
+from credit_trl.lab.analysis.responses import Rollout, analysis_config
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
 
-# The environment's chromium, with nothing that reaches for a network.
+# Chromium without features that use the network.
 BROWSER_ARGUMENTS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
@@ -28,9 +28,9 @@ def config():
 
 @pytest.fixture
 def respond(tokenizer):
-    """A function that makes a response out of a text."""
+    """Factory of a rollout with the given text."""
 
-    def make(text: str, **overrides: Any) -> Response:
+    def make(text: str, **overrides: Any) -> Rollout:
         given = {
             "identifier": "r0",
             "prompt": [{"role": "user", "content": "Name the capital of France."}],
@@ -39,14 +39,14 @@ def respond(tokenizer):
             "contrasts": tuple([{"role": "user", "content": f"Add {k} and {k}."}] for k in (1, 2)),
             "reward": 1.0,
         }
-        return Response(**{**given, **overrides})
+        return Rollout(**{**given, **overrides})
 
     return make
 
 
 @pytest.fixture
 def checkpoint(make_model, tokenizer) -> Checkpoint:
-    """A policy and a reference that lags, in fp64."""
+    """A policy and a lagged teacher, in fp64."""
     models = [make_model(seed=seed, dtype=torch.float64) for seed in (0, 1)]
     return Checkpoint.of(models[0], tokenizer, teacher=models[1], name="step-1")
 
@@ -58,7 +58,7 @@ def model_map(checkpoint, respond, config) -> TokenMap:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """A headless browser; skips where there is none."""
+    """A headless browser; skips if none is installed."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install credit-trl[dev]")
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     path = next((found for name in names if (found := shutil.which(name))), None)

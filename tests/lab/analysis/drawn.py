@@ -1,14 +1,17 @@
-"""Maps of random numbers, and texts that would like to be more than text."""
+"""Maps of random numbers, and hostile texts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from credit_trl import objective
 from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.lab.analysis.formula import PAPER, CreditFormula
-from credit_trl.lab.analysis.responses import Response
-from credit_trl.lab.analysis.tokenmap import TokenMap, TokenScores
+from credit_trl.lab.analysis.formula import CreditSettings
+from credit_trl.lab.analysis.responses import Rollout
+from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
 from credit_trl.lab.analysis.tokentext import TokenText, visible
 
 HOSTILE = (
@@ -26,50 +29,63 @@ HOSTILE = (
     '\\u003cscript\\u003e window.pwned = 10 \\"); window.pwned = 11; //',
 )
 
+SETTINGS = CreditSettings(0.1)
+
 
 def drawn_map(
     tokens: list[str],
     *,
     seed: int = 0,
-    identifier: str = "r0",
     checkpoint: str = "step-1",
+    contrasts: int = 2,
+    alternatives: Sequence[str] = (" yes", " no", "↵\n"),
+    dtype: torch.dtype = torch.float32,
+    settings: CreditSettings = SETTINGS,
+    **rollout: Any,
+) -> TokenMap:
+    """Map of random log-probabilities over the given token texts; `rollout` are arguments of `drawn_rollout`."""
+    generator = torch.Generator().manual_seed(seed)
+    rule, baseline = settings.formula.rule, settings.formula.baseline
+    run = {"contrastive_coef": settings.contrastive_coef, "formula": settings.formula}
+
+    def scored(ids: torch.Tensor) -> dict[str, Any]:
+        sizes = (ids.shape, ids.shape, (contrasts, *ids.shape))
+        student, teacher, contrast = (-8 * torch.rand(*n, generator=generator, dtype=dtype).square() for n in sizes)
+        advantage = objective.self_distillation_reward(teacher, student)
+        if contrasts:
+            options = {"form": rule.form, "baseline": baseline}
+            advantage = objective.credit_advantages(teacher, contrast, student, settings.contrastive_coef, **options)
+        return {
+            "ids": ids,
+            "student_logps": student,
+            "teacher_logps": teacher,
+            "contrast_logps": contrast,
+            "advantage": advantage,
+            "entered_coef": torch.full(ids.shape, settings.contrastive_coef if contrasts else 0.0, dtype=dtype),
+            **run,
+        }
+
+    own = scored(torch.arange(len(tokens)))
+    others = ScoredTokens(**scored(torch.arange(len(alternatives)).expand(len(tokens), -1).contiguous()))
+    return TokenMap(
+        drawn_rollout(len(tokens), contrasts, **rollout),
+        checkpoint,
+        [TokenText(visible(text).replace("\n", "↵\n")) for text in tokens],
+        ["other word"] * len(tokens),
+        TokenScores(**own, alternatives=others),
+        [[visible(text) for text in alternatives]] * len(tokens),
+    )
+
+
+def drawn_rollout(
+    count: int,
+    contrasts: int = 2,
+    *,
+    identifier: str = "r0",
     problem: str = "a problem",
     feedback: str | None = "the feedback",
-    contrasts: int = 2,
-    alternatives: list[str] | None = None,
     reward: float | None = 1.0,
-    dtype: torch.dtype = torch.float32,
-    coef: float = 0.1,
-    formula: CreditFormula = PAPER,
-) -> TokenMap:
-    """A map of random log-probabilities over the given token texts."""
-    generator = torch.Generator().manual_seed(seed)
-    count, texts = len(tokens), alternatives or [" yes", " no", "↵\n"]
-
-    def logps(*shape: int) -> torch.Tensor:
-        return -8 * torch.rand(*shape, generator=generator, dtype=dtype).square()
-
-    def advantages(student: torch.Tensor, teacher: torch.Tensor, contrast: torch.Tensor) -> torch.Tensor:
-        if not contrasts:
-            return objective.self_distillation_reward(teacher, student)
-        options = {"form": formula.rule.form, "baseline": formula.baseline}
-        return objective.credit_advantages(teacher, contrast, student, coef, **options)
-
-    own = logps(count), logps(count), logps(contrasts, count)
-    other = logps(count, len(texts)), logps(count, len(texts)), logps(contrasts, count, len(texts))
-    entered = torch.full((count, 1 + len(texts)), coef if contrasts else 0.0, dtype=dtype)
-    scores = TokenScores(
-        *own,
-        advantages(*own),
-        entered[:, 0],
-        coef,
-        formula,
-        torch.arange(len(texts)).expand(count, -1).contiguous(),
-        *other,
-        advantages(*other),
-        entered[:, 1:],
-    )
-    others = tuple(f"another problem {k}" for k in range(contrasts))
-    response = Response(identifier, problem, tuple(range(count)), PrivilegedContext(feedback=feedback), others, reward)
-    shown = [TokenText(visible(text).replace("\n", "↵\n")) for text in tokens]
-    return TokenMap(response, checkpoint, shown, ["other word"] * count, scores, [[visible(t) for t in texts]] * count)
+) -> Rollout:
+    """Rollout of `count` tokens."""
+    prompts = tuple(f"another problem {k}" for k in range(contrasts))
+    return Rollout(identifier, problem, tuple(range(count)), PrivilegedContext(feedback=feedback), prompts, reward)

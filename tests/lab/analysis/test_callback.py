@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-import test_turns
 import torch
 from drawn import drawn_map
 
+from contexts import test_turns
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.lab.analysis.callback import CreditMapCallback, _choose
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.responses import Response
+from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
 from credit_trl.lab.analysis.tokenmap_html import write_html
 from credit_trl.lab.analysis.tokenmap_parquet import read_parquet
@@ -94,10 +94,10 @@ def test_the_maps_are_the_credit_that_the_loss_used_and_do_not_disturb_training(
     [
         {"contrastive_form": "guide", "contrastive_coef": 1.5, "distillation_topk": 6},
         {"contrastive_gate": 0.004, "contrastive_coef": 0.5, "distillation_topk": 6},
-        {"contrastive_plausibility": 0.6, "contrastive_coef": 0.5, "distillation_support": "student_topk"},
+        {"contrastive_coef": 0.5, "distillation_support": "student_topk"},
         {"contrastive_baseline": "log_mean", "contrastive_count": 3, "contrastive_gate": 0.008},
         {"distillation_tail": "renormalize", "distillation_topk": 6, "contrastive_form": "guide"},
-        {"distillation_support": "full", "contrastive_plausibility": 0.6, "contrastive_coef": 0.5},
+        {"distillation_support": "full", "contrastive_gate": 0.004, "contrastive_coef": 0.5},
         {"contrastive_source": "none"},
         {"contrastive_source": "hard", "contrastive_count": 2},
         {"contrastive_source": "same_task"},
@@ -134,14 +134,14 @@ def test_feedback_on_single_turns_is_read_where_the_loss_read_it(talk, monkeypat
     trainer = talk(contrastive_form="guide", contrastive_coef=0.7, teacher_model_kind="live", loss_type="bnpo")
     inputs, built = test_turns.batch(trainer)
     trainer._step = 1  # one micro-batch of this generation batch has been seen
-    responses = CreditMapCallback(trainer=trainer)._responses(1)
+    responses = CreditMapCallback(trainer=trainer)._current_rollouts(1)
     assert any(contexts.columns for contexts in built)
     for response, contexts in zip(responses, built, strict=True):
-        assert [response.contexts.teacher, *response.contexts.contrasts] == contexts.ids
+        assert (response.contexts.teacher, response.contexts.contrasts) == (contexts.teacher, contexts.contrasts)
         assert response.contexts.columns == contexts.columns
-        assert Response.from_json(json.loads(json.dumps(response.to_json()))) == response
+        assert Rollout.from_json(json.loads(json.dumps(response.to_json()))) == response
     logged = []
-    monkeypatch.setattr(trainer, "_log_tokens", lambda terms, contrasted, mode: logged.append(terms.advantages))
+    monkeypatch.setattr(trainer, "_log_tokens", lambda loss: logged.append(loss.terms.advantages))
     trainer.compute_loss(trainer.model, inputs)
     checkpoint = Checkpoint.of(trainer.model, trainer.processing_class)
     maps = [map_response(checkpoint, response, trainer.args) for response in responses]

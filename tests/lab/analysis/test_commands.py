@@ -75,7 +75,7 @@ def test_a_task_is_mapped_under_a_model_and_a_checkpoint(saved, tmp_path, capsys
     # The reference that the run saved is the one that scores.
     checkpoint = Checkpoint.load(str(base), step)
     assert checkpoint.teacher is not checkpoint.student
-    assert "a lagged reference" in checkpoint.describe()
+    assert "a lagged teacher" in checkpoint.describe()
 
 
 def test_responses_of_any_origin_are_mapped(saved, tmp_path):

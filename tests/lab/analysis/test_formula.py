@@ -12,9 +12,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from credit_trl.lab.analysis.formula import PAPER, CreditFormula, coefficient
-from credit_trl.lab.analysis.responses import analysis_config, build_contexts
+from credit_trl.lab.analysis.formula import PAPER, CreditFormula, CreditSettings
+from credit_trl.lab.analysis.responses import analysis_config, rollout_contexts
 from credit_trl.lab.analysis.tokenmap import map_response
+from credit_trl.loss.scores import SupportConfig
 from credit_trl.objective import ContrastRule
 from dense_reference import dense_logps, make_case, ours
 
@@ -23,7 +24,7 @@ SUPPORTS = [
     for support in ("teacher_topk", "student_topk", "full", "sampled")
     for tail in ("bucket", "renormalize")
 ]
-RULES = [ContrastRule(*given) for given in itertools.product(("subtract", "guide"), (0.0, 0.25), (0.0, 0.2))]
+RULES = [ContrastRule(*given) for given in itertools.product(("subtract", "guide"), (0.0, 0.25))]
 BASELINES = ("mean_log", "log_mean")
 
 
@@ -31,12 +32,12 @@ def by_hand(formula: CreditFormula, p: np.ndarray, f: np.ndarray, g: np.ndarray,
     """R of token v at one position and the λ that entered, from probabilities: p, f (V,), g (C, V)."""
     size = len(p)
     tokens = {
-        "teacher_topk": list(np.argsort(-f)[: formula.topk]),
-        "student_topk": list(np.argsort(-p)[: formula.topk]),
+        "teacher_topk": list(np.argsort(-f)[: formula.support.topk]),
+        "student_topk": list(np.argsort(-p)[: formula.support.topk]),
         "full": list(range(size)),
         "sampled": [v],
-    }[formula.support]
-    within = formula.tail == "renormalize" and "topk" in formula.support
+    }[formula.support.kind]
+    within = formula.support.tail == "renormalize" and "topk" in formula.support.kind
 
     def of_token(q: np.ndarray) -> float:
         return q[v] / q[sorted({*tokens, v})].sum() if within else q[v]
@@ -49,12 +50,10 @@ def by_hand(formula: CreditFormula, p: np.ndarray, f: np.ndarray, g: np.ndarray,
         return values.mean(0) if formula.baseline == "log_mean" else np.exp(np.log(values).mean(0))
 
     generic = average(np.array([buckets(one) for one in g]))
-    if formula.support == "sampled":  # of the contrasts one token is kept: the rest is what its average leaves
+    if formula.support.kind == "sampled":  # of the contrasts one token is kept: the rest is what its average leaves
         generic = np.append(generic[:1], 1.0 - generic[0])
     distance = np.abs(buckets(f) / buckets(f).sum() - generic / generic.sum()).sum() / 2
     if formula.rule.gate > 0 and distance <= formula.rule.gate:
-        coef = 0.0
-    if formula.rule.plausibility > 0 and not (v in tokens and f[v] >= formula.rule.plausibility * f[tokens].max()):
         coef = 0.0
     teacher, other = math.log(of_token(f)), math.log(average(np.array([of_token(one) for one in g])))
     target = teacher + coef * (teacher - other) if formula.rule.form == "guide" else teacher - coef * other
@@ -62,7 +61,7 @@ def by_hand(formula: CreditFormula, p: np.ndarray, f: np.ndarray, g: np.ndarray,
 
 
 @settings(max_examples=60, deadline=None)
-@example(seed=0, support=("sampled", "bucket"), rule=RULES[2], baseline="mean_log", contrasts=2, topk=1, coef=1.0)
+@example(seed=0, support=("sampled", "bucket"), rule=RULES[1], baseline="mean_log", contrasts=2, topk=1, coef=1.0)
 @given(
     seed=st.integers(0, 10**6),
     support=st.sampled_from(SUPPORTS),
@@ -78,12 +77,12 @@ def test_every_form_gate_mask_average_and_support_is_that_of_the_formula_in_prob
     size = 8
     logps = torch.randn(2 + contrasts, 3, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     student, teacher, *others = torch.log_softmax(1.5 * logps, dim=-1)
-    formula = CreditFormula(rule, baseline, "question", support[0], min(topk, size), support[1])
+    formula = CreditFormula(rule, baseline, support=SupportConfig(support[0], min(topk, size), support[1]))
     ids = torch.arange(size).expand(3, size)
     got, entered = formula.advantages(student, teacher, torch.stack(others), ids, coef)
     hand = formula
     if "topk" in support[0] and topk >= size:  # a support of all tokens is the whole vocabulary
-        hand = CreditFormula(rule, baseline, support="full")
+        hand = CreditFormula(rule, baseline)
     for t, v in itertools.product(range(3), range(size)):
         p, f, *g = (np.exp(x[t].numpy()) for x in (student, teacher, *others))
         expected, expected_coef = by_hand(hand, p, f, np.array(g), v, coef)
@@ -94,8 +93,7 @@ def test_every_form_gate_mask_average_and_support_is_that_of_the_formula_in_prob
 @pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize(
     ("support", "tail", "rule"),
-    # One sampled token has nothing to be compared with: the configuration refuses a mask there.
-    [(*s, rule) for s in SUPPORTS for rule in RULES if s[0] != "sampled" or not rule.plausibility],
+    [(*support, rule) for support in SUPPORTS for rule in RULES],
 )
 def test_it_is_what_the_loss_reports_of_the_realised_tokens(support, tail, rule, baseline):
     case = make_case(n=60, contrasts=3, dtype=torch.float64, seed=3)
@@ -104,13 +102,12 @@ def test_it_is_what_the_loss_reports_of_the_realised_tokens(support, tail, rule,
     student = dense_logps(case.hidden.detach(), case.weight.detach(), case.bias, case)
     reference = (case.reference_weight, case.reference_bias, case)
     contrasts = torch.stack([dense_logps(hidden, *reference) for hidden in case.contrasts])
-    formula = CreditFormula(rule, baseline, support=support, topk=5, tail=tail)
+    formula = CreditFormula(rule, baseline, support=SupportConfig(support, 5, tail))
     got, entered = formula.advantages(
         student, dense_logps(case.teacher, *reference), contrasts, case.token_ids[:, None], 0.4
     )
     torch.testing.assert_close(got[:, 0], terms.advantages, atol=1e-9, rtol=0)
-    if not rule.plausibility:  # the loss reports the gate's λ, a map also the mask's
-        torch.testing.assert_close(entered[:, 0], terms.contrastive_coef)
+    torch.testing.assert_close(entered[:, 0], terms.contrastive_coef)
     if rule.gate and support != "sampled":
         assert 0 < (terms.contrastive_coef == 0).sum() < 60, "the gate decides nothing here"
 
@@ -119,7 +116,7 @@ def test_without_contrast_or_with_a_coefficient_of_zero_it_is_the_self_distillat
     student, teacher, other = torch.log_softmax(torch.randn(3, 4, 9), dim=-1)
     ids = torch.arange(9).expand(4, 9)
     for support in ("teacher_topk", "full", "sampled"):
-        formula = CreditFormula(ContrastRule("guide", 0.1), support=support, topk=3)
+        formula = CreditFormula(ContrastRule("guide", 0.1), support=SupportConfig(support, 3))
         for contrasts, coef in ((other[None], 0.0), (other[None][:0], 0.5)):
             got, entered = formula.advantages(student, teacher, contrasts, ids, coef)
             torch.testing.assert_close(got, teacher - student)
@@ -137,11 +134,10 @@ def plain_logps(model, context: list[int], y: tuple[int, ...]) -> torch.Tensor:
     [
         {"contrastive_form": "guide", "contrastive_coef": 2.0},
         {"contrastive_gate": 0.05, "contrastive_coef": 0.5},
-        {"contrastive_plausibility": 0.5, "contrastive_form": "guide", "contrastive_coef": 1.0},
         {"contrastive_baseline": "log_mean", "contrastive_gate": 0.1, "contrastive_coef": 0.5},
         {"distillation_support": "student_topk", "distillation_topk": 3, "contrastive_gate": 0.1},
         {"distillation_tail": "renormalize", "distillation_topk": 5, "contrastive_form": "guide"},
-        {"distillation_support": "full", "contrastive_gate": 0.1, "contrastive_plausibility": 0.3},
+        {"distillation_support": "full", "contrastive_gate": 0.1},
     ],
     ids=lambda options: " ".join(f"{key[key.index('_') + 1 :]}={value}" for key, value in options.items()),
 )
@@ -149,7 +145,7 @@ def test_a_map_shows_the_advantages_of_the_configuration_that_it_is_given(checkp
     config = analysis_config(contrastive_count=2, **options)
     response = respond("Paris is the capital.")
     token_map = map_response(checkpoint, response, config, alternatives=4)
-    contexts, y = build_contexts(response, config, checkpoint), response.token_ids
+    contexts, y = rollout_contexts(response, config, checkpoint), response.token_ids
     reference = checkpoint.teacher.model
     p = plain_logps(checkpoint.student.student, contexts.student, y).exp().numpy()
     f = plain_logps(reference, contexts.teacher, y).exp().numpy()
@@ -160,10 +156,10 @@ def test_a_map_shows_the_advantages_of_the_configuration_that_it_is_given(checkp
         expected, entered = by_hand(formula, p[t], f[t], g[:, t], v, coef)
         assert scores.advantage[t].item() == pytest.approx(expected, abs=1e-7)
         assert scores.entered_coef[t].item() == pytest.approx(entered)
-        for a, other in enumerate(scores.alternative_ids[t].tolist()):
+        for a, other in enumerate(scores.alternatives.ids[t].tolist()):
             expected, entered = by_hand(formula, p[t], f[t], g[:, t], other, coef)
-            assert scores.alternative_advantages[t, a].item() == pytest.approx(expected, abs=1e-7)
-            assert scores.alternative_entered_coef[t, a].item() == pytest.approx(entered)
+            assert scores.alternatives.advantage[t, a].item() == pytest.approx(expected, abs=1e-7)
+            assert scores.alternatives.entered_coef[t, a].item() == pytest.approx(entered)
     paper = map_response(checkpoint, response, analysis_config(contrastive_count=2, contrastive_coef=min(coef, 1.0)))
     assert not torch.allclose(paper.scores.advantage, scores.advantage), "nothing distinguishes it from Eq. 8"
 
@@ -178,9 +174,9 @@ def adapted_config(**options):
 def test_an_adapted_coefficient_is_the_checkpoints_or_refused_with_what_to_do(checkpoint, respond):
     from dataclasses import replace
 
-    assert coefficient(analysis_config(contrastive_coef=0.25), 0.7) == 0.25  # the run's own number
-    assert coefficient(adapted_config(), 0.7) == 0.7
-    with pytest.raises(ValueError, match=r"read a checkpoint of the run.*--contrastive_coef 0\.3"):
+    assert CreditSettings.of(analysis_config(contrastive_coef=0.25), 0.7).contrastive_coef == 0.25
+    assert CreditSettings.of(adapted_config(), 0.7).contrastive_coef == 0.7
+    with pytest.raises(ValueError, match=r"load a checkpoint of the run.*--contrastive_coef 0\.3"):
         map_response(checkpoint, respond("Paris"), adapted_config())
     held = replace(checkpoint, contrastive_coef=0.7)
     token_map = map_response(held, respond("Paris"), adapted_config())
@@ -191,8 +187,16 @@ def test_an_adapted_coefficient_is_the_checkpoints_or_refused_with_what_to_do(ch
 
 def test_the_formula_of_a_run_survives_json():
     for support, tail in SUPPORTS:
-        formula = CreditFormula(ContrastRule("guide", 0.1, 0.01), "log_mean", "no question", support, 7, tail)
+        formula = CreditFormula(ContrastRule("guide", 0.1), "log_mean", "no question", SupportConfig(support, 7, tail))
         assert CreditFormula.from_json(json.loads(json.dumps(formula.to_json()))) == formula
+
+
+def test_formula_of_version_0_1_0_is_read():
+    rule = {"form": "guide", "gate": 0.1, "plausibility": 0.0}
+    support = {"support": "full", "topk": 7, "tail": "bucket"}
+    record = {"rule": rule, "baseline": "log_mean", "contrasted": "hint", **support}
+    expected = CreditFormula(ContrastRule("guide", 0.1), "log_mean", "hint", SupportConfig("full", 7, "bucket"))
+    assert CreditFormula.from_json(record) == expected
 
 
 # --------------------------------------------------------------------------------------------------------- in words
@@ -204,11 +208,14 @@ def test_the_formula_of_a_run_survives_json():
         ({}, "advantage", "CREDIT's advantage: ΔV_t − λ Ĝ"),
         ({"contrastive_form": "guide"}, "advantage", "ΔV_t + λ S_t"),
         ({"contrastive_gate": 0.05}, "advantage", "where f and Ĝ differ by a total variation above 0.05, else ΔV_t"),
-        ({"contrastive_plausibility": 0.01}, "advantage", "for tokens with 0.01 or more of the teacher's highest"),
-        ({"distillation_tail": "renormalize"}, "advantage", "within the teacher's 20 likeliest tokens"),
-        ({"contrastive_baseline": "log_mean"}, "generic", "log of the mean probability under other questions"),
-        ({"contrastive_source": "none", "contrastive_count": 1}, "generic", "with the question left out"),
-        ({"contrastive_source": "batch", "contrastive_swap": "hint"}, "generic", "with other problems' hints"),
+        ({"distillation_tail": "renormalize"}, "advantage", "conditional on the teacher's 20 most likely tokens"),
+        ({"contrastive_baseline": "log_mean"}, "generic", "log of the mean probability under contrast prompts"),
+        ({"contrastive_source": "none", "contrastive_count": 1}, "generic", "without the question"),
+        (
+            {"contrastive_source": "batch", "contrastive_swap": "hint"},
+            "generic",
+            "with the feedback of other problems",
+        ),
     ],
 )
 def test_words_say_the_formula_in_force(options, quantity, words):

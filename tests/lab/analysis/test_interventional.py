@@ -11,10 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from joints import Joint, JointLM
 
+from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.lab.analysis import interventional as iv
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula
-from credit_trl.lab.analysis.responses import ResponseContexts
+from credit_trl.lab.analysis.formula import CreditFormula, CreditSettings
+from credit_trl.lab.analysis.passes import RolloutContexts
 from credit_trl.lab.analysis.tokenmap import score_response
 from credit_trl.objective import ContrastRule
 from credit_trl.tasks.registry import load_task
@@ -49,12 +50,12 @@ def exact_credit(joint: Joint, outcome: torch.Tensor) -> np.ndarray:
 def feedback_reward(joint: Joint) -> np.ndarray:
     """r^z of the first token, as the token map measures it."""
     model = JointLM(joint)
-    contexts = ResponseContexts(model.context(0), model.context(0, Z), [])
+    contexts = RolloutContexts(model.context(0), model.context(0, Z), [])
     scores = score_response(
-        Checkpoint.of(model, None), contexts, [0] * LENGTH, contrastive_coef=0.0, alternatives=VOCABULARY
+        Checkpoint.of(model, None), contexts, [0] * LENGTH, CreditSettings(0.0), alternatives=VOCABULARY
     )
     rewards = torch.empty(VOCABULARY, dtype=torch.float64)
-    rewards[scores.alternative_ids[0]] = scores.alternative_advantages[0]
+    rewards[scores.alternatives.ids[0]] = scores.alternatives.advantage[0]
     return rewards.numpy()
 
 
@@ -216,9 +217,9 @@ def test_candidates_come_from_the_least_certain_prefixes_and_are_the_policys_lik
     joint = Joint(table / table.flatten(1).sum(-1).view(-1, 1, 1, 1, 1))
     model = JointLM(joint)
     y = (1, 2, 0)
-    contexts = ResponseContexts(model.context(0), model.context(0, 1), [model.context(1, 1)])
+    contexts = RolloutContexts(model.context(0), model.context(0, 1), [model.context(1, 1)])
     found = iv.candidates_of(
-        Checkpoint.of(model, None), contexts, list(y), contrastive_coef=0.5, positions=2, candidates=3
+        Checkpoint.of(model, None), contexts, list(y), CreditSettings(0.5), positions=2, candidates=3
     )
     logps = [joint.next_logps(0, y[:t]) for t in range(3)]
     entropies = [-(p.exp() * p).sum().item() for p in logps]
@@ -234,8 +235,7 @@ def test_candidates_come_from_the_least_certain_prefixes_and_are_the_policys_lik
         Checkpoint.of(model, None),
         contexts,
         list(y),
-        contrastive_coef=0.5,
-        formula=CreditFormula(ContrastRule("guide")),
+        CreditSettings(0.5, CreditFormula(ContrastRule("guide"))),
         positions=2,
         candidates=3,
     )
@@ -250,10 +250,10 @@ def test_unlikely_tokens_are_no_candidates():
     table = torch.tensor([[[0.995, 0.005], [0.995, 0.005]]], dtype=torch.float64)
     joint = Joint(table / table.sum())
     model = JointLM(joint)
-    contexts = ResponseContexts(model.context(0), model.context(0, 1), [])
-    options = {"contrastive_coef": 0.1, "positions": 1, "candidates": 2}
-    assert not iv.candidates_of(Checkpoint.of(model, None), contexts, [0], **options)
-    [kept] = iv.candidates_of(Checkpoint.of(model, None), contexts, [0], min_probability=1e-4, **options)
+    contexts = RolloutContexts(model.context(0), model.context(0, 1), [])
+    arguments, options = (Checkpoint.of(model, None), contexts, [0], CreditSettings(0.1)), {"positions": 1}
+    assert not iv.candidates_of(*arguments, **options, candidates=2)
+    [kept] = iv.candidates_of(*arguments, **options, candidates=2, min_probability=1e-4)
     assert len(kept.candidates) == 2
 
 
@@ -266,7 +266,9 @@ def test_the_policy_goes_on_from_each_beginning_and_the_tasks_verifier_decides(m
     task = load_task("quickstart")
     rows = list(task.build("test").take(2))
     contexts = [checkpoint.encode(row["prompt"]) for row in rows]
-    continue_ = iv.policy_rollouts(checkpoint, contexts, max_new_tokens=4, seed=1)
+    continue_ = iv.policy_rollouts(
+        checkpoint, contexts, SamplingConfig(1.0, top_p=1.0, max_completion_length=4, seed=1)
+    )
     end = tokenizer.eos_token_id
     wholes = continue_([0, 1, 0], [[5], [6, 7], [8, end]])
     assert [whole[:2] for whole in wholes][2] == [8, end]

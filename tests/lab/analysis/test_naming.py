@@ -9,7 +9,7 @@ from drawn import drawn_map
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl.lab.analysis.naming import short_names, tell_apart
+from credit_trl.lab.analysis.naming import short_names, unique_maps
 
 PARTS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4)
 
@@ -41,7 +41,7 @@ FILES = ["runs/a/credit_maps/step-000050.parquet", "runs/b/credit_maps/step-0000
 
 def names_of(*tokens):
     maps = [[drawn_map(list(own), identifier="step 50, rollout 0", checkpoint="step-50")] for own in tokens]
-    return [(one.response.identifier, one.checkpoint) for one in tell_apart(FILES, maps)]
+    return [(one.response.identifier, one.checkpoint) for one in unique_maps(FILES, maps)]
 
 
 def test_other_rollouts_of_one_name_stand_apart_and_the_same_one_side_by_side():

@@ -13,7 +13,7 @@ import torch
 from drawn import HOSTILE, drawn_map
 from matplotlib.image import imread
 
-from credit_trl.lab.analysis.formula import CreditFormula
+from credit_trl.lab.analysis.formula import CreditFormula, CreditSettings
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, colour_strength, group_scales
 from credit_trl.lab.analysis.tokenmap_html import embed_json, render_html, write_html
 from credit_trl.lab.analysis.tokentext import visible
@@ -85,13 +85,8 @@ def test_pointing_at_a_token_shows_all_its_numbers_and_alternatives(show, model_
         rows = shown.page.locator("#inspector table.alternatives tr").all()[1:]
         cells = [row.locator("td").all_inner_texts() for row in rows]
         assert [row[0] for row in cells] == [text.replace("\n", "") for text in model_map.alternatives[index]]
-        s = model_map.scores
-        columns = (
-            s.alternative_advantages,
-            s.alternative_specific,
-            s.alternative_teacher_logps,
-            s.alternative_student_logps,
-        )
+        s = model_map.scores.alternatives
+        columns = (s.advantage, s.specific, s.teacher_logps, s.student_logps)
         for column, values in enumerate(columns, start=1):
             assert [row[column] for row in cells] == as_shown(values[index], digits=3)
     assert shown.complaints == []
@@ -128,7 +123,7 @@ def test_labels_and_tooltips_say_the_formula_of_each_pane(show):
     gated = CreditFormula(ContrastRule("guide", gate=0.05), "log_mean")
     maps = [
         drawn_map(["a ", "b "], checkpoint="paper"),
-        drawn_map(["a ", "b "], checkpoint="guide", coef=2.0, formula=gated),
+        drawn_map(["a ", "b "], checkpoint="guide", settings=CreditSettings(2.0, gated)),
     ]
     shown = show(maps)
     headings = shown.page.locator(".pane h2").all_inner_texts()

@@ -15,10 +15,11 @@ from credit_trl import objective
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.lab.analysis import pmi
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import PAPER, CreditFormula
-from credit_trl.lab.analysis.passes import Reading
-from credit_trl.lab.analysis.responses import Response, ResponseContexts, analysis_config
+from credit_trl.lab.analysis.formula import PAPER, CreditFormula, CreditSettings
+from credit_trl.lab.analysis.passes import RolloutContexts
+from credit_trl.lab.analysis.responses import Rollout, analysis_config
 from credit_trl.lab.analysis.tokenmap import score_response
+from credit_trl.loss.scores import SupportConfig
 from credit_trl.objective import ContrastRule
 
 EXACT = {"atol": 1e-10, "rtol": 0}
@@ -49,15 +50,9 @@ def read(
     reference = student if lagged is None else JointLM(lagged, noise)
     checkpoint = Checkpoint.of(student, None, teacher=None if lagged is None else reference)
     others = [k for k in range(joint.sizes[0]) if k != x]
-    contexts = [reference.context(x, z), *(reference.context(k, z) for k in others)]
-    contexts += [reference.context(x), *(reference.context(k) for k in others)]
-    return pmi.read_response(
-        Reading(checkpoint.student, [student.context(x)]),
-        Reading(checkpoint.teacher, contexts),
-        list(y),
-        contrastive_coef=coef,
-        formula=formula,
-    )
+    contexts = RolloutContexts(student.context(x), reference.context(x, z), [reference.context(k, z) for k in others])
+    prompts = [reference.context(k) for k in others]
+    return pmi.read_response(checkpoint, contexts, prompts, list(y), CreditSettings(coef, formula))
 
 
 def response_of(joint: Joint, seed: int) -> tuple[int, int, tuple[int, ...]]:
@@ -80,14 +75,14 @@ def mapped_rewards(joint: Joint, x: int, z: int, y: tuple[int, ...], noise: floa
     """(T, V), r_t(v) of the token map: ΔV_t and, as alternatives, every token."""
     model = JointLM(joint, noise)
     others = [model.context(k, z) for k in range(joint.sizes[0]) if k != x]
-    contexts = ResponseContexts(model.context(x), model.context(x, z), others)
+    contexts = RolloutContexts(model.context(x), model.context(x, z), others)
     scores = score_response(
-        Checkpoint.of(model, None), contexts, list(y), contrastive_coef=0.0, alternatives=joint.sizes[2]
+        Checkpoint.of(model, None), contexts, list(y), CreditSettings(0.0), alternatives=joint.sizes[2]
     )
     rewards = torch.empty(len(y), joint.sizes[2], dtype=torch.float64)
-    rewards.scatter_(-1, scores.alternative_ids, scores.alternative_advantages)  # λ = 0: R = r
-    realised = rewards.gather(-1, torch.tensor(y)[:, None])[:, 0]
-    torch.testing.assert_close(scores.delta_v, realised, **EXACT)
+    rewards.scatter_(-1, scores.alternatives.ids, scores.alternatives.advantage)  # λ = 0: R = r
+    sampled = rewards.gather(-1, torch.tensor(y)[:, None])[:, 0]
+    torch.testing.assert_close(scores.delta_v, sampled, **EXACT)
     return rewards
 
 
@@ -109,7 +104,7 @@ def test_theorem_1_fails_where_the_teacher_is_no_conditional_of_the_joint():
 @given(joint=joints, seed=st.integers(0, 10**6))
 def test_corollary_2_the_rewards_of_a_response_sum_to_its_pmi(joint, seed):
     x, z, y = response_of(joint, seed)
-    report = pmi.report("y", read(joint, x, z, y))
+    report = pmi.pmi_report("y", read(joint, x, z, y))
     assert report.pmi == pytest.approx(joint.pmi(x, y, z).item(), abs=1e-10)
     assert report.reward == pytest.approx(report.pmi, abs=1e-10)
 
@@ -117,8 +112,8 @@ def test_corollary_2_the_rewards_of_a_response_sum_to_its_pmi(joint, seed):
 def test_corollary_2_fails_for_an_incompatible_teacher_and_for_a_lagged_reference():
     joint, other = random_joint(5), random_joint(6)
     x, z, y = response_of(joint, 5)
-    assert abs(pmi.report("y", read(joint, x, z, y, noise=0.5)).pmi - joint.pmi(x, y, z)) > 0.05
-    lagged = pmi.report("y", read(joint, x, z, y, lagged=other))
+    assert abs(pmi.pmi_report("y", read(joint, x, z, y, noise=0.5)).pmi - joint.pmi(x, y, z)) > 0.05
+    lagged = pmi.pmi_report("y", read(joint, x, z, y, lagged=other))
     assert abs(lagged.reward - other.pmi(x, y, z)) > 0.05
     assert lagged.pmi == pytest.approx(other.pmi(x, y, z).item(), abs=1e-10)
     assert lagged.reward == pytest.approx(lagged.pmi + lagged.gap, abs=1e-10)
@@ -128,7 +123,7 @@ def test_corollary_2_fails_for_an_incompatible_teacher_and_for_a_lagged_referenc
 @given(joint=joints, seed=st.integers(0, 10**6), coef=st.floats(0.0, 1.0))
 def test_equation_9_the_credit_of_a_response_is_contrastive_pmi_and_anti_genericity(joint, seed, coef):
     x, z, y = response_of(joint, seed)
-    report = pmi.report("y", read(joint, x, z, y, coef))
+    report = pmi.pmi_report("y", read(joint, x, z, y, coef))
     others = [k for k in range(joint.sizes[0]) if k != x]
     contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
     surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
@@ -150,9 +145,9 @@ def test_equation_9_the_credit_of_a_response_is_contrastive_pmi_and_anti_generic
 )
 def test_the_parts_sum_to_the_credit_of_every_formula(joint, seed, coef, form, gate, baseline, support):
     x, z, y = response_of(joint, seed)
-    formula = CreditFormula(ContrastRule(form, gate), baseline, support=support[0], topk=2, tail=support[1])
+    formula = CreditFormula(ContrastRule(form, gate), baseline, support=SupportConfig(support[0], 2, support[1]))
     logps = read(joint, x, z, y, coef, formula=formula)
-    report = pmi.report("y", logps)
+    report = pmi.pmi_report("y", logps)
     parts = report.contrastive_pmi + report.anti_genericity + report.gap + report.conditioning
     assert parts == pytest.approx(report.credit, abs=1e-9)
     assert report.credit == pytest.approx(logps.advantage.sum().item(), abs=1e-12)
@@ -175,7 +170,7 @@ def test_the_parts_sum_to_the_credit_of_every_formula(joint, seed, coef, form, g
 def test_equation_9_fails_for_an_incompatible_teacher():
     joint = random_joint(8)
     x, z, y = response_of(joint, 8)
-    report = pmi.report("y", read(joint, x, z, y, 0.5, noise=0.5))
+    report = pmi.pmi_report("y", read(joint, x, z, y, 0.5, noise=0.5))
     others = [k for k in range(joint.sizes[0]) if k != x]
     contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
     surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
@@ -252,13 +247,13 @@ def test_appendix_c_through_the_models_with_a_lagged_reference():
     joint, other = random_joint(11), random_joint(12)
     x, z, y = response_of(joint, 1)
     logps = read(joint, x, z, y, 0.3, lagged=other)
-    report = pmi.report("y", logps)
+    report = pmi.pmi_report("y", logps)
     gaps = [other.next_logps(x, y[:t]) - joint.next_logps(x, y[:t]) for t in range(len(y))]
     assert report.gap == pytest.approx(sum(g[v].item() for g, v in zip(gaps, y, strict=True)), abs=1e-10)
     assert report.gap_bound == pytest.approx(sum(g.abs().max().item() for g in gaps), abs=1e-10)
     assert abs(report.gap) <= report.gap_bound
     # Without lag neither remains.
-    still = pmi.report("y", read(joint, x, z, y, 0.3))
+    still = pmi.pmi_report("y", read(joint, x, z, y, 0.3))
     assert still.gap == pytest.approx(0.0, abs=1e-10)
     assert still.gap_bound == pytest.approx(0.0, abs=1e-10)
 
@@ -270,10 +265,10 @@ def test_contexts_that_a_run_kept_are_no_questions():
     model = JointLM(joint, 0.0)
     others = [model.context(k, z) for k in range(joint.sizes[0]) if k != x]
     assert others
-    kept = ResponseContexts(model.context(x), model.context(x, z), others)
-    response = Response("kept", "x", y, PrivilegedContext(feedback="z"), ("x'",) * len(others), 1.0, kept)
-    with pytest.raises(ValueError, match="no other question to compare with"):
-        pmi.measure(Checkpoint.of(model, None), response, analysis_config())
+    kept = RolloutContexts(model.context(x), model.context(x, z), others)
+    response = Rollout("kept", "x", y, PrivilegedContext(feedback="z"), ("x'",) * len(others), 1.0, kept)
+    with pytest.raises(ValueError, match="no contrast prompt to compare with"):
+        pmi.measure_pmi(Checkpoint.of(model, None), response, analysis_config())
 
 
 def test_masked_tokens_do_not_count():
@@ -286,7 +281,7 @@ def test_masked_tokens_do_not_count():
 
 
 def test_reports_print_as_a_table():
-    report = pmi.report("a", read(random_joint(1), 0, 1, (0, 1), 0.1))
+    report = pmi.pmi_report("a", read(random_joint(1), 0, 1, (0, 1), 0.1))
     table = pmi.format_reports([report, report])
     assert len(table.splitlines()) == 4
     assert f"{report.pmi:+.2f}" in table

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from credit_trl import objective
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import PAPER, CreditFormula
-from credit_trl.lab.analysis.responses import build_contexts
+from credit_trl.lab.analysis.formula import PAPER, CreditFormula, CreditSettings
+from credit_trl.lab.analysis.responses import rollout_contexts
 from credit_trl.lab.analysis.token_classes import default_classes
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, SATURATION, colour_strength, group_scales, map_response
 from credit_trl.lab.analysis.tokenmap_html import render_html, shown_numbers
 from credit_trl.lab.analysis.tokenmap_parquet import read_parquet, write_parquet
-from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize
+from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
 from credit_trl.lab.analysis.tokentext import token_texts
 from credit_trl.objective import ContrastRule
 
@@ -37,7 +37,7 @@ def plain_logps(model, context: list[int], y: tuple[int, ...], temperature: floa
 
 def from_plain_passes(checkpoint, response, config) -> dict[str, torch.Tensor]:
     """Every quantity, from plain forward passes and the functions of `objective.py`, (T, V)."""
-    contexts, y = build_contexts(response, config, checkpoint), response.token_ids
+    contexts, y = rollout_contexts(response, config, checkpoint), response.token_ids
     student = plain_logps(checkpoint.student.student, contexts.student, y, config.temperature)
     reference = checkpoint.teacher.model
     teacher = plain_logps(reference, contexts.teacher, y, config.temperature)
@@ -60,9 +60,8 @@ def test_every_quantity_is_that_of_the_objective_over_plain_forward_passes(check
     for quantity, values in from_plain_passes(checkpoint, response, config).items():
         torch.testing.assert_close(token_map.values(quantity), values.gather(-1, y)[:, 0], atol=1e-11, rtol=0)
         if quantity in ("advantage", "specific"):
-            name = {"advantage": "alternative_advantages", "specific": "alternative_specific"}[quantity]
-            picked = values.gather(-1, token_map.scores.alternative_ids)
-            torch.testing.assert_close(getattr(token_map.scores, name), picked, atol=1e-11, rtol=0)
+            others = token_map.scores.alternatives
+            torch.testing.assert_close(getattr(others, quantity), values.gather(-1, others.ids), atol=1e-11, rtol=0)
 
 
 def test_stored_log_probabilities_give_the_quantities_bit_by_bit(model_map):
@@ -72,18 +71,19 @@ def test_stored_log_probabilities_give_the_quantities_bit_by_bit(model_map):
     assert torch.equal(s.specific, objective.input_specific(s.teacher_logps, s.contrast_logps))
     advantages = objective.credit_advantages(s.teacher_logps, s.contrast_logps, s.student_logps, s.contrastive_coef)
     assert torch.equal(s.advantage, advantages)
-    alternatives = s.alternative_teacher_logps, s.alternative_contrast_logps, s.alternative_student_logps
-    assert torch.equal(s.alternative_advantages, objective.credit_advantages(*alternatives, s.contrastive_coef))
+    others = s.alternatives
+    alternatives = others.teacher_logps, others.contrast_logps, others.student_logps
+    assert torch.equal(others.advantage, objective.credit_advantages(*alternatives, s.contrastive_coef))
 
 
 def test_alternatives_are_the_likeliest_under_student_or_teacher(checkpoint, respond, config):
     response = respond("Paris")
     token_map = map_response(checkpoint, response, config, alternatives=4)
-    contexts = build_contexts(response, config, checkpoint)
+    contexts = rollout_contexts(response, config, checkpoint)
     student = plain_logps(checkpoint.student.student, contexts.student, response.token_ids, 1.0)
     teacher = plain_logps(checkpoint.teacher.model, contexts.teacher, response.token_ids, 1.0)
     top = torch.maximum(student, teacher).topk(4, dim=-1).indices
-    assert torch.equal(token_map.scores.alternative_ids, top)
+    assert torch.equal(token_map.scores.alternatives.ids, top)
     assert token_map.alternatives[0] == [t.text for t in token_texts(checkpoint.tokenizer, top[0].tolist())]
 
 
@@ -108,7 +108,7 @@ def test_without_another_question_the_advantage_is_the_reward_and_s_does_not_exi
     assert torch.equal(token_map.scores.advantage, token_map.scores.delta_v)
     assert token_map.scores.specific.isnan().all()
     assert token_map.scores.generic.isnan().all()
-    assert token_map.scores.alternative_advantages.isfinite().all()
+    assert token_map.scores.alternatives.advantage.isfinite().all()
 
 
 def test_what_cannot_be_mapped_says_why(checkpoint, respond, config):
@@ -154,12 +154,12 @@ def test_values_that_do_not_exist_have_no_colour():
     seed=st.integers(0, 1000),
     contrasts=st.integers(0, 3),
     dtype=st.sampled_from([torch.float32, torch.float64]),
-    formula=st.sampled_from([PAPER, CreditFormula(ContrastRule("guide", 0.05, 0.01), "log_mean", "no question")]),
+    formula=st.sampled_from([PAPER, CreditFormula(ContrastRule("guide", 0.05), "log_mean", "no question")]),
 )
 def test_a_map_survives_parquet_bit_by_bit(tmp_path_factory, tokens, seed, contrasts, dtype, formula):
     path = tmp_path_factory.mktemp("maps") / "maps.parquet"
     maps = [
-        drawn_map(tokens, seed=seed, contrasts=contrasts, dtype=dtype, formula=formula),
+        drawn_map(tokens, seed=seed, contrasts=contrasts, dtype=dtype, settings=CreditSettings(0.1, formula)),
         drawn_map(tokens, seed=seed + 1, contrasts=contrasts, dtype=dtype, checkpoint="step-2", reward=None),
     ]
     maps[1] = replace(maps[1], response=maps[0].response)
@@ -171,11 +171,11 @@ def test_a_map_survives_parquet_bit_by_bit(tmp_path_factory, tokens, seed, contr
         assert one.alternatives == other.alternatives
         assert (one.scores.formula, one.scores.contrastive_coef) == (other.scores.formula, 0.1)
         assert torch.equal(one.scores.entered_coef, other.scores.entered_coef)
-        assert torch.equal(one.scores.alternative_advantages, other.scores.alternative_advantages)
-        assert torch.equal(one.scores.alternative_entered_coef, other.scores.alternative_entered_coef)
+        assert torch.equal(one.scores.alternatives.advantage, other.scores.alternatives.advantage)
+        assert torch.equal(one.scores.alternatives.entered_coef, other.scores.alternatives.entered_coef)
         for quantity in QUANTITIES:
             assert torch.equal(one.values(quantity).nan_to_num(99.0), other.values(quantity).nan_to_num(99.0))
-        assert torch.equal(one.scores.alternative_ids, other.scores.alternative_ids)
+        assert torch.equal(one.scores.alternatives.ids, other.scores.alternatives.ids)
 
 
 def test_the_table_holds_a_row_a_token_with_its_numbers(model_map, tmp_path):
@@ -185,7 +185,7 @@ def test_the_table_holds_a_row_a_token_with_its_numbers(model_map, tmp_path):
     rows = pq.read_table(tmp_path / "maps.parquet").to_pylist()
     assert [row["token_id"] for row in rows] == list(model_map.response.token_ids)
     assert [row["specific"] for row in rows] == model_map.scores.specific.tolist()
-    assert [a["advantage"] for a in rows[2]["alternatives"]] == model_map.scores.alternative_advantages[2].tolist()
+    assert [a["advantage"] for a in rows[2]["alternatives"]] == model_map.scores.alternatives.advantage[2].tolist()
 
 
 def test_two_maps_of_one_name_and_another_table_are_refused(tmp_path):
@@ -217,7 +217,7 @@ def test_the_page_holds_the_numbers_bit_by_bit(dtype):
     for quantity in QUANTITIES:
         assert torch.equal(torch.tensor(shown[quantity], dtype=dtype), token_map.values(quantity))
     advantages = torch.tensor(shown["alternatives"]["advantage"], dtype=dtype)
-    assert torch.equal(advantages, token_map.scores.alternative_advantages)
+    assert torch.equal(advantages, token_map.scores.alternatives.advantage)
     [scales] = data["scales"]
     assert scales == group_scales([token_map])[token_map.response.group]
 
@@ -239,7 +239,7 @@ def test_every_float_survives_the_page(values):
 def test_shares_and_means_are_those_of_the_tokens():
     maps = [drawn_map(["a", "b", "a"], seed=5), drawn_map(["b", "c"], seed=6, identifier="r1")]
     maps = [replace(m, classes=c) for m, c in zip(maps, (["x", "y", "x"], ["y", "x"]), strict=True)]
-    summary = summarize(maps)
+    summary = summarize_maps(maps)
     delta_v = torch.cat([m.scores.delta_v for m in maps]).double()
     specific = torch.cat([m.scores.specific for m in maps]).double()
     x = torch.tensor([True, False, True, False, True])
@@ -262,18 +262,18 @@ def test_shares_and_means_are_those_of_the_tokens():
 
 
 def test_maps_without_contrast_do_not_count_in_a_summary():
-    summary = summarize([drawn_map(["a", "b"]), drawn_map(["c"] * 5, contrasts=0, identifier="r1")])
+    summary = summarize_maps([drawn_map(["a", "b"]), drawn_map(["c"] * 5, contrasts=0, identifier="r1")])
     assert (summary.responses, summary.tokens) == (1, 2)
-    assert summarize([]).classes == []
+    assert summarize_maps([]).classes == []
 
 
 def test_rare_token_strings_can_be_left_out():
-    summary = summarize([drawn_map(["a", "b", "a"])], min_count=2)
+    summary = summarize_maps([drawn_map(["a", "b", "a"])], min_count=2)
     assert [s.text for s in summary.most_specific] == ["a"]
 
 
 def test_a_summary_prints_with_hostile_tokens_inside_code():
-    text = format_summary(summarize([drawn_map(["`|<b>", "\n", "x"])]))
+    text = format_summary(summarize_maps([drawn_map(["`|<b>", "\n", "x"])]))
     assert "| `ˋ\\|<b>` |" in text
     assert "| `↵` |" in text
 

@@ -1,8 +1,8 @@
-"""What the reward measures: token maps, mutual information, compatibility, interventional credit.
+"""Analysis of the reward: token maps, mutual information, compatibility and interventional credit.
 
-    from credit_trl.lab.analysis import Checkpoint, map_response, sample_responses, write_html
+    from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts, write_html
 
-Nothing here imports the trainer. A name is loaded when it is first asked for.
+Names are loaded on first use. No module of this package imports the trainer.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_HOME = {
+_NAMES = {
     "callback": ("CreditMapCallback",),
     "checkpoints": ("Checkpoint",),
     "compatibility": ("fit_posterior",),
-    "responses": ("Response", "analysis_config", "read_responses", "sample_responses"),
+    "responses": ("Rollout", "analysis_config", "read_rollouts", "sample_rollouts"),
     "tokenmap": ("TokenMap", "TokenScores", "group_scales", "map_response", "score_response"),
     "tokenmap_html": ("render_html", "write_html"),
     "tokenmap_parquet": ("read_parquet", "write_parquet"),
     "tokenmap_png": ("draw_png",),
-    "tokenmap_summary": ("Summary", "format_summary", "summarize"),
+    "tokenmap_summary": ("Summary", "format_summary", "summarize_maps"),
     "tokenmap_terminal": ("print_map",),
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)
 

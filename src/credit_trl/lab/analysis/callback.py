@@ -1,4 +1,4 @@
-"""`CreditMapCallback`: token maps of a run while it runs."""
+"""`CreditMapCallback`: token maps during training."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +17,40 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.privileged import gather_privileged_contexts
+from credit_trl.contexts.contrast import ContrastSource
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.contexts.turns import place_turns
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.passes import Reading, conditionals
-from credit_trl.lab.analysis.responses import Response, ResponseContexts
+from credit_trl.lab.analysis.passes import Reading, RolloutContexts, conditionals
+from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.lab.analysis.token_classes import Classify
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
 from credit_trl.lab.analysis.tokenmap_html import write_html
 from credit_trl.lab.analysis.tokenmap_parquet import read_parquet, write_parquet
-from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize
+from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
 from credit_trl.teacher.models import Teacher
 
 DIRECTORY = "credit_maps"
 
 
 class CreditMapCallback(TrainerCallback):
-    """Write token maps every few steps into `credit_maps/` of the run's directory.
+    """Write token maps to `credit_maps/` in the output directory every few steps.
 
-    At the first step and every `every` steps, before the optimizer moves, it takes rollouts of the current generation
-    batch with the feedback and the other questions that the loss used, and writes `step-000050.html` and
-    `step-000050.parquet`. The rollouts of the first step are kept: each later page shows them under the first and the
-    current weights, side by side. `summary.md`, at the end, sums over all of the run's maps.
+    At the first step and every `every` steps, before the optimizer step, it scores rollouts of the current generation
+    batch with the feedback and contrast prompts of their loss, and writes `step-000050.html` and
+    `step-000050.parquet`. The rollouts of the first step are pinned: later pages show them under the first and the
+    current weights, side by side. At the end of training, `summary.md` summarizes all maps.
 
     Args:
         every: steps between two pages.
-        rollouts: how many of a generation batch, over all processes; those that have a teacher.
-        alternatives: tokens to list beside the realised one at each position.
-        classify: token classes for the summary; by default `token_classes.default_classes`.
-        trainer: a `CreditTrainer`; it can also come later, through `attach`.
+        rollouts: number of rollouts with a teacher, over all processes.
+        alternatives: tokens listed besides the sampled token at each position.
+        classify: token classes of the summary; None takes `token_classes.default_classes`.
+        trainer: a `CreditTrainer`; can be set later with `attach`.
 
     Raises:
-        ValueError: `every` or `rollouts` below 1.
-        RuntimeError: training begins and no trainer was attached.
-        ValueError: training begins with `contrastive_coef="auto"` and a loss that adapts nothing.
+        ValueError: `every` or `rollouts` is below 1; or, when training begins, `contrastive_coef="auto"` with
+            `distillation_weight=0`.
+        RuntimeError: training begins without an attached trainer.
     """
 
     def __init__(
@@ -67,36 +67,35 @@ class CreditMapCallback(TrainerCallback):
         self.every, self.rollouts, self.alternatives, self.classify = every, rollouts, alternatives, classify
         self.trainer = trainer
         self._due = False
-        self._evaluation_rollouts: Any = None
-        self._pinned: list[Response] = []
+        self._evaluation_batch: Any = None
+        self._pinned: list[Rollout] = []
         self._pinned_step: int | None = None
 
     def attach(self, trainer: Any) -> None:
-        """Tell the callback whose rollouts to draw."""
+        """Set the trainer whose rollouts are mapped."""
         self.trainer = trainer
-
-    # ------------------------------------------------------------------------------------------------------- events
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.trainer is None:
             raise RuntimeError(
-                "CreditMapCallback does not know its trainer: `trainer.add_callback(CreditMapCallback(every=50, "
-                "trainer=trainer))`, or `callback.attach(trainer)`."
+                "CreditMapCallback has no trainer: use `trainer.add_callback(CreditMapCallback(every=50, "
+                "trainer=trainer))` or `callback.attach(trainer)`."
             )
         if args.contrastive_coef == "auto" and self.trainer.adaptive_coef is None:
             raise ValueError(
-                "`distillation_weight=0` adapts no λ, and a token map needs one: set `contrastive_coef` to a number."
+                "With `distillation_weight=0` no λ is adapted, but a token map needs one: set `contrastive_coef` to a "
+                "number."
             )
         self.directory = Path(args.output_dir) / DIRECTORY
         if state.is_world_process_zero:
-            self._drop_after(state.global_step)
+            self._remove_pages_after(state.global_step)
         if state.global_step > 0:
             self._read_pinned()
 
-    def _drop_after(self, step: int) -> None:
-        """Remove pages of steps that come again, or that another run left here: the summary sums over all pages."""
+    def _remove_pages_after(self, step: int) -> None:
+        """Remove pages of steps to come and of earlier runs, which the summary would otherwise include."""
         for page in (*self.directory.glob("step-*.html"), *self.directory.glob("step-*.parquet")):
             if int(page.stem.removeprefix("step-")) > step:
                 page.unlink()
@@ -104,14 +103,14 @@ class CreditMapCallback(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._evaluation_rollouts = self.trainer._rollouts  # not to be taken for a generation batch of the run
+        self._evaluation_batch = self.trainer._generation_batch  # not a generation batch of training
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         step = state.global_step + 1
         self._due = self._due or step == 1 or step % self.every == 0
-        if self._due and self.trainer._rollouts is not self._evaluation_rollouts:
+        if self._due and self.trainer._generation_batch is not self._evaluation_batch:
             self._due = False
             self._write(step)
 
@@ -120,17 +119,15 @@ class CreditMapCallback(TrainerCallback):
     ) -> None:
         pages = sorted(self.directory.glob("step-*.parquet")) if self.trainer.accelerator.is_main_process else []
         if pages:
-            summary = summarize([m for page in pages for m in read_parquet(page)], top=20, min_count=2)
+            summary = summarize_maps([m for page in pages for m in read_parquet(page)], top=20, min_count=2)
             (self.directory / "summary.md").write_text(format_summary(summary), encoding="utf-8")
-
-    # -------------------------------------------------------------------------------------------------------- a page
 
     @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         return getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
 
     def _write(self, step: int) -> None:
-        """Score the pinned and the current rollouts, on all processes, and write the page on the first."""
+        """Score the current and the pinned rollouts on all processes; the main process writes the page."""
         trainer = self.trainer
         student = Teacher(trainer.model, trainer.accelerator)
         checkpoint = Checkpoint(
@@ -141,94 +138,81 @@ class CreditMapCallback(TrainerCallback):
             contrastive_coef=None if trainer.adaptive_coef is None else trainer.adaptive_coef.value,
         )
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
-        chosen = _choose(self._responses(step), share, trainer.num_generations)
-        first = self._pinned_step is None
-        if first:
+        chosen = _choose(self._current_rollouts(step), share, trainer.num_generations)
+        is_first = self._pinned_step is None
+        if is_first:
             self._pin(step, chosen)
-        # Where weights are sharded every process must score as many responses as the others.
+        # Sharded weights need equally many passes on every process.
         maps = self._maps(checkpoint, chosen, share)
-        if not first:
+        if not is_first:
             maps += self._maps(checkpoint, self._pinned[:share], share)
         _reshard(trainer.model)
         maps = gather_object(maps)
-        if trainer.accelerator.is_main_process:
+        if maps and trainer.accelerator.is_main_process:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if maps:
-                write_parquet(maps, self._page(step, "parquet"))
-                shown = [*self._first_maps(step, maps), *maps]
-                write_html(shown, self._page(step, "html"), title=f"Token credit, step {step}")
+            write_parquet(maps, self._page(step, "parquet"))
+            shown = [*self._first_maps(step, maps), *maps]
+            write_html(shown, self._page(step, "html"), title=f"Token credit, step {step}")
 
-    def _maps(self, checkpoint: Checkpoint, responses: Sequence[Response], count: int) -> list[TokenMap]:
-        maps = [
-            map_response(
-                checkpoint,
-                response,
-                self.trainer.args,
-                alternatives=self.alternatives,
-                classify=self.classify,
-            )
-            for response in responses
-        ]
-        for _ in range(count - len(responses)):
-            readings = [Reading(checkpoint.student, []), Reading(checkpoint.teacher, [])]
-            list(conditionals(readings, []))
+    def _maps(self, checkpoint: Checkpoint, rollouts: Sequence[Rollout], count: int) -> list[TokenMap]:
+        """Maps of the rollouts, and idle passes for those that are missing to `count`."""
+        options = {"alternatives": self.alternatives, "classify": self.classify}
+        maps = [map_response(checkpoint, rollout, self.trainer.args, **options) for rollout in rollouts]
+        for _ in range(count - len(rollouts)):
+            nothing = TokenContexts(None)
+            list(conditionals([Reading(checkpoint.student, nothing), Reading(checkpoint.teacher, nothing)], []))
         return maps
 
-    def _responses(self, step: int) -> list[Response]:
-        """This process's rollouts of the current generation batch, with the contexts that their loss was made with."""
-        trainer, rollouts = self.trainer, self.trainer._rollouts
+    def _current_rollouts(self, step: int) -> list[Rollout]:
+        """Local rollouts of the current generation batch that have a teacher, with the contexts of their loss."""
+        trainer, batch = self.trainer, self.trainer._generation_batch
         config = copy.copy(trainer.args)
-        config.contrastive_coef = config.contrastive_coef or 1.0  # SDPO draws none, but its S_t is worth seeing
-        batch = (trainer._step - 1) // (config.steps_per_generation * trainer.num_iterations)
-        tokenizer = self._tokenizer
+        config.contrastive_coef = config.contrastive_coef or 1.0  # λ = 0 draws no contrast prompts, S_t needs them
+        number = (trainer._step - 1) // (config.steps_per_generation * trainer.num_iterations)
+        contexts = build_contexts(
+            batch,
+            ContextBuilder(self._tokenizer, config, trainer.eos_token_ids),
+            trainer._renderer,
+            ContrastSource(trainer.train_dataset, number),
+            partial(self._tokenizer.batch_decode, skip_special_tokens=True),
+        )
+        return [self._rollout(step, i, own) for i, own in enumerate(contexts) if own.teacher is not None]
 
-        def decode(ids: list[list[int]]) -> list[str]:
-            return tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-        privileged = gather_privileged_contexts(rollouts, config, decode)
-        builder = ContextBuilder(tokenizer, config, trainer.eos_token_ids)
-        built = build_contexts(rollouts, privileged, config, builder, trainer._renderer, trainer.train_dataset, batch)
-        built = place_turns(built, rollouts, builder, trainer._renderer)
-        return [self._response(step, i, contexts) for i, contexts in enumerate(built) if contexts.ids is not None]
-
-    def _response(self, step: int, sample: int, built: TokenContexts) -> Response:
-        rollouts, tokenizer = self.trainer._rollouts, self._tokenizer
-        number, prompt = rollouts.first + sample, rollouts.prompts[sample]
-        teacher, *contrasts = built.ids
+    def _rollout(self, step: int, sample: int, contexts: TokenContexts) -> Rollout:
+        batch, tokenizer = self.trainer._generation_batch, self._tokenizer
+        number, prompt = batch.first + sample, batch.prompts[sample]
         if isinstance(prompt, str):
             student = tokenizer(prompt)["input_ids"]
         else:
             student = tokenizer(self.trainer._renderer(sample)(prompt), add_special_tokens=False)["input_ids"]
-        return Response(
-            f"step {step}, rollout {number}",
-            prompt,
-            tuple(rollouts.completion_ids[sample]),
-            built.privileged,
-            tuple(tokenizer.batch_decode(contrasts)),
-            rollouts.rewards[number],
-            ResponseContexts(student, teacher, contrasts, built.columns),
+        return Rollout(
+            identifier=f"step {step}, rollout {number}",
+            prompt=prompt,
+            token_ids=tuple(batch.completion_ids[sample]),
+            privileged=contexts.privileged,
+            contrasts=tuple(tokenizer.batch_decode(contexts.contrasts)),
+            reward=batch.rewards[number],
+            contexts=RolloutContexts(student, contexts.teacher, contexts.contrasts, contexts.columns),
         )
-
-    # ------------------------------------------------------------------------------------------------------- pinned
 
     @property
     def _pin_file(self) -> Path:
         return self.directory / f"pinned-{self.trainer.accelerator.process_index}.json"
 
-    def _pin(self, step: int, responses: list[Response]) -> None:
-        self._pinned_step, self._pinned = step, responses
+    def _pin(self, step: int, rollouts: list[Rollout]) -> None:
+        self._pinned_step, self._pinned = step, rollouts
         self.directory.mkdir(parents=True, exist_ok=True)
-        records = [response.to_json() for response in responses]
+        records = [rollout.to_json() for rollout in rollouts]
         self._pin_file.write_text(json.dumps({"step": step, "responses": records}), encoding="utf-8")
 
     def _read_pinned(self) -> None:
-        """What this process pinned before the run was resumed, which may have been fewer processes, or more."""
+        """Read this process's pinned rollouts; the number of processes may have changed since."""
         kept = json.loads(self._pin_file.read_text("utf-8")) if self._pin_file.exists() else {}
-        self._pinned = [Response.from_json(record) for record in kept.get("responses", ())]
+        self._pinned = [Rollout.from_json(record) for record in kept.get("responses", ())]
         self._pinned_step = next((step for step in gather_object([kept.get("step")]) if step is not None), None)
 
     def _first_maps(self, step: int, maps: Sequence[TokenMap]) -> list[TokenMap]:
-        """The pinned rollouts' maps under the first weights, as they were written then."""
+        """Stored maps of the pinned rollouts under the first weights."""
         page = self._page(self._pinned_step, "parquet")
         if self._pinned_step == step or not page.exists():
             return []
@@ -240,13 +224,13 @@ class CreditMapCallback(TrainerCallback):
 
 
 def _reshard(model: nn.Module) -> None:
-    """FSDP2 keeps the last group gathered after a forward pass; the optimizer would step past that copy."""
+    """Free the group that FSDP2 keeps gathered after a forward pass, which the update would not reach."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def _choose(responses: Sequence[Response], count: int, group_size: int) -> list[Response]:
-    """Rollouts that can be drawn, one of each group before a second of any."""
-    order = sorted(range(len(responses)), key=lambda i: (i % group_size, i // group_size))
-    return [responses[i] for i in order if responses[i].token_ids][:count]
+def _choose(rollouts: Sequence[Rollout], count: int, group_size: int) -> list[Rollout]:
+    """Rollouts that are not empty, one of each group before a second of any group."""
+    order = sorted(range(len(rollouts)), key=lambda i: (i % group_size, i // group_size))
+    return [rollouts[i] for i in order if rollouts[i].token_ids][:count]

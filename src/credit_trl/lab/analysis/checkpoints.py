@@ -1,4 +1,4 @@
-"""A model as it stands at some point of a run: the policy, its lagged teacher, and their tokenizer."""
+"""Policy, lagged teacher and tokenizer of one point of a run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from credit_trl.contexts.prompts import Prompt
+from credit_trl.evaluation.config import SamplingConfig
+from credit_trl.evaluation.generation import encode_prompt, end_of_turn_ids, generate_ids, pad_id
 from credit_trl.tasks.quickstart_model import model_path
 from credit_trl.teacher.models import ADAPTER_NAME, TEACHER_FILE, CopyTeacher, Teacher
 from credit_trl.training import adaptive
@@ -28,12 +30,12 @@ class Checkpoint:
     """π_θ and π_ref of one point of a run.
 
     Args:
-        name: what maps call it.
-        tokenizer: of both models.
+        name: name in maps and reports.
+        tokenizer: tokenizer of both models.
         student: π_θ.
-        teacher: π_ref; the student itself is exact self-distillation.
-        chat_template_kwargs: passed to the chat template (`{"enable_thinking": False}`).
-        contrastive_coef: λ, where the run adapts it and left it here.
+        teacher: π_ref; the student itself for self-distillation without lag.
+        chat_template_kwargs: arguments of the chat template (`{"enable_thinking": False}`).
+        contrastive_coef: current λ of a run with `contrastive_coef="auto"`, else None.
     """
 
     name: str
@@ -54,7 +56,7 @@ class Checkpoint:
         chat_template_kwargs: dict[str, Any] | None = None,
         contrastive_coef: float | None = None,
     ) -> Checkpoint:
-        """A checkpoint of models that are in memory; without a teacher the model is its own."""
+        """Checkpoint of models in memory; without `teacher` the model is its own teacher."""
         device = next(model.parameters()).device
         student = Teacher(model, OneProcess(device))
         # The teacher computes in the student's precision, as in training.
@@ -72,19 +74,19 @@ class Checkpoint:
         name: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Checkpoint:
-        """Read a model, or a checkpoint of a run that started from it.
+        """Load a model, or a checkpoint of a run that started from it.
 
         Args:
-            model: a path, a name on the hub, or `"quickstart"` for the model that the package brings.
-            checkpoint: a `checkpoint-…` directory: full weights or adapters of `model`. The teacher that
-                `CreditTrainer` saved there is read too, and an adapted λ; without a teacher the policy is its own.
-            device: by default the GPU, if there is one.
-            dtype: of the weights; an averaged teacher stays in fp32.
-            name: by default that of the checkpoint's directory, or of the model.
+            model: path, hub name, or `"quickstart"` for the embedded model.
+            checkpoint: `checkpoint-…` directory with full weights or adapters of `model`. The teacher that
+                `CreditTrainer` saved there is loaded too, and an adapted λ; without it the policy is its own teacher.
+            device: None takes the GPU if there is one.
+            dtype: dtype of the weights; an averaged teacher stays in fp32.
+            name: None takes the name of the checkpoint's directory, or of the model.
 
         Raises:
-            FileNotFoundError: `checkpoint` is no directory with a model in it.
-            ValueError: the model does more to its logits than is read here; see `checks.check_logits`.
+            FileNotFoundError: `checkpoint` is not a directory with a model.
+            ValueError: the model transforms its logits in an unsupported way; see `checks.check_logits`.
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         path = model_path(model)
@@ -106,33 +108,42 @@ class Checkpoint:
         )
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """The text of a conversation up to the generation prompt."""
+        """Text of a conversation with the generation prompt."""
         return self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The student's context: token ids of a prompt, as TRL encodes it."""
-        if isinstance(prompt, str):
-            return self.tokenizer(prompt)["input_ids"]
-        return self.tokenizer(self.render(prompt), add_special_tokens=False)["input_ids"]
+        """Token ids of a prompt as the student reads it."""
+        return encode_prompt(self.tokenizer, prompt, **self.chat_template_kwargs)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, batch_size: int = 64
+    ) -> list[list[int]]:
+        """Sample a completion of each prompt (token ids) from the student, see `evaluation.generate_ids`."""
+        with self.student.active() as model:
+            return generate_ids(
+                model,
+                prompts,
+                sampling,
+                eos_token_ids=self.end_ids(),
+                pad_token_id=pad_id(self.tokenizer),
+                batch_size=batch_size,
+            )
 
     def describe(self) -> str:
-        """One line: parameters, device, and whether the teacher lags."""
+        """One line with the number of parameters, the device, and whether the teacher is lagged."""
         size = sum(parameter.numel() for parameter in self.student.student.parameters())
         lag = "its own teacher" if self.teacher is self.student else "a lagged teacher"
         return f"{self.name}: {size:,} parameters on {self.student.accelerator.device}, {lag}"
 
-    def end_ids(self) -> set[int]:
-        """Ids that end a response."""
-        model = self.student.unwrapped(self.student.student)
-        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        ends = ends if isinstance(ends, Sequence) else [ends]
-        return {i for i in (*ends, self.tokenizer.eos_token_id) if i is not None}
+    def end_ids(self) -> list[int]:
+        """Ids that end a response, sorted."""
+        return end_of_turn_ids(self.student.unwrapped(self.student.student), self.tokenizer)
 
 
 class OneProcess:
-    """What `Teacher` asks of an accelerator, for a model on one device: no wrapping, no collectives."""
+    """Stand-in for an accelerator with a model on one device: no wrapping, no collectives."""
 
     native_amp = False
     distributed_type = "NO"
@@ -158,7 +169,7 @@ def _load_policy(path: str, checkpoint: str | Path | None, dtype: str | torch.dt
         return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), str(checkpoint))
     if not (checkpoint / "config.json").exists():
         raise FileNotFoundError(
-            f"{checkpoint} holds neither config.json nor adapter_config.json: name a run's `checkpoint-…`."
+            f"{checkpoint} has neither config.json nor adapter_config.json: pass a `checkpoint-…` directory of a run."
         )
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
 
@@ -169,13 +180,13 @@ def _adapted_coefficient(checkpoint: Path) -> float | None:
 
 
 def _load_teacher(policy: nn.Module, path: Path) -> nn.Module:
-    """A copy of the policy with the weights of the teacher, in the dtype in which they were saved."""
+    """Copy of the policy with the saved weights of the teacher, in their saved dtype."""
     saved = load_file(path)
     names = {name: name.replace(f".{ADAPTER_NAME}", ".default") for name in saved}
     model = copy.deepcopy(policy)
     own = dict(model.named_parameters())
     if missing := [name for name in names.values() if name not in own]:
-        raise ValueError(f"{path} holds weights that the model lacks, for example {missing[:3]}.")
+        raise ValueError(f"{path} has weights that the model does not have, for example {missing[:3]}.")
     is_adapter = names.keys() != set(names.values())
     dtype = next(iter(saved.values())).dtype
     model = model if is_adapter else model.to(dtype)

@@ -1,8 +1,8 @@
-"""Do two forward passes behave like conditionals of one joint? The check of Appendix E at the answer letter.
+"""Compatibility check (Appendix E): are a model's passes with and without feedback conditionals of one joint?
 
-If a joint P(ŷ, z | x) exists, the student's distribution over letters is a mixture of the teachers' ones, one teacher
-for each feedback z = "the answer is A", "… B", …: `s = Tᵀ P` with P = P(z | x). `measure` reads s and T off a model,
-`fit_posterior` finds the nearest mixture.
+If a joint P(ŷ, z | x) exists, the student's distribution s over the answer letters is a mixture of the teachers'
+distributions T, one teacher for each feedback z = "the answer is A", "… B", …: `s = Tᵀ P` with P = P(z | x).
+`measure_compatibility` reads s and T off a model; `fit_posterior` finds the nearest mixture.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import comb
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +22,11 @@ from transformers import PreTrainedTokenizerBase
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, user_text
+from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.passes import Reading, last_position
 
-# The paper's wording of z, for a boxed letter, and the start of the answer that pins the next token to it.
+# The paper's wording of z for a boxed letter, and the start of the answer that makes the next token the letter.
 FEEDBACK = "The correct answer is \\boxed{{{letter}}}."
 ANSWER_PREFIX = "<answer>\n"
 TEMPLATES = {
@@ -36,54 +35,37 @@ TEMPLATES = {
 }
 
 _OPTION = re.compile(r"^[(\s]*([A-Z])\s*[:.)]\s", re.MULTILINE)
-# The exact fit looks at every vertex; beyond this many it leaves the problem to HiGHS.
-_MAX_VERTICES = 5000
-# Vertices are clipped to the simplex before they are judged, so this only spares work.
-_TOLERANCE = 1e-6
-
-Method = Literal["exact", "highs", "slsqp"]
-
-
-# ------------------------------------------------------------------------------------------------------------- the fit
 
 
 def fit_posterior(
-    student: Float[NDArray, "*b L"], teachers: Float[NDArray, "*b Z L"], method: Method = "exact"
+    student: Float[NDArray, "*b L"], teachers: Float[NDArray, "*b Z L"]
 ) -> tuple[Float[NDArray, "*b Z"], Float[NDArray, "*b"]]:
-    """The mixture of teachers nearest to the student in L1: `min ‖s − Tᵀ P‖₁` over the simplex.
+    """Fit the mixture of teachers nearest to the student in L1: `min ‖s − Tᵀ P‖₁` over the simplex.
+
+    Solved as a linear program by HiGHS (`scipy.optimize.linprog`) with a tolerance of 1e-10.
 
     Args:
-        student: s, a distribution over L letters (in the paper L = Z).
+        student: s, distributions over L letters (in the paper L = Z).
         teachers: T, rows indexed by z.
-        method: `"exact"` looks at every vertex of the linear programme, all records at once, up to rounding;
-            with more than some six letters it becomes `"highs"`, the solver of `scipy.optimize.linprog` (its
-            tolerance is 1e-10). `"slsqp"` is the paper's: iterative, for comparison.
 
     Returns:
-        The posterior P̂, and the residual `‖s − Tᵀ P̂‖₁`.
+        The posterior P̂ and the residual `‖s − Tᵀ P̂‖₁`.
 
     Raises:
-        ValueError: shapes that do not belong together, or numbers that are no distributions.
+        ValueError: the shapes do not match, or a row is not a distribution.
     """
     student, teachers = np.asarray(student, dtype=np.float64), np.asarray(teachers, dtype=np.float64)
     if teachers.ndim != student.ndim + 1 or teachers.shape[:-2] != student.shape[:-1]:
         raise ValueError(f"Shapes (..., L) and (..., Z, L) are needed, got {student.shape} and {teachers.shape}.")
     if teachers.shape[-1] != student.shape[-1]:
-        raise ValueError(f"Student and teachers have other letters: {student.shape} and {teachers.shape}.")
+        raise ValueError(f"Student and teachers differ in the number of letters: {student.shape}, {teachers.shape}.")
     for name, rows in (("student", student), ("teachers", teachers)):
         if not (np.isfinite(rows).all() and (rows >= 0).all() and np.allclose(rows.sum(-1), 1.0, atol=1e-4)):
             raise ValueError(f"`{name}` must hold distributions: numbers in [0, 1] that sum to 1 over the letters.")
     batch, (count, letters) = student.shape[:-1], teachers.shape[-2:]
-    s, t = student.reshape(-1, letters), teachers.reshape(-1, count, letters)
-    if method == "exact" and comb(count + letters, count - 1) <= _MAX_VERTICES:
-        posterior = _fit_vertices(s, t)
-    elif method in ("exact", "highs"):
-        posterior = np.array([_fit_highs(one, rows) for one, rows in zip(s, t, strict=True)]).reshape(len(s), count)
-    elif method == "slsqp":
-        posterior = np.array([_fit_slsqp(one, rows) for one, rows in zip(s, t, strict=True)]).reshape(len(s), count)
-    else:
-        raise ValueError(f"`method` must be exact, highs or slsqp, got {method!r}.")
-    return posterior.reshape(*batch, count), residual(s, t, posterior).reshape(batch)
+    pairs = zip(student.reshape(-1, letters), teachers.reshape(-1, count, letters), strict=True)
+    posterior = np.array([_fit_one(s, t) for s, t in pairs]).reshape(*batch, count)
+    return posterior, residual(student, teachers, posterior)
 
 
 def residual(
@@ -93,40 +75,7 @@ def residual(
     return np.abs(student - np.einsum("...zl,...z->...l", teachers, posterior)).sum(axis=-1)
 
 
-def _fit_vertices(s: NDArray, t: NDArray) -> NDArray:
-    """The best vertex of each record.
-
-    The objective is convex and linear between the planes `P_z = 0` and `s_l = (Tᵀ P)_l`, so a minimum lies where Z − 1
-    independent ones of these Z + L planes meet the plane `Σ P = 1`. Each choice is a small linear system.
-    """
-    records, count, letters = t.shape
-    planes = np.concatenate([np.broadcast_to(np.eye(count), (records, count, count)), t.transpose(0, 2, 1)], axis=1)
-    levels = np.concatenate([np.zeros((records, count)), s], axis=1)
-    best = np.full((records, count), 1.0 / count)
-    lowest = residual(s, t, best)
-    for chosen in combinations(range(count + letters), count - 1):
-        rows = list(chosen)
-        system = np.concatenate([planes[:, rows], np.ones((records, 1, count))], axis=1)
-        target = np.concatenate([levels[:, rows], np.ones((records, 1))], axis=1)
-        vertex, solved = _solve(system, target)
-        solved &= (vertex >= -_TOLERANCE).all(axis=-1)
-        vertex = np.where(solved[:, None], vertex.clip(min=0.0), best)
-        vertex /= vertex.sum(axis=-1, keepdims=True)
-        value = residual(s, t, vertex)
-        better = value < lowest
-        best[better], lowest[better] = vertex[better], value[better]
-    return best
-
-
-def _solve(system: NDArray, target: NDArray) -> tuple[NDArray, NDArray]:
-    """Solutions of many small systems, and which of them have one."""
-    regular = np.abs(np.linalg.det(system)) > np.finfo(np.float64).tiny
-    system = np.where(regular[:, None, None], system, np.eye(system.shape[-1]))
-    solution = np.linalg.solve(system, target[..., None])[..., 0]
-    return np.nan_to_num(solution, nan=-1.0, posinf=-1.0, neginf=-1.0), regular & np.isfinite(solution).all(axis=-1)
-
-
-def _fit_highs(s: NDArray, t: NDArray) -> NDArray:
+def _fit_one(s: Float[NDArray, " L"], t: Float[NDArray, "Z L"]) -> Float[NDArray, " Z"]:
     from scipy.optimize import linprog
 
     count, letters = t.shape
@@ -147,36 +96,17 @@ def _fit_highs(s: NDArray, t: NDArray) -> NDArray:
     return posterior / posterior.sum()
 
 
-def _fit_slsqp(s: NDArray, t: NDArray) -> NDArray:
-    from scipy.optimize import minimize
-
-    count = len(t)
-    result = minimize(
-        lambda p: np.abs(s - t.T @ p).sum(),
-        np.full(count, 1.0 / count),
-        method="SLSQP",
-        bounds=[(0.0, 1.0)] * count,
-        constraints={"type": "eq", "fun": lambda p: p.sum() - 1.0},
-        options={"ftol": 1e-12, "maxiter": 500},
-    )
-    posterior = result.x.clip(min=0.0)
-    return posterior / posterior.sum()
-
-
-# ----------------------------------------------------------------------------------------------------- the measurement
-
-
 @dataclass(frozen=True)
-class Question:
-    """One multiple-choice question.
+class ChoiceQuestion:
+    """Multiple-choice question.
 
     Args:
-        prompt: conversational or plain.
-        letters: its options' letters, in order; any words of one token each will do.
-        gold: the right one, or None.
-        identifier: for the records.
-        feedback: z for each letter; by default that of `measure`.
-        prefix: forced start of the response; by default that of `measure`.
+        prompt: conversation or text.
+        letters: letters of its options, in order; any texts of one token each are possible.
+        gold: right letter, or None.
+        identifier: name in the records.
+        feedback: z for each letter; None takes that of `measure_compatibility`.
+        prefix: forced start of the response; None takes that of `measure_compatibility`.
     """
 
     prompt: Prompt
@@ -189,19 +119,19 @@ class Question:
 
 @dataclass(frozen=True)
 class Record:
-    """What one question showed; Z = L = the number of its letters.
+    """Compatibility of one question; Z = L is its number of letters.
 
     Args:
-        question: which.
-        student: s, (Z,), renormalised over the letters.
-        teachers: T, (Z, Z), rows indexed by z.
-        student_mass, teacher_mass: probability of any letter before that, and (Z,).
+        question: the question.
+        student: s, (Z,), normalized over the letters.
+        teachers: T, (Z, Z), normalized over the letters; rows are indexed by z.
+        student_mass, teacher_mass: probability of any letter before the normalization, a number and (Z,).
         posterior: P̂, (Z,).
         residual: ‖s − Tᵀ P̂‖₁.
         uniform_residual: ‖s − Tᵀ u‖₁ with the uniform mixture u.
     """
 
-    question: Question
+    question: ChoiceQuestion
     student: Float[NDArray, " Z"]
     teachers: Float[NDArray, "Z Z"]
     student_mass: float
@@ -210,9 +140,28 @@ class Record:
     residual: float
     uniform_residual: float
 
+    @classmethod
+    def of(cls, question: ChoiceQuestion, probabilities: Float[NDArray, "1+Z Z"]) -> Record:
+        """Fit the letter probabilities of the student (first row) and of the teacher of each letter."""
+        mass = probabilities.sum(axis=-1)
+        student, *teachers = probabilities / mass[:, None]
+        teachers = np.array(teachers)
+        posterior, distance = fit_posterior(student, teachers)
+        uniform = np.full_like(posterior, 1.0 / len(posterior))
+        return cls(
+            question=question,
+            student=student,
+            teachers=teachers,
+            student_mass=float(mass[0]),
+            teacher_mass=mass[1:],
+            posterior=posterior,
+            residual=float(distance),
+            uniform_residual=float(residual(student, teachers, uniform)),
+        )
+
     @property
     def fidelity(self) -> Float[NDArray, " Z"]:
-        """T_{z→z}: how far a teacher follows its hint."""
+        """T_{z→z}: probability of the letter that the teacher's feedback names."""
         return np.diagonal(self.teachers)
 
     @property
@@ -236,7 +185,7 @@ class Record:
 
 
 def option_letters(prompt: Prompt) -> tuple[str, ...]:
-    """The letters that begin option lines (`A: …`, `(B) …`, `C. …`), as far as they run on from the last A."""
+    """Letters at the start of option lines (`A: …`, `(B) …`, `C. …`): the alphabetical run from the last A."""
     run: list[str] = []
     for letter in _OPTION.findall(user_text(prompt)):
         if letter == "A":
@@ -246,15 +195,15 @@ def option_letters(prompt: Prompt) -> tuple[str, ...]:
     return tuple(run)
 
 
-def questions_of(rows: Iterable[dict[str, Any]], letters: Sequence[str] | None = None) -> list[Question]:
-    """Rows with `prompt` and `answer` (a letter) as questions.
+def questions_of(rows: Iterable[dict[str, Any]], letters: Sequence[str] | None = None) -> list[ChoiceQuestion]:
+    """Questions from rows with `prompt` and `answer` (a letter).
 
     Args:
-        rows: of a multiple-choice task's data set.
-        letters: of every question; None reads them off each prompt.
+        rows: rows of a multiple-choice data set.
+        letters: letters of every question; None reads them from each prompt.
 
     Raises:
-        ValueError: fewer than two letters, or a gold answer that is none of them.
+        ValueError: a question has fewer than two letters, or its gold answer is not one of them.
     """
     questions = []
     for number, row in enumerate(rows):
@@ -262,22 +211,25 @@ def questions_of(rows: Iterable[dict[str, Any]], letters: Sequence[str] | None =
         name, gold = str(row.get("id", number)), row.get("answer")
         if len(own) < 2 or (gold is not None and gold not in own):
             raise ValueError(f"Question {name}: options {own} and answer {gold!r} are no multiple choice of letters.")
-        questions.append(Question(row["prompt"], own, gold, name))
+        questions.append(ChoiceQuestion(row["prompt"], own, gold, name))
     return questions
 
 
-def balanced(questions: Sequence[Question], per_letter: int, seed: int = 0) -> list[Question]:
-    """As many questions of each gold letter, `per_letter` or what the scarcest letter has, in their order.
+def balanced(questions: Sequence[ChoiceQuestion], per_letter: int, seed: int = 0) -> list[ChoiceQuestion]:
+    """Random subset with equally many questions of each gold letter, in the order of `questions`.
 
-    Only questions with the commonest letters take part.
+    Only questions with the most frequent set of letters are used. Each letter gets `per_letter` questions, or as many
+    as the rarest letter has.
 
     Raises:
-        ValueError: none has one of these letters as its gold answer.
+        ValueError: one of these letters is the gold answer of no question.
     """
     letters, _ = max(Counter(q.letters for q in questions).items(), key=lambda item: (item[1], len(item[0])))
     order = np.random.default_rng(seed).permutation(len(questions))
-    by_gold = {letter: [i for i in order if questions[i].gold == letter] for letter in letters}
-    by_gold = {g: [i for i in rows if questions[i].letters == letters] for g, rows in by_gold.items()}
+    by_gold = {
+        letter: [i for i in order if questions[i].gold == letter and questions[i].letters == letters]
+        for letter in letters
+    }
     if without := [letter for letter, rows in by_gold.items() if not rows]:
         raise ValueError(
             f"None of the questions with the options {', '.join(letters)} has {', '.join(without)} as its answer, so "
@@ -288,10 +240,10 @@ def balanced(questions: Sequence[Question], per_letter: int, seed: int = 0) -> l
 
 
 def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Sequence[str]) -> list[list[int]]:
-    """For each letter all token ids whose text, stripped, is that letter.
+    """Ids of all tokens whose text without surrounding white space is the letter, for each letter.
 
     Raises:
-        ValueError: a letter without a token of its own.
+        ValueError: a letter has no such token.
     """
     ids: dict[str, list[int]] = {letter: [] for letter in letters}
     for token_id, text in enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))])):
@@ -302,64 +254,41 @@ def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Sequence[str]) -> li
     return list(ids.values())
 
 
-def measure(
+def measure_compatibility(
     checkpoint: Checkpoint,
-    questions: Sequence[Question],
+    questions: Sequence[ChoiceQuestion],
     builder: ContextBuilder,
     *,
     feedback: str = FEEDBACK,
     prefix: str = ANSWER_PREFIX,
     progress: bool = False,
 ) -> list[Record]:
-    """Student, teachers and fit of every question. A question's contexts are one batched forward pass.
+    """Read the student and the teachers of every question and fit them, one batched forward pass a question.
 
-    Both are read off the teacher, which is the model itself where nothing lags: Assumption 1 speaks of one π.
+    Student and teachers are the same weights, those of `checkpoint.teacher`: Assumption 1 is about a single π.
 
     Args:
         checkpoint: the model.
-        questions: with any numbers of letters.
-        builder: puts z into a prompt; `TEMPLATES` hold the paper's wording.
-        feedback: z, with `{letter}`.
-        prefix: the forced start of the response, after which the letter stands.
-        progress: whether to show a bar.
+        questions: questions with any number of letters.
+        builder: puts z into a prompt; `TEMPLATES` holds the paper's wording.
+        feedback: z, with the field `{letter}`.
+        prefix: forced start of the response, right before the letter.
+        progress: whether to show a progress bar.
     """
     from tqdm.auto import tqdm
 
     distinct = sorted({letter for q in questions for letter in q.letters})
     ids = dict(zip(distinct, letter_ids(checkpoint.tokenizer, distinct), strict=True))
-    read = []
+    records = []
     for question in tqdm(questions, desc="questions", disable=not progress):
-        contexts = [checkpoint.encode(question.prompt)]
-        for z in question.feedback or [feedback.format(letter=letter) for letter in question.letters]:
-            contexts.append(builder.encode(question.prompt, PrivilegedContext(feedback=z), checkpoint.render))
+        texts = question.feedback or [feedback.format(letter=letter) for letter in question.letters]
+        with_feedback = [
+            builder.encode(question.prompt, PrivilegedContext(feedback=z), checkpoint.render) for z in texts
+        ]
+        prompts = TokenContexts(checkpoint.encode(question.prompt), with_feedback)
         start = prefix if question.prefix is None else question.prefix
         prefix_ids = checkpoint.tokenizer(start, add_special_tokens=False)["input_ids"]
-        logps = last_position(Reading(checkpoint.teacher, contexts), prefix_ids)
+        logps = last_position(Reading(checkpoint.teacher, prompts), prefix_ids)
         columns = [torch.logsumexp(logps[:, ids[letter]].double(), dim=-1).exp() for letter in question.letters]
-        read.append(torch.stack(columns, dim=-1).cpu().numpy())
-    return _records(questions, read)
-
-
-def _records(questions: Sequence[Question], read: Sequence[NDArray]) -> list[Record]:
-    """Normalise over the letters and fit, all questions of as many letters at once."""
-    records: dict[int, Record] = {}
-    for count in sorted({len(q.letters) for q in questions}):
-        rows = [i for i, q in enumerate(questions) if len(q.letters) == count]
-        probabilities = np.stack([read[i] for i in rows])
-        mass = probabilities.sum(axis=-1)
-        projected = probabilities / mass[..., None]
-        student, teachers = projected[:, 0], projected[:, 1:]
-        posterior, residuals = fit_posterior(student, teachers)
-        uniform = residual(student, teachers, np.full_like(posterior, 1.0 / count))
-        for n, i in enumerate(rows):
-            records[i] = Record(
-                questions[i],
-                student[n],
-                teachers[n],
-                float(mass[n, 0]),
-                mass[n, 1:],
-                posterior[n],
-                float(residuals[n]),
-                float(uniform[n]),
-            )
-    return [records[i] for i in range(len(questions))]
+        records.append(Record.of(question, torch.stack(columns, dim=-1).cpu().numpy()))
+    return records

@@ -1,7 +1,7 @@
-"""R_t as a run makes it: its form, where its contrast applies, its average of several contrasts, its support.
+"""R_t as a run computes it: form and gate of the contrast, average over contrast prompts, support and λ.
 
-The passes of `passes` give whole conditionals; a `CreditFormula` makes of them what the run's loss made. It builds
-nothing itself: the target comes from `kernels.target`, which the loss calls, and that from `objective`.
+The passes of `passes` give log-probabilities over the whole vocabulary; `CreditFormula` computes R_t from them with
+the functions of the loss (`loss.target`, `objective`).
 """
 
 from __future__ import annotations
@@ -15,42 +15,38 @@ from torch import Tensor
 
 from credit_trl import objective
 from credit_trl.config import CreditConfig
-from credit_trl.loss.scores import Scores, Support, Tail, condition, has_tail, renormalizes
+from credit_trl.lab.analysis.passes import CreditLogps
+from credit_trl.loss.scores import Scores, SupportConfig, condition
 from credit_trl.loss.target import support_target, vocabulary_target
 from credit_trl.objective import Baseline, ContrastRule
 
 
 @dataclass(frozen=True)
 class CreditFormula:
-    """All that R_t depends on besides λ and the log-probabilities. The defaults are the paper's Eq. 8.
+    """Formula of R_t without λ. The defaults are the paper's Eq. 8 over the whole vocabulary.
 
     Args:
-        rule: form, gate and plausibility of the contrast.
-        baseline: how several contrasts are averaged.
-        contrasted: what a contrast exchanges: the question for another, for nothing, or the hint for another's.
-        support: the tokens of the loss, over which the gate and the plausibility mask look.
-        topk: K of a top-K support.
-        tail: the mass outside it. With `"renormalize"` R_t is that within the support, as it is in the loss.
+        rule: form and gate of the contrast.
+        baseline: average over contrast prompts.
+        contrasted: what a contrast prompt exchanges: the question for another one, or for none, or the privileged
+            context for that of another problem (`"hint"`).
+        support: tokens of the loss, which the gate compares. With `tail="renormalize"` R_t is conditional on them.
     """
 
     rule: ContrastRule = field(default_factory=ContrastRule)
     baseline: Baseline = "mean_log"
     contrasted: Literal["question", "no question", "hint"] = "question"
-    support: Support = "full"
-    topk: int = 20
-    tail: Tail = "bucket"
+    support: SupportConfig = field(default_factory=lambda: SupportConfig("full"))
 
     @classmethod
     def of(cls, config: CreditConfig) -> CreditFormula:
-        """That of a run with this configuration."""
+        """Formula of a run with this configuration."""
         contrasted = "no question" if config.contrastive_source == "none" else "question"
         return cls(
             config.contrast_rule,
             config.contrastive_baseline,
             "hint" if config.contrastive_swap == "hint" else contrasted,
-            config.distillation_support,
-            config.distillation_topk,
-            config.distillation_tail,
+            SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail),
         )
 
     def advantages(
@@ -61,24 +57,25 @@ class CreditFormula:
         ids: Int[Tensor, "n A"],
         contrastive_coef: float,
     ) -> tuple[Float[Tensor, "n A"], Float[Tensor, "n A"]]:
-        """R_t of A tokens at n positions, each as if it had been the realised one.
+        """R_t of A tokens at n positions, each computed as if it were the sampled token.
 
         Args:
-            student, teacher, contrasts: log π_θ, f and the g_k over the whole vocabulary.
+            student: log π_θ over the vocabulary.
+            teacher: f over the vocabulary.
+            contrasts: g_k over the vocabulary; C may be 0.
             ids: the tokens.
             contrastive_coef: λ.
 
         Returns:
-            R_t, and the λ that entered: 0 without contrast, where the gate is shut and for implausible tokens.
+            R_t, and the λ in it: 0 without contrast prompts and where the gate is closed.
         """
         if contrastive_coef == 0.0:
             contrasts = contrasts[:0]
         coef = teacher.new_full((len(ids),), contrastive_coef if len(contrasts) else 0.0)
-        # A support of as many tokens as there are is the whole vocabulary, in the trainer too.
-        whole = self.support == "full" or ("topk" in self.support and self.topk >= teacher.shape[-1])
-        if whole:
-            return self._over_vocabulary(student, teacher, contrasts, ids, coef)
-        return self._over_support(student, teacher, contrasts, ids, coef)
+        # A top-K support as large as the vocabulary is the whole vocabulary, as in the trainer.
+        is_whole = self.support.kind == "full" or (self.support.is_topk and self.support.topk >= teacher.shape[-1])
+        compute = self._over_vocabulary if is_whole else self._over_support
+        return compute(student, teacher, contrasts, ids, coef)
 
     def _over_vocabulary(
         self, student: Tensor, teacher: Tensor, contrasts: Tensor, ids: Tensor, coef: Tensor
@@ -87,122 +84,122 @@ class CreditFormula:
         target = vocabulary_target(
             teacher.clone(), generic, ids[:, :1], coef, self.rule, scratch=torch.empty_like(teacher)
         )
-        entered = target.contrastive_coef[:, None].expand(ids.shape)
-        if self.rule.plausibility > 0.0:
-            entered = entered * objective.plausible_tokens(teacher, self.rule.plausibility).gather(-1, ids)
-        return target.logps.gather(-1, ids) - student.gather(-1, ids), entered
+        advantages = target.logps.gather(-1, ids) - student.gather(-1, ids)
+        return advantages, target.contrastive_coef[:, None].expand(ids.shape)
 
     def _over_support(
         self, student: Tensor, teacher: Tensor, contrasts: Tensor, ids: Tensor, coef: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Each of the A tokens is a row of its own, with the support of its position."""
         support = ids[..., None]
-        if self.support != "sampled":
-            chosen_by = student if self.support == "student_topk" else teacher
-            top = chosen_by.topk(self.topk, dim=-1).indices
-            support = top[:, None].expand(-1, ids.shape[1], -1)
-        teacher_logps, teacher_token = self._read(teacher, support, ids)
+        if self.support.is_topk:
+            chosen_by = student if self.support.kind == "student_topk" else teacher
+            support = chosen_by.topk(self.support.topk, dim=-1).indices[:, None].expand(-1, ids.shape[1], -1)
+        teacher_logps, teacher_token = self._gather(teacher, support, ids)
         generic_logps, generic_token = torch.zeros_like(teacher_logps), torch.zeros_like(teacher_token)
         if len(contrasts):
-            parts = zip(*(self._read(contrast, support, ids) for contrast in contrasts), strict=True)
+            parts = zip(*(self._gather(contrast, support, ids) for contrast in contrasts), strict=True)
             generic_logps, generic_token = (objective.input_generic(torch.stack(p), self.baseline) for p in parts)
-        no_entropy = torch.full_like(teacher_token, torch.nan)  # no part of a target
+        no_entropy = torch.full_like(teacher_token, torch.nan)  # the target does not use it
         scores = Scores(support.flatten(0, 1), teacher_logps, generic_logps, teacher_token, generic_token, no_entropy)
-        tokens = ids.flatten()[:, None]
-        target = support_target(
-            scores,
-            tokens,
-            coef.repeat_interleave(ids.shape[1]),
-            self.rule,
-            support=self.support,
-            tail=self.tail,
-        )
-        entered = target.contrastive_coef
-        if self.rule.plausibility > 0.0:
-            likely = objective.plausible_tokens(teacher_logps[:, : support.shape[-1]], self.rule.plausibility)
-            entered = entered * (likely & (scores.support_ids == tokens)).any(dim=-1)
-        advantages = target.token_logps - self._read(student, support, ids)[1]
-        return advantages.view(ids.shape), entered.view(ids.shape)
+        target = support_target(scores, coef.repeat_interleave(ids.shape[1]), self.rule, self.support)
+        advantages = target.token_logps - self._gather(student, support, ids)[1]
+        return advantages.view(ids.shape), target.contrastive_coef.view(ids.shape)
 
-    def _read(self, logps: Float[Tensor, "n V"], support: Int[Tensor, "n A K"], ids: Int[Tensor, "n A"]) -> Any:
-        """((n·A, B), (n·A,)): log-probabilities of the buckets and of the token, as the kernels take them."""
+    def _gather(
+        self, logps: Float[Tensor, "n V"], support: Int[Tensor, "n A K"], ids: Int[Tensor, "n A"]
+    ) -> tuple[Float[Tensor, "n*A B"], Float[Tensor, " n*A"]]:
+        """Log-probabilities of the buckets and of the token, conditional on the support where the loss is."""
         columns = logps.gather(-1, support.flatten(1)).view(-1, support.shape[-1])
         tokens = logps.gather(-1, ids).view(-1)
-        if self.conditions_on_support:
+        if self.support.renormalizes:
             in_support = (support == ids[..., None]).any(dim=-1).view(-1)
             return condition(torch.cat([columns, tokens[:, None]], dim=-1), in_support)
-        return (objective.add_tail_bucket(columns) if has_tail(self.support, self.tail) else columns), tokens
-
-    # ------------------------------------------------------------------------------------------------------ in words
-
-    @property
-    def conditions_on_support(self) -> bool:
-        """Whether R_t is that within a top-K support."""
-        return renormalizes(self.support, self.tail)
+        return (objective.add_tail_bucket(columns) if self.support.has_tail else columns), tokens
 
     @property
     def text(self) -> str:
-        """R_t in symbols."""
-        return "ΔV_t + λ S_t" if self.rule.form == "guide" else "ΔV_t − λ Ĝ"
-
-    @property
-    def conditions(self) -> str:
-        """Where the contrast applies and what R_t is conditional on, after a comma; empty for the paper's."""
-        told = []
+        """R_t in symbols, with the condition of the gate and the support that R_t is conditional on."""
+        text = "ΔV_t + λ S_t" if self.rule.form == "guide" else "ΔV_t − λ Ĝ"
         if self.rule.gate > 0.0:
-            told.append(f"where f and Ĝ differ by a total variation above {self.rule.gate:g}")
-        if self.rule.plausibility > 0.0:
-            told.append(f"for tokens with {self.rule.plausibility:g} or more of the teacher's highest probability")
-        text = f", {' and '.join(told)}, else ΔV_t" if told else ""
-        if self.conditions_on_support:
-            whose = "student" if self.support == "student_topk" else "teacher"
-            text += f"; all within the {whose}'s {self.topk} likeliest tokens"
+            text += f", where f and Ĝ differ by a total variation above {self.rule.gate:g}, else ΔV_t"
+        if self.support.renormalizes:
+            model = "student" if self.support.kind == "student_topk" else "teacher"
+            text += f"; conditional on the {model}'s {self.support.topk} most likely tokens"
         return text
 
     def meanings(self) -> dict[str, str]:
-        """What each quantity of a token map says under this formula."""
-        under = {
-            "question": "under other questions with the same feedback",
-            "no question": "with the question left out and the same feedback",
-            "hint": "under the same question with other problems' hints",
+        """Explanation of each quantity of a token map under this formula."""
+        context = {
+            "question": "under contrast prompts with the same feedback",
+            "no question": "without the question, with the same feedback",
+            "hint": "under the same question with the feedback of other problems",
         }[self.contrasted]
         average = "log of the mean probability" if self.baseline == "log_mean" else "mean log-probability"
         return {
             "specific": "input-specific part of the teacher's log-probability: f − Ĝ",
             "delta_v": "self-distillation reward of the token: f − log π_θ",
-            "advantage": f"CREDIT's advantage: {self.text}{self.conditions}",
-            "generic": f"{'log-probability' if self.contrasted == 'no question' else average} {under}",
+            "advantage": f"CREDIT's advantage: {self.text}",
+            "generic": f"{'log-probability' if self.contrasted == 'no question' else average} {context}",
             "student_logps": "the student's log-probability",
         }
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        support = {"support": self.support.kind, "topk": self.support.topk, "tail": self.support.tail}
+        return {"rule": asdict(self.rule), "baseline": self.baseline, "contrasted": self.contrasted, **support}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> CreditFormula:
-        return cls(**{**record, "rule": ContrastRule(**record["rule"])})
+        rule = ContrastRule(record["rule"]["form"], record["rule"]["gate"])
+        support = SupportConfig(record["support"], record["topk"], record["tail"])
+        return cls(rule, record["baseline"], record["contrasted"], support)
 
 
 # Eq. 8 over the whole vocabulary.
 PAPER = CreditFormula()
 
 
-def coefficient(config: CreditConfig, adapted: float | None) -> float:
-    """λ of a run's next update.
+@dataclass(frozen=True)
+class CreditSettings:
+    """Values that R_t depends on besides the log-probabilities.
 
     Args:
-        config: of the run.
-        adapted: where an adapted λ stands, if it is known.
-
-    Raises:
-        ValueError: λ is adapted and nobody knows where it stands.
+        contrastive_coef: λ.
+        formula: formula of R_t.
+        temperature: sampling temperature, by which logits are divided.
     """
-    if config.contrastive_coef != "auto":
-        return config.contrastive_coef
-    if adapted is None:
-        raise ValueError(
-            "`contrastive_coef='auto'` has no λ of its own: read a checkpoint of the run, which holds "
-            "contrastive_coef.json, or state the number that the run logged as `credit/contrastive_coef` "
-            "(`--contrastive_coef 0.3`)."
-        )
-    return adapted
+
+    contrastive_coef: float
+    formula: CreditFormula = PAPER
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, config: CreditConfig, adapted: float | None = None) -> CreditSettings:
+        """Settings of a run.
+
+        Args:
+            config: configuration of the run.
+            adapted: current λ of `contrastive_coef="auto"`.
+
+        Raises:
+            ValueError: λ is adapted and `adapted` is None.
+        """
+        coef = adapted if config.contrastive_coef == "auto" else config.contrastive_coef
+        if coef is None:
+            raise ValueError(
+                "`contrastive_coef='auto'` has no fixed λ: load a checkpoint of the run, which holds "
+                "contrastive_coef.json, or set the value that the run logged as `credit/contrastive_coef` "
+                "(`--contrastive_coef 0.3`)."
+            )
+        return cls(coef, CreditFormula.of(config), config.temperature)
+
+    def advantages(
+        self, logps: CreditLogps, ids: Int[Tensor, "n A"]
+    ) -> tuple[Float[Tensor, "n A"], Float[Tensor, "n A"]]:
+        """R_t of A tokens at n positions and the λ in it, see `CreditFormula.advantages`."""
+        return self.formula.advantages(logps.student, logps.teacher, logps.contrasts, ids, self.contrastive_coef)
+
+    @property
+    def text(self) -> str:
+        """R_t in symbols and λ, on one line."""
+        return f"R_t = {self.formula.text}, λ = {self.contrastive_coef:.4g}"

@@ -1,11 +1,11 @@
-"""Interventional credit: what a token does to the chance of success, measured by branching (Appendix F).
+"""Interventional credit: the effect of a token on the chance of success, measured by branching (Appendix F).
 
-`r^cf(v) = log P(O = 1 | do(Ŷ_t = v), h_t) − log P(O = 1 | h_t)`: force candidate v after the prefix, let the policy go
-on by itself, count successes. `r^z(v)` is the self-distillation reward of the same candidate. Proposition 4 says that
-both rank candidates alike where the feedback tells of the candidate only through the outcome and speaks for success;
-Corollary 5 that they are equal where it is seen on success only.
+`r^cf(v) = log P(O = 1 | do(Ŷ_t = v), h_t) − log P(O = 1 | h_t)`: candidate v is forced after the prefix, the policy
+continues, and successes are counted. `r^z(v)` is the self-distillation reward of the same candidate. Both rank
+candidates alike if the feedback depends on the candidate only through the outcome and is more likely on success
+(Proposition 4); they are equal if it occurs on success only (Corollary 5).
 
-The estimate needs many rollouts a prefix; `BranchPlan.cost` says how many before any is made.
+The estimate needs many rollouts a prefix; `BranchPlan.cost` gives their number in advance.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_trl import objective
+from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import PAPER, CreditFormula
-from credit_trl.lab.analysis.passes import Reading, conditionals
-from credit_trl.lab.analysis.responses import ResponseContexts, generate, grade
+from credit_trl.lab.analysis.formula import CreditSettings
+from credit_trl.lab.analysis.passes import RolloutContexts, credit_logps
+from credit_trl.lab.analysis.responses import grade_rollouts
 from credit_trl.tasks.registry import Task
 
-# (numbers of the questions, beginnings of responses to them) → one whole response for each beginning.
+# (indices of questions, prefixes of responses to them) → one whole response for each prefix.
 Continue = Callable[[Sequence[int], Sequence[Sequence[int]]], list[list[int]]]
-# (numbers of the questions, whole responses to them) → whether each succeeds.
+# (indices of questions, whole responses to them) → whether each succeeds.
 Succeeds = Callable[[Sequence[int], Sequence[Sequence[int]]], Sequence[bool]]
 
 
 @dataclass(frozen=True)
 class Branching:
-    """One prefix of a response, and the candidates that are tried after it.
+    """One prefix of a response, and the candidates to force after it.
 
     Args:
         prefix: y_<t.
@@ -43,7 +44,7 @@ class Branching:
         rewards: r^z of each candidate.
         advantages: R_t of each.
         student_logps: log π_θ of each.
-        question: number of the question that the response answers.
+        question: index of the question that the response answers.
     """
 
     prefix: tuple[int, ...]
@@ -56,13 +57,13 @@ class Branching:
 
 @dataclass(frozen=True)
 class BranchPlan:
-    """What will be rolled out.
+    """Rollouts to make.
 
     Args:
         branchings: prefixes with their candidates.
         samples: rollouts of each candidate.
         baseline_samples: rollouts of each prefix without intervention.
-        max_new_tokens: of one rollout.
+        max_new_tokens: length limit of one rollout.
     """
 
     branchings: list[Branching]
@@ -71,15 +72,17 @@ class BranchPlan:
     max_new_tokens: int
 
     @property
+    def candidates(self) -> int:
+        return sum(len(b.candidates) for b in self.branchings)
+
+    @property
     def rollouts(self) -> int:
-        candidates = sum(len(b.candidates) for b in self.branchings)
-        return candidates * self.samples + len(self.branchings) * self.baseline_samples
+        return self.candidates * self.samples + len(self.branchings) * self.baseline_samples
 
     def cost(self) -> str:
-        """One line, for people, before it starts."""
-        candidates = sum(len(b.candidates) for b in self.branchings)
+        """One line with the numbers of prefixes, candidates, rollouts and tokens."""
         return (
-            f"{len(self.branchings)} prefixes, {candidates} candidates: {self.rollouts:,} rollouts of at most "
+            f"{len(self.branchings)} prefixes, {self.candidates} candidates: {self.rollouts:,} rollouts of at most "
             f"{self.max_new_tokens} new tokens ({self.samples} a candidate, {self.baseline_samples} a prefix), "
             f"at most {self.rollouts * self.max_new_tokens:,} tokens"
         )
@@ -90,12 +93,13 @@ class InterventionalCredit:
     """r^cf of the candidates of one prefix.
 
     Args:
-        branching: which.
-        successes: of `samples` rollouts, (K,).
-        samples: of each candidate.
-        baseline_successes, baseline_samples: without intervention.
-        credit: (K,), the estimate of r^cf in nats.
-        standard_error: (K,), of it, by the delta method.
+        branching: prefix and candidates.
+        successes: (K,), successful rollouts of each candidate.
+        samples: rollouts of each candidate.
+        baseline_successes: successful rollouts without intervention.
+        baseline_samples: rollouts without intervention.
+        credit: (K,), estimate of r^cf in nats.
+        standard_error: (K,), standard error of `credit` by the delta method.
     """
 
     branching: Branching
@@ -108,12 +112,12 @@ class InterventionalCredit:
 
     @property
     def is_informative(self) -> bool:
-        """Whether any two candidates succeed at different rates; else there is nothing to rank."""
+        """Whether any two candidates succeed at different rates; otherwise they cannot be ranked."""
         return len(set(self.successes.tolist())) > 1
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the best and the worst candidate differ by more than chance: two standard errors of their rates."""
+        """Whether the rates of the best and the worst candidate differ by more than two standard errors."""
         rates = self.successes / self.samples
         spread = rates.max() - rates.min()
         pooled = self.successes.mean() / self.samples
@@ -121,63 +125,54 @@ class InterventionalCredit:
 
 
 def interventional_credit(success: Float[NDArray, "*b K"], baseline: Float[NDArray, "*b"]) -> Float[NDArray, "*b K"]:
-    """r^cf of candidates from their success probabilities, and that without intervention."""
+    """r^cf of candidates from their success probabilities and the one without intervention."""
     with np.errstate(divide="ignore"):
         return np.log(success) - np.log(np.asarray(baseline)[..., None])
 
 
 def smoothed_rate(successes: NDArray, samples: int) -> NDArray:
-    """(k + ½) / (n + 1): a rate whose log exists without successes (the mean under Jeffreys' prior)."""
+    """(k + ½) / (n + 1), a rate with a finite log for k = 0 (posterior mean under Jeffreys' prior)."""
     return (np.asarray(successes) + 0.5) / (samples + 1.0)
 
 
 def standard_error(rate: NDArray, samples: int, baseline: float, baseline_samples: int) -> NDArray:
-    """Of log rate − log baseline, both from independent rollouts: the delta method, Var(log p̂) ≈ (1 − p) / (n p)."""
+    """Standard error of log rate − log baseline for independent rollouts: Var(log p̂) ≈ (1 − p) / (n p)."""
     return np.sqrt((1.0 - rate) / (samples * rate) + (1.0 - baseline) / (baseline_samples * baseline))
 
 
 def candidates_of(
     checkpoint: Checkpoint,
-    contexts: ResponseContexts,
+    contexts: RolloutContexts,
     token_ids: Sequence[int],
+    settings: CreditSettings,
     *,
-    contrastive_coef: float,
-    formula: CreditFormula = PAPER,
     positions: int,
     candidates: int,
-    temperature: float = 1.0,
     min_probability: float = 0.01,
     question: int = 0,
 ) -> list[Branching]:
-    """The prefixes of a response at which the policy is least certain, with its likeliest candidates.
+    """Prefixes of a response with the highest entropy of the policy, each with its most likely tokens.
 
     Args:
         checkpoint: π_θ and π_ref.
-        contexts: x, (x, z), (x'_k, z).
+        contexts: ids of x, (x, z) and (x'_k, z).
         token_ids: y.
-        contrastive_coef: λ, for R_t.
-        formula: all else that R_t depends on.
-        positions: how many prefixes, by the student's entropy.
-        candidates: how many tokens a prefix, at most.
-        temperature: of the rollout.
-        min_probability: below it a token is no candidate.
-        question: number that the branchings carry.
+        settings: λ, the formula of R_t and the temperature.
+        positions: number of prefixes.
+        candidates: maximum number of tokens at a prefix.
+        min_probability: lowest probability of a candidate under the policy.
+        question: index of the question, stored in the branchings.
 
     Returns:
-        Prefixes with two candidates or more, in the order of the response.
+        Prefixes with two or more candidates, in the order of the response.
     """
-    readings = [
-        Reading(checkpoint.student, [contexts.student]),
-        Reading(checkpoint.teacher, [contexts.teacher, *contexts.contrasts], contexts.columns),
-    ]
     found: list[tuple[float, Branching]] = []
-    for rows, ((student,), (teacher, *contrast)) in conditionals(readings, token_ids, temperature=temperature):
-        entropy = torch.special.entr(student.exp()).sum(dim=-1)
-        top = student.topk(min(candidates, student.shape[-1]), dim=-1)
-        contrasts = torch.stack(contrast) if contrast else student.new_zeros(0, *student.shape)
-        advantages, _ = formula.advantages(student, teacher, contrasts, top.indices, contrastive_coef)
-        rewards = objective.self_distillation_reward(teacher.gather(-1, top.indices), top.values)
-        for n in range(len(student)):
+    for rows, logps in credit_logps(checkpoint, contexts, token_ids, settings.temperature):
+        entropy = torch.special.entr(logps.student.exp()).sum(dim=-1)
+        top = logps.student.topk(min(candidates, logps.student.shape[-1]), dim=-1)
+        advantages, _ = settings.advantages(logps, top.indices)
+        rewards = objective.self_distillation_reward(logps.teacher.gather(-1, top.indices), top.values)
+        for n in range(len(entropy)):
             likely = top.values[n].exp() >= min_probability
             if likely.sum() > 1:
                 prefix = tuple(token_ids[: rows.start + n])
@@ -191,25 +186,25 @@ def candidates_of(
 def run_plan(
     plan: BranchPlan, continue_: Continue, succeeds: Succeeds, *, announce: Callable[[str], Any] = print
 ) -> list[InterventionalCredit]:
-    """Say what it costs, roll out, and count.
+    """Announce the cost, make the rollouts and count successes.
 
     Args:
-        plan: what to roll out.
-        continue_: samples one whole response for each given beginning; see `policy_rollouts`.
+        plan: rollouts to make.
+        continue_: samples one whole response for each prefix; see `policy_rollouts`.
         succeeds: O of whole responses; see `graded_by`.
-        announce: is told the cost before the first rollout.
+        announce: called with the cost before the first rollout.
     """
     announce(plan.cost())
-    beginnings: list[tuple[int, ...]] = []
+    prefixes: list[tuple[int, ...]] = []
     owner: list[tuple[int, int]] = []  # (branching, candidate), −1 without intervention
     for number, branching in enumerate(plan.branchings):
         for k, candidate in enumerate(branching.candidates):
-            beginnings += [(*branching.prefix, candidate)] * plan.samples
+            prefixes += [(*branching.prefix, candidate)] * plan.samples
             owner += [(number, k)] * plan.samples
-        beginnings += [branching.prefix] * plan.baseline_samples
+        prefixes += [branching.prefix] * plan.baseline_samples
         owner += [(number, -1)] * plan.baseline_samples
     questions = [plan.branchings[number].question for number, _ in owner]
-    outcomes = succeeds(questions, continue_(questions, beginnings))
+    outcomes = succeeds(questions, continue_(questions, prefixes))
     counts: dict[tuple[int, int], int] = dict.fromkeys(owner, 0)
     for key, outcome in zip(owner, outcomes, strict=True):
         counts[key] += bool(outcome)
@@ -226,38 +221,23 @@ def run_plan(
 
 
 def policy_rollouts(
-    checkpoint: Checkpoint,
-    contexts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    seed: int = 0,
-    batch_size: int = 256,
+    checkpoint: Checkpoint, contexts: Sequence[Sequence[int]], sampling: SamplingConfig, *, batch_size: int = 256
 ) -> Continue:
-    """Continuations by the policy itself (condition i): the student, after the question's context and a beginning.
+    """Continuations by the policy itself (condition i): the student, after the question's prompt and a prefix.
 
     Args:
         checkpoint: π_θ.
-        contexts: the student's context of each question, as token ids.
-        max_new_tokens: of one continuation.
-        temperature: of the rollout.
-        seed: of the rollouts.
-        batch_size: rollouts generated side by side.
+        contexts: token ids of each question's prompt.
+        sampling: temperature and seed, and the length limit of one continuation; `top_p` must be 1.
+        batch_size: rollouts that are generated together.
     """
 
-    def continue_(questions: Sequence[int], beginnings: Sequence[Sequence[int]]) -> list[list[int]]:
+    def continue_(questions: Sequence[int], prefixes: Sequence[Sequence[int]]) -> list[list[int]]:
         ends = checkpoint.end_ids()
-        whole = [list(beginning) for beginning in beginnings]
+        whole = [list(prefix) for prefix in prefixes]
         unfinished = [i for i, ids in enumerate(whole) if not ids or ids[-1] not in ends]
-        continuations = generate(
-            checkpoint,
-            [[*contexts[questions[i]], *whole[i]] for i in unfinished],
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            batch_size=batch_size,
-        )
-        for i, continuation in zip(unfinished, continuations, strict=True):
+        prompts = [[*contexts[questions[i]], *whole[i]] for i in unfinished]
+        for i, continuation in zip(unfinished, checkpoint.generate(prompts, sampling, batch_size), strict=True):
             whole[i] += continuation
         return whole
 
@@ -268,7 +248,7 @@ def graded_by(checkpoint: Checkpoint, task: Task, rows: Sequence[dict[str, Any]]
     """O = 1 where the task's verifier gives a reward of at least `threshold`; `rows` are the questions."""
 
     def succeeds(questions: Sequence[int], responses: Sequence[Sequence[int]]) -> list[bool]:
-        verdicts = grade(checkpoint, task, [rows[q] for q in questions], responses)
+        verdicts = grade_rollouts(checkpoint, task, [rows[q] for q in questions], responses)
         return [verdict.reward is not None and verdict.reward >= threshold for verdict in verdicts]
 
     return succeeds
@@ -293,18 +273,18 @@ def estimate(
 
 @dataclass(frozen=True)
 class RankAgreement:
-    """How two quantities order the candidates of each prefix.
+    """Agreement of two orders of the candidates, averaged over prefixes. Intervals are NaN with a single question.
 
     Args:
-        prefixes: with candidates that succeed at different rates; others rank nothing.
-        kendall: mean over them of Kendall's τ-b between r^cf and the quantity. Candidates that succeed equally often
-            are ties, so a quantity that separates them cannot reach 1.
-        kendall_interval: 95 % bootstrap interval of that mean, over questions: prefixes of one question resemble each
-            other. NaN where all prefixes are of one.
-        spearman: mean of Spearman's ρ.
+        prefixes: number of prefixes whose candidates succeed at different rates; others are skipped.
+        kendall: mean Kendall's τ-b between r^cf and the quantity. Candidates that succeed equally often are ties, so
+            a quantity that separates them cannot reach 1.
+        kendall_interval: 95 % bootstrap interval of `kendall` over questions, because the prefixes of one question are
+            not independent.
+        spearman: mean Spearman's ρ.
         concordance: mean share of the pairs with different success rates that the quantity orders alike; a tie of the
-            quantity counts half, so ½ is chance.
-        concordance_interval: of that mean.
+            quantity counts ½, so ½ is chance.
+        concordance_interval: 95 % bootstrap interval of `concordance` over questions.
         top: share of prefixes at which the quantity's best candidate has the highest success rate.
     """
 
@@ -324,13 +304,13 @@ def rank_agreement(
     resolved: bool = False,
     seed: int = 0,
 ) -> RankAgreement:
-    """Compare the order of r^cf with that of r^z, of R_t, or of the policy itself.
+    """Compare the order of r^cf with that of r^z, of R_t, or of the policy's probabilities.
 
     Args:
-        credits: of prefixes.
-        quantity: which of a branching's.
-        resolved: count only prefixes whose candidates differ by more than chance.
-        seed: of the bootstrap.
+        credits: r^cf of each prefix.
+        quantity: field of `Branching` to compare with.
+        resolved: use only prefixes with `is_resolved`.
+        seed: seed of the bootstrap.
     """
     kept = [c for c in credits if (c.is_resolved if resolved else c.is_informative)]
     nan = float("nan")
@@ -338,7 +318,9 @@ def rank_agreement(
         return RankAgreement(0, nan, (nan, nan), nan, nan, (nan, nan), nan)
     pairs = [(c.successes, getattr(c.branching, quantity).double().numpy()) for c in kept]
     questions = [c.branching.question for c in kept]
-    taus, rhos, concordances = (np.array([f(*pair) for pair in pairs]) for f in (_kendall, _spearman, concordance))
+    taus, rhos, concordances = (
+        np.array([measure(*pair) for pair in pairs]) for measure in (_kendall, _spearman, concordance)
+    )
     tops = [outcomes[other.argmax()] == outcomes.max() for outcomes, other in pairs]
     return RankAgreement(
         len(kept),
@@ -352,7 +334,7 @@ def rank_agreement(
 
 
 def concordance(outcomes: NDArray, quantity: NDArray) -> float:
-    """Share of the pairs that differ in `outcomes` which `quantity` orders alike; its ties count half."""
+    """Share of the pairs with different `outcomes` that `quantity` orders alike; its ties count ½."""
     difference = np.sign(outcomes[:, None] - outcomes[None])
     ordered = np.sign(quantity[:, None] - quantity[None])[difference > 0]
     return float((ordered > 0).mean() + 0.5 * (ordered == 0).mean())
@@ -371,7 +353,7 @@ def _spearman(outcomes: NDArray, quantity: NDArray) -> float:
 
 
 def _interval(values: NDArray, questions: Sequence[int], seed: int, resamples: int = 2000) -> tuple[float, float]:
-    """Percentiles of the mean over values, whole questions resampled."""
+    """95 % percentile interval of the mean, by resampling questions."""
     names, owner = np.unique(questions, return_inverse=True)
     if len(names) < 2:
         return float("nan"), float("nan")

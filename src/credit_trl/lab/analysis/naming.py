@@ -1,4 +1,4 @@
-"""Names of checkpoints and responses that come from several places and stand side by side."""
+"""Unique names for checkpoints and responses of several runs in one view."""
 
 from __future__ import annotations
 
@@ -13,50 +13,45 @@ if TYPE_CHECKING:
 
 
 def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
-    """The last parts of paths, at least so many and as many as tell all of them apart.
+    """Shortest unique names: the last `parts` parts of each path, or more where names would be equal.
 
     Raises:
-        ValueError: a path is named twice.
+        ValueError: a path occurs twice.
     """
     whole = [Path(path).resolve().parts for path in paths]
-    for count in itertools.count(parts):
+    for count in range(parts, max(parts + 1, *map(len, whole), 0) + 1):
         names = [Path(*path[-count:]).as_posix() for path in whole]
         if len(set(names)) == len(names):
             return names
-        if count >= max(map(len, whole)):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{twice} is named twice.")
-    raise AssertionError("counting does not end")
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"{twice} is named twice.")
 
 
-def tell_apart(files: Sequence[str | Path], maps: Sequence[Sequence[TokenMap]]) -> list[TokenMap]:
-    """The maps of several files as one list, with the file's folder in the names that would stand for two things.
+def unique_maps(files: Sequence[str | Path], maps: Sequence[Sequence[TokenMap]]) -> list[TokenMap]:
+    """Maps of several files in one list, with the file's folder in identifiers that would be ambiguous.
 
-    A response with the same tokens in two files is the same one, and its maps stand side by side.
+    Responses with the same identifier and the same tokens are one response, whose maps are shown side by side.
 
     Args:
-        files: where the maps are from.
-        maps: those of each file.
+        files: paths of the files.
+        maps: maps of each file.
     """
     labels = _differing_parts(short_names(files))
     tokens: dict[str, set[tuple[int, ...]]] = {}
     for one in itertools.chain(*maps):
         tokens.setdefault(one.response.identifier, set()).add(tuple(one.response.token_ids))
-
-    def named(one: TokenMap, label: str) -> TokenMap:
-        if len(tokens[one.response.identifier]) == 1:
-            return one
-        return replace(one, response=replace(one.response, identifier=f"{label}: {one.response.identifier}"))
-
-    told = [[named(one, label) for one in own] for own, label in zip(maps, labels, strict=True)]
-    keys = [(one.response.identifier, one.checkpoint) for one in itertools.chain(*told)]
-    if len(set(keys)) == len(keys):
-        return list(itertools.chain(*told))
-    return [
-        replace(one, checkpoint=f"{label}/{one.checkpoint}")
-        for own, label in zip(told, labels, strict=True)
+    labelled = [
+        (label, _with_label(one, label) if len(tokens[one.response.identifier]) > 1 else one)
+        for label, own in zip(labels, maps, strict=True)
         for one in own
     ]
+    if len({(one.response.identifier, one.checkpoint) for _, one in labelled}) == len(labelled):
+        return [one for _, one in labelled]
+    return [replace(one, checkpoint=f"{label}/{one.checkpoint}") for label, one in labelled]
+
+
+def _with_label(one: TokenMap, label: str) -> TokenMap:
+    return replace(one, response=replace(one.response, identifier=f"{label}: {one.response.identifier}"))
 
 
 def _differing_parts(names: Sequence[str]) -> list[str]:

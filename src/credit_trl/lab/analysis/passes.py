@@ -1,105 +1,150 @@
-"""Log-probabilities of a response over the whole vocabulary, under any contexts, a chunk of positions at a time.
+"""Log-probabilities of a response over the whole vocabulary under any prompts, in chunks of positions.
 
-The backbone passes are the trainer's own (`scoring.teacher_states`), so adapters, mixed precision and sharded
-weights behave as in training. No `(response × vocabulary)` tensor exists whole.
+The backbone passes are the trainer's own (`teacher.passes`), so adapters, mixed precision and sharded weights behave
+as in training. No `(response × vocabulary)` tensor exists whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from credit_trl.loss import LMHead
+from credit_trl.contexts.tokens import CompletionBatch, ContextColumns, TokenContexts
+from credit_trl.loss.head import LMHead, lm_head
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.scoring import lm_head, teacher_states
+from credit_trl.teacher.passes import PassConfig, token_states
 
-# Elements of all log-probabilities that live at once: 256 MB in fp32.
+if TYPE_CHECKING:
+    from credit_trl.lab.analysis.checkpoints import Checkpoint
+
+# Elements of all log-probabilities in memory at once: 256 MB in fp32.
 _CHUNK_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
+class RolloutContexts:
+    """Token ids of the prompts under which a response is scored.
+
+    Args:
+        student: x.
+        teacher: (x, z).
+        contrasts: (x'_k, z), C of them; C may be 0.
+        columns: where prompt tokens of teacher and contrasts stand inside the response; None where every prompt
+            precedes it. See `credit_trl.contexts.turns`.
+    """
+
+    student: list[int]
+    teacher: list[int]
+    contrasts: list[list[int]]
+    columns: ContextColumns | None = None
+
+
+@dataclass(frozen=True)
 class Reading:
-    """A model and the contexts under which it reads the response.
+    """A model and the prompts under which it reads a response.
 
     Args:
         model: π; a plain `Teacher` is the model as it is.
-        contexts: token ids of each context, generation prompt included.
-        columns: for each id of each context, the position of the response before which it stands; None where contexts
-            precede the response.
+        prompts: the prompts, P = 1 + C of them; none where `prompts.teacher` is None.
     """
 
     model: Teacher
-    contexts: Sequence[Sequence[int]]
-    columns: Sequence[Sequence[int]] | None = None
+    prompts: TokenContexts
+
+
+@dataclass(frozen=True)
+class CreditLogps:
+    """Log-probabilities over the vocabulary at n positions, from which R_t is computed.
+
+    Args:
+        student: log π_θ(· | x, y_<t).
+        teacher: f = log π_ref(· | x, y_<t, z).
+        contrasts: g_k = log π_ref(· | x'_k, y_<t, z); C may be 0.
+    """
+
+    student: Float[Tensor, "n V"]
+    teacher: Float[Tensor, "n V"]
+    contrasts: Float[Tensor, "C n V"]
+
+
+def credit_logps(
+    checkpoint: Checkpoint, contexts: RolloutContexts, token_ids: Sequence[int], temperature: float
+) -> Iterator[tuple[slice, CreditLogps]]:
+    """Yield a slice of positions and the log-probabilities there, from one pass of the student and one of the teacher.
+
+    Args:
+        checkpoint: π_θ and π_ref.
+        contexts: ids of x, (x, z) and (x'_k, z).
+        token_ids: y.
+        temperature: sampling temperature.
+    """
+    readings = [
+        Reading(checkpoint.student, TokenContexts(contexts.student)),
+        Reading(checkpoint.teacher, TokenContexts(contexts.teacher, contexts.contrasts, contexts.columns)),
+    ]
+    for rows, (student, teacher) in conditionals(readings, token_ids, temperature=temperature):
+        yield rows, CreditLogps(student[0], teacher[0], teacher[1:])
 
 
 @torch.no_grad()
 def conditionals(
-    readings: Sequence[Reading],
-    response_ids: Sequence[int],
-    *,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-) -> Iterator[tuple[slice, tuple[Float[Tensor, "contexts n V"], ...]]]:
-    """`log π(· | context, y_<t)` for every context and position.
+    readings: Sequence[Reading], response_ids: Sequence[int], *, temperature: float = 1.0
+) -> Iterator[tuple[slice, tuple[Float[Tensor, "P n V"], ...]]]:
+    """`log π(· | prompt, y_<t)` for every prompt and position.
 
-    Each reading is one batched backbone pass. Where a model is sharded over processes, all of them must call this as
-    often as each other; a response without ids joins in and yields nothing.
+    Each reading is one batched backbone pass. Where a model is sharded over processes, every process must call this
+    equally often; with `TokenContexts(None)` and no response ids it joins the passes and yields nothing.
 
     Args:
-        readings: models and contexts.
+        readings: models and prompts.
         response_ids: y, the T sampled ids.
-        temperature: logits are divided by it, as in the rollout.
-        chunk_size: positions projected at once; None chooses.
+        temperature: sampling temperature, by which logits are divided.
 
     Yields:
-        A slice of positions and, for each reading, its log-probabilities there, fp32 (fp64 for a model in fp64).
+        A slice of positions and, for each reading, the log-probabilities there, in fp32 (fp64 for a model in fp64).
     """
     states = [_states(reading, response_ids, temperature) for reading in readings]
     if not response_ids:
         return
     width = sum(len(hidden) * head.vocabulary_size for hidden, head in states)
-    size = chunk_size or max(1, _CHUNK_ELEMENTS // width)
+    size = max(1, _CHUNK_ELEMENTS // width)
     for start in range(0, len(response_ids), size):
         rows = slice(start, min(start + size, len(response_ids)))
         yield rows, tuple(_project(hidden[:, rows], head) for hidden, head in states)
 
 
 @torch.no_grad()
-def last_position(
-    reading: Reading, response_ids: Sequence[int], *, temperature: float = 1.0
-) -> Float[Tensor, "contexts V"]:
-    """The same at the position that follows the whole response, in one batched pass over all contexts."""
+def last_position(reading: Reading, response_ids: Sequence[int], *, temperature: float = 1.0) -> Float[Tensor, "P V"]:
+    """Log-probabilities of the token that follows the whole response, in one batched pass over all prompts."""
     hidden, head = _states(reading, [*response_ids, 0], temperature, only_last=True)
     return _project(hidden, head)[:, 0]
 
 
 def _states(
     reading: Reading, response_ids: Sequence[int], temperature: float, only_last: bool = False
-) -> tuple[Float[Tensor, "contexts n H"], LMHead]:
+) -> tuple[Float[Tensor, "P n H"], LMHead]:
     """Hidden states of the positions that predict the response's tokens, or its last one only; and the head."""
     device = reading.model.accelerator.device
     ids = torch.tensor([list(response_ids) or [0]], device=device)
-    present = torch.ones_like(ids)
-    wanted = present.bool()
+    wanted = torch.ones_like(ids, dtype=torch.bool)
     if only_last:
-        wanted = torch.zeros_like(wanted)
-        wanted[:, -1] = True
-    contexts = [[list(context) for context in reading.contexts]] if response_ids else [None]
-    columns = None if reading.columns is None else [[list(own) for own in reading.columns]]
-    one_pass = len(reading.contexts) * (max(map(len, reading.contexts), default=0) + ids.shape[1])
+        wanted[:, :-1] = False
+    prompts = list(reading.prompts.sequences())
+    one_pass = len(prompts) * (max((len(prompt) for prompt, _ in prompts), default=0) + ids.shape[1])
+    batch = CompletionBatch(ids, torch.ones_like(ids), wanted)
     with reading.model.active() as model:
         head = lm_head(reading.model.unwrapped(model), temperature).gathered().detached()
-        parts = teacher_states(
-            reading.model, model, contexts, ids, present, wanted, batch_tokens=one_pass, columns=columns
-        )
-        hidden = [part.hidden for part in parts]
-    return torch.cat(hidden) if hidden else head.weight.new_zeros(0, 0, head.weight.shape[1]), head
+        parts = list(token_states(reading.model, model, [reading.prompts], batch, PassConfig(one_pass)))
+    if not parts:
+        return head.weight.new_zeros(0, 0, head.weight.shape[1]), head
+    [states] = parts
+    return torch.cat([states.teacher[None], states.contrasts]), head
 
 
-def _project(hidden: Float[Tensor, "contexts n H"], head: LMHead) -> Float[Tensor, "contexts n V"]:
+def _project(hidden: Float[Tensor, "P n H"], head: LMHead) -> Float[Tensor, "P n V"]:
     return head.logps(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])

@@ -1,15 +1,14 @@
-"""What the reward of a whole response measures: pointwise mutual information, and how it splits.
+"""Sum of the rewards of a whole response: pointwise mutual information and its parts.
 
-The first part is arithmetic on log-probabilities, one function per statement of the paper, for tensors of any origin.
-`measure` runs the models for one response and puts the parts together.
+The first functions are one statement of the paper each and take log-probabilities of any origin. `measure_pmi` runs
+the models for one response.
 
-Leading dimensions `*b` are free; C is the number of other questions and stands in front; masks are 1 where a token
-counts. All results are in nats.
+Leading dimensions `*b` are free, C is the number of contrast prompts, masks are 1 on tokens that count. Results are in
+nats.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,10 +18,11 @@ from torch import Tensor
 
 from credit_trl import objective
 from credit_trl.config import CreditConfig
+from credit_trl.contexts.tokens import ContextColumns, TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import PAPER, CreditFormula, coefficient
-from credit_trl.lab.analysis.passes import Reading, conditionals
-from credit_trl.lab.analysis.responses import Response, build_contexts
+from credit_trl.lab.analysis.formula import CreditFormula, CreditSettings
+from credit_trl.lab.analysis.passes import CreditLogps, Reading, RolloutContexts, conditionals
+from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.objective import Baseline, Form
 from credit_trl.tasks.printable import plain
 
@@ -34,7 +34,7 @@ def trajectory_pmi(
 ) -> Float[Tensor, "*b"]:
     """Σ_t r_t(y_t) = log P(z | x, y) / P(z | x) = pmi(y; z | x), Corollary 2.
 
-    The sum is the pMI of the joint distribution if there is one of which both passes are conditionals (Assumption 1).
+    It is the pMI of a joint distribution if both passes are conditionals of one (Assumption 1).
 
     Args:
         teacher_token_logps: log π(y_t | x, y_<t, z) at the sampled tokens.
@@ -47,21 +47,19 @@ def trajectory_pmi(
 
 @dataclass(frozen=True)
 class ContrastivePMI:
-    """The parts of Eq. 9 for one response, or for a batch, and of the same sum under the form `"guide"`.
+    """Parts of Eq. 9 for one response or a batch, and of the same sum with the form `"guide"`.
 
     Args:
         pmi: pmi(y; z | x).
-        contrast_pmi: mean over the other questions of pmi(y; z | x').
-        surprisal: mean over them of −log π(y | x').
-        contrastive_pmi: pmi(y; z | x) − λ E[pmi(y; z | x')], what the full-ratio reward of Appendix D sums to; for
+        contrast_pmi: mean over contrast prompts of pmi(y; z | x').
+        contrastive_pmi: pmi(y; z | x) − λ E[pmi(y; z | x')], the sum of the full-ratio reward of Appendix D; for
             guide `pmi + λ (pmi − E[pmi(y; z | x')])`.
-        anti_genericity: λ E[−log π(y | x')], never negative: what a response earns for being unlikely under other
-            questions; for guide `λ E[log π(y | x) − log π(y | x')]`, for being likelier under its own, of any sign.
+        anti_genericity: λ E[−log π(y | x')] ≥ 0, the reward of a response for being unlikely under contrast prompts;
+            for guide `λ E[log π(y | x) − log π(y | x')]`, of any sign.
     """
 
     pmi: Float[Tensor, "*b"]
     contrast_pmi: Float[Tensor, "*b"]
-    surprisal: Float[Tensor, "*b"]
     contrastive_pmi: Float[Tensor, "*b"]
     anti_genericity: Float[Tensor, "*b"]
 
@@ -84,19 +82,18 @@ def contrastive_pmi(
 ) -> ContrastivePMI:
     """Split the sum of CREDIT's rewards as in Eq. 9.
 
-    With the baseline `"log_mean"` the means over questions are of probabilities: Σ_t of log E[π(y_t | x', y_<t, z)]
-    and of log E[π(y_t | x', y_<t)] take the place of E[log π(y | x', z)] and E[log π(y | x')]. The parts still sum to
-    Σ_t R_t.
+    With the baseline `"log_mean"` the logs of mean probabilities, Σ_t log E[π(y_t | x', y_<t, z)] and
+    Σ_t log E[π(y_t | x', y_<t)], replace the means of logs. The parts sum to Σ_t R_t in both cases.
 
     Args:
         teacher_token_logps: log π(y_t | x, y_<t, z).
         prior_token_logps: log π(y_t | x, y_<t).
         contrast_token_logps: log π(y_t | x'_k, y_<t, z).
         contrast_prior_token_logps: log π(y_t | x'_k, y_<t).
-        contrastive_coef: λ, or the λ that entered each token's R_t.
+        contrastive_coef: λ, or the λ in each token's R_t.
         mask: tokens that count; None for all.
-        form: of the contrast.
-        baseline: how several contrasts are averaged.
+        form: form of the contrast.
+        baseline: average over contrast prompts.
     """
     rewards = objective.self_distillation_reward(teacher_token_logps, prior_token_logps)
     generic_prior = objective.input_generic(contrast_prior_token_logps, baseline)
@@ -108,37 +105,35 @@ def contrastive_pmi(
     bonus = -generic_prior if form == "subtract" else prior_token_logps - generic_prior
     shift = -others if form == "subtract" else rewards - others
     return ContrastivePMI(
-        total(rewards),
-        total(others),
-        -total(generic_prior),
-        total(rewards + contrastive_coef * shift),
-        total(contrastive_coef * bonus),
+        pmi=total(rewards),
+        contrast_pmi=total(others),
+        contrastive_pmi=total(rewards + contrastive_coef * shift),
+        anti_genericity=total(contrastive_coef * bonus),
     )
 
 
 def prior_contrastive_mi(
     teacher_logps: Float[Tensor, "*t v"], contrast_logps: Float[Tensor, "C *t v"]
 ) -> Float[Tensor, "*t v"]:
-    """pCMI = f − log E_x'[π_ref(· | x', y_<t, z)], the expectation over the C questions given."""
-    return teacher_logps - (torch.logsumexp(contrast_logps, dim=0) - math.log(len(contrast_logps)))
+    """pCMI = f − log E_x'[π_ref(· | x', y_<t, z)], with the mean over the C contrast prompts."""
+    return teacher_logps - objective.input_generic(contrast_logps, "log_mean")
 
 
 def jensen_gap(contrast_logps: Float[Tensor, "C *t v"]) -> Float[Tensor, "*t v"]:
-    """Ŝ − pCMI over the same questions: the log of their mean less the mean of their logs, ≥ 0 (Proposition 3)."""
-    mean_of_logs = objective.input_generic(contrast_logps)
-    return torch.logsumexp(contrast_logps, dim=0) - math.log(len(contrast_logps)) - mean_of_logs
+    """Ŝ − pCMI with the same contrast prompts: log of the mean minus mean of the logs, ≥ 0 (Proposition 3)."""
+    return objective.input_generic(contrast_logps, "log_mean") - objective.input_generic(contrast_logps)
 
 
 @dataclass(frozen=True)
 class SurrogateAtCount:
-    """How Ŝ with C questions behaves against pCMI over the whole population.
+    """Ŝ with C contrast prompts, compared with pCMI over the whole population.
 
     Args:
         count: C.
-        mean: of Ŝ over draws.
-        std: of Ŝ over draws: what a larger C buys.
-        gap: mean of Ŝ less the population's pCMI: what no C removes.
-        plug_in: mean over draws of pCMI with the C drawn questions in place of the population.
+        mean: mean of Ŝ over draws.
+        std: standard deviation of Ŝ over draws; it falls with C.
+        gap: `mean` minus the population's pCMI; it does not depend on C.
+        plug_in: mean over draws of pCMI over the C drawn prompts.
     """
 
     count: int
@@ -156,14 +151,14 @@ def surrogate_by_count(
     draws: int = 256,
     seed: int = 0,
 ) -> tuple[float, list[SurrogateAtCount]]:
-    """Proposition 3 for growing C, summed over a response: Ŝ with C questions drawn i.i.d. from N.
+    """Proposition 3 for growing C, summed over a response: Ŝ with C prompts drawn i.i.d. from N.
 
     Args:
         teacher_token_logps: f at the sampled tokens.
-        population_logps: g under each question of the population 𝒟.
+        population_logps: g under each prompt of the population 𝒟.
         counts: values of C.
-        draws: sets of questions drawn for each C.
-        seed: of the draws.
+        draws: sets of prompts drawn for each C.
+        seed: seed of the draws.
 
     Returns:
         pCMI over the population, and one record for each C.
@@ -188,9 +183,9 @@ class RewardSplit:
     """r_t = implicit advantage + teacher–student gap (Appendix C).
 
     Args:
-        advantage: term (i), log π_ref(v | x, y_<t, z) − log π_ref(v | x, y_<t): all that comes from the feedback.
-        gap: term (ii), log π_ref(v | x, y_<t) − log π_θ(v | x, y_<t): 0 where the teacher does not lag.
-        bound: max(D_∞(π_ref ‖ π_θ), D_∞(π_θ ‖ π_ref)) at each position, which no |gap| exceeds.
+        advantage: term (i), log π_ref(v | x, y_<t, z) − log π_ref(v | x, y_<t), the effect of the feedback.
+        gap: term (ii), log π_ref(v | x, y_<t) − log π_θ(v | x, y_<t); 0 without lag.
+        bound: max(D_∞(π_ref ‖ π_θ), D_∞(π_θ ‖ π_ref)) at each position, an upper bound of |gap|.
     """
 
     advantage: Float[Tensor, "*t v"]
@@ -199,51 +194,40 @@ class RewardSplit:
 
 
 def split_reward(
-    teacher_logps: Float[Tensor, "*t v"],
-    reference_logps: Float[Tensor, "*t v"],
-    student_logps: Float[Tensor, "*t v"],
+    teacher_logps: Float[Tensor, "*t v"], prior_logps: Float[Tensor, "*t v"], student_logps: Float[Tensor, "*t v"]
 ) -> RewardSplit:
     """Split r_t over a complete vocabulary; over a part of it the bound holds for that part only.
 
     Args:
         teacher_logps: f = log π_ref(· | x, y_<t, z).
-        reference_logps: log π_ref(· | x, y_<t), without feedback.
+        prior_logps: log π_ref(· | x, y_<t), without feedback.
         student_logps: log π_θ(· | x, y_<t).
     """
-    gap = reference_logps - student_logps
-    bound = torch.maximum(
-        renyi_infinity(reference_logps, student_logps), renyi_infinity(student_logps, reference_logps)
-    )
-    return RewardSplit(teacher_logps - reference_logps, gap, bound)
-
-
-def renyi_infinity(p_logps: Float[Tensor, "*t v"], q_logps: Float[Tensor, "*t v"]) -> Float[Tensor, "*t"]:
-    """D_∞(p ‖ q) = max_v log p(v) / q(v), the Rényi divergence of infinite order."""
-    return (p_logps - q_logps).amax(dim=-1)
+    gap = prior_logps - student_logps
+    return RewardSplit(teacher_logps - prior_logps, gap, gap.abs().amax(dim=-1))
 
 
 @dataclass(frozen=True)
 class PMIReport:
-    """All of this for one response, summed over its tokens.
+    """Sums over the tokens of one response.
 
-    `reward = pmi + gap` and `credit = contrastive_pmi + anti_genericity + gap + conditioning`, where the pMIs are
-    those of the teacher: with a lagged teacher it is the one of which the Bayesian reading speaks (Appendix C).
+    `reward = pmi + gap` and `credit = contrastive_pmi + anti_genericity + gap + conditioning`, with the pMIs of the
+    teacher, to which the Bayesian reading of a lagged teacher applies (Appendix C).
 
     Args:
-        identifier: of the response.
+        identifier: identifier of the response.
         tokens: T.
         reward: Σ_t r_t(y_t).
-        credit: Σ_t R_t(y_t), as the run's loss has it.
+        credit: Σ_t R_t(y_t), as in the run's loss.
         pmi: pmi(y; z | x) under the teacher.
         gap: Σ_t of the teacher–student gap, 0 without lag.
         gap_bound: Σ_t of its bound.
-        contrast_pmi: mean over the other questions.
-        contrastive_pmi, anti_genericity: see `ContrastivePMI`, with the λ that entered each token's R_t.
-        specific: Σ_t Ŝ_t(y_t), with the run's average of several contrasts.
-        pcmi: Σ_t pCMI over the same questions.
-        jensen_gap: Σ_t of the log of the contrasts' mean less the mean of their logs, ≥ 0; `specific − pcmi` where
-            the run takes the mean of logs.
-        conditioning: what R_t gains from being taken within the support (`distillation_tail="renormalize"`), else 0.
+        contrast_pmi: mean over contrast prompts.
+        contrastive_pmi, anti_genericity: see `ContrastivePMI`, with the λ in each token's R_t.
+        specific: Σ_t Ŝ_t(y_t), with the run's average over contrast prompts.
+        pcmi: Σ_t pCMI over the same contrast prompts.
+        jensen_gap: Σ_t of `jensen_gap`; `specific − pcmi` where the run averages logs.
+        conditioning: difference that conditioning on the support (`distillation_tail="renormalize"`) makes to R_t.
     """
 
     identifier: str
@@ -264,18 +248,18 @@ class PMIReport:
 
 @dataclass(frozen=True)
 class ResponseLogps:
-    """What `measure` reads off the models, at the sampled tokens.
+    """Log-probabilities of the sampled tokens under every prompt of Eq. 9 and Appendix C.
 
     Args:
         student: log π_θ(y_t | x).
         teacher: log π_ref(y_t | x, z).
         prior: log π_ref(y_t | x).
-        contrast: log π_ref(y_t | x'_k, z), (C, T).
-        contrast_prior: log π_ref(y_t | x'_k), (C, T).
-        bound: of the teacher–student gap at each position.
-        advantage: R_t(y_t), (T,).
-        entered_coef: the λ that entered it, (T,).
-        formula: all else that it depends on.
+        contrast: log π_ref(y_t | x'_k, z).
+        contrast_prior: log π_ref(y_t | x'_k).
+        bound: bound of the teacher–student gap at each position.
+        advantage: R_t(y_t).
+        entered_coef: λ in R_t(y_t).
+        formula: formula of R_t.
     """
 
     student: Float[Tensor, " T"]
@@ -290,65 +274,64 @@ class ResponseLogps:
 
 
 def read_response(
-    student: Reading,
-    teacher: Reading,
+    checkpoint: Checkpoint,
+    contexts: RolloutContexts,
+    contrast_prompts: Sequence[Sequence[int]],
     token_ids: Sequence[int],
-    *,
-    contrastive_coef: float,
-    formula: CreditFormula = PAPER,
-    temperature: float = 1.0,
+    settings: CreditSettings,
 ) -> ResponseLogps:
-    """Read a response under all contexts of Eq. 9 and Appendix C.
+    """Read a response under every prompt of Eq. 9 and Appendix C, in one pass of the student and one of the teacher.
 
     Args:
-        student: π_θ with the context x.
-        teacher: π_ref with the contexts (x, z), (x'_1, z), …, (x'_C, z), x, x'_1, …, x'_C.
+        checkpoint: π_θ and π_ref.
+        contexts: ids of x, (x, z) and (x'_k, z).
+        contrast_prompts: ids of the x'_k, without z.
         token_ids: y.
-        contrastive_coef: λ.
-        formula: all else that R_t depends on.
-        temperature: of the rollout.
+        settings: λ, the formula of R_t and the temperature.
     """
-    parts: list[list[Tensor]] = []
-    count = len(teacher.contexts) // 2
-    for rows, ((policy,), logps) in conditionals([student, teacher], token_ids, temperature=temperature):
-        y = torch.tensor(token_ids[rows], device=policy.device)
-        picked = logps.gather(-1, y.expand(len(logps), -1)[..., None]).squeeze(-1)
-        bound = split_reward(logps[0], logps[count], policy).bound
-        credit = formula.advantages(policy, logps[0], logps[1:count], y[:, None], contrastive_coef)
-        parts.append([policy.gather(-1, y[:, None]).T, picked, bound[None], *(values.T for values in credit)])
-    (own,), read, (bound,), (advantage,), (entered,) = (
-        torch.cat(tensors, dim=-1).cpu() for tensors in zip(*parts, strict=True)
-    )
-    return ResponseLogps(
-        own, read[0], read[count], read[1:count], read[count + 1 :], bound, advantage, entered, formula
-    )
+    plain_prompts, columns = [contexts.student, *map(list, contrast_prompts)], contexts.columns
+    if columns is not None:
+        columns = ContextColumns(columns.teacher, [*columns.contrasts, *([0] * len(ids) for ids in plain_prompts)])
+    prompts = TokenContexts(contexts.teacher, [*contexts.contrasts, *plain_prompts], columns)
+    readings = [Reading(checkpoint.student, TokenContexts(contexts.student)), Reading(checkpoint.teacher, prompts)]
+    prior = 1 + len(contexts.contrasts)
+    parts: list[dict[str, Tensor]] = []
+    for rows, ((student,), read) in conditionals(readings, token_ids, temperature=settings.temperature):
+        y = torch.tensor(token_ids[rows], device=student.device)[:, None]
+        picked = read.gather(-1, y.expand(len(read), -1, -1)).squeeze(-1)
+        advantage, entered = settings.advantages(CreditLogps(student, read[0], read[1:prior]), y)
+        part = {
+            "student": student.gather(-1, y)[:, 0],
+            "teacher": picked[0],
+            "prior": picked[prior],
+            "contrast": picked[1:prior],
+            "contrast_prior": picked[prior + 1 :],
+            "bound": split_reward(read[0], read[prior], student).bound,
+            "advantage": advantage[:, 0],
+            "entered_coef": entered[:, 0],
+        }
+        parts.append({name: values.cpu() for name, values in part.items()})
+    joined = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
+    return ResponseLogps(**joined, formula=settings.formula)
 
 
-def measure(checkpoint: Checkpoint, response: Response, config: CreditConfig) -> PMIReport:
-    """The report of one response under one checkpoint.
+def measure_pmi(checkpoint: Checkpoint, response: Rollout, config: CreditConfig) -> PMIReport:
+    """Report of one response under one checkpoint.
 
     Raises:
-        ValueError: it has no teacher or no contrast, or a trainer's contexts; λ is adapted and not in the checkpoint.
+        ValueError: the response has no teacher or no contrast prompt, or has a trainer's contexts; or λ is adapted and
+            the checkpoint does not hold it.
     """
-    contexts = build_contexts(response, config, checkpoint)
+    contexts = rollout_contexts(response, config, checkpoint)
     if not contexts.contrasts or response.contexts is not None:  # `CreditMapCallback` keeps (x', z) and not x' alone
-        raise ValueError(f"Response {response.identifier!r} has no other question to compare with: see `credit-map`.")
-    plain = [checkpoint.encode(prompt) for prompt in response.contrasts]
-    read = [contexts.teacher, *contexts.contrasts, contexts.student, *plain]
-    columns = [*(contexts.columns or ()), *([0] * len(ids) for ids in (contexts.student, *plain))]
-    logps = read_response(
-        Reading(checkpoint.student, [contexts.student]),
-        Reading(checkpoint.teacher, read, None if contexts.columns is None else columns),
-        response.token_ids,
-        contrastive_coef=coefficient(config, checkpoint.contrastive_coef),
-        formula=CreditFormula.of(config),
-        temperature=config.temperature,
-    )
-    return report(response.identifier, logps)
+        raise ValueError(f"Response {response.identifier!r} has no contrast prompt to compare with: see `credit-map`.")
+    prompts = [checkpoint.encode(prompt) for prompt in response.contrasts]
+    settings = CreditSettings.of(config, checkpoint.contrastive_coef)
+    return pmi_report(response.identifier, read_response(checkpoint, contexts, prompts, response.token_ids, settings))
 
 
-def report(identifier: str, logps: ResponseLogps) -> PMIReport:
-    """Sum what was read."""
+def pmi_report(identifier: str, logps: ResponseLogps) -> PMIReport:
+    """Sum the log-probabilities of one response."""
     formula = logps.formula
     parts = contrastive_pmi(
         logps.teacher,
@@ -361,25 +344,25 @@ def report(identifier: str, logps: ResponseLogps) -> PMIReport:
     )
     credit, gap = logps.advantage.sum().item(), (logps.prior - logps.student).sum().item()
     return PMIReport(
-        identifier,
-        len(logps.student),
-        trajectory_pmi(logps.teacher, logps.student).item(),
-        credit,
-        parts.pmi.item(),
-        gap,
-        logps.bound.sum().item(),
-        parts.contrast_pmi.item(),
-        parts.contrastive_pmi.item(),
-        parts.anti_genericity.item(),
-        objective.input_specific(logps.teacher, logps.contrast, formula.baseline).sum().item(),
-        prior_contrastive_mi(logps.teacher, logps.contrast).sum().item(),
-        jensen_gap(logps.contrast).sum().item(),
-        credit - parts.total.item() - gap if formula.conditions_on_support else 0.0,
+        identifier=identifier,
+        tokens=len(logps.student),
+        reward=trajectory_pmi(logps.teacher, logps.student).item(),
+        credit=credit,
+        pmi=parts.pmi.item(),
+        gap=gap,
+        gap_bound=logps.bound.sum().item(),
+        contrast_pmi=parts.contrast_pmi.item(),
+        contrastive_pmi=parts.contrastive_pmi.item(),
+        anti_genericity=parts.anti_genericity.item(),
+        specific=objective.input_specific(logps.teacher, logps.contrast, formula.baseline).sum().item(),
+        pcmi=prior_contrastive_mi(logps.teacher, logps.contrast).sum().item(),
+        jensen_gap=jensen_gap(logps.contrast).sum().item(),
+        conditioning=credit - parts.total.item() - gap if formula.support.renormalizes else 0.0,
     )
 
 
 def format_reports(reports: Sequence[PMIReport]) -> str:
-    """Markdown, one row a response."""
+    """Markdown table, one row a response."""
     columns = {
         "reward": "Σ r_t",
         "credit": "Σ R_t",

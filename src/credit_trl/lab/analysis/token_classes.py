@@ -1,7 +1,7 @@
-"""What kind of thing a token says: the classes that a summary sums credit over.
+"""Token classes, over which a summary sums credit.
 
-The default looks at the word that a token is part of. A task may know better: a module with a function
-`token_classes(response_ids, tokenizer) -> list[str]` is asked instead (`task_classes`).
+The default classifies the word that a token is part of. A task's module can define its own function
+`token_classes(response_ids, tokenizer) -> list[str]` (`task_classes`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from credit_trl.lab.analysis.responses import Response
+from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.lab.analysis.tokentext import NEWLINE, TAB, TokenText
 from credit_trl.tasks.registry import Task
 
-# (response, its tokens) → a class for each token.
-Classify = Callable[[Response, Sequence[TokenText]], list[str]]
+# (response, its tokens) → class of each token.
+Classify = Callable[[Rollout, Sequence[TokenText]], list[str]]
 
 CLASSES = ("prompt word", "other word", "function word", "number", "punctuation", "white space", "control")
 
@@ -35,11 +35,12 @@ _FUNCTION_WORDS = frozenset(_ENGLISH.split()) | frozenset(_PYTHON)
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 
 
-def default_classes(response: Response, tokens: Sequence[TokenText]) -> list[str]:
-    """One of `CLASSES` for each token, in this order: control, white space, then that of the token's own longest word.
+def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]:
+    """Class of each token, one of `CLASSES`.
 
-    A prompt word occurs in the last user turn, whatever its case; a function word is a frequent English word or a
-    keyword of Python, in the prompt or not. A piece of a word has the class of the whole word.
+    Control tokens and white space come first; any other token has the class of the longest word in it, and a part of a
+    word that of the whole word. A function word is a frequent English word or a Python keyword; a prompt word occurs
+    in the last user turn, ignoring case.
     """
     plain = [t.text.replace(f"{NEWLINE}\n", "\n").replace(TAB, "\t") for t in tokens]
     starts, text = [], ""
@@ -58,7 +59,7 @@ def default_classes(response: Response, tokens: Sequence[TokenText]) -> list[str
 
 
 def task_classes(task: Task, tokenizer: PreTrainedTokenizerBase) -> Classify:
-    """The task's own classes where its module has a function `token_classes`, else the default."""
+    """The task's own `token_classes` if its module defines it, otherwise `default_classes`."""
     module = sys.modules.get(getattr(inspect.unwrap(task.build), "__module__", ""))
     own = getattr(module, "token_classes", None)
     if own is None:

@@ -1,8 +1,8 @@
-"""Token maps: for each token of a response what CREDIT makes of it, in the paper's symbols.
+"""Token maps: the credit of every token of a response, in the paper's symbols.
 
-`map_response` runs the models; R_t is that of the run's loss (`formula`), everything else that is shown is a property
-of `TokenScores`, and each property is one function of `objective.py`. Drawing is elsewhere: `tokenmap_html`,
-`tokenmap_png`, `tokenmap_terminal`, `tokenmap_parquet`.
+`map_response` runs the models. R_t is computed as in the run's loss (`formula`); every other quantity is a property of
+`ScoredTokens` and one function of `objective.py`. `tokenmap_html`, `tokenmap_png` and `tokenmap_terminal` draw maps,
+`tokenmap_parquet` stores them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import PAPER, CreditFormula, coefficient
-from credit_trl.lab.analysis.passes import Reading, conditionals
-from credit_trl.lab.analysis.responses import Response, ResponseContexts, build_contexts
+from credit_trl.lab.analysis.formula import CreditFormula, CreditSettings
+from credit_trl.lab.analysis.passes import RolloutContexts, credit_logps
+from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.token_classes import Classify, default_classes
 from credit_trl.lab.analysis.tokentext import TokenText, token_texts
 
-# What can be shown, with its symbol; `TokenMap.meaning` says what it is. The first is shown first.
+# Quantities of a map and their symbols, the default one first; `TokenMap.meaning` explains them.
 QUANTITIES = {
     "specific": "S_t",
     "delta_v": "ΔV_t",
@@ -31,77 +31,75 @@ QUANTITIES = {
     "generic": "Ĝ_t",
     "student_logps": "log π_θ",
 }
-# Colours saturate at this many times the group's root mean square.
+# Multiple of the group's root mean square at which colours saturate.
 SATURATION = 2.0
 
 
 @dataclass(frozen=True)
-class TokenScores:
-    """Numbers of a response's T tokens and of A alternatives at each position; log-probabilities are natural logs.
+class ScoredTokens:
+    """Scores of tokens v in nats; the shape (T, ...) is (T,) or (T, A).
 
     Args:
-        student_logps: (T,), log π_θ(y_t | x, y_<t).
-        teacher_logps: (T,), f = log π_ref(y_t | x, y_<t, z).
-        contrast_logps: (C, T), g_k = log π_ref(y_t | x'_k, y_<t, z); C may be 0.
-        advantage: (T,), R_t(y_t) as the run's loss has it (Eq. 8); without contrast λ is 0, as in training.
-        entered_coef: (T,), the λ that entered R_t(y_t): 0 where there is no contrast, or it does not apply.
-        contrastive_coef: λ.
-        formula: all else that R_t depends on.
-        alternative_ids: (T, A), the likeliest tokens under student or teacher, the likeliest first.
-        alternative_student_logps, alternative_teacher_logps, alternative_advantages, alternative_entered_coef: (T, A).
-        alternative_contrast_logps: (C, T, A).
+        ids: (T, ...), token ids.
+        student_logps: (T, ...), log π_θ(v | x, y_<t).
+        teacher_logps: (T, ...), f = log π_ref(v | x, y_<t, z).
+        contrast_logps: (C, T, ...), g_k = log π_ref(v | x'_k, y_<t, z); C may be 0.
+        advantage: (T, ...), R_t(v) as in the run's loss (Eq. 8).
+        entered_coef: (T, ...), λ in R_t(v); 0 without contrast prompts and where the contrast does not apply.
+        contrastive_coef: λ of the run.
+        formula: form, average and support of R_t.
     """
 
-    student_logps: Float[Tensor, " T"]
-    teacher_logps: Float[Tensor, " T"]
-    contrast_logps: Float[Tensor, "C T"]
-    advantage: Float[Tensor, " T"]
-    entered_coef: Float[Tensor, " T"]
+    ids: Int[Tensor, "T ..."]
+    student_logps: Float[Tensor, "T ..."]
+    teacher_logps: Float[Tensor, "T ..."]
+    contrast_logps: Float[Tensor, "C T ..."]
+    advantage: Float[Tensor, "T ..."]
+    entered_coef: Float[Tensor, "T ..."]
     contrastive_coef: float
     formula: CreditFormula
-    alternative_ids: Int[Tensor, "T A"]
-    alternative_student_logps: Float[Tensor, "T A"]
-    alternative_teacher_logps: Float[Tensor, "T A"]
-    alternative_contrast_logps: Float[Tensor, "C T A"]
-    alternative_advantages: Float[Tensor, "T A"]
-    alternative_entered_coef: Float[Tensor, "T A"]
 
     @property
-    def delta_v(self) -> Float[Tensor, " T"]:
-        """ΔV_t = r_t(y_t), Eq. 3."""
+    def delta_v(self) -> Float[Tensor, "T ..."]:
+        """ΔV_t = r_t(v), Eq. 3."""
         return objective.self_distillation_reward(self.teacher_logps, self.student_logps)
 
     @property
-    def generic(self) -> Float[Tensor, " T"]:
-        """Ĝ_t(y_t), Eq. 6; NaN without contrast."""
+    def generic(self) -> Float[Tensor, "T ..."]:
+        """Ĝ_t(v), Eq. 6; NaN without contrast prompts."""
         return objective.input_generic(self.contrast_logps, self.formula.baseline)
 
     @property
-    def specific(self) -> Float[Tensor, " T"]:
-        """Ŝ_t(y_t), Eq. 6; NaN without contrast."""
+    def specific(self) -> Float[Tensor, "T ..."]:
+        """Ŝ_t(v), Eq. 6; NaN without contrast prompts."""
         return objective.input_specific(self.teacher_logps, self.contrast_logps, self.formula.baseline)
 
-    @property
-    def alternative_specific(self) -> Float[Tensor, "T A"]:
-        return objective.input_specific(
-            self.alternative_teacher_logps, self.alternative_contrast_logps, self.formula.baseline
-        )
+
+@dataclass(frozen=True)
+class TokenScores(ScoredTokens):
+    """Scores of the T sampled tokens, (T,), and of A alternatives at each position, (T, A).
+
+    Args:
+        alternatives: most likely tokens under student or teacher, in descending order.
+    """
+
+    alternatives: ScoredTokens
 
 
 @dataclass(frozen=True)
 class TokenMap:
-    """One response under one checkpoint.
+    """Scores of one response under one checkpoint, with the texts to show.
 
     Args:
-        response: what was read.
-        checkpoint: its name.
-        tokens: T tokens as shown.
-        classes: T names of token classes, for the summary.
-        scores: their numbers.
-        alternatives: (T, A) texts of the alternatives.
+        response: the scored response.
+        checkpoint: name of the checkpoint.
+        tokens: texts of the T tokens.
+        classes: token class of each token.
+        scores: scores of the tokens.
+        alternatives: (T, A), texts of the alternatives.
     """
 
-    response: Response
+    response: Rollout
     checkpoint: str
     tokens: list[TokenText]
     classes: list[str]
@@ -109,119 +107,84 @@ class TokenMap:
     alternatives: list[list[str]]
 
     def values(self, quantity: str) -> Float[Tensor, " T"]:
-        """One of `QUANTITIES`."""
+        """Values of one of `QUANTITIES`."""
         return getattr(self.scores, quantity)
 
     def meaning(self, quantity: str) -> str:
-        """What it says under the formula of this map's run."""
+        """Explanation of one of `QUANTITIES` under the formula of this map's run."""
         return self.scores.formula.meanings()[quantity]
 
 
 def score_response(
     checkpoint: Checkpoint,
-    contexts: ResponseContexts,
+    contexts: RolloutContexts,
     token_ids: Sequence[int],
+    settings: CreditSettings,
     *,
-    contrastive_coef: float,
-    formula: CreditFormula = PAPER,
-    temperature: float = 1.0,
     alternatives: int = 5,
 ) -> TokenScores:
-    """Two backbone passes over the response, one of the student and a batched one of the teacher.
+    """Score a response in two backbone passes, one of the student and a batched one of the teacher.
 
     Args:
         checkpoint: π_θ and π_ref.
-        contexts: ids of x, of (x, z) and of the (x'_k, z).
+        contexts: ids of x, (x, z) and (x'_k, z).
         token_ids: y.
-        contrastive_coef: λ.
-        formula: all else that R_t depends on.
-        temperature: of the rollout.
-        alternatives: A, how many alternatives to keep at each position.
+        settings: λ, the formula of R_t and the temperature.
+        alternatives: A, number of alternatives at each position.
 
     Returns:
         Scores on the CPU.
     """
-    readings = [
-        Reading(checkpoint.student, [contexts.student]),
-        Reading(checkpoint.teacher, [contexts.teacher, *contexts.contrasts], contexts.columns),
-    ]
     parts: list[dict[str, Tensor]] = []
-    for rows, ((student,), (teacher, *contrast)) in conditionals(readings, token_ids, temperature=temperature):
-        y = torch.tensor(token_ids[rows], device=student.device)[:, None]
-        top = torch.maximum(student, teacher).topk(min(alternatives, student.shape[-1]), dim=-1).indices
-        ids = torch.cat([y, top], dim=-1)
-        contrasts = torch.stack(contrast) if contrast else student.new_zeros(0, *student.shape)
-        advantages, entered = formula.advantages(student, teacher, contrasts, ids, contrastive_coef)
+    for rows, logps in credit_logps(checkpoint, contexts, token_ids, settings.temperature):
+        sampled = torch.tensor(token_ids[rows], device=logps.student.device)[:, None]
+        likeliest = torch.maximum(logps.student, logps.teacher)
+        top = likeliest.topk(min(alternatives, likeliest.shape[-1]), dim=-1).indices
+        ids = torch.cat([sampled, top], dim=-1)
+        advantages, entered = settings.advantages(logps, ids)
         picked = {
-            "advantages": advantages,
-            "entered": entered,
-            "student": student.gather(-1, ids),
-            "teacher": teacher.gather(-1, ids),
-            "contrast": contrasts.gather(-1, ids.expand(len(contrasts), -1, -1)).movedim(0, 1),
             "ids": ids,
+            "student_logps": logps.student.gather(-1, ids),
+            "teacher_logps": logps.teacher.gather(-1, ids),
+            "contrast_logps": logps.contrasts.gather(-1, ids.expand(len(logps.contrasts), -1, -1)),
+            "advantage": advantages,
+            "entered_coef": entered,
         }
         parts.append({name: values.cpu() for name, values in picked.items()})
-    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    contrast_logps = joined["contrast"].movedim(1, 0)
-    return TokenScores(
-        joined["student"][:, 0],
-        joined["teacher"][:, 0],
-        contrast_logps[..., 0].contiguous(),
-        joined["advantages"][:, 0],
-        joined["entered"][:, 0],
-        contrastive_coef,
-        formula,
-        joined["ids"][:, 1:],
-        joined["student"][:, 1:],
-        joined["teacher"][:, 1:],
-        contrast_logps[..., 1:].contiguous(),
-        joined["advantages"][:, 1:],
-        joined["entered"][:, 1:],
-    )
+    joined = {name: torch.cat([part[name] for part in parts], dim=-2) for name in parts[0]}
+    run = {"contrastive_coef": settings.contrastive_coef, "formula": settings.formula}
+    others = ScoredTokens(**{name: values[..., 1:] for name, values in joined.items()}, **run)
+    return TokenScores(**{name: values[..., 0] for name, values in joined.items()}, **run, alternatives=others)
 
 
 def map_response(
     checkpoint: Checkpoint,
-    response: Response,
+    response: Rollout,
     config: CreditConfig,
     *,
     alternatives: int = 5,
     classify: Classify | None = None,
 ) -> TokenMap:
-    """The map of one response under one checkpoint.
+    """Map one response under one checkpoint.
 
     Args:
         checkpoint: π_θ and π_ref.
-        response: what to read; it needs privileged, and contrasts for S_t.
-        config: of the run: λ and all else that R_t depends on, temperature, templates. An adapted λ is the
-            checkpoint's.
-        alternatives: how many alternatives to keep at each position.
-        classify: token classes; by default `token_classes.default_classes`.
+        response: the response; it needs a privileged context, and contrast prompts for S_t.
+        config: configuration of the run: λ, the formula of R_t, the temperature and the templates. λ of
+            `contrastive_coef="auto"` is the checkpoint's.
+        alternatives: number of alternatives at each position.
+        classify: token classes; None takes `token_classes.default_classes`.
 
     Raises:
         ValueError: the response is empty or has no teacher, or λ is adapted and the checkpoint does not hold it.
     """
     if not response.token_ids:
         raise ValueError(f"Response {response.identifier!r} is empty.")
-    contexts = build_contexts(response, config, checkpoint)
-    scores = score_response(
-        checkpoint,
-        contexts,
-        response.token_ids,
-        contrastive_coef=coefficient(config, checkpoint.contrastive_coef),
-        formula=CreditFormula.of(config),
-        temperature=config.temperature,
-        alternatives=alternatives,
-    )
-    return label_scores(checkpoint, response, scores, classify)
-
-
-def label_scores(
-    checkpoint: Checkpoint, response: Response, scores: TokenScores, classify: Classify | None = None
-) -> TokenMap:
-    """Put texts and classes to numbers."""
+    contexts = rollout_contexts(response, config, checkpoint)
+    settings = CreditSettings.of(config, checkpoint.contrastive_coef)
+    scores = score_response(checkpoint, contexts, response.token_ids, settings, alternatives=alternatives)
     tokens = token_texts(checkpoint.tokenizer, response.token_ids)
-    distinct = sorted(set(scores.alternative_ids.flatten().tolist()))
+    distinct = sorted(set(scores.alternatives.ids.flatten().tolist()))
     text_of = {i: token_texts(checkpoint.tokenizer, [i])[0].text for i in distinct}
     return TokenMap(
         response,
@@ -229,15 +192,15 @@ def label_scores(
         tokens,
         (classify or default_classes)(response, tokens),
         scores,
-        [[text_of[i] for i in row] for row in scores.alternative_ids.tolist()],
+        [[text_of[i] for i in row] for row in scores.alternatives.ids.tolist()],
     )
 
 
 def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
-    """What a group's values are divided by before they are coloured: `{group: {quantity: root mean square}}`.
+    """Scale of the colours: `{group: {quantity: root mean square}}`.
 
-    The paper's maps are normalised within the group of a problem's rollouts, and their colour is the sign of the
-    value: so values are scaled and not centred. Checkpoints that are compared share the scale of their group.
+    Values are divided by the root mean square over all responses of a group and all compared checkpoints. They are not
+    centred, because the colour shows the sign.
     """
     scales: dict[str, dict[str, float]] = {}
     for group in dict.fromkeys(m.response.group for m in maps):
@@ -247,7 +210,7 @@ def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
 
 
 def colour_strength(values: Float[Tensor, " T"], scale: float) -> Float[Tensor, " T"]:
-    """Signed strength of the colour in [−1, 1]: positive is red, negative blue; 0 where there is no value."""
+    """Signed strength of the colour in [−1, 1]: positive is red, negative blue; 0 for NaN."""
     return (values / (SATURATION * scale)).nan_to_num(0.0).clamp(-1.0, 1.0)
 
 

@@ -1,8 +1,7 @@
 """Token maps as one self-contained HTML page.
 
-Everything shown may come from a hostile response. Three things keep it text: the numbers and texts are JSON in which
-no `<` stands, the page's script puts texts in place with `textContent` only, and the content security policy lets no
-other script, style or connection in.
+Texts of responses are untrusted and are never interpreted as HTML: the data is JSON without `<`, the page's script
+sets texts with `textContent` only, and the content security policy blocks every other script, style and connection.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import torch
 from torch import Tensor
 
 from credit_trl.contexts.prompts import Prompt, user_text
-from credit_trl.lab.analysis.responses import Response
+from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, SATURATION, TokenMap, group_scales
 from credit_trl.lab.analysis.tokenmap_parquet import check_distinct
-from credit_trl.lab.analysis.tokenmap_summary import Summary, summarize
+from credit_trl.lab.analysis.tokenmap_summary import Summary, summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
 
-# U+2028 and U+2029, which end a line in a script, are escaped by `ensure_ascii`, as all that is not ASCII.
-_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+# `ensure_ascii` escapes U+2028 and U+2029, which end a line in a script.
+_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def write_html(
@@ -42,13 +41,13 @@ def write_html(
     """Write a page of maps.
 
     Args:
-        maps: of any number of responses and checkpoints; maps of one response stand side by side.
-        path: of the page.
+        maps: maps of any responses and checkpoints; maps of one response are shown side by side.
+        path: path of the page.
         title: heading of the page.
-        summaries: by checkpoint, what the page says of token classes and strings; by default that of its maps.
+        summaries: summary of token classes and strings by checkpoint; by default that of the page's maps.
 
     Raises:
-        ValueError: nothing to draw, or two maps of one response under one checkpoint.
+        ValueError: `maps` is empty, or has two maps of one response under one checkpoint.
     """
     Path(path).write_text(render_html(maps, title=title, summaries=summaries), encoding="utf-8")
 
@@ -56,7 +55,7 @@ def write_html(
 def render_html(
     maps: Sequence[TokenMap], *, title: str = "Token credit", summaries: Mapping[str, Summary] | None = None
 ) -> str:
-    """The page as text; see `write_html`."""
+    """HTML text of the page; see `write_html`."""
     if not maps:
         raise ValueError("There is no map to draw.")
     check_distinct(maps)
@@ -73,17 +72,15 @@ def render_html(
 
 
 def embed_json(document: Any) -> str:
-    """JSON that can stand inside a `<script>` element whatever the texts in it: ASCII, without `<`, `>` and `&`."""
+    """JSON that is safe inside a `<script>` element: ASCII, without `<`, `>` and `&`."""
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    for character, escape in _ESCAPES.items():
-        text = text.replace(character, escape)
-    return text
+    return text.translate(_ESCAPES)
 
 
 def shown_numbers(values: Tensor) -> list[Any]:
-    """The numbers of a tensor as the page holds them: decimals that give the same float back.
+    """Values of a tensor for JSON, rounded to as many digits as restore the same float.
 
-    NaN is `None`, infinities are strings: JSON has neither.
+    NaN is `None` and infinities are strings, because JSON has neither.
     """
     digits = 17 if values.dtype == torch.float64 else 9
     return _shown(values.tolist(), f"%.{digits}g")
@@ -101,14 +98,12 @@ def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-class _Strings:
-    """Texts by number, each stored once."""
+class _Strings(dict[str, int]):
+    """Distinct texts and their numbers."""
 
-    def __init__(self) -> None:
-        self.number: dict[str, int] = {}
-
-    def __call__(self, text: str) -> int:
-        return self.number.setdefault(text, len(self.number))
+    def __missing__(self, text: str) -> int:
+        self[text] = len(self)
+        return self[text]
 
 
 def _document(maps: Sequence[TokenMap], summaries: Mapping[str, Summary]) -> dict[str, Any]:
@@ -134,23 +129,23 @@ def _document(maps: Sequence[TokenMap], summaries: Mapping[str, Summary]) -> dic
         "checkpoints": [visible(name) for name in checkpoints],
         "scales": [scales[group] for group in groups],
         "responses": responses,
-        "strings": list(strings.number),
-        "classes": list(classes.number),
+        "strings": list(strings),
+        "classes": list(classes),
         "summaries": [
-            (summaries.get(name) or summarize([m for m in maps if m.checkpoint == name])).to_json()
+            (summaries.get(name) or summarize_maps([m for m in maps if m.checkpoint == name])).to_json()
             for name in checkpoints
         ],
     }
 
 
-def _described(response: Response) -> dict[str, Any]:
+def _described(response: Rollout) -> dict[str, Any]:
     z, reward = response.privileged, response.reward
-    said = [] if z.feedback is None else [z.feedback]
-    said += [f"turn {turn}: {text}" for turn, text in sorted((z.turns or {}).items())]
+    feedback = [] if z.feedback is None else [z.feedback]
+    feedback += [f"turn {turn}: {text}" for turn, text in sorted((z.turns or {}).items())]
     return {
         "id": visible(response.identifier),
         "prompt": _turns(response.prompt),
-        "feedback": "\n".join(map(visible, said)) if said else None,
+        "feedback": "\n".join(map(visible, feedback)) if feedback else None,
         "demonstration": None if z.demonstration is None else visible(z.demonstration),
         "contrasts": [visible(user_text(prompt)) for prompt in response.contrasts],
         "reward": None if reward is None or not math.isfinite(reward) else float(reward),
@@ -164,7 +159,7 @@ def _turns(prompt: Prompt) -> list[dict[str, str]]:
 
 
 def _content(content: Any) -> str:
-    """A turn's text; parts that are no text, and tool calls, are shown as JSON."""
+    """Text of a message; tool calls and other parts that are not text are shown as JSON."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -178,29 +173,29 @@ def _content(content: Any) -> str:
 def _tokens(token_map: TokenMap, strings: _Strings, classes: _Strings) -> dict[str, Any]:
     return {
         "ids": list(token_map.response.token_ids),
-        "tokens": [strings(token.text) for token in token_map.tokens],
+        "tokens": [strings[token.text] for token in token_map.tokens],
         "special": [int(token.special) for token in token_map.tokens],
         "characters": {i: t.character for i, t in enumerate(token_map.tokens) if t.character is not None},
-        "classes": [classes(name) for name in token_map.classes],
+        "classes": [classes[name] for name in token_map.classes],
     }
 
 
 def _numbers(token_map: TokenMap, strings: _Strings) -> dict[str, Any]:
-    scores = token_map.scores
+    scores, others = token_map.scores, token_map.scores.alternatives
     numbers = {name: getattr(scores, name) for name in (*QUANTITIES, "teacher_logps", "entered_coef")}
     means = {name: _shown(values.double().mean().item()) for name, values in numbers.items()}
     return {
         "coef": scores.contrastive_coef,
-        "formula": scores.formula.text + scores.formula.conditions,
+        "formula": scores.formula.text,
         "meanings": scores.formula.meanings(),
         "means": means,
         **{name: shown_numbers(values) for name, values in numbers.items()},
         "alternatives": {
-            "ids": scores.alternative_ids.tolist(),
-            "tokens": [[strings(text) for text in texts] for texts in token_map.alternatives],
-            "student": shown_numbers(scores.alternative_student_logps),
-            "teacher": shown_numbers(scores.alternative_teacher_logps),
-            "specific": shown_numbers(scores.alternative_specific),
-            "advantage": shown_numbers(scores.alternative_advantages),
+            "ids": others.ids.tolist(),
+            "tokens": [[strings[text] for text in texts] for texts in token_map.alternatives],
+            "student": shown_numbers(others.student_logps),
+            "teacher": shown_numbers(others.teacher_logps),
+            "specific": shown_numbers(others.specific),
+            "advantage": shown_numbers(others.advantage),
         },
     }

@@ -1,4 +1,4 @@
-"""A token map as a picture in the form of the paper's figure: the problem, ΔV_t and S_t on the response."""
+"""Token map as a PNG in the form of the paper's figure: the problem, then ΔV_t and S_t on the response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, colour_strength
 from credit_trl.lab.analysis.tokentext import display_width, visible
 
-PALETTES = {"red-blue": ("#d62f27", "#2166be"), "orange-purple": ("#e66101", "#6e46b4")}
+_PALETTES = {"red-blue": ("#d62f27", "#2166be"), "orange-purple": ("#e66101", "#6e46b4")}
 
 _FONTS = ("DejaVu Sans Mono", "DejaVu Sans")
 _COLUMNS = 100
@@ -28,7 +28,7 @@ _MARGIN = 0.15
 
 @dataclass(frozen=True)
 class _Piece:
-    """A run of text in the grid of characters, with its colour's strength."""
+    """Text on one line of the character grid, with its colour strength."""
 
     line: int
     column: int
@@ -46,16 +46,16 @@ def draw_png(
     max_lines: int = 60,
     dpi: int = 160,
 ) -> None:
-    """Draw one map: the problem on top, then the response once for each quantity.
+    """Draw one map: the problem, then the response once for each quantity.
 
     Args:
-        token_map: what to draw.
-        path: of the picture.
-        scales: of the map's group, see `group_scales`.
-        quantities: of `QUANTITIES`.
-        palette: one of `PALETTES`.
-        max_lines: of each text; what is longer is cut, and the picture says so.
-        dpi: dots an inch.
+        token_map: the map.
+        path: path of the picture.
+        scales: scales of the map's group, see `group_scales`.
+        quantities: keys of `QUANTITIES`.
+        palette: `"red-blue"` or `"orange-purple"`, for positive and negative values.
+        max_lines: line limit of each text; the end of a cut text is marked.
+        dpi: dots per inch.
     """
     problem = _lay_out([(visible(token_map.response.problem), 0.0)], max_lines)
     panels = [("problem", problem)]
@@ -71,7 +71,7 @@ def draw_png(
     for letter, (title, pieces), own in zip("abcdefgh", panels, heights, strict=False):
         _draw_panel(figure, f"({letter}) {title}", pieces, top, palette)
         top -= own
-    # Without hinting a character's advance is not rounded to whole pixels, so text stays on its ground.
+    # Without hinting, the width of a character is not rounded to whole pixels and text stays on its background.
     with rc_context({"text.hinting": "no_hinting", "text.hinting_factor": 1}):
         figure.savefig(path, dpi=dpi)
 
@@ -85,7 +85,7 @@ def _draw_panel(figure: Figure, title: str, pieces: list[_Piece], top: float, pa
         x, y = _MARGIN + piece.column * _CELL, top - (piece.line + 2.2) * _LINE
         columns = sum(map(display_width, piece.text))
         if piece.strength:
-            colour = PALETTES[palette][0 if piece.strength > 0 else 1]
+            colour = _PALETTES[palette][0 if piece.strength > 0 else 1]
             box = Rectangle(
                 (x / width, (y - 0.3 * _LINE) / height),
                 columns * _CELL / width,
@@ -100,7 +100,7 @@ def _draw_panel(figure: Figure, title: str, pieces: list[_Piece], top: float, pa
 
 
 def _lay_out(texts: Sequence[tuple[str, float]], max_lines: int) -> list[_Piece]:
-    """Break texts into lines of the grid, wherever a line is full."""
+    """Break texts into lines of the grid."""
     pieces: list[_Piece] = []
     line = column = 0
     for number, (text, strength) in enumerate(texts):
@@ -120,14 +120,14 @@ def _lay_out(texts: Sequence[tuple[str, float]], max_lines: int) -> list[_Piece]
 
 
 def _drawable(text: str) -> str:
-    """The text with characters that the fonts lack spelled out, as `⟨U+4E2D⟩`, instead of as empty boxes."""
+    """Text with characters that the fonts do not have written as `⟨U+4E2D⟩`."""
     known = _characters()
     return "".join(c if c == "\n" or ord(c) in known else f"⟨U+{ord(c):04X}⟩" for c in text)
 
 
 @cache
 def _characters() -> frozenset[int]:
-    """Code points of the fonts, which matplotlib brings."""
+    """Code points of matplotlib's fonts."""
     return frozenset(point for name in _FONTS for point in get_font(findfont(name)).get_charmap())
 
 

@@ -1,7 +1,7 @@
-"""Which tokens carry generic credit and which specific: sums over maps of a response, a page or a whole run.
+"""Credit summed over token classes and token strings, for the maps of a response, a page or a whole run.
 
-`ΔV_t = S_t + (Ĝ_t − log π_θ)`, Eq. 7: the first part depends on the question, the second is what the token earns
-whatever the question. A token string is *specific* by its mean S_t, *generic* by its mean ΔV_t − S_t.
+`ΔV_t = S_t + (Ĝ_t − log π_θ)`, Eq. 7: the first part depends on the question, the second does not. Token strings are
+ranked as *specific* by their mean S_t and as *generic* by their mean ΔV_t − S_t.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from credit_trl.lab.analysis.tokenmap import TokenMap
 
 @dataclass(frozen=True)
 class ClassShare:
-    """One token class: how many tokens, its shares of all |ΔV| and all |S|, and its means, in nats."""
+    """One token class: its number of tokens, its shares of the sums of |ΔV| and |S|, and its means in nats."""
 
     name: str
     count: int
@@ -30,7 +30,7 @@ class ClassShare:
 
 @dataclass(frozen=True)
 class TokenString:
-    """One token string: how often it occurs, and its means, in nats."""
+    """One token string: its number of occurrences and its means in nats."""
 
     text: str
     count: int
@@ -39,18 +39,18 @@ class TokenString:
 
     @property
     def mean_generic_credit(self) -> float:
-        """Of ΔV_t − S_t = Ĝ_t − log π_θ."""
+        """Mean of ΔV_t − S_t = Ĝ_t − log π_θ."""
         return self.mean_delta_v - self.mean_specific
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a set of maps says.
+    """Summary of a set of maps.
 
     Args:
-        responses, tokens: how many were summed; those without contrast have no S_t and are left out.
-        classes: by share of |S|, the largest first.
-        most_specific, most_generic: token strings, the most first.
+        responses, tokens: numbers of responses and tokens; maps without contrast prompts have no S_t and are skipped.
+        classes: token classes in descending order of their share of |S|.
+        most_specific, most_generic: token strings in descending order.
     """
 
     responses: int
@@ -63,13 +63,13 @@ class Summary:
         return asdict(self)
 
 
-def summarize(maps: Sequence[TokenMap], *, top: int = 10, min_count: int = 1) -> Summary:
-    """Sum maps of one checkpoint or of a run.
+def summarize_maps(maps: Sequence[TokenMap], *, top: int = 10, min_count: int = 1) -> Summary:
+    """Summarize the maps of one checkpoint or of a run.
 
     Args:
-        maps: any number; one without contrast does not count.
-        top: how many token strings to name on either side.
-        min_count: occurrences from which a token string can be named.
+        maps: any number of maps; those without contrast prompts are skipped.
+        top: length of the lists of token strings.
+        min_count: lowest number of occurrences of a listed token string.
     """
     maps = [m for m in maps if len(m.scores.contrast_logps)]
     labels = [name for m in maps for name in m.classes]
@@ -93,7 +93,7 @@ def summarize(maps: Sequence[TokenMap], *, top: int = 10, min_count: int = 1) ->
 
 
 def format_summary(summary: Summary) -> str:
-    """The summary as Markdown tables; token strings stand in code, with their line feeds taken out."""
+    """Markdown tables of the summary; token strings are inline code without line feeds."""
     lines = [
         f"{summary.responses} responses, {summary.tokens} tokens",
         "",
@@ -143,6 +143,6 @@ def _share(name: str, rows: list[int], delta_v: torch.Tensor, specific: torch.Te
 
 
 def _code(text: str) -> str:
-    """Inline code of Markdown that nothing inside can leave or lay out anew."""
+    """Inline code of Markdown, with the characters escaped that would end it or the table cell."""
     text = text.replace("\n", "").replace("|", "\\|").replace("`", "ˋ")
     return f"`{text}`"

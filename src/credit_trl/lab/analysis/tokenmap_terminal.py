@@ -1,8 +1,8 @@
-"""A token map in the terminal: the response on coloured ground, as the page shows it."""
+"""Token map in the terminal: the response on a coloured background."""
 
 from __future__ import annotations
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -10,8 +10,8 @@ from rich.text import Text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, SATURATION, TokenMap, colour_strength
 from credit_trl.lab.analysis.tokentext import visible
 
-# Ground of full strength: (positive, negative). The text on it is black.
-PALETTES = {
+# Background at full strength for (positive, negative) values; the text on it is black.
+_PALETTES = {
     "red-blue": ((226, 88, 80), (98, 148, 214)),
     "orange-purple": ((236, 130, 60), (160, 132, 206)),
 }
@@ -26,23 +26,16 @@ def print_map(
     top: int = 8,
     console: Console | None = None,
 ) -> None:
-    """Print one map, its legend and its strongest tokens.
+    """Print one map, its legend and its highest and lowest tokens.
 
     Args:
-        token_map: what to print.
-        quantity: one of `QUANTITIES`.
-        scale: of the group, see `group_scales`.
-        palette: one of `PALETTES`.
-        top: how many of the highest and of the lowest tokens to list.
-        console: where to; a console without colour prints text and list only.
+        token_map: the map.
+        quantity: key of `QUANTITIES`.
+        scale: scale of the group, see `group_scales`.
+        palette: `"red-blue"` or `"orange-purple"`, for positive and negative values.
+        top: number of highest and of lowest tokens to list.
+        console: None creates one; a console without colour prints text and list only.
     """
-    (console or Console()).print(render_map(token_map, quantity, scale, palette=palette, top=top))
-
-
-def render_map(
-    token_map: TokenMap, quantity: str, scale: float, *, palette: str = "red-blue", top: int = 8
-) -> RenderableType:
-    """The same as a renderable of rich."""
     symbol, meaning = QUANTITIES[quantity], token_map.meaning(quantity)
     response = token_map.response
     reward = "–" if response.reward is None else f"{response.reward:g}"
@@ -50,23 +43,23 @@ def render_map(
     values = token_map.values(quantity)
     body = Text()
     for token, strength in zip(token_map.tokens, colour_strength(values, scale).tolist(), strict=True):
-        body.append(token.text, style=_ground(strength, palette))
+        body.append(token.text, style=_style(strength, palette))
     coefficient = f" (λ = {token_map.scores.contrastive_coef:g})" if quantity == "advantage" else ""
     legend = Text(f"{symbol}: {meaning}{coefficient}; coloured up to ±{SATURATION * scale:.2f} nats", style="dim")
-    return Group(head, Padding(body, (0, 2)), legend, _strongest(token_map, quantity, top))
+    (console or Console()).print(head, Padding(body, (0, 2)), legend, _strongest(token_map, quantity, top))
 
 
-def _ground(strength: float, palette: str) -> str:
-    """A style whose ground fades from white to the palette's colour; none where there is nothing to show."""
+def _style(strength: float, palette: str) -> str:
+    """Style with a background between white and the palette's colour; empty for values near 0."""
     if abs(strength) < 0.02:
         return ""
-    full = PALETTES[palette][0 if strength > 0 else 1]
+    full = _PALETTES[palette][0 if strength > 0 else 1]
     mixed = (round(255 + (channel - 255) * abs(strength)) for channel in full)
     return "black on rgb({},{},{})".format(*mixed)
 
 
 def _strongest(token_map: TokenMap, quantity: str, top: int) -> Table:
-    """The highest and the lowest tokens with all their numbers."""
+    """Table of the highest and lowest tokens with all their values."""
     values = token_map.values(quantity)
     order = [i for i in values.argsort(descending=True).tolist() if values[i].isfinite()]
     chosen = order if len(order) <= 2 * top else order[:top] + order[-top:]

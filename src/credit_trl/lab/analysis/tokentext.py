@@ -1,7 +1,7 @@
-"""What a token looks like: text that can be shown anywhere and hides nothing.
+"""Display text of tokens, safe in a page, a picture and a terminal.
 
-Responses are hostile: they may hold bytes that are no character, terminal escapes, invisible characters and marks that
-turn the direction of writing. Everything that is drawn (page, picture, terminal) goes through `visible` first.
+Responses are untrusted: they may contain invalid bytes, terminal escapes, invisible characters and marks that change
+the direction of writing. Every text that is drawn passes through `visible` first.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 NEWLINE, TAB = "↵", "⇥   "
-# Joiners shape emoji and several scripts; they are kept beside characters that can be seen.
+# Joiners shape emoji and several scripts; they are kept next to visible characters.
 _JOINERS = "\u200c\u200d"
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """One token as shown.
+    """Display text of one token.
 
     Args:
-        text: visible text; a byte that is no character of its own stands as `⟨F0⟩`, a line's end as `↵` and a line
-            feed.
-        character: the character that this token holds a part of, or None.
+        text: visible text; a byte of an incomplete character is written as `⟨F0⟩`, a line feed as `↵` and a line feed.
+        character: character that the token contains a part of, or None.
         special: whether it is a control token of the tokenizer.
     """
 
@@ -37,10 +36,10 @@ class TokenText:
 
 
 def visible(text: str) -> str:
-    """The text with everything invisible or misleading spelled out, as `⟨U+202E⟩`.
+    """Text with invisible and misleading characters written as `⟨U+202E⟩`.
 
-    Control characters (but the line feed, and the tab, which becomes an arrow), marks of direction, zero-width
-    characters, line and paragraph separators, lone surrogates, and characters that are assigned to nothing.
+    These are control characters (except the line feed, and the tab, which becomes an arrow), direction marks,
+    zero-width characters, line and paragraph separators, lone surrogates, and unassigned code points.
     """
     has_body = any(c not in _JOINERS and not _is_hidden(c) for c in text)
     return "".join(_spelled(c) if _is_hidden(c) and not (has_body and c in _JOINERS) else c for c in text).replace(
@@ -62,7 +61,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 
 def display_width(character: str) -> int:
-    """Columns that a character takes in a fixed-width font: 0, 1 or 2."""
+    """Width of a character in a fixed-width font: 0, 1 or 2 columns."""
     if unicodedata.combining(character) or character in _JOINERS:
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
@@ -81,7 +80,7 @@ def _with_line_marks(text: str) -> str:
 
 
 def _split_characters(tokens: Sequence[bytes]) -> list[tuple[str, str | None]]:
-    """(visible text, character that it is a part of) of each token, from the bytes of all."""
+    """(visible text, character that the token contains a part of) of each token, from the bytes of all tokens."""
     owner = [index for index, token in enumerate(tokens) for _ in token]
     shown = ["" for _ in tokens]
     parts: list[str | None] = [None for _ in tokens]
@@ -89,7 +88,7 @@ def _split_characters(tokens: Sequence[bytes]) -> list[tuple[str, str | None]]:
     for character in b"".join(tokens).decode("utf-8", "surrogateescape"):
         encoded = character.encode("utf-8", "surrogateescape")
         owners = owner[start : start + len(encoded)]
-        is_character = not "\udc80" <= character <= "\udcff"  # else a byte that belongs to none
+        is_character = not "\udc80" <= character <= "\udcff"  # otherwise an invalid byte
         if is_character and owners[0] == owners[-1]:
             shown[owners[0]] += character
         else:
@@ -101,7 +100,7 @@ def _split_characters(tokens: Sequence[bytes]) -> list[tuple[str, str | None]]:
 
 
 def _bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
-    """The bytes that a token stands for, by the kind of its tokenizer; the decoded text where that is unknown."""
+    """Bytes of a token, read by the kind of the tokenizer's decoder; of its decoded text for other kinds."""
     token = tokenizer.convert_ids_to_tokens(int(token_id))
     if token is None:
         return f"⟨id {token_id}⟩".encode()
@@ -124,7 +123,7 @@ def _decoder_kinds(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes as: printable Latin-1 as itself, the rest from U+0100."""
+    """Characters of byte-level tokenizers: printable Latin-1 is itself, other bytes are mapped from U+0100."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     moved = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(moved)}
