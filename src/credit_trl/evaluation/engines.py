@@ -197,17 +197,9 @@ class VLLMEngine(_LocalEngine):
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
         from vllm import SamplingParams
 
-        parameters = [
-            SamplingParams(
-                seed=request.seed,
-                n=1,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_completion_length,
-            )
-            for request in requests
-        ]
+        filters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        options = {"n": 1, "max_tokens": sampling.max_completion_length, **filters}
+        parameters = [SamplingParams(seed=request.seed, **options) for request in requests]
         prompts = [{"prompt_token_ids": ids} for ids in self.encode(requests)]
         outputs = self.llm.generate(prompts, sampling_params=parameters, use_tqdm=False)
         completions = [output.outputs[0] for output in outputs]

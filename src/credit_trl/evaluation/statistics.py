@@ -140,13 +140,11 @@ def two_level_ci(
     if matrix.shape[1] == 1:
         return Interval(mean, math.nan, math.nan)
     rng = np.random.default_rng(seed)
-    deviations = np.concatenate(
-        [
-            _deviations(matrix, _draw(rng, size, len(matrix)), _draw(rng, size, matrix.shape[1]))
-            for size in _sizes(n_resamples, matrix.shape[1])
-        ]
-    )
-    low, high = _percentiles(deviations, confidence_level)
+    parts = []
+    for size in _sizes(n_resamples, matrix.shape[1]):
+        seeds, prompts = _draw(rng, size, len(matrix)), _draw(rng, size, matrix.shape[1])
+        parts.append(_deviations(matrix, seeds, prompts))
+    low, high = _percentiles(np.concatenate(parts), confidence_level)
     return Interval(mean, max(mean + low, bounds[0]), min(mean + high, bounds[1]))
 
 

@@ -128,15 +128,9 @@ class TrainerEngine:
         if trainer.state.global_step != trainer._last_loaded_step:
             generation.sync_weights()
             trainer._last_loaded_step = trainer.state.global_step
-        settings = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": None,
-            "repetition_penalty": 1.0,
-            "max_completion_length": sampling.max_completion_length,
-            "generation_kwargs": {},
-        }
+        shared = ("temperature", "top_p", "top_k", "max_completion_length")
+        settings = {name: getattr(sampling, name) for name in shared}
+        settings |= {"min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {}}
         kept = {name: getattr(generation, name) for name in settings}
         vars(generation).update(settings)
         try:
