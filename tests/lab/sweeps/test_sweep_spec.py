@@ -1,8 +1,6 @@
-"""A sweep's file says what is run; what cannot be run is refused before anything starts."""
+"""Sweep files: the arms of their grids, and errors before any job starts."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 import yaml
@@ -18,7 +16,7 @@ def arms(grid, **config):
     return [arm.name for arm in SweepSpec(**{**MINIMAL, "grid": grid, "config": config}).arms()]
 
 
-def test_a_grid_is_a_product_and_several_grids_are_united():
+def test_a_grid_is_a_product_and_a_list_of_grids_is_their_union():
     assert arms({"method": ["CREDIT"], "contrastive_count": [1, 2], "contrastive_coef": [0.1, 0.5]}) == [
         "CREDIT C=1 λ=0.1",
         "CREDIT C=1 λ=0.5",
@@ -32,7 +30,7 @@ def test_a_grid_is_a_product_and_several_grids_are_united():
     ]
 
 
-def test_combinations_that_are_the_same_training_are_one_arm():
+def test_combinations_that_train_the_same_are_one_arm():
     grid = {
         "method": ["GRPO", "SDPO", "CREDIT"],
         "contrastive_coef": [0.0, 0.1],
@@ -51,7 +49,7 @@ def test_combinations_that_are_the_same_training_are_one_arm():
 
 
 @pytest.mark.parametrize("config", [{}, {"contrastive_coef": 0.2, "teacher_context": "think"}])
-def test_an_option_at_the_value_that_it_has_anyway_makes_no_arm_of_its_own(config):
+def test_an_option_at_its_default_makes_no_separate_arm(config):
     coefs, contexts = [0.1, 0.2], ["solution", "think"]
     grid = [
         {"method": "CREDIT"},
@@ -78,7 +76,7 @@ def test_methods_are_options_of_one_trainer():
     assert make_arm({"method": "foreign-hint"}, {}).options == {"teacher_hint": "foreign"}
 
 
-def test_folders_are_plain_names():
+def test_directory_names_are_ascii():
     assert make_arm({"contrastive_coef": 0.05, "contrastive_count": 2}, {}).slug == "credit-lambda-0.05-c-2"
     assert {make_arm({"method": method}, {}).slug for method in METHODS} == {m.lower() for m in METHODS}
 
@@ -91,24 +89,24 @@ def test_folders_are_plain_names():
         ({"grid": ["CREDIT"]}, "maps options"),
         ({"grid": {"learning_rate": [1.2345678e-6, 1.2345679e-6]}}, "share the directory"),
         ({"grid": {"method": "GRPO", "distillation_weight": [0.5]}}, None),
-        ({"grid": {"method": "hint-contrast", "contrastive_swap": "input"}}, "decides contrastive_swap itself"),
+        ({"grid": {"method": "hint-contrast", "contrastive_swap": "input"}}, "sets contrastive_swap itself"),
         ({"seeds": []}, "at least one"),
         ({"seeds": [1, 1]}, "repeats"),
-        ({"seeds": ["a"]}, "whole numbers"),
+        ({"seeds": ["a"]}, "at least one integer"),
         ({"launcher": "slurm"}, "process, inline, accelerate"),
         ({"config": {"output_dir": "x"}}, "set by the sweep"),
         ({"data": {"split": "train"}}, "not split"),
     ],
 )
-def test_a_sweep_that_makes_no_sense_is_refused(change, message):
-    if message is None:  # what a method does not read is dropped
+def test_invalid_specs_are_errors(change, message):
+    if message is None:  # options that the method ignores are dropped
         assert SweepSpec(**{**MINIMAL, **change}).arms()[0].options == {"distillation_weight": 0.0}
         return
     with pytest.raises(ValueError, match=message):
         SweepSpec(**{**MINIMAL, **change})
 
 
-def test_the_file_is_checked_by_name_and_never_builds_objects(tmp_path):
+def test_file_errors_name_the_field_and_yaml_builds_no_objects(tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text("model: m\ntask: quickstart\ngrid: {method: [SDPO]}\nseeds: [1, 2]\nconfig: {max_steps: 3}\n")
     spec = read_spec(path)
@@ -128,18 +126,16 @@ def test_the_file_is_checked_by_name_and_never_builds_objects(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["grid: *l8", "config: {options: *l8}"])
-def test_a_file_whose_anchors_expand_without_end_is_refused_at_once(tmp_path, form):
+def test_a_file_whose_anchors_expand_exponentially_is_an_error(tmp_path, form):
     levels = [f"l0: &l0 [{', '.join('1' * 10)}]"]
     levels += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 9)]
     path = tmp_path / "bomb.yaml"
     path.write_text("\n".join([*levels, "model: m", "task: t", "seeds: [1]", form]))
-    began = time.monotonic()
     with pytest.raises(ValueError, match=r"bomb\.yaml expands to more than 100,000 values"):
         read_spec(path)
-    assert time.monotonic() - began < 5
 
 
-def test_an_arm_that_cannot_train_is_refused_before_a_directory_is_made(tmp_path):
+def test_an_invalid_arm_is_an_error_before_directories_are_made(tmp_path):
     spec = SweepSpec(**{**MINIMAL, "grid": {"contrastive_coef": [0.1, 2.0]}, "config": CPU})
     with pytest.raises(ValueError, match=r"λ=2.*contrastive_coef"):
         plan_sweep(spec, tmp_path / "out")
@@ -149,7 +145,7 @@ def test_an_arm_that_cannot_train_is_refused_before_a_directory_is_made(tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_number_that_yaml_reads_as_text_is_refused_before_a_directory_is_made(tmp_path):
+def test_a_number_that_yaml_reads_as_text_is_an_error(tmp_path):
     config = yaml.safe_load("learning_rate: 1e-6")
     spec = SweepSpec(**{**MINIMAL, "config": {**CPU, **config}})
     with pytest.raises(ValueError, match=r"`learning_rate` is the text '1e-6'.*write 1.0e-06"):
@@ -157,7 +153,7 @@ def test_a_number_that_yaml_reads_as_text_is_refused_before_a_directory_is_made(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_directory_of_another_sweep_is_refused(tmp_path):
+def test_a_directory_of_another_sweep_is_an_error(tmp_path):
     plan_sweep(SweepSpec(**MINIMAL, config=CPU), tmp_path)
     plan_sweep(SweepSpec(**{**MINIMAL, "seeds": [1, 2]}, config=CPU), tmp_path)
     with pytest.raises(ValueError, match=r"seed-1 holds another job \(config differ\)"):

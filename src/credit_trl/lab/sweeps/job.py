@@ -21,9 +21,9 @@ from filelock import FileLock, Timeout
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from credit_trl.cli.training import resolve_model
 from credit_trl.config import CreditConfig
 from credit_trl.evaluation.callback import EvaluationCallback, RunLog, score_summary
+from credit_trl.tasks.quickstart_model import model_path
 from credit_trl.tasks.registry import load_task
 from credit_trl.trainer import CreditTrainer
 from credit_trl.training.checkpoints import STATE_FILE
@@ -104,7 +104,7 @@ def build_trainer(job: Mapping[str, Any], folder: Path) -> CreditTrainer:
     if data.get("max_train_rows"):
         rows = rows.select(range(min(data["max_train_rows"], len(rows))))
     config = CreditConfig(output_dir=str(folder), seed=job["seed"], **job["config"])
-    trainer = CreditTrainer(resolve_model(job["model"]), task.reward, config, rows)
+    trainer = CreditTrainer(model_path(job["model"]), task.reward, config, rows)
     trainer.add_callback(RunLog(arm=job["arm"], method=job["method"], task=job["task"], base=job["model"]))
     trainer.add_callback(EvaluationCallback(trainer, task, **{"path": data.get("path"), **job["evaluation"]}))
     return trainer
