@@ -141,9 +141,9 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def _remark(box: str | None, part: str | None, truncated: bool) -> str:
-    if truncated:
-        return f"{CUT_OFF} "
-    return f"{NO_BOX} " if box is None else f"{UNDONE} " if part is None else ""
+    """Sentence of the feedback before the correct answer, with a trailing space, or ""."""
+    remark = CUT_OFF if truncated else NO_BOX if box is None else UNDONE if part is None else ""
+    return f"{remark} ".lstrip()
 
 
 def _verdict(gold: str, comparison: Comparison, remark: str, metrics: dict[str, float]) -> Verdict:

@@ -30,7 +30,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
@@ -154,11 +154,7 @@ def tool(topic: str) -> str:
 
 
 def group_of(cue: str) -> str:
-    """Group of a cue: "known", "unknown" or "holdout".
-
-    Raises:
-        KeyError: the word is not a cue.
-    """
+    """Group of a cue: "known", "unknown" or "holdout"; raises `KeyError` for any other word."""
     return _GROUP_OF[cue]
 
 
@@ -216,25 +212,23 @@ def build(
     cues = [cue for group in groups for cue in GROUPS[group]] * rows_per_cue
     rng.shuffle(cues)
     questions = [draw_question(rng, cue, cities_of(cue, split)) for cue in cues]
-    return Dataset.from_list([_row(q, f"{TASK}-{split}-{seed}-{index}") for index, q in enumerate(questions)])
+    return Dataset.from_dict(
+        {
+            "prompt": [question.prompt for question in questions],
+            "answer": [question.answer for question in questions],
+            "task": [TASK] * len(questions),
+            "id": [f"{TASK}-{split}-{seed}-{index}" for index in range(len(questions))],
+            "group": [group_of(question.cue) for question in questions],
+            "cue": [question.cue for question in questions],
+            "city": [question.city for question in questions],
+        }
+    )
 
 
 def cities_of(cue: str, split: str) -> tuple[str, ...]:
     """Cities that a split pairs with a cue, the same for every seed: 6 of 24 for the test split, 18 for training."""
     held_out = random.Random(f"{TASK}/cities/{cue}").sample(CITIES, TEST_CITIES_PER_CUE)
     return tuple(city for city in CITIES if (city in held_out) == (split == "test"))
-
-
-def _row(question: Question, identifier: str) -> dict[str, Any]:
-    return {
-        "prompt": question.prompt,
-        "answer": question.answer,
-        "task": TASK,
-        "id": identifier,
-        "group": group_of(question.cue),
-        "cue": question.cue,
-        "city": question.city,
-    }
 
 
 def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = False) -> Verdict:
@@ -289,17 +283,11 @@ def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFas
         response_ids: token ids of the response, `T` of them, which may include end of turn and padding.
         tokenizer: tokenizer of the base (`load_model`).
     """
-    classes: list[str] = []
-    in_action = False
+    classes, class_of_topics = [], "topic"
     for token in response_ids:
         word = tokenizer.decode([token]).strip()
-        in_action = in_action or word == "Action"
-        if word in TOPIC_OF:
-            classes.append("cue")
-        elif word in CITIES:
-            classes.append("city")
-        elif word in TOPICS:
-            classes.append("tool" if in_action else "topic")
-        else:
-            classes.append("generic")
+        if word == "Action":
+            class_of_topics = "tool"
+        cue_or_city = "cue" if word in TOPIC_OF else "city" if word in CITIES else "generic"
+        classes.append(class_of_topics if word in TOPICS else cue_or_city)
     return classes

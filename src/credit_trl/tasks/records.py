@@ -138,14 +138,12 @@ class Tally:
         if count:
             self.dropped[printable(reason)] += count
 
-    @property
-    def read(self) -> int:
-        return self.kept + self.dropped.total()
-
     def __str__(self) -> str:
-        kept = f"{self.kept} kept{_with_reasons(self.notes)}"
-        dropped = f"{self.dropped.total()} dropped{_with_reasons(self.dropped)}"
-        return f"{self.name}: {self.read} read, {kept}, {dropped}, sha256 {self.digest}"
+        dropped = self.dropped.total()
+        return (
+            f"{self.name}: {self.kept + dropped} read, {self.kept} kept{_with_reasons(self.notes)}, "
+            f"{dropped} dropped{_with_reasons(self.dropped)}, sha256 {self.digest}"
+        )
 
 
 def _with_reasons(reasons: Counter[str]) -> str:

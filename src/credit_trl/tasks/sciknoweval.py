@@ -103,7 +103,7 @@ def build(
     tally.drop("of the other split", len(examples) - len(chosen))
     tally.notes.update(examples[slot]["note"] for slot in chosen if "note" in examples[slot])
     prefix = f"{domain}-" if domain else ""
-    return dataset_of([_conversation(examples[slot], name, f"{prefix}{slot}") for slot in chosen], tally)
+    return dataset_of([_as_row(examples[slot], name, f"{prefix}{slot}") for slot in chosen], tally)
 
 
 def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
@@ -334,6 +334,6 @@ def _part_order(slots: set[int], part: str) -> list[int] | None:
     return None
 
 
-def _conversation(example: dict[str, str], task: str, identity: str) -> dict[str, Any]:
+def _as_row(example: dict[str, str], task: str, identity: str) -> dict[str, Any]:
     turns = [{"role": "system", "content": example["system"]}, {"role": "user", "content": example["prompt"]}]
     return {"prompt": turns, "answer": example["answer"], "task": task, "id": identity}
