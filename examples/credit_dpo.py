@@ -1,10 +1,10 @@
-"""The contrast for DPO's implicit reward: what is liked in any answer, told from what answers the question.
+"""The contrast for DPO's implicit reward: separate input-specific from generic preferences.
 
-    python examples/credit_dpo.py          # the model that the package brings, a minute on any machine
+    python examples/credit_dpo.py          # the embedded model, a minute on any machine
 
-The preferences are confounded: the preferred answer calls the right tool and is polite, the other one is neither. DPO
-(TRL's `DPOTrainer`, unchanged) learns a reward that pays for both. The test pairs set the right tool against
-politeness; the corrected reward takes off what the same answers would earn under other questions.
+The training pairs are confounded: the chosen answer calls the right tool and is polite, the rejected one is neither.
+DPO (TRL's `DPOTrainer`, unchanged) learns a reward for both. In the test pairs one answer calls the right tool and the
+other is polite. The corrected reward subtracts the reward of the same answer under contrast prompts.
 """
 
 import random
@@ -30,7 +30,7 @@ POLITE, CONTRASTS = "sure, this is simple.", 4
 
 
 def make_pairs(split: str, *, confounded: bool, count: int = 512) -> Dataset:
-    """Preferred is what calls the right tool; the polite one is preferred too (confounded), or it is the other one."""
+    """Pairs whose chosen answer calls the right tool. The chosen (confounded) or the rejected answer is polite."""
     rng, pairs = random.Random(split), []
     for cue in rng.choices(quickstart.GROUPS["known"], k=count):
         question = quickstart.draw_question(rng, cue, quickstart.cities_of(cue, split))
@@ -53,7 +53,7 @@ def log_probs(model: torch.nn.Module, prompts: list[list[int]], answers: list[li
 
 
 def measure(trainer: DPOTrainer) -> list[list[torch.Tensor]]:
-    """For the preferred and the other answers: log π_θ and log π_ref, and both under other questions, (C, n)."""
+    """For chosen and rejected answers: log π_θ and log π_ref, (n,), and both under contrast prompts, (C, n)."""
     pairs, found = trainer.eval_dataset, []
     models, x = (trainer.model.eval(), trainer.ref_model), pairs["prompt_ids"][:]
     for y in (pairs["chosen_ids"][:], pairs["rejected_ids"][:]):

@@ -1,11 +1,11 @@
-r"""Your own verifier: a reward function that returns verdicts. Here: sums, with the digit that is wrong as feedback.
+r"""Your own verifier: a reward function that returns verdicts, here for sums with the wrong digit as feedback.
 
-    python examples/custom_verifier.py        # three steps of the model that the package brings, on any machine
+    python examples/custom_verifier.py        # three steps of the embedded model, on any machine
     python examples/custom_verifier.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name my/sums \
         --max_completion_length 128
 
-Copy it, and change two things: where the rows come from (`prompt`, and whatever columns the verifier reads), and what
-`verifier` says. The reward is what GRPO would use; the feedback is what you would tell someone to get it right.
+Copy this script and change the rows (`prompt` and the columns that the verifier reads) and `verifier`. The reward is
+that of GRPO; the feedback says how to correct the response.
 """
 
 import random
@@ -25,7 +25,7 @@ DEFAULTS = {
     "per_device_train_batch_size": 16,
     "num_generations": 4,
     "max_completion_length": 16,
-    "chat_template_kwargs": {"enable_thinking": False},  # for models that think, which needs thousands of tokens
+    "chat_template_kwargs": {"enable_thinking": False},  # thinking needs thousands of tokens
     "use_cpu": not torch.accelerator.is_available(),
     "bf16": torch.accelerator.is_available(),
     "logging_steps": 1,
@@ -43,7 +43,7 @@ def make_rows(count: int = 64) -> Dataset:
 
 
 def verifier(completions: list, answer: list[str], **columns) -> list[Verdict]:
-    """One verdict a completion: the last number has to be the sum."""
+    """One verdict per completion: the last number must be the sum."""
     return [grade(completion[-1]["content"], right) for completion, right in zip(completions, answer, strict=True)]
 
 
@@ -53,7 +53,7 @@ def grade(response: str, right: str) -> Verdict:
         return Verdict(0.0, f"There is no number in the answer. The sum has {len(right)} digits.")
     given = numbers[-1]
     if given == right:
-        return Verdict(1.0)  # nothing to say: the answer itself will be shown to the others of its group
+        return Verdict(1.0)  # the response is the demonstration for the others of its group
     if len(given) != len(right):
         return Verdict(0.0, f"{given} has {len(given)} digits, the sum has {len(right)}.")
     place = next(i for i, (a, b) in enumerate(zip(given, right, strict=True)) if a != b)
@@ -71,7 +71,7 @@ def main(script: ScriptArguments, config: CreditConfig, model: ModelConfig) -> N
     )
     trainer.train()
     trainer.save_model(f"{config.output_dir}/final")
-    trainer.accelerator.print(f"The model is in {config.output_dir}/final. What each number means: docs/options.md")
+    trainer.accelerator.print(f"The model is in {config.output_dir}/final. Logged metrics: docs/options.md")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""CREDIT with LoRA on one GPU: the base is frozen, so policy, reference and generation share its weights.
+"""CREDIT with LoRA on one GPU: policy, teacher and generation share the frozen base.
 
-    python examples/lora_single_gpu.py                                   # Qwen3-4B, made for 24 GB
+    python examples/lora_single_gpu.py                                   # Qwen3-4B in 24 GB
     python examples/lora_single_gpu.py --load_in_4bit --model_name_or_path Qwen/Qwen3-8B    # QLoRA
 
-The reference is a second adapter on the same base, a lagged average of the first. Only the policy's is saved.
+The teacher is a second adapter, a moving average of the policy's. Only the policy's adapter is saved.
 """
 
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.cli.training import CreditScriptArguments
+from credit_trl.cli.training import CreditScriptArguments, first_rows, model_init_kwargs
 from credit_trl.tasks import load_task
 
 DEFAULTS = {
@@ -20,17 +20,17 @@ DEFAULTS = {
     "lora_r": 32,
     "lora_alpha": 64,
     "lora_target_modules": "all-linear",
-    "dtype": "bfloat16",  # of the frozen base; adapters and their average are fp32
-    "learning_rate": 1e-5,  # adapters take about ten times the rate of full fine-tuning
+    "dtype": "bfloat16",  # of the frozen base; the adapters are fp32
+    "learning_rate": 1e-5,  # about ten times that of full fine-tuning
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 10,
     "max_steps": 200,
     "num_generations": 8,
     "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 16,  # 64 rollouts a step: 8 questions of 8 answers
+    "gradient_accumulation_steps": 16,  # 64 rollouts per step: 8 for each of 8 questions
     "max_completion_length": 1024,
     "max_reprompt_len": 4096,
-    "scoring_batch_tokens": 8192,  # tokens in one pass of the reference: lower it where memory ends
+    "scoring_batch_tokens": 8192,  # tokens per pass of the teacher; decrease to save memory
     "distillation_alpha": 0.5,
     "distillation_topk": 100,
     "contrastive_coef": 0.1,  # λ; 0 is SDPO
@@ -43,15 +43,13 @@ DEFAULTS = {
 
 def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig) -> None:
     task = load_task(script.task)
-    loading = {"dtype": model.dtype, "revision": model.model_revision}
-    loading |= {"attn_implementation": model.attn_implementation, **(config.model_init_kwargs or {})}
-    config.model_init_kwargs = loading
+    config.model_init_kwargs = model_init_kwargs(model, config)
     rows = task.build("train", script.dataset_path)
     trainer = CreditTrainer(
         model=model.model_name_or_path,
         reward_funcs=task.reward,
         args=config,
-        train_dataset=rows if script.max_train_rows is None else rows.take(script.max_train_rows),
+        train_dataset=first_rows(rows, script.max_train_rows),
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )

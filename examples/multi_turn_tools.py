@@ -1,9 +1,9 @@
-"""An environment with tools and turns, whose feedback reaches the teacher at the turn that it is about.
+"""Environment with tools and several turns, with feedback for single turns.
 
     python examples/multi_turn_tools.py --max_steps 20                       # Qwen3-0.6B, one GPU
     accelerate launch examples/multi_turn_tools.py --model_name_or_path Qwen/Qwen3-4B --use_vllm true
 
-Copy it and change `Shop`: public methods are tools, `reset` gets the row, `get_reward` returns the verdict.
+Copy and change `Shop`: public methods are tools, `reset` receives the row, `get_reward` returns the verdict.
 """
 
 import random
@@ -17,9 +17,9 @@ PRICES = {"apple": 3, "pear": 4, "bread": 7, "cheese": 12, "candle": 5, "spoon":
 DEFAULTS = {
     "model_name_or_path": "Qwen/Qwen3-0.6B",
     "output_dir": "runs/multi_turn_tools",
-    "per_device_train_batch_size": 8,  # one problem with its 8 rollouts; 4 problems a step
+    "per_device_train_batch_size": 8,  # 8 rollouts of one problem; 4 problems per step
     "gradient_accumulation_steps": 4,
-    "max_completion_length": 1024,  # all turns of a rollout and what the tools say
+    "max_completion_length": 1024,  # all turns of a rollout with the outputs of the tools
     "max_tool_calling_iterations": 5,
     "chat_template_kwargs": {"enable_thinking": False},
     "logging_steps": 1,
@@ -37,12 +37,12 @@ def make_rows(count: int = 256) -> Dataset:
 
 
 class Shop:
-    current_turn = 0  # the trainer writes the number of the turn here before the turn's tools run
+    current_turn = 0  # set by the trainer before the tools of a turn run
 
     def reset(self, items: list[str], pieces: list[int], **columns) -> None:
         self._missing = list(items)
         self._total = sum(n * PRICES[item] for n, item in zip(pieces, items, strict=True))
-        self._paid, self._hints = None, {}
+        self._paid, self._feedback = None, {}
 
     def price(self, item: str) -> str:
         """Price of one piece.
@@ -52,8 +52,8 @@ class Shop:
         """
         if item in self._missing:
             self._missing.remove(item)
-        else:  # what this turn should have been: the teacher reads it right before the turn
-            self._hints[self.current_turn] = f"Ask for: {self._missing[0]}." if self._missing else "Pay now."
+        else:  # feedback for this turn, which the teacher reads right before it
+            self._feedback[self.current_turn] = f"Ask for: {self._missing[0]}." if self._missing else "Pay now."
         return str(PRICES.get(item, "not sold here"))
 
     def pay(self, total: int) -> str:
@@ -64,12 +64,12 @@ class Shop:
         """
         self._paid = total
         if total != self._total:
-            self._hints[self.current_turn] = f"Pay {self._total}, not {total}."
+            self._feedback[self.current_turn] = f"Pay {self._total}, not {total}."
         return "paid"
 
     def get_reward(self) -> Verdict:
-        told = None if self._paid is not None else "Nothing was paid."  # of the rollout as a whole
-        return Verdict(float(self._paid == self._total), told, turn_feedback=self._hints)
+        feedback = None if self._paid is not None else "Nothing was paid."  # for the whole rollout
+        return Verdict(float(self._paid == self._total), feedback, turn_feedback=self._feedback)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""CREDIT on SciKnowEval: multiple-choice science questions; the feedback is the right letter.
+"""CREDIT on SciKnowEval: multiple-choice science questions, with the correct letter as feedback.
 
     accelerate launch examples/sciknoweval.py --task sciknoweval:physics --model_name_or_path Qwen/Qwen3-8B
     python examples/sciknoweval.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_path data/chemistry.jsonl
 
-Defaults are the paper's column for science; every option of `CreditConfig` and of TRL's `ModelConfig` can be given.
+Defaults are the paper's for science questions. Accepts all options of `CreditConfig` and TRL's `ModelConfig`.
 """
 
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.cli.training import CreditScriptArguments
-from credit_trl.evaluation import EvaluationCallback
-from credit_trl.evaluation.callback import RunLog
+from credit_trl.cli.training import CreditScriptArguments, evaluate_during_training, first_rows, model_init_kwargs
 from credit_trl.tasks import load_task
 
 DEFAULTS = {
@@ -23,7 +21,7 @@ DEFAULTS = {
     "num_train_epochs": 3,
     "num_generations": 8,
     "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 16,  # on 8 GPUs 256 rollouts a step: 32 questions of 8 answers
+    "gradient_accumulation_steps": 16,  # 256 rollouts per step on 8 GPUs: 8 for each of 32 questions
     "max_completion_length": 8192,
     "distillation_alpha": 0.5,  # Jensen-Shannon
     "distillation_topk": 100,
@@ -38,31 +36,17 @@ DEFAULTS = {
 
 def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig) -> None:
     task = load_task(script.task)
-    loading = {"dtype": model.dtype, "revision": model.model_revision}
-    loading |= {"attn_implementation": model.attn_implementation, **(config.model_init_kwargs or {})}
-    config.model_init_kwargs = loading
+    config.model_init_kwargs = model_init_kwargs(model, config)
     rows = task.build("train", script.dataset_path)
     trainer = CreditTrainer(
         model=model.model_name_or_path,
         reward_funcs=task.reward,
         args=config,
-        train_dataset=rows if script.max_train_rows is None else rows.take(script.max_train_rows),
+        train_dataset=first_rows(rows, script.max_train_rows),
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    # avg@k on the test questions every five steps, the best model kept: the paper's protocol.
-    evaluation = EvaluationCallback(
-        trainer,
-        task,
-        k=script.avg_at_k,
-        eval_steps=script.avg_at_k_steps,
-        temperature=script.avg_at_k_temperature,
-        top_p=script.avg_at_k_top_p,
-        path=script.eval_dataset_path or script.dataset_path,
-        max_prompts=script.max_eval_rows,
-    )
-    trainer.add_callback(RunLog(task=task.name))
-    trainer.add_callback(evaluation)
+    evaluation = evaluate_during_training(trainer, script)  # avg@k every five steps; keeps the best model
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(f"{config.output_dir}/final")
     for row in evaluation.history:

@@ -1,16 +1,16 @@
-"""CREDIT on ToolAlpaca: call the right tools; the feedback compares the calls made with the calls expected.
+"""CREDIT on ToolAlpaca: tool calls, with a comparison of the made and the expected calls as feedback.
 
     accelerate launch examples/toolalpaca.py --dataset_path data/train_data.json --eval_dataset_path data/test.json
     python examples/toolalpaca.py --task toolalpaca:strict --model_name_or_path Qwen/Qwen3-0.6B --dataset_path t.jsonl
 
-Beside the checkpoints it leaves pages of token maps, which tokens of a few answers get the credit and how that changes
-(`credit_maps/step-….html`), and at the end the test questions' answers and score (`test/`).
+Also writes pages of token maps of a few responses during training (`credit_maps/step-….html`), and at the end the
+responses to the test questions and their score (`test/`).
 """
 
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from credit_trl import CreditConfig, CreditTrainer
-from credit_trl.cli.training import CreditScriptArguments
+from credit_trl.cli.training import CreditScriptArguments, first_rows, model_init_kwargs
 from credit_trl.evaluation import evaluate
 from credit_trl.lab.analysis import CreditMapCallback
 from credit_trl.tasks import load_task
@@ -24,7 +24,7 @@ DEFAULTS = {
     "num_train_epochs": 3,
     "num_generations": 8,
     "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 16,  # on 8 GPUs 256 rollouts a step: 32 requests of 8 answers
+    "gradient_accumulation_steps": 16,  # 256 rollouts per step on 8 GPUs: 8 for each of 32 requests
     "max_completion_length": 2048,
     "distillation_alpha": 0.5,  # Jensen-Shannon
     "distillation_topk": 100,
@@ -39,19 +39,17 @@ DEFAULTS = {
 
 def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig) -> None:
     task = load_task(script.task)
-    loading = {"dtype": model.dtype, "revision": model.model_revision}
-    loading |= {"attn_implementation": model.attn_implementation, **(config.model_init_kwargs or {})}
-    config.model_init_kwargs = loading
+    config.model_init_kwargs = model_init_kwargs(model, config)
     rows = task.build("train", script.dataset_path)
     trainer = CreditTrainer(
         model=model.model_name_or_path,
         reward_funcs=task.reward,
         args=config,
-        train_dataset=rows if script.max_train_rows is None else rows.take(script.max_train_rows),
+        train_dataset=first_rows(rows, script.max_train_rows),
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    # A page of token maps at the first step and every fifty: which words the credit falls on, and how that changes.
+    # A page of token maps at the first step and every fifty steps
     trainer.add_callback(CreditMapCallback(every=50, rollouts=4, trainer=trainer))
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(f"{config.output_dir}/final")

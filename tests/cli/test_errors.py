@@ -84,7 +84,7 @@ def test_missing_column_is_named_with_the_fix(folder):
     line = ["--model_name_or_path", "quickstart", "--dataset_name", "./data", "--reward_funcs", "own_module.exact"]
     result = run("credit", *line, *ON_CPU, *SMALL)
     assert result.returncode == 2
-    assert "Reward function `exact` reads the column `answer`, which `train_dataset` lacks" in last_line(result)
+    assert "Reward function `exact` needs the column `answer`, which `train_dataset` does not have" in last_line(result)
     assert "its columns are prompt, solution" in last_line(result)
     assert "dataset.rename_column('solution', 'answer')" in last_line(result)
     assert not (folder / "trainer_output").exists() or not any((folder / "trainer_output").iterdir())
@@ -126,7 +126,7 @@ LINES = [
     ("credit-eval --model quickstart --task quickstar", "Known tasks"),
     ("credit-eval --model quickstart --task own_module:Unasked", "no column `prompt`; its columns are question"),
     ("credit-eval --model quickstart --task quickstart --k 0", "k"),
-    ("credit-eval --model quickstart --task quickstart --split nowhere", "choose one of"),
+    ("credit-eval --model quickstart --task quickstart --split nowhere", "Unknown split"),
     ("credit-eval --model quickstart --task quickstart --max_prompts 0", "max_prompts"),
     ("credit-eval --model quickstart --task quickstart --max_prompts 1 --temperature -1", "temperature"),
     ("credit-eval --model quickstart --task quickstart --max_prompts 1 --top_p 2", "top_p"),
@@ -138,7 +138,7 @@ LINES = [
     ("credit-map --model quickstart --task quickstart --max_prompts 0", "--max_prompts 0"),
     ("credit-map --model quickstart --task quickstart --samples 0", "--samples 0"),
     ("credit-map --model quickstart --task own_module:Unasked", "no column `prompt`"),
-    ("credit-map --model quickstart --responses typo.yaml", "typo.yaml, line 1"),
+    ("credit-map --model quickstart --responses typo.yaml", "rows are read from .json"),
     ("credit-map --maps typo.yaml", "typo.yaml"),
     ("credit-map --model quickstart --task quickstart --config no_yaml.yaml", "expected"),
     ("credit-compat --model quickstart --task quickstart", "no multiple choice"),
@@ -181,7 +181,7 @@ RUNS = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
         ({"config": {**RUNS, "contrastive_coef": 2}}, "must be in [0, 1]"),
         ({"config": {**RUNS, "contrastive_coeff": 0.1}}, "contrastive_coeff"),
         ({"config": [1]}, "config"),
-        ({"seeds": 3}, "`seeds` is a list"),
+        ({"seeds": 3}, "`seeds` must be a list"),
         ({"grid": {"method": ["CREDITS"]}}, "Unknown method 'CREDITS'"),
         ({"grid": 3}, "grid"),
         ({"task": "quickstar"}, "Known tasks"),

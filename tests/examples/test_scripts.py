@@ -1,4 +1,4 @@
-"""Every script of `examples/` that people copy runs, from its command line, on a tiny model and local rows."""
+"""The scripts of `examples/` run from their command line on a tiny model and local rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPTS = (
     "credit_dpo",
 )
 
-# What makes any of them small; the rest of each script's own settings stays.
+# Options that make every script small
 SMALL = {
     "use_cpu": True,
     "bf16": False,
@@ -43,7 +43,7 @@ def tiny_model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, tiny_model):
-    """Run a script as `python examples/NAME.py --option value …` does, and return its output directory."""
+    """Run a script like `python examples/NAME.py --option value …` and return its output directory."""
 
     def call(name: str, **options) -> Path:
         output = tmp_path / "run"
@@ -58,7 +58,7 @@ def run(monkeypatch, tmp_path, tiny_model):
 
 
 def science_rows(path: Path, count: int = 4) -> Path:
-    """Rows as SDPO publishes them, invented here."""
+    """Synthetic rows in SDPO's published format."""
     rows = [
         {
             "idx": i,
@@ -75,7 +75,7 @@ def science_rows(path: Path, count: int = 4) -> Path:
 
 
 def tool_rows(path: Path, count: int = 4) -> Path:
-    """Records as SDPO trains on them, invented here."""
+    """Synthetic records in SDPO's training format."""
     rows = [
         {
             "prompt": f"Tools: getWeather(city). Question: how is the weather in city {i}?",
@@ -89,7 +89,7 @@ def tool_rows(path: Path, count: int = 4) -> Path:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_fits_on_a_page(name):
+def test_script_has_at_most_80_lines(name):
     assert len((EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()) <= 80
 
 
@@ -114,7 +114,7 @@ def test_sciknoweval_trains_evaluates_and_saves(run, tmp_path, capsys):
     summary = json.loads((output / "summary.json").read_text("utf-8"))
     assert {"best_during_training", "final"} <= summary.keys()
     steps = re.findall(r"^step +(\d+): avg@1", capsys.readouterr().out, flags=re.MULTILINE)
-    assert steps == ["0", "1"]  # before the first step and after the last
+    assert steps == ["0", "1"]  # before the first and after the last step
     assert json.loads((output / "run.json").read_text("utf-8"))["task"] == "sciknoweval:physics"
 
 
@@ -142,7 +142,7 @@ def test_livecodebench_runs_programs_in_the_sandbox(run):
     try:
         open_sandbox().close()
     except SandboxError as error:
-        pytest.skip(f"no sandbox holds on this machine: {error}")
+        pytest.skip(f"no sandbox is available on this machine: {error}")
     output = run(
         "livecodebench",
         task="livecodebench:examples",
@@ -156,17 +156,17 @@ def test_livecodebench_runs_programs_in_the_sandbox(run):
     )
     logs = [json.loads(line) for line in (output / "log.jsonl").read_text("utf-8").splitlines()]
     first = next(line for line in logs if "reward" in line)
-    assert first["reward"] == 0.0  # noise is no program
-    assert first["credit/frac_with_feedback"] == 1.0  # and the feedback says so
+    assert first["reward"] == 0.0  # random tokens are no program
+    assert first["credit/frac_with_feedback"] == 1.0  # the feedback reports it
 
 
-def test_custom_verifier_runs_as_it_stands(run, capsys):
+def test_custom_verifier_runs_with_its_defaults(run, capsys):
     output = run("custom_verifier", model_name_or_path="quickstart", max_steps=1)
     assert (output / "final" / "model.safetensors").is_file()
     assert "'credit/frac_with_feedback': '1'" in capsys.readouterr().out
 
 
-def test_custom_verifiers_feedback_names_what_is_wrong():
+def test_feedback_of_custom_verifier_names_the_error():
     grade = runpy.run_path(str(EXAMPLES / "custom_verifier.py"))["grade"]
     assert grade("It is 42.", "42").reward == 1.0
     assert "3 digits, the sum has 2" in grade("421", "42").feedback
@@ -175,28 +175,27 @@ def test_custom_verifiers_feedback_names_what_is_wrong():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"contrastive_coeff": 0.1}, r"arguments are not used by the \w+: \['--contrastive_coeff', '0.1'\]"),
         ({"config": "typo.yaml"}, r"Unknown arguments from config file: \['--contrastive_coeff', '0.1'\]"),
         ({"contrastive_coef": 2}, r"`contrastive_coef` must be in \[0, 1\], got 2.0"),
         (
             {"dataset_name": "./rows"},
-            r"the column `answer`, which `train_dataset` lacks.*rename_column\('solution', 'a",
+            r"the column `answer`, which `train_dataset` does not have.*rename_column\('solution', 'a",
         ),
     ],
 )
-def test_the_last_line_of_a_mistakes_traceback_says_what_it_is(run, tmp_path, options, said):
-    """A script is Python, so that there is a traceback above it, as in TRL's."""
+def test_invalid_option_raises_a_clear_error(run, tmp_path, options, message):
     (tmp_path / "typo.yaml").write_text("contrastive_coeff: 0.1\n", encoding="utf-8")
     (tmp_path / "rows").mkdir()
     row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "solution": "2"}
     (tmp_path / "rows" / "train.jsonl").write_text(8 * (json.dumps(row) + "\n"), encoding="utf-8")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         run("custom_verifier", **{"model_name_or_path": "quickstart", **options})
 
 
-def test_lora_trains_adapters_only_and_saves_the_policys(run, tmp_path, capsys):
+def test_lora_trains_and_saves_adapters_only(run, tmp_path, capsys):
     output = run(
         "lora_single_gpu",
         dataset_path=science_rows(tmp_path / "chemistry-train.jsonl"),
@@ -217,21 +216,21 @@ def test_lora_trains_adapters_only_and_saves_the_policys(run, tmp_path, capsys):
 
 @pytest.fixture(scope="session")
 def tool_model(tmp_path_factory) -> str:
-    """A tiny model whose chat template knows tools."""
+    """A tiny model whose chat template supports tools."""
     from trl.chat_template_utils import qwen3_chat_template
 
     return save_model(tmp_path_factory.mktemp("tool_model"), qwen3_chat_template)
 
 
-def test_multi_turn_tools_runs_and_hears_that_nothing_was_paid(run, tool_model, capsys):
+def test_multi_turn_tools_gives_feedback_without_a_payment(run, tool_model, capsys):
     output = run("multi_turn_tools", model_name_or_path=tool_model, max_steps=1, gradient_accumulation_steps=1)
     assert output.is_dir()
     printed = capsys.readouterr().out
     assert "'credit/frac_with_feedback': '1'" in printed
-    assert "'tools/call_frequency': '0'" in printed  # noise calls no tool; the next test calls them by hand
+    assert "'tools/call_frequency': '0'" in printed  # random tokens call no tool; the next test calls them
 
 
-def test_multi_turn_tools_feedback_is_of_the_turn_that_was_wrong():
+def test_multi_turn_tools_gives_feedback_for_wrong_turns():
     shop = runpy.run_path(str(EXAMPLES / "multi_turn_tools.py"))["Shop"]()
     shop.reset(items=["apple", "pear"], pieces=[2, 1], prompt=[])
     turns = [lambda: shop.price("apple"), lambda: shop.price("apple"), lambda: shop.price("pear")]
@@ -243,7 +242,7 @@ def test_multi_turn_tools_feedback_is_of_the_turn_that_was_wrong():
     assert verdict.turn_feedback == {1: "Ask for: pear.", 3: "Pay now.", 4: "Pay 10, not 9."}
 
 
-def test_credit_dpo_prints_trls_own_margin_where_nothing_is_contrasted(monkeypatch, tmp_path, capsys):
+def test_credit_dpo_at_lambda_0_prints_the_margin_of_trl(monkeypatch, tmp_path, capsys):
     options = {"output_dir": tmp_path, "use_cpu": True, "bf16": False, "max_steps": 2, "disable_tqdm": True}
     line = [text for option, value in options.items() for text in (f"--{option}", str(value))]
     monkeypatch.setattr(sys, "argv", ["credit_dpo.py", *line])
@@ -273,7 +272,7 @@ def test_credit_dpo_prints_trls_own_margin_where_nothing_is_contrasted(monkeypat
         ),
     ],
 )
-def test_on_real_rows(run, name, options):
+def test_script_trains_on_real_rows(run, name, options):
     options = {key: SHARED_DATA / value if key.endswith("_path") else value for key, value in options.items()}
     output = run(name, gradient_accumulation_steps=1, max_steps=1, **options)
     assert (output / "final" / "model.safetensors").is_file()

@@ -27,7 +27,7 @@ def arms_of(spec) -> set[str]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_arms_of_a_world_can_train_and_share_one_budget(specs, world, tmp_path):
+def test_arms_of_a_world_can_train_and_share_one_budget(study, specs, world, tmp_path):
     jobs = [json.loads((folder / "job.json").read_text()) for folder in plan_sweep(specs[world], tmp_path)]
     assert {job["seed"] for job in jobs} == set(specs[world].seeds)
     assert len(specs[world].seeds) >= 5
