@@ -88,10 +88,7 @@ def build(
     def convert(row: Row) -> tuple[int, dict[str, str]] | None:
         with places.noting_lost(row):
             from_hub = not row.data.keys().isdisjoint(("question", "choices", "answerKey"))
-            kind = row.data.get("kind", "mcq")
-            reason = (
-                _unwanted(row, domain, levels, types) if from_hub else None if kind == "mcq" else f"of kind {kind}"
-            )
+            reason = _unwanted(row, domain, levels, types) if from_hub else _not_mcq(row)
             if reason is not None:
                 places.all_kept = False
                 return tally.drop(reason)
@@ -198,6 +195,10 @@ def _not_mcq(row: Row) -> str | None:
     return None if row.data.get("kind", "mcq") == "mcq" else f"of kind {row.data['kind']}"
 
 
+def _not_mcq(row: Row) -> str | None:
+    return None if row.data.get("kind", "mcq") == "mcq" else f"of kind {row.data['kind']}"
+
+
 @dataclass
 class _Places:
     """Places of the rows in the full set, of which the split is a permutation.
@@ -227,7 +228,8 @@ class _Places:
         """Place of a row: its `idx` if it has one, else the next place in reading order."""
         slot = len(self.taken) + len(self.lost)
         if "idx" in row.data:
-            self.in_order, slot = False, row.get("idx", int)
+            self.in_order = False
+            slot = row.get("idx", int)
         if slot in self.taken:
             earlier = self.taken[slot]
             raise row.error("idx", f"{slot} is also the idx of {earlier.source}, row {earlier.number}")
