@@ -142,7 +142,6 @@ INTERNAL = (
     "credit_trl.lab.sweeps.job",
     "credit_trl.tasks.lcb_",
     "credit_trl.tasks.math_",
-    "credit_trl.tasks.quickstart_model",
     "credit_trl.tasks.records",
     "credit_trl.tasks.toolalpaca_protocols",
     "credit_trl.training.timing",
