@@ -15,7 +15,8 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from credit_trl.cli.quickstart import DEFAULTS, draw_curve, run_quickstart
+from credit_trl.cli.quickstart import DEFAULTS, run_quickstart
+from credit_trl.cli.quickstart_report import draw_curve
 from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_rollouts
 from credit_trl.lab.analysis.tokenmap import group_scales
 from credit_trl.lab.analysis.tokenmap_png import draw_png

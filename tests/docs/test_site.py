@@ -119,33 +119,35 @@ def test_api_reference_has_the_docstrings(pages, site):
 # Beginnings of module names that are internal, or documented elsewhere (`trl credit-… --help`, the options page).
 INTERNAL = (
     "credit_trl.__main__",
+    "credit_trl.cli",
+    "credit_trl.config",  # the options page
+    "credit_trl.contexts.prompts",
+    "credit_trl.evaluation.generation",
+    "credit_trl.evaluation.samples",
+    "credit_trl.evaluation.trainer_engine",
+    "credit_trl.evaluation.verdicts",
     "credit_trl.lab.analysis.compatibility_report",
     "credit_trl.lab.analysis.formula",
     "credit_trl.lab.analysis.naming",
     "credit_trl.lab.analysis.passes",
     "credit_trl.lab.analysis.tokentext",
-    "credit_trl.teacher.causal_lm",
-    "credit_trl.cli",
     "credit_trl.lab.comparison.figures",
     "credit_trl.lab.comparison.tables",
-    "credit_trl.config",  # the page of options
-    "credit_trl.sandbox.cores",
-    "credit_trl.evaluation.generation",
-    "credit_trl.evaluation.samples",
-    "credit_trl.evaluation.trainer_engine",
-    "credit_trl.evaluation.verdicts",
-    "credit_trl.loss",  # score_tokens and credit_loss are there
     "credit_trl.lab.planning",
-    "credit_trl.tasks.printable",
-    "credit_trl.sandbox",
-    "credit_trl.teacher.sharding",
     "credit_trl.lab.sweeps.job",
+    "credit_trl.loss",  # blocks, head, projection, target, triton_rows
+    "credit_trl.rollout.deadline",
+    "credit_trl.rollout.threads",
+    "credit_trl.sandbox",
+    "credit_trl.sandbox.cores",
     "credit_trl.tasks.lcb_",
     "credit_trl.tasks.math_",
+    "credit_trl.tasks.printable",
     "credit_trl.tasks.records",
     "credit_trl.tasks.toolalpaca_protocols",
+    "credit_trl.teacher.causal_lm",
+    "credit_trl.teacher.sharding",
     "credit_trl.training.timing",
-    "credit_trl.config",
 )
 
 

@@ -1,0 +1,47 @@
+"""The reference implementation on the page "Life of a batch" equals `credit_loss`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from blocks import of_language
+from torch import Tensor
+
+from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, TeacherStates, credit_loss, score_tokens
+
+N, V, H, C, TOPK, COEF = 12, 31, 7, 2, 5, 0.3
+
+
+@pytest.fixture(scope="module")
+def reference_loss():
+    """The function that the page defines."""
+    (block,) = (block for block in of_language("python") if block.page == "docs/life_of_a_batch.md")
+    namespace: dict = {}
+    exec(block.text, namespace)
+    return namespace["reference_loss"]
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+def test_reference_loss_equals_the_real_one(reference_loss, tail, alpha):
+    torch.manual_seed(0)
+    hidden, weight = leaf(N, H), leaf(V, H)
+    states = TeacherStates(leaf(N, H).detach(), leaf(C, N, H).detach(), LMHead(leaf(V, H).detach()))
+    token_ids, weights = torch.randint(V, (N,)), torch.rand(N, dtype=torch.float64)
+    support = SupportConfig("teacher_topk", TOPK, tail)
+    scores = score_tokens(states, token_ids, support)
+    tokens = LossTokens(token_ids, weights, torch.full_like(weights, COEF))
+    ours = credit_loss(hidden, LMHead(weight), tokens, scores, LossConfig(support, alpha=alpha))
+    teacher, contrasts = states.hidden @ states.head.weight.T, states.contrast_hidden @ states.head.weight.T
+    token_loss, advantages = reference_loss(hidden @ weight.T, teacher, contrasts, token_ids, COEF, TOPK, tail, alpha)
+    loss = (weights * token_loss).sum()
+    torch.testing.assert_close(ours.token_loss, token_loss.detach())
+    torch.testing.assert_close(ours.loss, loss)
+    if tail == "bucket":  # with "renormalize" the logged advantage is conditional on the support
+        torch.testing.assert_close(ours.advantages, advantages)
+    expected = torch.autograd.grad(loss, (hidden, weight))
+    torch.testing.assert_close(torch.autograd.grad(ours.loss, (hidden, weight)), expected)
