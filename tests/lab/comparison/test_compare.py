@@ -300,12 +300,12 @@ def test_differing_sampling_settings_are_listed_with_runs(write_run, tmp_path):
     assert compare([tmp_path]).differing_settings == []
     write_run("b", {10: scores(0.4, 1)}, arm="B", settings={**sampled, "temperature": 1.0})
     result = compare([tmp_path])
-    (told,) = result.differing_settings
+    (line,) = result.differing_settings
     runs = tmp_path / "runs"
-    assert told == f"letters, temperature: 0.6 in {runs / 'a-1'} and 1 more; 1.0 in {runs / 'b'}"
+    assert line == f"letters, temperature: 0.6 in {runs / 'a-1'} and 1 more; 1.0 in {runs / 'b'}"
     tables = tables_markdown(result)
     assert tables.startswith("These evaluations use different sampling settings")
-    assert told in tables
+    assert line in tables
 
 
 def test_options_that_differ_within_an_arm_are_listed(write_run, tmp_path):

@@ -71,8 +71,8 @@ def test_methods_are_options_of_one_trainer():
     assert make_arm({"method": "GRPO", "contrastive_coef": 0.3}, {}).options == {"distillation_weight": 0.0}
     assert make_arm({"method": "SDPO", "contrastive_coef": 0.3}, {}).options == {"contrastive_coef": 0.0}
     assert make_arm({"method": "CREDIT"}, {"contrastive_coef": 0.0}).method == "SDPO"
-    hint = make_arm({"method": "hint-contrast", "contrastive_coef": 0.3}, {})
-    assert hint.options == {"contrastive_swap": "hint", "contrastive_coef": 0.3}
+    control = make_arm({"method": "hint-contrast", "contrastive_coef": 0.3}, {})
+    assert control.options == {"contrastive_swap": "hint", "contrastive_coef": 0.3}
     assert make_arm({"method": "foreign-hint"}, {}).options == {"teacher_hint": "foreign"}
 
 
