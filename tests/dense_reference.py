@@ -1,4 +1,4 @@
-"""The objective as its definitions say it: every logit formed, in fp64, by autograd, with nothing shared."""
+"""Dense reference of the loss: every logit, in fp64, by autograd, without code of the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from credit_trl.loss import CreditLoss, LMHead, Scores, TeacherStates, credit_loss, score_tokens
+from credit_trl.loss import (
+    CreditLoss,
+    LMHead,
+    LossConfig,
+    LossTokens,
+    Scores,
+    SupportConfig,
+    TeacherStates,
+    credit_loss,
+    score_tokens,
+)
 from credit_trl.objective import ContrastRule
 
 SUPPORTS = [
@@ -39,6 +49,9 @@ class Case:
     softcap: float | None
     scale: float = 1.0
     temperature: float = 1.0
+
+    def tokens(self) -> LossTokens:
+        return LossTokens(self.token_ids, self.weights, self.coef, self.old_logps)
 
     def leaves(self) -> list[Tensor]:
         return [x for x in (self.hidden, self.weight, self.bias) if x is not None]
@@ -100,36 +113,13 @@ def ours(
     rule: ContrastRule = PAPER,
     baseline: str = "mean_log",
 ) -> CreditLoss:
+    chosen = SupportConfig(support, topk, tail)
     head = case.head(case.reference_weight, case.reference_bias)
-    reference: Scores | TeacherStates = TeacherStates(case.teacher, case.contrasts, head, baseline)
-    if support in ("teacher_topk", "sampled"):
-        reference = score_tokens(
-            case.teacher,
-            case.contrasts,
-            head,
-            case.token_ids,
-            support=support,
-            topk=topk,
-            tail=tail,
-            baseline=baseline,
-            chunk_size=chunk_size,
-        )
-    return credit_loss(
-        case.hidden,
-        case.head(case.weight, case.bias),
-        case.token_ids,
-        case.weights,
-        reference,
-        contrastive_coef=case.coef,
-        rule=rule,
-        alpha=alpha,
-        support=support,
-        topk=topk,
-        tail=tail,
-        old_token_logps=case.old_logps,
-        is_clip=is_clip,
-        chunk_size=chunk_size,
-    )
+    teacher: Scores | TeacherStates = TeacherStates(case.teacher, case.contrasts, head, baseline)
+    if not chosen.in_step:
+        teacher = score_tokens(teacher, case.token_ids, chosen, chunk_size)
+    config = LossConfig(chosen, rule, alpha, is_clip, chunk_size)
+    return credit_loss(case.hidden, case.head(case.weight, case.bias), case.tokens(), teacher, config)
 
 
 def dense_logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, case: Case) -> Tensor:
@@ -155,7 +145,7 @@ def dense(
     rule: ContrastRule = PAPER,
     baseline: str = "mean_log",
 ) -> CreditLoss:
-    """Every logit of student, teacher and contrasts, the definitions of design and paper, and nothing shared."""
+    """The loss from every logit of student, teacher and contrasts, by the definitions of the paper."""
     logp = dense_logps(case.hidden, case.weight, case.bias, case)
     f = dense_logps(case.teacher, case.reference_weight, case.reference_bias, case)
     g = [dense_logps(hidden, case.reference_weight, case.reference_bias, case) for hidden in case.contrasts]
@@ -192,11 +182,7 @@ def dense(
     as_distributions = (with_tail(buckets(f)), with_tail(generic)) if support == "sampled" else (buckets(f), generic)
     q_f, q_g = (x.exp() / x.exp().sum(-1, keepdim=True) for x in as_distributions)
     coef = case.coef * ((q_f - q_g).abs().sum(-1) / 2 > rule.gate) if rule.gate else case.coef
-    tokens = buckets(f)[:, : ids.shape[-1]]
-    kept = torch.zeros_like(buckets(f), dtype=torch.bool)
-    kept[:, : ids.shape[-1]] = tokens.exp() >= rule.plausibility * tokens.exp().amax(-1, keepdim=True)
-    kept[:, ids.shape[-1] :] = rule.plausibility == 0.0
-    a = torch.where(kept, buckets(f) + coef[:, None] * moved, buckets(f))
+    a = buckets(f) + coef[:, None] * moved
     log_q, log_f = (x - x.logsumexp(-1, keepdim=True) for x in (a, buckets(f)))
     if within:
         a = log_q
@@ -214,20 +200,17 @@ def dense(
     if is_clip is not None:
         ratio = (at_token(logp) - case.old_logps).exp().clamp(max=is_clip).detach()
 
-    def realised(logps: Tensor) -> Tensor:
+    def at_sampled_token(logps: Tensor) -> Tensor:
         """Conditional on support and token where the support is renormalised."""
         chosen = torch.zeros_like(logps, dtype=torch.bool).scatter(-1, torch.cat([ids, token], -1), True)
         return at_token(logps) - logps.masked_fill(~chosen, -torch.inf).logsumexp(-1) * within
 
-    hit = ids == token
-    in_support = hit.any(-1)
-    token_coef = coef * torch.where(in_support, (kept[:, : ids.shape[-1]] & hit).any(-1), rule.plausibility == 0.0)
-    f_token, g_token = realised(f), average([realised(x) for x in g], realised(f))
-    token_target = f_token + token_coef * (f_token - g_token if rule.form == "guide" else -g_token)
+    f_token, g_token = at_sampled_token(f), average([at_sampled_token(x) for x in g], at_sampled_token(f))
+    token_target = f_token + coef * (f_token - g_token if rule.form == "guide" else -g_token)
     return CreditLoss(
         loss=(token_loss * ratio * case.weights).sum(),
         token_loss=token_loss,
-        token_logps=realised(logp),
+        token_logps=at_sampled_token(logp),
         kl_to_target=(log_p - a).sum(-1) if support == "sampled" else (p * (log_p - log_q)).sum(-1),
         student_mass=logp.gather(-1, ids).exp().sum(-1),
         teacher_mass=f.gather(-1, ids).exp().sum(-1),
@@ -235,7 +218,7 @@ def dense(
         teacher_token_logps=f_token,
         generic_token_logps=g_token,
         contrastive_coef=coef,
-        advantages=token_target - realised(logp),
+        advantages=token_target - at_sampled_token(logp),
         ratio=ratio,
         **values,
     )

@@ -20,7 +20,7 @@ from credit_trl import CreditConfig
         ({"distillation_topk": "20"}, "`distillation_topk` must be a whole number, got '20'"),
         ({"teacher_update_rate": None}, "`teacher_update_rate` must be a number, got None"),
         ({"learning_rate": "1e-6"}, r"`learning_rate` is the text '1e-6'.*write 1.0e-06"),
-        ({"max_steps": "20"}, "`max_steps` is the text '20', where a number belongs"),
+        ({"max_steps": "20"}, "`max_steps` is the text '20' instead of a number"),
         ({"contrastive_coef": -0.1}, r"`contrastive_coef` must be in \[0, 1\]"),
         ({"contrastive_coef": float("nan")}, r"`contrastive_coef` must be in \[0, 1\]"),
         ({"distillation_alpha": 1.1}, r"`distillation_alpha` must be in \[0, 1\]"),
@@ -41,36 +41,37 @@ from credit_trl import CreditConfig
         ({"contrastive_baseline": "median"}, "must be one of mean_log, log_mean"),
         ({"contrastive_gate": 1.0}, "no total variation exceeds 1.*`contrastive_coef=0`"),
         ({"contrastive_gate": -0.1}, r"`contrastive_gate` must be in \[0, 1\)"),
-        ({"contrastive_plausibility": 1.5}, r"`contrastive_plausibility` must be in \[0, 1\]"),
-        ({"contrastive_plausibility": 0.1, "distillation_support": "sampled"}, "set `contrastive_plausibility=0`"),
         ({"contrastive_source": "none", "contrastive_count": 2}, "set `contrastive_count=1`"),
-        ({"contrastive_source": "hard", "per_device_train_batch_size": 4}, "`contrastive_source='none'`"),
+        (
+            {"contrastive_source": "hard", "per_device_train_batch_size": 4},
+            "contrastive_source='dataset'` or `'none'`",
+        ),
         ({"contrastive_source": "none", "contrastive_swap": "hint"}, "set `contrastive_source='batch'`"),
         ({"teacher_model_kind": "old"}, "must be one of ema, live, base"),
         ({"teacher_context": "all"}, "must be one of solution, think, think"),
         ({"distillation_support": "sampled", "distillation_alpha": 0.5}, "needs `distillation_alpha=1`"),
-        ({"per_device_train_batch_size": 4}, "holds one problem.*contrastive_source='dataset'"),
+        ({"per_device_train_batch_size": 4}, "holds one prompt.*contrastive_source='dataset'"),
         ({"reprompt_template": "{prompt}{solution}"}, "`reprompt_template` lacks {feedback}"),
         ({"solution_template": "nothing"}, "`solution_template` lacks {successful_previous_attempt}"),
         ({"feedback_template": "{feedback_raw}{feedback_raw}"}, "once and no other"),
         ({"feedback_template": "{feedback_raw}{other}"}, "once and no other"),
         ({"feedback_template": "{feedback_raw} {"}, "not a format string"),
-        ({"beta": 0.1}, "`beta=0.1` belongs to GRPO's loss"),
+        ({"beta": 0.1}, "`beta=0.1` is an option of GRPO's loss"),
         ({"use_transformers_continuous_batching": True}, "casts the whole model.*Set `use_vllm=True`"),
-        ({"entropy_coef": 0.1}, "`entropy_coef=0.1` belongs to GRPO's loss"),
-        ({"importance_sampling_level": "sequence"}, "belongs to GRPO's loss.*importance_sampling_level='token'"),
-        ({"delta": 1.01}, "`delta=1.01` belongs to GRPO's loss"),
-        ({"epsilon_high": 0.28}, "`epsilon_high=0.28` belongs to GRPO's loss"),
+        ({"entropy_coef": 0.1}, "`entropy_coef=0.1` is an option of GRPO's loss"),
+        ({"importance_sampling_level": "sequence"}, "is an option of GRPO's loss.*importance_sampling_level='token'"),
+        ({"delta": 1.01}, "`delta=1.01` is an option of GRPO's loss"),
+        ({"epsilon_high": 0.28}, "`epsilon_high=0.28` is an option of GRPO's loss"),
         ({"enable_jit_checkpoint": True}, "saves inside a step.*save_steps"),
         ({"torch_compile": True}, "nothing would be compiled. Set `torch_compile=False`"),
-        ({"off_policy_mask_threshold": 0.5}, "`off_policy_mask_threshold=0.5` belongs to GRPO's loss"),
+        ({"off_policy_mask_threshold": 0.5}, "`off_policy_mask_threshold=0.5` is an option of GRPO's loss"),
         (
             {"use_successful_as_teacher": False, "include_environment_feedback": False},
-            "would see nothing that the student does not",
+            "would have no privileged context",
         ),
         (
             {"teacher_context": "think", "remove_thinking_from_demonstration": True},
-            "Set one of them only",
+            "Set only one of them",
         ),
     ],
 )
@@ -100,7 +101,7 @@ def test_a_mistake_in_our_options_comes_before_what_trl_says_of_the_machine(monk
     monkeypatch.setattr("trl.GRPOConfig.__post_init__", lambda self: pytest.fail("TRL was asked first"))
     with pytest.raises(ValueError, match="`contrastive_coef` must be in"):
         CreditConfig("out", contrastive_coef=2.0)
-    with pytest.raises(ValueError, match="Set one of them only"):
+    with pytest.raises(ValueError, match="Set only one of them"):
         CreditConfig("out", teacher_context="think", remove_thinking_from_demonstration=True)
 
 
@@ -149,7 +150,7 @@ def test_sdpos_thinking_switch_settles_the_teacher_context(make_config, switch, 
 
 @pytest.mark.parametrize("text", ["{'enable_thinking': False}", "enable_thinking=false", "[1]"])
 def test_an_option_that_is_not_the_json_it_should_be_is_named(make_config, text):
-    with pytest.raises(ValueError, match=r"^`chat_template_kwargs` must be a JSON object, such as '\{"):
+    with pytest.raises(ValueError, match=r"^`chat_template_kwargs` must be a JSON object such as '\{"):
         make_config(chat_template_kwargs=text)
 
 

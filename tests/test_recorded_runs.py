@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+
 import recorded_runs
 
 RECORDED = json.loads((recorded_runs.RECORDED / "runs.json").read_text())

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from credit_trl.loss import LMHead, credit_loss, score_tokens
+from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, TeacherStates, credit_loss, score_tokens
 from credit_trl.objective import credit_advantages, input_generic, input_specific, self_distillation_reward
 
 V, T, Z, X = 3, 3, 2, 4
@@ -144,21 +144,15 @@ def test_the_code_that_trains_scores_with_the_papers_r_t(seed, y, x, z, coef):
     others = [o for o in range(X) if o != x]
     f, g, student = rollout(joint, y, x, z, others)
     head, tokens = LMHead(torch.eye(V, dtype=torch.float64)), torch.tensor(y)
-    scores = score_tokens(f, g, head, tokens, support="teacher_topk", topk=V - 1, tail="bucket")
+    support = SupportConfig("teacher_topk", V - 1)
+    scores = score_tokens(TeacherStates(f, g, head), tokens, support)
     hidden = student.clone().requires_grad_()
-    terms = credit_loss(
-        hidden,
-        head,
-        tokens,
-        torch.ones(T, dtype=torch.float64),
-        scores,
-        contrastive_coef=torch.full((T,), coef, dtype=torch.float64),
-        topk=V - 1,
-    )
-    realised = terms.teacher_token_logps - coef * terms.generic_token_logps - terms.token_logps
+    ones = torch.ones(T, dtype=torch.float64)
+    terms = credit_loss(hidden, head, LossTokens(tokens, ones, coef * ones), scores, LossConfig(support))
+    sampled = terms.teacher_token_logps - coef * terms.generic_token_logps - terms.token_logps
     advantages = credit_advantages(f, g, student, coef)
     expected = torch.stack([advantages[t, y[t]] for t in range(T)])
-    torch.testing.assert_close(realised, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(sampled, expected, rtol=1e-9, atol=1e-9)
     # K = V − 1 tokens and a tail of one token: the loss is the whole divergence, its gradient Algorithm 1's.
     loss = (student.exp() * (student - (f - coef * g.mean(0)))).sum()
     torch.testing.assert_close(terms.loss, loss, rtol=1e-6, atol=1e-6)

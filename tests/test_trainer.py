@@ -28,9 +28,9 @@ def train(make_model, make_config, tokenizer, dataset):
         trainer.seen = []
         build = trainer.context_builder.build
 
-        def recording(prompts, privileged, render):
-            built = build(prompts, privileged, render)
-            trainer.seen.append((prompts, built))
+        def recording(prompt, contrasts, privileged, render):
+            built = build(prompt, contrasts, privileged, render)
+            trainer.seen.append(([prompt, *contrasts], built))
             return built
 
         trainer.context_builder.build = recording
@@ -41,7 +41,7 @@ def train(make_model, make_config, tokenizer, dataset):
 
 
 def texts(trainer, tokenizer):
-    return [[tokenizer.decode(ids) for ids in built.ids] for _, built in trainer.seen if built.ids is not None]
+    return [[tokenizer.decode(ids) for ids, _ in built.sequences()] for _, built in trainer.seen if built.teacher]
 
 
 def moved(trainer, make_model):
@@ -89,7 +89,7 @@ def test_a_static_column_and_verdicts_both_reach_the_teacher(train, tokenizer, d
 def test_a_contrast_replaces_the_question_and_keeps_the_feedback(train, tokenizer):
     trainer = train()
     for prompts, built in trainer.seen:
-        own, contrast = (tokenizer.decode(ids) for ids in built.ids)
+        own, contrast = (tokenizer.decode(ids) for ids, _ in built.sequences())
         question, other = prompts[0][-1]["content"], prompts[1][-1]["content"]
         assert question != other
         assert contrast == own.replace(question, other)
@@ -229,8 +229,8 @@ def test_an_environments_reward_may_be_a_verdict(make_model, make_config, tokeni
     seen = []
     build = trainer.context_builder.build
 
-    def recording(prompts, privileged, render):
-        seen.append((privileged, build(prompts, privileged, render)))
+    def recording(prompt, contrasts, privileged, render):
+        seen.append((privileged, build(prompt, contrasts, privileged, render)))
         return seen[-1][1]
 
     trainer.context_builder.build = recording
@@ -238,7 +238,7 @@ def test_an_environments_reward_may_be_a_verdict(make_model, make_config, tokeni
     assert seen
     assert all(privileged.feedback.startswith("The number was ") for privileged, _ in seen)
     for _, built in seen:
-        assert '"name": "guess"' in tokenizer.decode(built.ids[0])
+        assert '"name": "guess"' in tokenizer.decode(built.teacher)
 
 
 @pytest.mark.parametrize("support", ["teacher_topk", "student_topk", "full"])

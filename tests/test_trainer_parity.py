@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
 def test_without_contrast_it_is_trls_sdpo_in_contexts_loss_and_gradients(sdpo_pair, alpha, options, form):
     ours, theirs = sdpo_pair(alpha, contrastive_form=form, **options)
     inputs = prepared(ours)
-    rollouts = ours._rollouts
+    rollouts = ours._generation_batch
     context = theirs.teacher_context_builder.build(
         inputs,
         rollouts.prompts,
@@ -285,7 +286,7 @@ def test_three_contrasts_are_the_mean_of_the_three(make_model, make_config, toke
     trainer.context_builder.build = recording
     inputs = prepared(trainer, rows=4)
     for i, (_, completion) in enumerate(samples(inputs)):
-        own, *others = seen[i].ids
+        own, others = seen[i].teacher, seen[i].contrasts
         assert len({tuple(ids) for ids in others}) == 3
         column = torch.tensor(completion)[:, None]
         with torch.no_grad():
@@ -303,6 +304,10 @@ def test_chunked_projection_equals_dense(make_model, make_config, tokenizer, dat
     trainer = CreditTrainer(make_model(dtype=dtype), mixed_verdicts, config, dataset, processing_class=tokenizer)
     inputs = prepared(trainer)
     dense = loss_and_gradients(trainer, inputs)
-    config.distillation_chunk_size = 3
+    trainer.distillation = replace(
+        trainer.distillation,
+        scoring=replace(trainer.distillation.scoring, chunk_size=3),
+        loss=replace(trainer.distillation.loss, chunk_size=3),
+    )
     chunked = loss_and_gradients(trainer, copy.copy(inputs))
     assert_close(chunked, dense, rtol, atol)

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from credit_trl import Verdict
+from credit_trl.contexts.tokens import TokenContexts
 
 torch.set_num_threads(1)
 
@@ -74,6 +75,16 @@ def save_model(path: Path, chat_template: str = CHAT_TEMPLATE, **overrides) -> s
     build_model(tokenizer, **{"max_position_embeddings": 32768, **overrides}).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+def context_ids(contexts: TokenContexts) -> list[list[int]] | None:
+    """Ids of the teacher's prompt and of each contrast prompt; None without a teacher."""
+    return [ids for ids, _ in contexts.sequences()] or None
+
+
+def context_columns(contexts: TokenContexts) -> list[list[int] | None]:
+    """Columns of the teacher's prompt and of each contrast prompt."""
+    return [columns for _, columns in contexts.sequences()]
 
 
 def length_verdicts(completions, answer, **kwargs) -> list[Verdict]:

@@ -1,38 +1,37 @@
 """CREDIT for TRL: input-specific credit for on-policy self-distillation.
 
-The public face: `CreditTrainer`, `CreditConfig`, `Verdict`; `credit_rewards` for other trainers. The first two load
-TRL when they are first asked for.
+Public API: `CreditTrainer`, `CreditConfig`, `Verdict`, `EvaluationCallback`, and `credit_rewards` for other trainers.
+All but `Verdict` are imported on first use, because they load torch or TRL.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
 
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
+    from credit_trl.evaluation.callback import EvaluationCallback
     from credit_trl.objective import credit_rewards
     from credit_trl.trainer import CreditTrainer
 
-__all__ = ["CreditConfig", "CreditTrainer", "Verdict", "credit_rewards"]
+__all__ = ["CreditConfig", "CreditTrainer", "EvaluationCallback", "Verdict", "credit_rewards"]
+
+_MODULES = {
+    "CreditConfig": "credit_trl.config",
+    "CreditTrainer": "credit_trl.trainer",
+    "EvaluationCallback": "credit_trl.evaluation.callback",
+    "credit_rewards": "credit_trl.objective",
+}
 
 
 def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("CreditConfig", "CreditTrainer"):
         from credit_trl.training.trl_compat import check_trl
 
-        check_trl()  # before anything private of TRL's is imported
-    if name == "CreditTrainer":
-        from credit_trl.trainer import CreditTrainer
-
-        return CreditTrainer
-    if name == "CreditConfig":
-        from credit_trl.config import CreditConfig
-
-        return CreditConfig
-    if name == "credit_rewards":
-        from credit_trl.objective import credit_rewards
-
-        return credit_rewards
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        check_trl()  # before a private name of TRL is imported
+    return getattr(import_module(_MODULES[name]), name)

@@ -12,6 +12,7 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.privileged import PrivilegedContext, choose_demonstrations, demonstration_text
 from credit_trl.contexts.prompts import has_images
 from credit_trl.rollout.batch import total_rewards
+from tiny import context_ids
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
@@ -99,29 +100,29 @@ def test_templates_that_format_braces_do_not_read_z(builder, tokenizer, render):
     )
 
 
-def test_contrasts_differ_from_the_teacher_in_the_question_only(builder, tokenizer, render):
+def test_contrast_prompts_differ_from_the_teachers_in_x_only(builder, tokenizer, render):
     other = [PROMPT[0], {"role": "user", "content": "7*8?"}]
     own, contrast = (
-        tokenizer.decode(i) for i in builder.build([PROMPT, other], PrivilegedContext("4", "ok"), render).ids
+        tokenizer.decode(i) for i in context_ids(builder.build(PROMPT, [other], PrivilegedContext("4", "ok"), render))
     )
     assert contrast == own.replace("2+2?", "7*8?")
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(feedback=st.integers(0, 400), demonstration=st.integers(0, 400), budget=st.integers(90, 700))
-def test_over_budget_feedback_goes_first_then_the_demonstration_and_never_the_prompt(
+def test_over_budget_feedback_is_cut_before_the_demonstration(
     tokenizer, make_config, render, feedback, demonstration, budget
 ):
     builder = ContextBuilder(tokenizer, make_config(max_reprompt_len=budget))
     privileged = PrivilegedContext("d" * demonstration or None, "f" * feedback or None)
     other = [PROMPT[0], {"role": "user", "content": "a longer question than that?"}]
-    built = builder.build([PROMPT, other], privileged, render)
+    built = builder.build(PROMPT, [other], privileged, render)
     assert built.cut == (built.privileged != privileged)
-    if built.ids is None:
+    if built.teacher is None:
         assert not built.privileged
         return
-    texts = [tokenizer.decode(ids) for ids in built.ids]
-    assert all(len(ids) <= budget for ids in built.ids)
+    texts = [tokenizer.decode(ids) for ids in context_ids(built)]
+    assert all(len(ids) <= budget for ids in context_ids(built))
     assert texts[1:] in ([], [texts[0].replace("2+2?", "a longer question than that?")])
     assert texts[0].endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert "2+2?" in texts[0]
@@ -133,27 +134,25 @@ def test_over_budget_feedback_goes_first_then_the_demonstration_and_never_the_pr
 
 
 @pytest.mark.parametrize("length", [600, 2000])
-def test_another_question_that_is_too_long_costs_the_contrast_and_not_the_teacher(
-    tokenizer, make_config, render, length
-):
+def test_a_contrast_prompt_over_budget_leaves_the_teacher(tokenizer, make_config, render, length):
     builder = ContextBuilder(tokenizer, make_config(max_reprompt_len=500))
     other = [{"role": "user", "content": "x" * length}]
     privileged = PrivilegedContext("4", "f" * 100)
-    built = builder.build([PROMPT, other], privileged, render)
-    assert built == builder.build([PROMPT], privileged, render)
-    assert len(built.ids) == 1
+    built = builder.build(PROMPT, [other], privileged, render)
+    assert built == builder.build(PROMPT, [], privileged, render)
+    assert not built.contrasts
     assert built.privileged == privileged
 
 
 @pytest.mark.parametrize(
     ("kept", "expected"), [("solution", "4"), ("think", "two\nand two"), ("think+solution", None)]
 )
-def test_what_of_a_rollout_is_shown(kept, expected):
+def test_demonstration_is_the_chosen_part_of_a_rollout(kept, expected):
     text = "<think>two</think>4<think>and two</think>"
     assert demonstration_text(text, kept) == (expected or text)
 
 
-def test_thinking_that_the_generation_prompt_opened_or_nobody_closed():
+def test_thinking_without_opening_or_closing_tag():
     assert demonstration_text("two and two\n</think>\n\n4", "solution") == "4"
     assert demonstration_text("two and two\n</think>\n\n4", "think") == "two and two"
     assert demonstration_text("first 4<think>hm", "solution") == "first 4"
@@ -173,7 +172,7 @@ def test_a_demonstration_is_the_first_other_success_of_the_group():
     ("rewards", "weights", "threshold"),
     [([0.7], [1.0], 0.7), ([1.0, 1.0, 1.0], [0.65, 0.15, 0.2], 1.0), ([1e3, 0.1], [1.0, 1.0], 1000.1)],
 )
-def test_a_reward_that_is_the_threshold_but_for_fp32_succeeds(rewards, weights, threshold):
+def test_success_threshold_tolerates_fp32_rounding(rewards, weights, threshold):
     missed = [0.9999 * reward for reward in rewards]
     totals = total_rewards(torch.tensor([rewards, missed]), torch.tensor(weights))
     assert totals[0] < threshold
@@ -194,12 +193,12 @@ def test_a_prompt_without_a_user_turn_is_named(builder, render):
 
 
 def test_a_contrast_of_no_token_is_none(tokenizer, make_config, render):
-    """Plain text whose question is left out, with feedback on turns only, has nothing to say before the completion."""
+    """Plain text without its question, and feedback on turns only, give an empty contrast prompt."""
     builder = ContextBuilder(tokenizer, make_config())
     privileged = PrivilegedContext(turns={1: "The door is locked."})
     assert builder.encode("", privileged, render) == []
-    built = builder.build(["Open the door.", ""], privileged, render)
-    assert len(built.ids) == 1
-    assert built.ids == builder.build(["Open the door."], privileged, render).ids
+    built = builder.build("Open the door.", [""], privileged, render)
+    assert not built.contrasts
+    assert built.teacher == builder.build("Open the door.", [], privileged, render).teacher
     assert built.privileged == privileged
     assert not built.cut

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from credit_trl import CreditTrainer
 from credit_trl.contexts.contrast import (
+    ContrastSource,
     draw_contrasts,
-    draw_hints,
     draw_nearest,
+    draw_privileged_contexts,
     draw_within_groups,
     prompt_key,
     text_similarity,
@@ -24,7 +25,7 @@ from credit_trl.contexts.contrast import (
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import without_question
 from credit_trl.rollout.batch import GenerationBatch
-from tiny import length_verdicts
+from tiny import context_ids, length_verdicts
 
 words = st.sampled_from("the cat dog sat ran on a mat fast".split())
 texts = st.lists(st.lists(words, max_size=6).map(" ".join), min_size=1, max_size=8)
@@ -96,7 +97,10 @@ def test_a_row_whose_prompt_an_environment_completed_is_not_its_own_contrast(mak
     rollouts = GenerationBatch(list(data), completed, [[1], [1]], [0.0, 0.0], [None, None], first=0)
     config = make_config(contrastive_source="dataset")
     for step in range(20):
-        assert draw_contrasts(rollouts, config, data, step) == [[data[1]["prompt"]], [data[0]["prompt"]]]
+        assert draw_contrasts(rollouts, config, ContrastSource(data, step)) == [
+            [data[1]["prompt"]],
+            [data[0]["prompt"]],
+        ]
 
 
 @pytest.mark.parametrize("source", ["batch", "hard", "same_task"])
@@ -107,10 +111,12 @@ def test_rollouts_of_a_row_that_begin_differently_are_not_each_others_contrast(m
     rollouts = GenerationBatch(rows, prompts, [[1]] * 8, [0.0] * 8, [None] * 8, first=0, group_size=4)
     config = make_config(contrastive_source=source)
     for step in range(20):
-        draws = draw_contrasts(rollouts, config, None, step)
+        draws = draw_contrasts(rollouts, config, ContrastSource(None, step))
         assert all(prompt.split(".")[0] != other.split(".")[0] for prompt, [other] in zip(prompts, draws, strict=True))
-        hints = draw_hints(rollouts, [PrivilegedContext(feedback=p) for p in prompts], 1, seed=0, step=step)
-        assert all(p.split(".")[0] != z.feedback.split(".")[0] for p, [z] in zip(prompts, hints, strict=True))
+        drawn = draw_privileged_contexts(
+            rollouts, [PrivilegedContext(feedback=p) for p in prompts], 1, seed=0, step=step
+        )
+        assert all(p.split(".")[0] != z.feedback.split(".")[0] for p, [z] in zip(prompts, drawn, strict=True))
 
 
 @pytest.fixture
@@ -123,7 +129,7 @@ def contexts_of(make_model, make_config, tokenizer):
         trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
         trainer.model.train()
         seen = []
-        trainer._score = lambda output, contexts: seen.extend(c.ids for c in contexts) or {}
+        trainer._score = lambda output, contexts: seen.extend(context_ids(c) for c in contexts) or {}
         trainer._generate_and_score_completions([row for row in dataset for _ in range(4)])
         return [[tokenizer.decode(ids) for ids in context] for context in seen]
 

@@ -10,6 +10,7 @@ from datasets import Dataset
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.contexts.contrast import draw_from_batch
 from credit_trl.contexts.privileged import PrivilegedContext
+from tiny import context_ids
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def contexts_of(make_model, make_config, tokenizer, problems):
         trainer.model.train()
         batch = [problems[i] for i in rows for _ in range(4)]
         seen = []
-        trainer._score = lambda output, contexts: seen.extend(c.ids for c in contexts) or {}
+        trainer._score = lambda output, contexts: seen.extend(context_ids(c) for c in contexts) or {}
         trainer._generate_and_score_completions(batch)
         texts = [None if c is None else [tokenizer.decode(ids) for ids in c] for c in seen]
         return [None if t is None else [(number("<{}>", x), number("({})", x)) for x in t] for t in texts]
@@ -104,17 +105,17 @@ def test_a_hint_that_does_not_fit_leaves_no_contrast(make_model, make_config, to
     trainer = CreditTrainer(make_model(), told, make_config(), problems, processing_class=tokenizer)
     builder, render, prompt = trainer.context_builder, trainer._renderer(0), problems[1]["prompt"]
     short, long = PrivilegedContext(feedback="x"), PrivilegedContext(feedback="yyyyy")
-    whole = builder.build_hint_contrasts(prompt, short, [short, long], render)
-    assert [len(ids) - len(whole.ids[0]) for ids in whole.ids] == [0, 0, 4]
-    builder.config.max_reprompt_len = len(whole.ids[0])
-    assert builder.build_hint_contrasts(prompt, short, [short, long], render).ids == whole.ids[:1]
-    assert builder.build_hint_contrasts(prompt, short, [short, short], render).ids == whole.ids[:1] * 3
+    whole = builder.build_swapped(prompt, short, [short, long], render)
+    assert [len(ids) - len(whole.teacher) for ids in whole.contrasts] == [0, 4]
+    builder.config.max_reprompt_len = len(whole.teacher)
+    assert context_ids(builder.build_swapped(prompt, short, [short, long], render)) == [whole.teacher]
+    assert context_ids(builder.build_swapped(prompt, short, [short, short], render)) == [whole.teacher] * 3
 
 
 def test_controls_refuse_what_they_cannot_do(make_config):
     with pytest.raises(ValueError, match="contrastive_source='batch'"):
         make_config(contrastive_swap="hint", contrastive_source="dataset")
-    with pytest.raises(ValueError, match="holds one problem"):
+    with pytest.raises(ValueError, match="holds one prompt"):
         make_config(teacher_hint="foreign", contrastive_coef=0.0, per_device_train_batch_size=4)
     for name in ("contrastive_swap", "teacher_hint"):
         with pytest.raises(ValueError, match=name):

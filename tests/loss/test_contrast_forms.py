@@ -1,4 +1,4 @@
-"""Forms, gate, plausibility and baselines of the contrast: identities, and the kernels against the dense reference."""
+"""Forms, gate and baselines of the contrast: identities, and the kernels against the dense reference."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ from test_kernels import Allocations
 from torch.testing import assert_close
 
 from credit_trl import objective
-from credit_trl.loss import CreditLoss, credit_loss, score_tokens
+from credit_trl.loss import CreditLoss
 from credit_trl.objective import ContrastRule
 from dense_reference import PAPER, SUPPORTS, assert_same, assert_same_gradients, dense, make_case, ours
 
-RULES = [
-    ContrastRule(form, gate, plausibility)
-    for form in ("subtract", "guide")
-    for gate in (0.0, 0.3)
-    for plausibility in (0.0, 0.2)
-]
+RULES = [ContrastRule(form, gate) for form in ("subtract", "guide") for gate in (0.0, 0.3)]
 shapes = st.tuples(st.integers(1, 6), st.integers(2, 40))
 seeds = st.integers(0, 2**16)
 
@@ -79,19 +74,11 @@ def test_total_variation_is_the_largest_difference_in_probability_of_any_event(s
     assert_close(objective.total_variation(teacher, generic + 3.0), expected, rtol=1e-9, atol=1e-12)
 
 
-@given(shapes, seeds, st.floats(0, 1))
-def test_plausible_tokens_have_the_stated_share_of_the_highest_probability(shape, seed, share):
-    teacher = logps(torch.Generator().manual_seed(seed), *shape)
-    ratio = teacher.exp() / teacher.exp().amax(-1, keepdim=True)
-    assume(((ratio - share).abs() > 1e-9).all() or share == 0.0)
-    assert torch.equal(objective.plausible_tokens(teacher, share), ratio >= share)
-
-
 def settled(case, *problem, rule, baseline) -> bool:
-    """Whether gate and plausibility decide every position and token with room to spare for fp32."""
+    """Whether the gate decides every position with a margin above fp32 rounding."""
     loss, coef = [], []
     for factor in (1 - 1e-4, 1 + 1e-4):
-        moved = ContrastRule(rule.form, rule.gate * factor, rule.plausibility * factor)
+        moved = ContrastRule(rule.form, rule.gate * factor)
         result = dense(case, *problem, rule=moved, baseline=baseline)
         loss.append(result.token_loss)
         coef.append(result.contrastive_coef)
@@ -173,22 +160,6 @@ def test_a_support_of_all_tokens_but_none_is_the_vocabulary(support, tail, rule)
         assert (leaf.grad - other.grad).abs().max() <= 1e-5 * other.grad.abs().max()
 
 
-def test_a_mask_leaves_the_tail_bucket_and_tokens_in_it_with_the_teacher():
-    case = make_case(n=60, v=40, contrasts=1, seed=5)
-    head = case.head(case.reference_weight, None)
-    scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, topk=3)
-    student = (case.hidden, case.head(case.weight, None), case.token_ids, case.weights, scores)
-    options = {"contrastive_coef": torch.ones(60), "topk": 3}
-    masked = credit_loss(*student, rule=ContrastRule("guide", plausibility=1e-6), **options)
-    free = credit_loss(*student, rule=ContrastRule("guide"), **options)
-    outside = ~(scores.support_ids == case.token_ids[:, None]).any(-1)
-    assert 0 < outside.sum() < 60
-    distilled = scores.teacher_token_logps - masked.token_logps
-    assert_close(masked.advantages[outside], distilled[outside])
-    assert_close(masked.advantages[~outside], free.advantages[~outside])
-    assert (free.advantages[outside] - distilled[outside]).abs().min() > 1e-4
-
-
 def products(support: str, tail: str, rule: ContrastRule, baseline: str = "mean_log") -> list[int]:
     case = make_case(n=8, v=5000, h=16, contrasts=3, bias=True)
     with Allocations() as allocations:
@@ -213,19 +184,19 @@ def test_the_full_support_keeps_to_its_buffers_in_every_form(rule):
     assert max(allocations.sizes) <= 3 * chunk * v < n * v / 4
 
 
-def test_the_gate_and_the_mask_touch_what_they_say():
-    """Two positions by hand: the question matters at the first, and its second token is implausible."""
+def test_the_gate_contrasts_positions_above_it():
+    """Two positions by hand: teacher and contrast differ at the first only."""
     teacher = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2]]).log()
     generic = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.25, 0.25]]).log()
     tv = objective.total_variation(teacher, generic)
     assert_close(tv, torch.tensor([0.6, 0.05]))
     coef = torch.tensor([1.0, 1.0]) * (tv > 0.05 + 1e-6)
-    kept = objective.plausible_tokens(teacher, 0.25)
-    target = objective.credit_target(teacher, generic, coef, "guide", kept)
-    assert_close(target[0], torch.tensor([math.log(0.7) + math.log(7), math.log(0.2) + 0.0, math.log(0.1)]))
+    target = objective.credit_target(teacher, generic, coef, "guide")
+    expected = [math.log(0.7) + math.log(7), math.log(0.2), math.log(0.1) - math.log(7)]
+    assert_close(target[0], torch.tensor(expected))
     assert torch.equal(target[1], teacher[1])
 
 
 def test_every_field_of_the_loss_is_per_token():
-    result = ours(make_case(n=7, contrasts=1), "teacher_topk", "bucket", 1.0, 5, rule=ContrastRule("guide", 0.1, 0.1))
+    result = ours(make_case(n=7, contrasts=1), "teacher_topk", "bucket", 1.0, 5, rule=ContrastRule("guide", 0.1))
     assert all(getattr(result, f.name).shape == (7,) for f in fields(CreditLoss) if f.name != "loss")

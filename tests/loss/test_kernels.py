@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from credit_trl.loss import CreditLoss, TeacherStates, credit_loss, score_tokens
+from credit_trl.loss import CreditLoss, LossConfig, SupportConfig, TeacherStates, credit_loss, score_tokens
 from credit_trl.loss.blocks import top_columns
 from dense_reference import (
     SUPPORTS,
@@ -305,25 +305,17 @@ def test_the_gradient_of_the_head_is_held_once():
 def test_a_renormalised_support_touches_its_columns_only():
     n, v, h, k = 8, 5000, 16, 5
     case = make_case(n=n, v=v, h=h, contrasts=3, bias=True)
-    head = case.head(case.reference_weight, case.reference_bias)
+    support = SupportConfig("teacher_topk", k, "renormalize")
+    states = TeacherStates(case.teacher, case.contrasts, case.head(case.reference_weight, case.reference_bias))
     with Allocations() as scoring:
-        scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, topk=k, tail="renormalize")
+        scores = score_tokens(states, case.token_ids, support)
     with Allocations() as alone:
-        score_tokens(case.teacher, case.contrasts[:0], head, case.token_ids, topk=k, tail="renormalize")
+        score_tokens(replace(states, contrast_hidden=case.contrasts[:0]), case.token_ids, support)
     wide = [size for size in scoring.products if size > n * (k + 1) * h]
     assert wide == [size for size in alone.products if size > n * (k + 1) * h]
     with Allocations() as allocations:
-        loss = credit_loss(
-            case.hidden,
-            case.head(case.weight, case.bias),
-            case.token_ids,
-            case.weights,
-            scores,
-            contrastive_coef=case.coef,
-            topk=k,
-            tail="renormalize",
-        ).loss
-        loss.backward()
+        student = case.head(case.weight, case.bias)
+        credit_loss(case.hidden, student, case.tokens(), scores, LossConfig(support)).loss.backward()
     assert max(allocations.products) <= n * (k + 1) * h
     assert sum(size > n * (k + 1) * h for size in allocations.sizes) == 2  # the gradients of weight and bias
     touched = case.weight.grad.abs().sum(-1) > 0
@@ -364,13 +356,11 @@ def test_scores_are_the_dense_log_probabilities(shape, contrasts, seed, data):
     topk, chunk_size = data.draw(st.integers(1, shape["v"])), data.draw(st.integers(1, 10))
     case = make_case(**shape, contrasts=contrasts, bias=True, seed=seed, scale=1.7, temperature=0.6)
     exact = case.copy(torch.float64)
-    head = case.head(case.reference_weight, case.reference_bias)
+    states = TeacherStates(case.teacher, case.contrasts, case.head(case.reference_weight, case.reference_bias))
     f = dense_logps(exact.teacher, exact.reference_weight, exact.reference_bias, exact)
     g = [dense_logps(x, exact.reference_weight, exact.reference_bias, exact) for x in exact.contrasts]
     for tail in ("bucket", "renormalize"):
-        scores = score_tokens(
-            case.teacher, case.contrasts, head, case.token_ids, topk=topk, tail=tail, chunk_size=chunk_size
-        )
+        scores = score_tokens(states, case.token_ids, SupportConfig("teacher_topk", topk, tail), chunk_size)
         ids = scores.support_ids
         assert_close(f.gather(-1, ids), f.topk(topk).values, rtol=1e-5, atol=1e-5)
         assert_close(scores.teacher_logps[:, :topk].double(), f.gather(-1, ids), rtol=1e-5, atol=1e-5)
@@ -382,11 +372,11 @@ def test_scores_are_the_dense_log_probabilities(shape, contrasts, seed, data):
         assert scores.teacher_logps.shape[-1] == topk + (tail == "bucket")
 
 
-def test_scoring_accepts_a_support_of_the_realised_token_alone():
+def test_scoring_accepts_a_support_of_the_sampled_token():
     case = make_case(n=9, contrasts=3)
-    head = case.head(case.reference_weight, None)
+    states = TeacherStates(case.teacher, case.contrasts, case.head(case.reference_weight, None))
     for tail in ("bucket", "renormalize"):
-        scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, support="sampled", tail=tail)
+        scores = score_tokens(states, case.token_ids, SupportConfig("sampled", tail=tail))
         assert torch.equal(scores.support_ids[:, 0], case.token_ids)
         assert torch.equal(scores.teacher_logps[:, 0], scores.teacher_token_logps)
         assert torch.equal(scores.generic_logps[:, 0], scores.generic_token_logps)
@@ -394,25 +384,26 @@ def test_scoring_accepts_a_support_of_the_realised_token_alone():
         assert_close(scores.teacher_logps, f)
 
 
-def test_what_does_not_fit_together_is_refused_by_name():
+def test_mismatched_arguments_are_refused_by_name():
     case = make_case()
     head = case.head(case.reference_weight, None)
     states = TeacherStates(case.teacher, case.contrasts, head)
-    scores = score_tokens(case.teacher, case.contrasts, head, case.token_ids, topk=5)
-    arguments = {"contrastive_coef": case.coef, "topk": 5}
-    student = (case.hidden, case.head(case.weight, None), case.token_ids)
+    top5 = SupportConfig("teacher_topk", 5)
+    scores = score_tokens(states, case.token_ids, top5)
+    student, tokens = (case.hidden, case.head(case.weight, None)), case.tokens()
     with pytest.raises(TypeError, match="'full' needs a `TeacherStates`"):
-        credit_loss(*student, case.weights, scores, support="full", **arguments)
+        credit_loss(*student, tokens, scores, LossConfig(SupportConfig("full")))
     with pytest.raises(TypeError, match="'teacher_topk' needs a `Scores`"):
-        credit_loss(*student, case.weights, states, **arguments)
+        credit_loss(*student, tokens, states, LossConfig(top5))
+    weights = case.weights.clone().requires_grad_()
     with pytest.raises(ValueError, match="`weights` get no gradient"):
-        credit_loss(*student, case.weights.clone().requires_grad_(), scores, **arguments)
+        credit_loss(*student, replace(tokens, weights=weights), scores, LossConfig(top5))
     with pytest.raises(ValueError, match="alpha"):
-        credit_loss(*student, case.weights, scores, support="sampled", alpha=0.5, **arguments)
-    with pytest.raises(ValueError, match="between 1 and the vocabulary's 41"):
-        score_tokens(case.teacher, case.contrasts, head, case.token_ids, topk=42)
+        LossConfig(SupportConfig("sampled"), alpha=0.5)
+    with pytest.raises(ValueError, match="between 1 and the vocabulary size 41"):
+        score_tokens(states, case.token_ids, SupportConfig("teacher_topk", 42))
     with pytest.raises(ValueError, match="chosen inside the step"):
-        score_tokens(case.teacher, case.contrasts, head, case.token_ids, support="full")
+        score_tokens(states, case.token_ids, SupportConfig("full"))
 
 
 @pytest.fixture
@@ -450,7 +441,7 @@ _TWO_PROCESSES = """
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from credit_trl.loss import LMHead, credit_loss, score_tokens
+from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, TeacherStates, credit_loss, score_tokens
 
 dist.init_process_group("gloo")
 assert dist.get_world_size() == 2
@@ -460,9 +451,10 @@ weight, ids = torch.randn(31, 5), torch.randint(31, (2, 6))  # 31: the shards ar
 hidden, teacher, contrasts = torch.randn(2, 6, 5), torch.randn(2, 6, 5), torch.randn(2, 1, 6, 5)
 
 def gradient(rank, weight):
-    scores = score_tokens(teacher[rank], contrasts[rank], LMHead(weight.detach()), ids[rank], topk=4)
-    weights, coef = torch.ones(6), torch.full((6,), 0.1)
-    credit_loss(hidden[rank], LMHead(weight), ids[rank], weights, scores, contrastive_coef=coef).loss.backward()
+    support = SupportConfig("teacher_topk", 4)
+    scores = score_tokens(TeacherStates(teacher[rank], contrasts[rank], LMHead(weight.detach())), ids[rank], support)
+    tokens = LossTokens(ids[rank], torch.ones(6), torch.full((6,), 0.1))
+    credit_loss(hidden[rank], LMHead(weight), tokens, scores, LossConfig(support)).loss.backward()
     return weight.grad
 
 expected = sum(gradient(rank, weight.clone().requires_grad_()) for rank in range(2)) / 2

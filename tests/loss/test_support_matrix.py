@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 
 import pytest
-import test_model_families
 import torch
 import transformers
 from peft import LoraConfig
-from test_model_families import FAMILIES, SMALL, make_family  # noqa: F401  (a fixture)
 
+import families
 from credit_trl import CreditTrainer
 from credit_trl.training.metrics import CreditWarning
-from tiny import CHAT_TEMPLATE, length_verdicts
+from families import FAMILIES, SMALL
+from tiny import CHAT_TEMPLATE, context_ids, length_verdicts
 
 MATRIX = ("Qwen3", "Llama", "Olmo3", "Gemma2", "Qwen3Moe")
 TARGETS = ["q_proj", "v_proj"]
@@ -48,7 +48,7 @@ def weights(trainer: CreditTrainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", cells())
 def test_an_adapter_trains_and_its_average_follows_on_an_unchanged_base(
-    make_family,  # noqa: F811
+    make_family,
     make_config,
     tokenizer,
     dataset,
@@ -81,7 +81,7 @@ def test_an_adapter_trains_and_its_average_follows_on_an_unchanged_base(
 
 @pytest.mark.parametrize("family", cells())
 def test_recomputed_activations_give_the_same_weights(
-    make_family,  # noqa: F811
+    make_family,
     make_config,
     tokenizer,
     dataset,
@@ -104,13 +104,13 @@ def test_recomputed_activations_give_the_same_weights(
 
 
 @pytest.fixture
-def four_bits(make_family, make_config, tokenizer, dataset, tmp_path, monkeypatch):  # noqa: F811
+def four_bits(make_family, make_config, tokenizer, dataset, tmp_path, monkeypatch):
     """family → a trainer of an adapter on a base of four bits."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: `make test-slow` installs it")
 
     def make(family):
         # It quantises blocks of 64 weights.
-        monkeypatch.setattr(test_model_families, "SMALL", {**SMALL, "hidden_size": 64, "intermediate_size": 64})
+        monkeypatch.setattr(families, "SMALL", {**SMALL, "hidden_size": 64, "intermediate_size": 64})
         if "head_dim" in FAMILIES[family]:
             monkeypatch.setitem(FAMILIES[family], "head_dim", 32)
         path = str(tmp_path / "model")
@@ -183,9 +183,9 @@ def test_teacher_and_contrast_begin_the_answer_as_the_student_does(
     trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=own)
     seen, build = [], trainer._build_contexts
 
-    def recording(mode):
-        built = build(mode)
-        seen.extend(ids for contexts in built for ids in contexts.ids)
+    def recording(batch):
+        built = build(batch)
+        seen.extend(ids for contexts in built for ids in context_ids(contexts))
         return built
 
     trainer._build_contexts = recording

@@ -23,7 +23,18 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_trl import CreditTrainer
-from credit_trl.loss import CreditLoss, LMHead, Scores, credit_loss, head, score_tokens
+from credit_trl.loss import (
+    CreditLoss,
+    LMHead,
+    LossConfig,
+    LossTokens,
+    Scores,
+    SupportConfig,
+    TeacherStates,
+    credit_loss,
+    head,
+    score_tokens,
+)
 from credit_trl.loss.head import BLANK
 from credit_trl.loss.projection import project
 from dense_reference import Case, assert_same, assert_same_gradients, dense, make_case, ours
@@ -84,8 +95,9 @@ def on_cpu(case: Case, grads: bool = True) -> Case:
 def head_loss(case: Case, token_ids: Tensor, scores: Scores) -> Tensor:
     """The student's loss on given scores."""
     student = case.head(case.weight, case.bias)
-    coef = case.coef.float()
-    return credit_loss(case.hidden, student, token_ids, case.weights, scores, contrastive_coef=coef, alpha=0.5).loss
+    tokens = LossTokens(token_ids, case.weights, case.coef.float())
+    support = SupportConfig("teacher_topk", scores.support_ids.shape[-1])
+    return credit_loss(case.hidden, student, tokens, scores, LossConfig(support, alpha=0.5)).loss
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +187,7 @@ def test_all_that_is_logged_and_every_gradient_equal_the_torch_path(
 
 @kernels
 @pytest.mark.parametrize("inside", [False, True])
-def test_the_order_of_a_support_does_not_matter_nor_whether_it_holds_the_realised_token(inside):
+def test_the_loss_does_not_depend_on_the_order_of_the_support(inside):
     plain, case = both(n=5, v=33, h=6, seed=3)
     exact = make_case(n=5, v=33, h=6, seed=3)
     likeliest = (exact.teacher @ exact.reference_weight.T).topk(33, dim=-1).indices
@@ -185,7 +197,8 @@ def test_the_order_of_a_support_does_not_matter_nor_whether_it_holds_the_realise
         for leaf in one.leaves():
             leaf.grad = None
         reference = one.head(one.reference_weight, None)
-        scores = score_tokens(one.teacher, one.contrasts, reference, token_ids, topk=5)
+        states = TeacherStates(one.teacher, one.contrasts, reference)
+        scores = score_tokens(states, token_ids, SupportConfig("teacher_topk", 5))
         assert bool((scores.support_ids == token_ids[:, None]).any(-1).all()) == inside
         for name in ("support_ids", "teacher_logps", "generic_logps"):
             values = getattr(scores, name)
@@ -394,7 +407,8 @@ def traffic(options: dict, kernels_: str = "torch") -> float:
     """Bytes a token and entry of the vocabulary, of the student's step with a gradient for bf16 products."""
     n, v = 4, 64  # a power of two is one chunk
     case = make_case(n=n, v=v, h=3, dtype=torch.bfloat16, **options)
-    scores = score_tokens(case.teacher, case.contrasts, case.head(case.reference_weight, None), case.token_ids, topk=5)
+    states = TeacherStates(case.teacher, case.contrasts, case.head(case.reference_weight, None))
+    scores = score_tokens(states, case.token_ids, SupportConfig("teacher_topk", 5))
     case.head = lambda w, b: replace(Case.head(case, w, b), kernels=kernels_)
     with Traffic(n * v) as counted:
         head_loss(case, case.token_ids, scores)

@@ -77,8 +77,8 @@ def test_lambda_round_trips_and_fixed_lambda_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "needs a level above 0.*set `contrastive_auto_level`"),
-        ({"contrastive_auto_level": 0.0}, "needs a level above 0"),
+        ({}, "needs `contrastive_auto_level` above 0, got None"),
+        ({"contrastive_auto_level": 0.0}, "needs `contrastive_auto_level` above 0, got 0.0"),
         ({"contrastive_auto_level": 0.1, "contrastive_auto_start": 2.0}, r"must be in \[0.001, 1.0\] for"),
         (
             {"contrastive_auto_level": 0.1, "contrastive_auto_rate": 0.0},

@@ -1,4 +1,4 @@
-"""What is logged, and what is warned about."""
+"""Logged metrics and one-time warnings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from credit_trl import CreditTrainer, Verdict
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss import CreditLoss
-from credit_trl.training.metrics import Alarms, CreditWarning, context_counts, context_metrics, token_metrics
+from credit_trl.loss.distillation import MicroBatchLoss
+from credit_trl.training.metrics import Alarms, CreditWarning, context_metrics, token_metrics
 from tiny import length_verdicts
 
 
@@ -26,10 +27,10 @@ def terms(n, seed=0):
     return CreditLoss(loss=torch.zeros(()), **{name: torch.randn(n, generator=generator) for name in names})
 
 
-def test_token_metrics_are_the_moments_of_the_realised_quantities():
+def test_token_metrics_are_moments_at_the_sampled_tokens():
     given, contrasted = terms(50), torch.tensor([True, False]).repeat(25)
     given.contrastive_coef[:20] = 0.0
-    metrics = token_metrics(given, contrasted, lambda sums: sums)
+    metrics = token_metrics(MicroBatchLoss(given, contrasted, None), False, lambda sums: sums).values
     f, g, p = given.teacher_token_logps, given.generic_token_logps, given.token_logps
     specific = (f - g)[::2]
     expected = {
@@ -53,32 +54,41 @@ def test_sums_over_processes_give_the_metrics_of_all_tokens_together():
     parts, masks = [terms(7, 1), terms(12, 2)], [torch.ones(7, dtype=torch.bool), torch.ones(12, dtype=torch.bool)]
     sums = []
     for part, mask in zip(parts, masks, strict=True):
-        token_metrics(part, mask, lambda s: sums.append(s) or s)
+        token_metrics(MicroBatchLoss(part, mask, None), False, lambda s: sums.append(s) or s)
     names = [k for k, v in vars(parts[0]).items() if k != "loss" and v is not None]
     joined = {k: torch.cat([vars(p)[k] for p in parts]) for k in names}
     whole = CreditLoss(loss=torch.zeros(()), **joined)
-    together = token_metrics(whole, torch.cat(masks), lambda s: s)
-    apart = token_metrics(parts[0], masks[0], lambda s: sums[0] + sums[1])
-    assert apart == pytest.approx(together)
+    together = token_metrics(MicroBatchLoss(whole, torch.cat(masks), None), False, lambda s: s)
+    apart = token_metrics(MicroBatchLoss(parts[0], masks[0], None), False, lambda s: sums[0] + sums[1])
+    assert apart.values == pytest.approx(together.values)
+    assert (apart.entropy, apart.contrasted_tokens) == pytest.approx((together.entropy, together.contrasted_tokens))
 
 
-def test_nothing_to_measure_is_not_a_number():
-    metrics = token_metrics(terms(0), torch.zeros(0, dtype=torch.bool), lambda sums: sums)
-    assert metrics.pop("credit/contrasted_tokens") == 0
-    assert all(math.isnan(value) for value in metrics.values())
-    without_contrast = token_metrics(terms(3), torch.zeros(3, dtype=torch.bool), lambda sums: sums)
+def test_metrics_without_tokens_are_nan():
+    def measure(n, is_sampled=False):
+        loss = MicroBatchLoss(terms(n), torch.zeros(n, dtype=torch.bool), None)
+        return token_metrics(loss, is_sampled, lambda sums: sums)
+
+    metrics = measure(0)
+    assert metrics.contrasted_tokens == 0
+    assert all(math.isnan(value) for value in metrics.values.values())
+    without_contrast = measure(3).values
+    sampled = measure(3, is_sampled=True).values
+    assert without_contrast.keys() - sampled.keys() == {
+        f"credit/{name}" for name in ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher")
+    }
     assert math.isnan(without_contrast["credit/s_mean"])
     assert not math.isnan(without_contrast["credit/delta_v_mean"])
 
 
 def test_context_shares():
     built = [
-        TokenContexts([[1], [2]], PrivilegedContext("d", "f")),
-        TokenContexts([[1]], PrivilegedContext(None, "f"), cut=True),
-        TokenContexts(None, PrivilegedContext()),
-        TokenContexts([[1], [2]], PrivilegedContext("d")),
+        TokenContexts([1], [[2]], privileged=PrivilegedContext("d", "f")),
+        TokenContexts([1], privileged=PrivilegedContext(None, "f"), cut=True),
+        TokenContexts(None),
+        TokenContexts([1], [[2]], privileged=PrivilegedContext("d")),
     ]
-    shares = context_metrics(context_counts(built, wants_contrast=True))
+    shares = context_metrics(built, True, lambda counts: counts)
     assert shares == {
         "credit/frac_with_demonstration": 0.5,
         "credit/frac_with_feedback": 0.5,
@@ -86,7 +96,7 @@ def test_context_shares():
         "credit/frac_without_contrast": 0.25,
         "credit/frac_context_cut": 0.25,
     }
-    assert context_metrics(context_counts(built, wants_contrast=False))["credit/frac_without_contrast"] == 0.0
+    assert context_metrics(built, False, lambda counts: counts)["credit/frac_without_contrast"] == 0.0
 
 
 @pytest.fixture
@@ -152,7 +162,7 @@ def test_an_evaluation_whose_batches_hold_one_question_each_is_warned_about_once
     trainer, warned = run(
         max_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=4
     )
-    assert len([w for w in warned if "has another question to contrast with" in w]) == 1
+    assert len([w for w in warned if "has a contrast prompt" in w]) == 1
     entries = trainer.state.log_history
     assert {e["eval_credit/frac_without_contrast"] for e in entries if "eval_loss" in e} == {1.0}
     assert {e["credit/frac_without_contrast"] for e in entries if "loss" in e} == {0.0}
@@ -165,7 +175,7 @@ def test_feedback_that_is_switched_off_is_warned_about_once(run):
 
 def test_a_low_support_mass_is_warned_about_once(run):
     _, warned = run(distillation_topk=2, max_steps=3)
-    assert len([w for w in warned if "Raise `distillation_topk`" in w]) == 1
+    assert len([w for w in warned if "Increase `distillation_topk`" in w]) == 1
 
 
 def test_a_nearly_uniform_teacher_is_warned_about(run, make_model):
@@ -175,7 +185,7 @@ def test_a_nearly_uniform_teacher_is_warned_about(run, make_model):
 
 def test_a_gate_that_no_position_passes_is_warned_about_and_leaves_self_distillation(run):
     trainer, warned = run(contrastive_gate=0.999, max_steps=3)
-    assert len([w for w in warned if "Lower it: `credit/frac_gated`" in w]) == 1
+    assert len([w for w in warned if "Lower it; `credit/frac_gated`" in w]) == 1
     for entry in (e for e in trainer.state.log_history if "loss" in e):
         assert entry["credit/frac_gated"] == 1.0
         assert entry["credit/advantage_mean"] == pytest.approx(entry["credit/delta_v_mean"])

@@ -1,4 +1,4 @@
-"""The scoring phase against one naive pass a context, whatever the batches."""
+"""The scoring phase against one forward pass per prompt, for any batching."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from credit_trl import CreditTrainer
-from credit_trl.loss import score_tokens
+from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
+from credit_trl.loss import SupportConfig, TeacherStates, score_tokens
+from credit_trl.loss.head import lm_head
+from credit_trl.loss.scoring import ScoringConfig, gather_states, score_completions
 from credit_trl.teacher.models import OffloadedTeacher, Teacher, make_teacher
-from credit_trl.teacher.scoring import _Sequence, check_packing, gather_states, lm_head, passes, score_completions
+from credit_trl.teacher.passes import PassConfig, _Sequence, check_packing, passes
+from tiny import context_ids
 
 
 class Watched(Teacher):
-    """A live reference that counts the passes and their tokens."""
+    """A live teacher that counts the passes and their tokens."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model, Accelerator(cpu=True))
@@ -46,15 +50,18 @@ def batch():
         [torch.randint(3, 250, (int(n),), generator=generator).tolist() for n in sizes]
         for sizes in ([5, 11, 3], [8, 8, 2], [21, 4, 9], [6, 30, 1], [4, 3, 7])
     ]
-    contexts[3] = None
-    return contexts, ids, mask, loss_mask
+    contexts = [TokenContexts(teacher, contrasts) for teacher, *contrasts in contexts]
+    contexts[3] = TokenContexts(None)
+    return contexts, CompletionBatch(ids, mask, loss_mask)
 
 
 def naive_scores(model, batch, tail):
     """One forward pass a context, no padding, and the kernels on its hidden states."""
-    contexts, ids, mask, loss_mask = batch
+    contexts, completions = batch
+    ids, mask, loss_mask = completions.ids, completions.mask, completions.loss_mask
     head, scores = lm_head(model, 0.8), {}
-    for sample, prompts in enumerate(contexts):
+    for sample, own in enumerate(contexts):
+        prompts = context_ids(own)
         if prompts is None:
             continue
         length = int(mask[sample].sum())
@@ -65,7 +72,9 @@ def naive_scores(model, batch, tail):
                 states = model.base_model(input_ids=row, use_cache=False).last_hidden_state[0]
             hidden.append(states[len(prompt) - 1 : -1][loss_mask[sample, :length]])
         hidden = torch.stack(hidden)
-        scores[sample] = score_tokens(hidden[0], hidden[1:], head, ids[sample][loss_mask[sample]], topk=6, tail=tail)
+        states = TeacherStates(hidden[0], hidden[1:], head)
+        support = SupportConfig("teacher_topk", 6, tail)
+        scores[sample] = score_tokens(states, ids[sample][loss_mask[sample]], support)
     return scores
 
 
@@ -74,20 +83,10 @@ def naive_scores(model, batch, tail):
 @pytest.mark.parametrize("batch_tokens", [1, 40, 100, 10_000])
 def test_scores_do_not_depend_on_how_sequences_are_batched(make_model, batch, tail, packed, batch_tokens):
     model = make_model().eval()
-    contexts, ids, mask, loss_mask = batch
-    scores = score_completions(
-        Watched(model),
-        contexts,
-        ids,
-        mask,
-        loss_mask,
-        support="teacher_topk",
-        topk=6,
-        tail=tail,
-        temperature=0.8,
-        batch_tokens=batch_tokens,
-        packed=packed,
-    )
+    contexts, completions = batch
+    loss_mask = completions.loss_mask
+    config = ScoringConfig(SupportConfig("teacher_topk", 6, tail), 0.8, passes=PassConfig(batch_tokens, packed))
+    scores = score_completions(Watched(model), contexts, completions, config)
     expected = naive_scores(model, batch, tail)
     for sample in range(len(contexts)):
         for name, values in scores.items():
@@ -99,35 +98,36 @@ def test_scores_do_not_depend_on_how_sequences_are_batched(make_model, batch, ta
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_states_for_supports_of_the_step_are_in_row_major_order(make_model, batch, packed):
+def test_states_of_in_step_supports_are_row_major(make_model, batch, packed):
     model = make_model().eval()
-    contexts, ids, mask, loss_mask = batch
+    contexts, completions = batch
+    ids, loss_mask = completions.ids, completions.loss_mask
     loss_mask[3] = False  # no teacher
-    states = gather_states(
-        Watched(model), contexts, ids, mask, loss_mask, temperature=1.0, batch_tokens=50, packed=packed
-    )
+    config = ScoringConfig(SupportConfig("full"), passes=PassConfig(50, packed))
+    states = gather_states(Watched(model), contexts, completions, config)
     assert states.contrast_hidden.shape[:2] == (2, int(loss_mask.sum()))
     assert not states.head.weight.requires_grad
     everything = torch.cat([states.hidden[None], states.contrast_hidden])
     token = 0
-    for sample, prompts in enumerate(contexts):
+    for sample, own in enumerate(contexts):
         for column in loss_mask[sample].nonzero()[:, 0].tolist():
-            for context, prompt in enumerate(prompts):
+            for context, prompt in enumerate(context_ids(own)):
                 row = torch.tensor([prompt + ids[sample, :column].tolist()])
                 expected = model.base_model(input_ids=row).last_hidden_state[0, -1]
                 assert_close(everything[context, token], expected.detach(), rtol=1e-4, atol=1e-5)
             token += 1
 
 
-def test_every_context_is_read_once_within_the_budget_and_packing_leaves_no_padding(make_model, batch):
-    contexts, ids, mask, loss_mask = batch
-    real = sum(len(p) + int(mask[i].sum()) for i, c in enumerate(contexts) if c is not None for p in c)
+def test_every_prompt_is_read_once_within_the_budget(make_model, batch):
+    contexts, completions = batch
+    real = sum(len(p) + int(completions.mask[i].sum()) for i, c in enumerate(contexts) for p in context_ids(c) or ())
     for packed in (False, True):
-        reference = Watched(make_model().eval())
-        gather_states(reference, contexts, ids, mask, loss_mask, temperature=1.0, batch_tokens=80, packed=packed)
-        assert all(size <= 80 for size, _ in reference.tokens)
-        assert sum(used for _, used in reference.tokens) == real
-        assert not packed or sum(size for size, _ in reference.tokens) == real
+        teacher = Watched(make_model().eval())
+        config = ScoringConfig(SupportConfig("full"), passes=PassConfig(80, packed))
+        gather_states(teacher, contexts, completions, config)
+        assert all(size <= 80 for size, _ in teacher.tokens)
+        assert sum(used for _, used in teacher.tokens) == real
+        assert not packed or sum(size for size, _ in teacher.tokens) == real
 
 
 sequences = st.lists(st.integers(1, 200), min_size=1, max_size=40).map(
@@ -137,24 +137,24 @@ sequences = st.lists(st.integers(1, 200), min_size=1, max_size=40).map(
 
 @given(sequences, st.integers(1, 600), st.booleans())
 def test_passes_hold_every_sequence_once_within_the_budget(sequences, batch_tokens, packed):
-    batches = list(passes(sequences, batch_tokens, packed))
+    batches = list(passes(sequences, PassConfig(batch_tokens, packed)))
     assert sorted(s.sample for batch in batches for s in batch) == list(range(len(sequences)))
     for batch in batches:
         tokens = sum(map(len, batch)) if packed else len(batch) * max(map(len, batch))
         assert tokens <= batch_tokens or len(batch) == 1
 
 
-def test_sorting_by_length_leaves_a_few_percent_of_padding_where_arrival_leaves_half():
+def test_sorting_by_length_leaves_little_padding():
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(100, 1000, (256,), generator=generator).tolist()
     arrived = [_Sequence(i, 0, [0] * size, 3) for i, size in enumerate(sizes)]
     real = sum(map(len, arrived))
-    padded = sum(len(batch) * max(map(len, batch)) for batch in passes(arrived, 8192, packed=False))
+    padded = sum(len(batch) * max(map(len, batch)) for batch in passes(arrived, PassConfig(8192)))
     unsorted = sum(8 * max(map(len, arrived[i : i + 8])) for i in range(0, 256, 8))
     assert padded < 1.05 * real < 1.4 * real < unsorted
 
 
-def test_packing_is_refused_where_attention_has_no_variable_lengths(make_model):
+def test_packing_needs_variable_length_attention(make_model):
     model = make_model()
     with pytest.raises(ValueError, match="flash_attention_2"):
         check_packing(model)
@@ -165,34 +165,34 @@ def test_packing_is_refused_where_attention_has_no_variable_lengths(make_model):
         check_packing(model)
 
 
-def test_the_trainer_refuses_packing_before_anything_is_generated(make_model, make_config, tokenizer, dataset):
+def test_trainer_refuses_packing_before_generation(make_model, make_config, tokenizer, dataset):
     with pytest.raises(ValueError, match="scoring_packed=True"):
         CreditTrainer(
             make_model(), lambda **_: [], make_config(scoring_packed=True), dataset, processing_class=tokenizer
         )
 
 
-def test_an_offloaded_reference_is_on_the_device_only_while_it_scores(make_model, monkeypatch):
+def test_offloaded_teacher_is_on_the_device_while_scoring(make_model, monkeypatch):
     student = make_model()
-    reference = make_teacher("ema", student, Accelerator(cpu=True), offload=True)
-    assert isinstance(reference, OffloadedTeacher)
+    teacher = make_teacher("ema", student, Accelerator(cpu=True), offload=True)
+    assert isinstance(teacher, OffloadedTeacher)
     moves = []
-    monkeypatch.setattr(type(reference.model), "to", lambda self, device: moves.append(str(device)) or self)
-    with reference.active():
+    monkeypatch.setattr(type(teacher.model), "to", lambda self, device: moves.append(str(device)) or self)
+    with teacher.active():
         assert moves == ["cpu"]  # the accelerator's device, here
     assert moves == ["cpu", "cpu"]
 
 
-def test_an_offloaded_reference_averages_like_one_that_is_not(make_model):
+def test_offloaded_teacher_averages_like_a_resident_one(make_model):
     student = make_model()
-    references = [make_teacher("ema", student, Accelerator(cpu=True), offload=offload) for offload in (True, False)]
+    teachers = [make_teacher("ema", student, Accelerator(cpu=True), offload=offload) for offload in (True, False)]
     with torch.no_grad():
         for parameter in student.parameters():
             parameter += 0.1
-    for reference in references:
-        reference.update(0.25)
-    assert references[0].drift() == references[1].drift() > 0
-    for (mine, _), (other, _) in zip(references[0].pairs(), references[1].pairs(), strict=True):
+    for teacher in teachers:
+        teacher.update(0.25)
+    assert teachers[0].drift() == teachers[1].drift() > 0
+    for (mine, _), (other, _) in zip(teachers[0].pairs(), teachers[1].pairs(), strict=True):
         assert torch.equal(mine, other)
 
 

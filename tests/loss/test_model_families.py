@@ -1,0 +1,38 @@
+"""Model families with different heads and layers: scored log-probabilities and training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from credit_trl import CreditTrainer
+from credit_trl.loss.head import lm_head
+from credit_trl.teacher.causal_lm import backbone
+from families import FAMILIES
+from tiny import length_verdicts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scored_head_reproduces_model_logps(make_family, family):
+    model = make_family(family).eval()
+    ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = torch.log_softmax(model(input_ids=ids).logits / 0.7, dim=-1)
+        hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+        actual = lm_head(model, temperature=0.7).logps(hidden.flatten(0, 1)).view_as(expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_trains_and_logs(make_family, make_config, tokenizer, dataset, family):
+    trainer = CreditTrainer(
+        make_family(family), length_verdicts, make_config(max_steps=1), dataset, processing_class=tokenizer
+    )
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["credit/frac_without_teacher"] == 0.0
+    assert abs(logged["credit/s_mean"]) > 0.0
+    assert ("aux_loss" in logged) == (family == "Qwen3Moe")
+    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
