@@ -183,7 +183,6 @@ def test_prefixes_of_one_question_count_as_one_in_the_interval():
     )
     assert copied.concordance == once.concordance == pytest.approx(0.6)
     assert copied.concordance_interval == pytest.approx(once.concordance_interval)
-    assert copied.kendall_interval == pytest.approx(once.kendall_interval)
 
 
 def test_prefixes_whose_candidates_do_not_differ_rank_nothing():

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
@@ -75,9 +75,7 @@ class CreditMapCallback(TrainerCallback):
         """Set the trainer whose rollouts are mapped."""
         self.trainer = trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer is None:
             raise RuntimeError(
                 "CreditMapCallback has no trainer: use `trainer.add_callback(CreditMapCallback(every=50, "
@@ -100,23 +98,17 @@ class CreditMapCallback(TrainerCallback):
             if int(page.stem.removeprefix("step-")) > step:
                 page.unlink()
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluation_batch = self.trainer._generation_batch  # not a generation batch of training
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step + 1
         self._due = self._due or step == 1 or step % self.every == 0
         if self._due and self.trainer._generation_batch is not self._evaluation_batch:
             self._due = False
             self._write(step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pages = sorted(self.directory.glob("step-*.parquet")) if self.trainer.accelerator.is_main_process else []
         if pages:
             summary = summarize_maps([m for page in pages for m in read_parquet(page)], top=20, min_count=2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -174,13 +174,7 @@ class Record:
             "id": self.question.identifier,
             "letters": list(self.question.letters),
             "gold": self.question.gold,
-            "student": self.student.tolist(),
-            "teachers": self.teachers.tolist(),
-            "student_mass": self.student_mass,
-            "teacher_mass": self.teacher_mass.tolist(),
-            "posterior": self.posterior.tolist(),
-            "residual": self.residual,
-            "uniform_residual": self.uniform_residual,
+            **{f.name: np.asarray(getattr(self, f.name)).tolist() for f in fields(self) if f.name != "question"},
         }
 
 

@@ -273,24 +273,22 @@ def estimate(
 
 @dataclass(frozen=True)
 class RankAgreement:
-    """Agreement of two orders of the candidates, averaged over prefixes. Intervals are NaN with a single question.
+    """Agreement of two orders of the candidates, averaged over prefixes.
 
     Args:
         prefixes: number of prefixes whose candidates succeed at different rates; others are skipped.
         kendall: mean Kendall's τ-b between r^cf and the quantity. Candidates that succeed equally often are ties, so
             a quantity that separates them cannot reach 1.
-        kendall_interval: 95 % bootstrap interval of `kendall` over questions, because the prefixes of one question are
-            not independent.
         spearman: mean Spearman's ρ.
         concordance: mean share of the pairs with different success rates that the quantity orders alike; a tie of the
             quantity counts ½, so ½ is chance.
-        concordance_interval: 95 % bootstrap interval of `concordance` over questions.
+        concordance_interval: its 95 % bootstrap interval over questions, because prefixes of one question are not
+            independent; NaN with a single question.
         top: share of prefixes at which the quantity's best candidate has the highest success rate.
     """
 
     prefixes: int
     kendall: float
-    kendall_interval: tuple[float, float]
     spearman: float
     concordance: float
     concordance_interval: tuple[float, float]
@@ -315,7 +313,7 @@ def rank_agreement(
     kept = [c for c in credits if (c.is_resolved if resolved else c.is_informative)]
     nan = float("nan")
     if not kept:
-        return RankAgreement(0, nan, (nan, nan), nan, nan, (nan, nan), nan)
+        return RankAgreement(0, nan, nan, nan, (nan, nan), nan)
     pairs = [(c.successes, getattr(c.branching, quantity).double().numpy()) for c in kept]
     questions = [c.branching.question for c in kept]
     taus, rhos, concordances = (
@@ -325,7 +323,6 @@ def rank_agreement(
     return RankAgreement(
         len(kept),
         float(taus.mean()),
-        _interval(taus, questions, seed),
         float(rhos.mean()),
         float(concordances.mean()),
         _interval(concordances, questions, seed),

@@ -3,8 +3,7 @@
 The first functions are one statement of the paper each and take log-probabilities of any origin. `measure_pmi` runs
 the models for one response.
 
-Leading dimensions `*b` are free, C is the number of contrast prompts, masks are 1 on tokens that count. Results are in
-nats.
+Leading dimensions `*b` are free, C is the number of contrast prompts, and results are in nats.
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import ContextColumns, TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula, CreditSettings
+from credit_trl.lab.analysis.formula import CreditSettings
 from credit_trl.lab.analysis.passes import CreditLogps, Reading, RolloutContexts, conditionals
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
+from credit_trl.lab.analysis.tokenmap import ScoredTokens, gather_scores
 from credit_trl.objective import Baseline, Form
 from credit_trl.tasks.printable import plain
 
 
 def trajectory_pmi(
-    teacher_token_logps: Float[Tensor, "*b T"],
-    prior_token_logps: Float[Tensor, "*b T"],
-    mask: Float[Tensor, "*b T"] | None = None,
+    teacher_token_logps: Float[Tensor, "*b T"], prior_token_logps: Float[Tensor, "*b T"]
 ) -> Float[Tensor, "*b"]:
     """Σ_t r_t(y_t) = log P(z | x, y) / P(z | x) = pmi(y; z | x), Corollary 2.
 
@@ -39,10 +37,8 @@ def trajectory_pmi(
     Args:
         teacher_token_logps: log π(y_t | x, y_<t, z) at the sampled tokens.
         prior_token_logps: log π(y_t | x, y_<t), of the same π.
-        mask: tokens that count; None for all.
     """
-    rewards = objective.self_distillation_reward(teacher_token_logps, prior_token_logps)
-    return (rewards if mask is None else rewards * mask).sum(dim=-1)
+    return objective.self_distillation_reward(teacher_token_logps, prior_token_logps).sum(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,6 @@ def contrastive_pmi(
     contrast_token_logps: Float[Tensor, "C *b T"],
     contrast_prior_token_logps: Float[Tensor, "C *b T"],
     contrastive_coef: float | Float[Tensor, "*b T"],
-    mask: Float[Tensor, "*b T"] | None = None,
     *,
     form: Form = "subtract",
     baseline: Baseline = "mean_log",
@@ -91,7 +86,6 @@ def contrastive_pmi(
         contrast_token_logps: log π(y_t | x'_k, y_<t, z).
         contrast_prior_token_logps: log π(y_t | x'_k, y_<t).
         contrastive_coef: λ, or the λ in each token's R_t.
-        mask: tokens that count; None for all.
         form: form of the contrast.
         baseline: average over contrast prompts.
     """
@@ -99,16 +93,13 @@ def contrastive_pmi(
     generic_prior = objective.input_generic(contrast_prior_token_logps, baseline)
     others = objective.input_generic(contrast_token_logps, baseline) - generic_prior
 
-    def total(values: Tensor) -> Tensor:
-        return (values if mask is None else values * mask).sum(dim=-1)
-
     bonus = -generic_prior if form == "subtract" else prior_token_logps - generic_prior
     shift = -others if form == "subtract" else rewards - others
     return ContrastivePMI(
-        pmi=total(rewards),
-        contrast_pmi=total(others),
-        contrastive_pmi=total(rewards + contrastive_coef * shift),
-        anti_genericity=total(contrastive_coef * bonus),
+        pmi=rewards.sum(dim=-1),
+        contrast_pmi=others.sum(dim=-1),
+        contrastive_pmi=(rewards + contrastive_coef * shift).sum(dim=-1),
+        anti_genericity=(contrastive_coef * bonus).sum(dim=-1),
     )
 
 
@@ -247,30 +238,18 @@ class PMIReport:
 
 
 @dataclass(frozen=True)
-class ResponseLogps:
-    """Log-probabilities of the sampled tokens under every prompt of Eq. 9 and Appendix C.
+class ResponseLogps(ScoredTokens):
+    """Scores of the T sampled tokens, with the log-probabilities without z of Eq. 9 and Appendix C.
 
     Args:
-        student: log π_θ(y_t | x).
-        teacher: log π_ref(y_t | x, z).
-        prior: log π_ref(y_t | x).
-        contrast: log π_ref(y_t | x'_k, z).
-        contrast_prior: log π_ref(y_t | x'_k).
-        bound: bound of the teacher–student gap at each position.
-        advantage: R_t(y_t).
-        entered_coef: λ in R_t(y_t).
-        formula: formula of R_t.
+        prior_logps: (T,), log π_ref(y_t | x, y_<t).
+        contrast_prior_logps: (C, T), log π_ref(y_t | x'_k, y_<t).
+        bound: (T,), bound of the teacher–student gap.
     """
 
-    student: Float[Tensor, " T"]
-    teacher: Float[Tensor, " T"]
-    prior: Float[Tensor, " T"]
-    contrast: Float[Tensor, "C T"]
-    contrast_prior: Float[Tensor, "C T"]
+    prior_logps: Float[Tensor, " T"]
+    contrast_prior_logps: Float[Tensor, "C T"]
     bound: Float[Tensor, " T"]
-    advantage: Float[Tensor, " T"]
-    entered_coef: Float[Tensor, " T"]
-    formula: CreditFormula
 
 
 def read_response(
@@ -298,21 +277,15 @@ def read_response(
     parts: list[dict[str, Tensor]] = []
     for rows, ((student,), read) in conditionals(readings, token_ids, temperature=settings.temperature):
         y = torch.tensor(token_ids[rows], device=student.device)[:, None]
-        picked = read.gather(-1, y.expand(len(read), -1, -1)).squeeze(-1)
-        advantage, entered = settings.advantages(CreditLogps(student, read[0], read[1:prior]), y)
-        part = {
-            "student": student.gather(-1, y)[:, 0],
-            "teacher": picked[0],
-            "prior": picked[prior],
-            "contrast": picked[1:prior],
-            "contrast_prior": picked[prior + 1 :],
-            "bound": split_reward(read[0], read[prior], student).bound,
-            "advantage": advantage[:, 0],
-            "entered_coef": entered[:, 0],
-        }
-        parts.append({name: values.cpu() for name, values in part.items()})
+        scores = gather_scores(CreditLogps(student, read[0], read[1:prior]), y, settings)
+        without_z = read[prior:].gather(-1, y.expand(len(read) - prior, -1, -1)).squeeze(-1).cpu()
+        bound = split_reward(read[0], read[prior], student).bound.cpu()
+        parts.append(
+            {name: values.squeeze(-1) for name, values in scores.items()}
+            | {"prior_logps": without_z[0], "contrast_prior_logps": without_z[1:], "bound": bound}
+        )
     joined = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
-    return ResponseLogps(**joined, formula=settings.formula)
+    return ResponseLogps(**joined, contrastive_coef=settings.contrastive_coef, formula=settings.formula)
 
 
 def measure_pmi(checkpoint: Checkpoint, response: Rollout, config: CreditConfig) -> PMIReport:
@@ -334,19 +307,19 @@ def pmi_report(identifier: str, logps: ResponseLogps) -> PMIReport:
     """Sum the log-probabilities of one response."""
     formula = logps.formula
     parts = contrastive_pmi(
-        logps.teacher,
-        logps.prior,
-        logps.contrast,
-        logps.contrast_prior,
+        logps.teacher_logps,
+        logps.prior_logps,
+        logps.contrast_logps,
+        logps.contrast_prior_logps,
         logps.entered_coef,
         form=formula.rule.form,
         baseline=formula.baseline,
     )
-    credit, gap = logps.advantage.sum().item(), (logps.prior - logps.student).sum().item()
+    credit, gap = logps.advantage.sum().item(), (logps.prior_logps - logps.student_logps).sum().item()
     return PMIReport(
         identifier=identifier,
-        tokens=len(logps.student),
-        reward=trajectory_pmi(logps.teacher, logps.student).item(),
+        tokens=len(logps.ids),
+        reward=logps.delta_v.sum().item(),
         credit=credit,
         pmi=parts.pmi.item(),
         gap=gap,
@@ -354,9 +327,9 @@ def pmi_report(identifier: str, logps: ResponseLogps) -> PMIReport:
         contrast_pmi=parts.contrast_pmi.item(),
         contrastive_pmi=parts.contrastive_pmi.item(),
         anti_genericity=parts.anti_genericity.item(),
-        specific=objective.input_specific(logps.teacher, logps.contrast, formula.baseline).sum().item(),
-        pcmi=prior_contrastive_mi(logps.teacher, logps.contrast).sum().item(),
-        jensen_gap=jensen_gap(logps.contrast).sum().item(),
+        specific=logps.specific.sum().item(),
+        pcmi=prior_contrastive_mi(logps.teacher_logps, logps.contrast_logps).sum().item(),
+        jensen_gap=jensen_gap(logps.contrast_logps).sum().item(),
         conditioning=credit - parts.total.item() - gap if formula.support.renormalizes else 0.0,
     )
 

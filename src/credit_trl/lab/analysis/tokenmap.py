@@ -18,7 +18,7 @@ from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula, CreditSettings
-from credit_trl.lab.analysis.passes import RolloutContexts, credit_logps
+from credit_trl.lab.analysis.passes import CreditLogps, RolloutContexts, credit_logps
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.token_classes import Classify, default_classes
 from credit_trl.lab.analysis.tokentext import TokenText, token_texts
@@ -141,20 +141,25 @@ def score_response(
         likeliest = torch.maximum(logps.student, logps.teacher)
         top = likeliest.topk(min(alternatives, likeliest.shape[-1]), dim=-1).indices
         ids = torch.cat([sampled, top], dim=-1)
-        advantages, entered = settings.advantages(logps, ids)
-        picked = {
-            "ids": ids,
-            "student_logps": logps.student.gather(-1, ids),
-            "teacher_logps": logps.teacher.gather(-1, ids),
-            "contrast_logps": logps.contrasts.gather(-1, ids.expand(len(logps.contrasts), -1, -1)),
-            "advantage": advantages,
-            "entered_coef": entered,
-        }
-        parts.append({name: values.cpu() for name, values in picked.items()})
+        parts.append(gather_scores(logps, ids, settings))
     joined = {name: torch.cat([part[name] for part in parts], dim=-2) for name in parts[0]}
     run = {"contrastive_coef": settings.contrastive_coef, "formula": settings.formula}
     others = ScoredTokens(**{name: values[..., 1:] for name, values in joined.items()}, **run)
     return TokenScores(**{name: values[..., 0] for name, values in joined.items()}, **run, alternatives=others)
+
+
+def gather_scores(logps: CreditLogps, ids: Int[Tensor, "n A"], settings: CreditSettings) -> dict[str, Tensor]:
+    """Tensors of `ScoredTokens` for A tokens at n positions, on the CPU."""
+    advantages, entered = settings.advantages(logps, ids)
+    scores = {
+        "ids": ids,
+        "student_logps": logps.student.gather(-1, ids),
+        "teacher_logps": logps.teacher.gather(-1, ids),
+        "contrast_logps": logps.contrasts.gather(-1, ids.expand(len(logps.contrasts), -1, -1)),
+        "advantage": advantages,
+        "entered_coef": entered,
+    }
+    return {name: values.cpu() for name, values in scores.items()}
 
 
 def map_response(

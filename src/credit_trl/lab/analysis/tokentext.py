@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 NEWLINE, TAB = "↵", "⇥   "
 # Joiners shape emoji and several scripts; they are kept next to visible characters.
 _JOINERS = "\u200c\u200d"
+# Characters that byte-level tokenizers write bytes as.
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -120,13 +123,3 @@ def _decoder_kinds(tokenizer: PreTrainedTokenizerBase) -> set[str]:
         return set()
     state = json.loads(backend.decoder.__getstate__())
     return {part["type"] for part in (state, *state.get("decoders", ()))}
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Characters of byte-level tokenizers: printable Latin-1 is itself, other bytes are mapped from U+0100."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    moved = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(moved)}
-
-
-_BYTE_OF = _byte_alphabet()

@@ -1,5 +1,5 @@
 "use strict";
-// Every text reaches the page through textContent; nothing is ever parsed as HTML.
+// Texts are set with textContent and never parsed as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const state = { response: 0, quantity: data.quantities[0].key, left: 0, right: -1, sort: "given", query: "", held: false, at: -1 };
@@ -12,7 +12,7 @@ function element(tag, className, text) {
   return node;
 }
 
-// null stands for a value that does not exist (no contrast), a string for an infinite one.
+// null is NaN (no contrast prompts), a string is an infinity.
 function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   if (typeof value === "string") return value.startsWith("-") ? "−∞" : "∞";
@@ -62,7 +62,7 @@ function paint() {
   if (state.at >= 0) inspect(state.at);
 }
 
-// What a quantity is under the formula of the map's run; one text for each pane where they differ.
+// Explanation of a quantity under the formula of each pane, without repetition.
 function meanings(quantity) {
   return [...new Set(panes.map((pane) => pane.map.meanings[quantity]))].join(" | ");
 }
@@ -102,7 +102,7 @@ function showContext() {
   }
   if (response.contrasts.length) {
     const details = element("details");
-    details.append(element("summary", "", "other questions x′ (" + response.contrasts.length + ")"));
+    details.append(element("summary", "", "contrast prompts x′ (" + response.contrasts.length + ")"));
     for (const text of response.contrasts) details.append(element("pre", "text", text));
     section.append(details);
   }
@@ -181,7 +181,7 @@ function inspect(index) {
   aside.replaceChildren(element("pre", "token", data.strings[response.tokens[index]]));
   const facts = ["token " + (index + 1) + " of " + response.tokens.length, "id " + response.ids[index], data.classes[response.classes[index]]];
   if (response.characters[index] !== undefined) facts.push("part of " + response.characters[index]);
-  aside.append(element("p", "hint", facts.join(" · ")));
+  aside.append(element("p", "note", facts.join(" · ")));
   aside.append(numbersTable(index));
   for (const pane of panes) aside.append(...alternatives(pane, index));
 }
@@ -217,7 +217,7 @@ function alternatives(pane, index) {
     for (const column of [advantage, specific, teacher, student]) row.append(element("td", "", number(column[index][a], 3)));
     table.append(row);
   }
-  const name = "Likeliest tokens" + (panes.length > 1 ? ", " + data.checkpoints[pane.checkpoint] : "");
+  const name = "Most likely tokens" + (panes.length > 1 ? ", " + data.checkpoints[pane.checkpoint] : "");
   return [element("h2", "", name), table];
 }
 
