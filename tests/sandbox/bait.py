@@ -1,4 +1,4 @@
-"""The bait for escaping programs, and the judgement of one escape: what was read, changed, reached, or left behind."""
+"""Bait for escaping programs, and the check of an escape: what it read, changed, reached, or left behind."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ CALL = Program(
 
 @dataclass
 class Bait:
-    """Files, sockets and a process that nothing protects but the sandbox.
+    """Files, sockets and a process that only the sandbox protects.
 
-    Every file mode is open and, where `user` is given, everything belongs to the user that the programs run as.
+    Every file mode is open and, if `user` is given, everything belongs to the user that the programs run as.
     """
 
     user: int | None = None
@@ -90,7 +90,7 @@ class Bait:
         del os.environ[self.token.upper().replace("-", "_")]
 
     def prelude(self, sandbox: PoolSandbox) -> str:
-        """What a program is told of the bait: all of it. Nothing here relies on a program not knowing a path."""
+        """Prelude with all paths and addresses of the bait, which programs may know."""
         return PRELUDE.format(
             bait=self.directory,
             secret=self.secret,
@@ -116,7 +116,7 @@ class Bait:
         return state
 
     def reached(self) -> list[str]:
-        """Listening sockets that somebody connected or sent to."""
+        """Names of the sockets that were connected or sent to."""
         names = []
         for listener in self.listeners:
             try:
@@ -141,7 +141,7 @@ def program(escape: Escape, sandbox: PoolSandbox, bait: Bait) -> Program:
 
 
 def judge(sandbox: PoolSandbox, bait: Bait, escape: Escape) -> tuple[str, list[str]]:
-    """Run one escape. Returns the status it ended with, and what is wrong: empty where it got nowhere."""
+    """Run one escape. Returns its status and the list of faults, empty if it failed to escape."""
     before, servers = bait.state(), sandbox.server_pids
     started = time.monotonic()
     [outcome] = sandbox.run([program(escape, sandbox, bait)], deadline=60)
@@ -161,7 +161,7 @@ def judge(sandbox: PoolSandbox, bait: Bait, escape: Escape) -> tuple[str, list[s
     if bait.victim.poll() is not None:
         faults.append("killed another process")
     if sandbox.server_pids != servers or any(not os.path.exists(f"/proc/{pid}") for pid in servers):
-        faults.append("killed the pool server")
+        faults.append("killed the sandbox server")
     if took > escape.limits.wall_seconds + 10:
         faults.append(f"ran for {took:.1f} s")
     faults += _left_behind(sandbox)
@@ -170,13 +170,13 @@ def judge(sandbox: PoolSandbox, bait: Bait, escape: Escape) -> tuple[str, list[s
 
 
 def next_verdicts(sandbox: PoolSandbox) -> list[str]:
-    """Whether programs that are right, wrong, and called still get what they deserve."""
+    """Faults in the outcomes of a right program, a wrong one, and a functional call."""
     good, wrong, call = sandbox.run([GOOD, WRONG, CALL], deadline=60)
     faults = []
     if (good.status, good.stdout, wrong.status, wrong.stdout) != ("ok", "42\n", "ok", "-2\n"):
-        faults.append(f"spoiled the next verdict: {good} {wrong}")
+        faults.append(f"changed the next outcome: {good} {wrong}")
     if (call.status, call.value) != ("ok", "[42]"):
-        faults.append(f"spoiled the next call: {call}")
+        faults.append(f"changed the next call: {call}")
     return faults
 
 

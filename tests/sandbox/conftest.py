@@ -1,4 +1,4 @@
-"""Sandboxes for the tests, one per tier, and the bait that escapes are judged by."""
+"""Sandboxes of each tier for the tests, and the bait of the escape suite."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIERS = (
 
 
 def start_as_ordinary_user(patch: pytest.MonkeyPatch) -> None:
-    """Have pool servers start as a user without rights, as if the trainer were one. Needs root."""
+    """Start sandbox servers as an unprivileged user, as if the trainer were one. Needs root."""
     from credit_trl.sandbox import pool
 
     popen = pool.subprocess.Popen
@@ -37,7 +37,7 @@ def start_as_ordinary_user(patch: pytest.MonkeyPatch) -> None:
 
 
 def open_tier(name: str, workers: int = 2):
-    """The sandbox of a tier, or a skip that says why this machine has none."""
+    """The sandbox of a tier, or a skip with the reason why this machine has none."""
     from credit_trl.sandbox import SandboxError, open_sandbox
     from credit_trl.sandbox.interpreter import readable_by_others
 

@@ -1,20 +1,19 @@
-"""Programs that try to get out of the sandbox, to harm it, or to be graded better than they are.
+"""Form of the programs that try to escape the sandbox, to harm it, or to get better rewards than they deserve.
 
-Every program carries its own bound (so many forks, so many megabytes, so many seconds), so that a wall that does not
-hold costs the machine little. A program prints `ESCAPED ...` where it can tell that it got out; what it cannot tell,
-the test finds on the bait: the files, sockets, descriptors and processes that `test_escapes.py` lays out, by the names
-that `PRELUDE` gives.
+Every program limits itself (number of forks, megabytes, seconds), so that it does little harm if it is not isolated. A
+program prints `ESCAPED ...` if it detects its escape. The test detects the others on the bait: files, sockets,
+descriptors and processes whose names `PRELUDE` defines.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from credit_trl.sandbox import Limits
 
 MIB = 1024 * 1024
 
-# Small enough that a program which is not held does no harm, and that the suite is quick.
+# Small, so that a program that is not isolated does no harm and the suite is fast.
 LIMITS = Limits(
     cpu_seconds=3,
     wall_seconds=6,
@@ -24,15 +23,7 @@ LIMITS = Limits(
     open_files=64,
     output_bytes=1 * MIB,
 )
-SHORT = Limits(
-    cpu_seconds=1,
-    wall_seconds=0.6,
-    memory_bytes=256 * MIB,
-    processes=12,
-    file_bytes=4 * MIB,
-    open_files=64,
-    output_bytes=1 * MIB,
-)
+SHORT = replace(LIMITS, cpu_seconds=1, wall_seconds=0.6)
 
 PRELUDE = """
 import os, sys
@@ -67,15 +58,15 @@ def called(result):
 
 @dataclass(frozen=True)
 class Escape:
-    """One attempt.
+    """One program.
 
     Args:
         name: what it tries.
-        source: the program, after `PRELUDE`.
-        statuses: how it may end.
-        fn_name: for those that attack a functional call.
-        stdin: what it reads.
-        value: the one value that a functional call may return.
+        source: its text, after `PRELUDE`.
+        statuses: statuses with which it may end.
+        fn_name: function to call, for attacks on functional calls.
+        stdin: its standard input.
+        value: the only value that the functional call may return.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""All escapes, and those by which the suite shows that it would notice one."""
+"""All escapes, and those that test whether the suite detects an escape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPS = {
 }
 ESCAPES = [escape for group in GROUPS.values() for escape in group]
 
-# Attempts that succeed where nothing holds them; the suite runs these unprotected to show that it would notice.
+# These succeed without isolation. The suite runs them unprotected to test its detection.
 NOTICED_UNPROTECTED = (
     "list directories outside",
     "connect to a local port",

@@ -1,4 +1,4 @@
-"""Escapes that try to be graded better than they are, by confusing the report or what reads it."""
+"""Escapes that try to get better rewards by confusing the report or its reader."""
 
 from __future__ import annotations
 

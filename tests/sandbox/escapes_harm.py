@@ -1,4 +1,4 @@
-"""Escapes that try to do harm, on processes and by exhausting resources."""
+"""Escapes that attack processes or exhaust resources."""
 
 from __future__ import annotations
 

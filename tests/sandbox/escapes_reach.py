@@ -1,4 +1,4 @@
-"""Escapes that try to reach something: files, the surroundings, the network, privileges."""
+"""Escapes that try to reach files, the surroundings, the network, or privileges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the pool ask: one program's outcome, and whether a process has gone."""
+"""Helpers of the tests: the outcome of one program, and whether a process has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cores that a process may use: of its affinity and of its container's quota the smaller."""
+"""Available cores: the smaller of a process's affinity and its container's quota."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def twelve_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["no file", "no quota", "rounded up", "half a core", "more than there are", "of a parent", "of another group",
          "version 1", "version 1 in a container", "version 1 without quota", "another controller", "damaged"],
 )  # fmt: skip
-def test_a_quota_counts_like_cores_that_are_not_there(tmp_path: Path, own: str, files: dict, expected: int) -> None:
+def test_available_cores_respects_container_quota(tmp_path: Path, own: str, files: dict, expected: int) -> None:
     (tmp_path / "own").write_text(own + "\n")
     for name, text in files.items():
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -45,11 +45,11 @@ def test_a_quota_counts_like_cores_that_are_not_there(tmp_path: Path, own: str, 
     assert cores.available_cores(tmp_path / "groups", tmp_path / "own") == expected
 
 
-def test_where_there_are_no_control_groups_the_affinity_counts(tmp_path: Path) -> None:
+def test_available_cores_without_cgroups_is_the_affinity(tmp_path: Path) -> None:
     assert cores.available_cores(tmp_path / "none", tmp_path / "nowhere") == 12
 
 
-def test_workers_divide_the_cores_among_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_count_divides_cores_by_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "available_cores", lambda: 12)
     assert cores.worker_count() == 12
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

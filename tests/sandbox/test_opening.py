@@ -1,4 +1,4 @@
-"""Opening a sandbox: probed, closed where nothing holds, and clear about what to install."""
+"""Opening a sandbox: the probe, the choice of a tier, its errors, users and interpreters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from credit_trl.sandbox.probe import probe
 
 @pytest.fixture
 def no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine where neither bubblewrap nor Landlock can be had."""
+    """A machine with neither bubblewrap nor Landlock."""
 
     def refuse(tier: str, workers: int, python: str | None) -> PoolSandbox:
         if tier == "unprotected":
@@ -30,8 +30,8 @@ def no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("credit_trl.sandbox.pool.PoolSandbox", refuse)
 
 
-def holds(tier: str) -> bool:
-    """Whether this machine has a tier; one that is installed may be forbidden, as containers forbid namespaces."""
+def works(tier: str) -> bool:
+    """Whether a tier works on this machine. Containers may forbid namespaces although bubblewrap is installed."""
     try:
         open_sandbox(tier, workers=1).close()
     except SandboxError:
@@ -39,14 +39,14 @@ def holds(tier: str) -> bool:
     return True
 
 
-def test_auto_takes_the_first_tier_that_holds() -> None:
-    expected = next(filter(holds, ("bubblewrap", "landlock")))
+def test_auto_opens_first_working_tier() -> None:
+    expected = next(filter(works, ("bubblewrap", "landlock")))
     with open_sandbox(workers=1) as opened:
         assert opened.tier == expected
         assert expected.lower() in opened.description.lower()
 
 
-def test_auto_falls_to_landlock_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_falls_back_to_landlock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def without_bubblewrap(tier: str, workers: int, python: str | None) -> PoolSandbox:
         if tier == "bubblewrap":
             raise SandboxError("bubblewrap (bwrap) is not installed")
@@ -59,7 +59,7 @@ def test_auto_falls_to_landlock_and_says_so(monkeypatch: pytest.MonkeyPatch, cap
     assert "Using landlock instead" in caplog.text
 
 
-def test_it_fails_closed_and_names_reasons_and_remedies(no_tier: None) -> None:
+def test_no_tier_raises_with_reasons_and_remedies(no_tier: None) -> None:
     with pytest.raises(SandboxError) as caught:
         open_sandbox(workers=1)
     message = str(caught.value)
@@ -69,23 +69,23 @@ def test_it_fails_closed_and_names_reasons_and_remedies(no_tier: None) -> None:
 
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choices for the process, taken back after the test."""
+    """Environment variables of the choices, restored after the test."""
     for name in (package.CHOICE, package.UNPROTECTED):
         monkeypatch.setenv(name, "")
 
 
-def test_a_choice_for_the_process_is_taken_where_the_caller_makes_none(choices: None) -> None:
+def test_choose_sandbox_sets_the_default(choices: None) -> None:
     choose_sandbox("landlock")
     with open_sandbox(workers=1) as opened:
         assert opened.tier == "landlock"
     choose_sandbox("http://127.0.0.1:9")
-    with pytest.raises(SandboxError, match=r"127\.0\.0\.1:9"):  # nobody answers there
+    with pytest.raises(SandboxError, match=r"127\.0\.0\.1:9"):  # nothing listens there
         open_sandbox()
-    with open_sandbox("landlock", workers=1) as opened:  # the caller's own word stands
+    with open_sandbox("landlock", workers=1) as opened:  # an argument takes precedence
         assert opened.tier == "landlock"
 
 
-def test_unprotected_can_be_chosen_for_the_process_and_warns(no_tier: None, choices: None) -> None:
+def test_choose_sandbox_can_allow_unprotected(no_tier: None, choices: None) -> None:
     with pytest.raises(SandboxError, match="--allow_unsandboxed"):
         open_sandbox(workers=1)
     choose_sandbox(allow_unsandboxed=True)
@@ -94,13 +94,13 @@ def test_unprotected_can_be_chosen_for_the_process_and_warns(no_tier: None, choi
 
 
 @pytest.mark.parametrize("sandbox", ["docker", "remote", "unprotected", "file:///tmp/x"])
-def test_a_choice_that_cannot_be_meant_is_refused_and_changes_nothing(sandbox: str, choices: None) -> None:
+def test_invalid_choice_raises_and_changes_nothing(sandbox: str, choices: None) -> None:
     with pytest.raises(ValueError, match="--sandbox"):
         choose_sandbox(sandbox)
     assert not os.environ[package.CHOICE]
 
 
-def test_unprotected_takes_the_explicit_word_and_warns(no_tier: None) -> None:
+def test_unprotected_needs_confirmation_and_warns(no_tier: None) -> None:
     with pytest.warns(RuntimeWarning, match=r"UNPROTECTED.*no bubblewrap on this machine"):
         opened = open_sandbox(workers=1, allow_unsandboxed=True)
     with opened:
@@ -111,7 +111,7 @@ def test_unprotected_takes_the_explicit_word_and_warns(no_tier: None) -> None:
 
 
 @pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
-def test_a_tier_that_was_named_is_never_replaced_by_none(tier: str, no_tier: None, choices: None) -> None:
+def test_named_tier_is_never_replaced_by_unprotected(tier: str, no_tier: None, choices: None) -> None:
     choose_sandbox(allow_unsandboxed=True)
     with pytest.raises(SandboxError, match=f"no {tier} on this machine"):
         open_sandbox(tier, workers=1)
@@ -120,19 +120,19 @@ def test_a_tier_that_was_named_is_never_replaced_by_none(tier: str, no_tier: Non
         open_sandbox(workers=1)
 
 
-def test_allow_unsandboxed_changes_nothing_where_a_tier_holds() -> None:
+def test_allow_unsandboxed_prefers_a_working_tier() -> None:
     with open_sandbox(workers=1, allow_unsandboxed=True) as opened:
         assert opened.tier in ("bubblewrap", "landlock")
 
 
-def test_the_probe_refuses_walls_that_do_not_hold() -> None:
+def test_probe_rejects_unprotected_sandbox() -> None:
     with PoolSandbox("unprotected", 1) as bare, pytest.raises(SandboxError) as caught:
         probe(bare)
     for escape in ("read a file outside", "wrote a file outside", "connected to a local port"):
         assert escape in str(caught.value)
 
 
-def test_the_probe_is_what_stands_between_leaky_walls_and_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
 
     class Leaky(PoolSandbox):
@@ -150,7 +150,7 @@ def test_the_probe_is_what_stands_between_leaky_walls_and_use(monkeypatch: pytes
     assert {"bubblewrap", "landlock"} <= set(closed)
 
 
-def test_bubblewrap_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_or_old_bubblewrap_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from credit_trl.sandbox import bubblewrap
 
     found = interpreter.find_interpreter()
@@ -165,7 +165,7 @@ def test_bubblewrap_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPa
         bubblewrap.Bubblewrap(found, b"")
 
 
-def test_bubblewrap_without_bounded_scratch_has_no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_bubblewrap_has_no_scratch_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     from credit_trl.sandbox import bubblewrap
 
     if shutil.which("bwrap") is None:
@@ -180,7 +180,7 @@ def test_bubblewrap_without_bounded_scratch_has_no_scratch(monkeypatch: pytest.M
     assert "/tmp" not in without
 
 
-def test_a_tier_that_the_kernel_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     from credit_trl.sandbox import landlock
 
     monkeypatch.setattr(landlock, "version", lambda: 0)
@@ -197,17 +197,17 @@ def test_a_tier_that_the_kernel_lacks_is_named(monkeypatch: pytest.MonkeyPatch) 
         ({"workers": 0}, "at least 1"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments: dict, message: str) -> None:
+def test_invalid_arguments_raise(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_sandbox(**arguments)
 
 
-def test_an_interpreter_that_does_not_start_is_named() -> None:
+def test_interpreter_that_does_not_start_raises() -> None:
     with pytest.raises(SandboxError, match="/nowhere/python does not start"):
         PoolSandbox("landlock", 1, "/nowhere/python")
 
 
-def test_users_are_claimed_once_and_freed_with_their_sockets() -> None:
+def test_user_ids_are_claimed_once_until_sockets_close() -> None:
     first, sockets = accounts.claim(2)
     second, others = accounts.claim(2)
     assert not set(first) & set(second)
@@ -219,14 +219,14 @@ def test_users_are_claimed_once_and_freed_with_their_sockets() -> None:
         claim.close()
 
 
-def test_what_cannot_be_claimed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_free_user_ids_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts, "RANGES", (accounts.RANGES[0][:3], range(1 << 40, 1 << 41)))  # no kernel maps these
     with pytest.raises(SandboxError, match=r"Only 3 of 4 .* fewer workers"):
         accounts.claim(4)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs users of their own")
-def test_more_workers_than_the_first_range_has_users_take_them_from_the_second() -> None:
+def test_second_user_id_range_is_used_when_first_is_taken() -> None:
     if not accounts._mapped(accounts.RANGES[1]):
         pytest.skip("this container maps no users beyond the first range")
     taken, sockets = accounts.claim(len(accounts.RANGES[0]))
@@ -242,7 +242,7 @@ def test_more_workers_than_the_first_range_has_users_take_them_from_the_second()
     assert user not in taken
 
 
-def test_the_interpreter_is_the_base_one_and_its_files_exist() -> None:
+def test_find_interpreter_finds_existing_files() -> None:
     found = interpreter.find_interpreter()
     assert found.version == sys.version.split()[0]
     assert os.path.realpath(sys.executable) == found.executable
@@ -250,9 +250,7 @@ def test_the_interpreter_is_the_base_one_and_its_files_exist() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root needs a copy that others can read")
-def test_an_interpreter_in_a_closed_directory_is_copied_for_programs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_private_interpreter_is_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     system = "/usr/bin/python3"
     if not os.path.exists(system):
         pytest.skip("needs an interpreter that can be copied alone")
@@ -274,7 +272,7 @@ def test_an_interpreter_in_a_closed_directory_is_copied_for_programs(
 
 @pytest.fixture
 def relocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The home of an interpreter as images and conda have it: its packages lie inside the standard library."""
+    """Home of an interpreter with packages inside its standard library, as in images and conda."""
     system = "/usr/bin/python3"
     if not os.path.exists(system):
         pytest.skip("needs an interpreter that can be copied alone")
@@ -292,7 +290,7 @@ def relocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
-def test_packages_inside_the_standard_library_are_not_read_nor_written(tier: str, relocated: Path) -> None:
+def test_installed_packages_are_inaccessible(tier: str, relocated: Path) -> None:
     [executable] = (relocated / "bin").glob("python*")
     source = """
 import os, string, xml.dom, _json, sys
@@ -316,10 +314,10 @@ print([attempt(lambda: wrote(p + "/new")) for p in packages])
     assert read == written == "['refused', 'refused']"
 
 
-def test_package_directories_are_named_where_they_lie_also_behind_links(tmp_path: Path) -> None:
+def test_package_directories_resolves_links(tmp_path: Path) -> None:
     library, outside, link = tmp_path / "lib", tmp_path / "outside", tmp_path / "link"
     packages = library / "python3" / "dist-packages"
-    (packages / "site-packages").mkdir(parents=True)  # inside of what is left out already
+    (packages / "site-packages").mkdir(parents=True)  # inside a package directory
     outside.mkdir()
     (library / "python").symlink_to("python3")
     (library / "site-packages").symlink_to(outside)
@@ -329,7 +327,7 @@ def test_package_directories_are_named_where_they_lie_also_behind_links(tmp_path
     assert find([str(link)]) == [str(link / "python3" / "dist-packages")]
 
 
-def test_readable_by_others_looks_at_the_whole_way(tmp_path: Path) -> None:
+def test_readable_by_others_checks_parent_directories(tmp_path: Path) -> None:
     assert interpreter.readable_by_others("/usr/lib")
     file = tmp_path / "file"
     file.write_text("x")
@@ -338,7 +336,7 @@ def test_readable_by_others_looks_at_the_whole_way(tmp_path: Path) -> None:
     assert not interpreter.readable_by_others(str(file))
 
 
-def test_opening_and_probing_leaves_no_file_behind(tmp_path: Path, monkeypatch) -> None:
+def test_opening_leaves_no_files(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     with open_sandbox(workers=1):
@@ -346,7 +344,7 @@ def test_opening_and_probing_leaves_no_file_behind(tmp_path: Path, monkeypatch) 
     assert not any(tmp_path.iterdir())
 
 
-def test_the_example_of_the_package_holds():
-    if not any(holds(tier) for tier in ("bubblewrap", "landlock")):
-        pytest.skip("neither bubblewrap nor Landlock holds on this machine")
+def test_package_docstring_example():
+    if not any(works(tier) for tier in ("bubblewrap", "landlock")):
+        pytest.skip("neither bubblewrap nor Landlock works on this machine")
     exec(package.__doc__.split("\n\n", 1)[1], {"open_sandbox": open_sandbox, "Program": Program})

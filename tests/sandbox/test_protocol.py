@@ -1,4 +1,4 @@
-"""Requests, outcomes, batches and frames: what is refused, and that nothing is lost or reordered."""
+"""Programs, limits, outcomes, batches and messages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from credit_trl.sandbox.protocol import excerpt
 from credit_trl.sandbox.running import _parse_report
 
 
-def test_a_request_has_no_room_for_an_expected_output() -> None:
+def test_program_has_no_field_for_expected_output() -> None:
     fields = {field.name for field in dataclasses.fields(Program)}
     assert fields == {"source", "stdin", "fn_name", "arguments", "prelude", "limits", "group"}
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Limits)])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 2**63])
-def test_limits_that_the_kernel_does_not_take_are_refused(field: str, value: float) -> None:
+def test_limits_out_of_range_raise(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"Limits.{field}"):
         Limits(**{field: value})
 
@@ -37,12 +37,12 @@ def test_limits_that_the_kernel_does_not_take_are_refused(field: str, value: flo
         ({"fn_name": "f", "arguments": "1"}, r"JSON text of an array.*json\.dumps"),
     ],
 )
-def test_requests_that_make_no_sense_are_refused(fields: dict, message: str) -> None:
+def test_invalid_programs_raise(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Program("pass", **fields)
 
 
-def test_too_little_for_an_interpreter_is_refused() -> None:
+def test_limits_too_small_for_interpreter_raise() -> None:
     with pytest.raises(ValueError, match="67108864"):
         Limits(memory_bytes=1 << 20)
     with pytest.raises(ValueError, match="at least 16"):
@@ -50,7 +50,7 @@ def test_too_little_for_an_interpreter_is_refused() -> None:
 
 
 @given(st.text(max_size=50), st.integers(0, 9000))
-def test_an_excerpt_is_short_texts_whole_and_both_ends_of_long_ones(text: str, middle: int) -> None:
+def test_excerpt_keeps_both_ends(text: str, middle: int) -> None:
     text += "x" * middle + text
     short = excerpt(text)
     assert short == text if len(text) <= 8192 else len(short) < 8192 + 40
@@ -63,7 +63,7 @@ def test_an_excerpt_is_short_texts_whole_and_both_ends_of_long_ones(text: str, m
     stop=st.sets(st.sampled_from(STATUSES[:4])),
     at_once=st.integers(1, 5),
 )
-def test_a_batch_runs_every_program_once_unless_its_group_had_stopped(groups, statuses, stop, at_once) -> None:
+def test_batch_runs_each_program_once_or_skips_it(groups, statuses, stop, at_once) -> None:
     batch = Batch([Program("pass", group=group) for group in groups], stop)
     running: list[int] = []
     ran: list[int] = []
@@ -90,7 +90,7 @@ def test_a_batch_runs_every_program_once_unless_its_group_had_stopped(groups, st
             assert groups[index] in stopped
 
 
-def test_a_program_that_fails_to_start_is_tried_once_more() -> None:
+def test_failed_start_is_retried_once() -> None:
     batch = Batch([Program("a"), Program("b")])
     assert batch.take() == 0
     batch.failed(0, "no memory")
@@ -99,7 +99,7 @@ def test_a_program_that_fails_to_start_is_tried_once_more() -> None:
         batch.failed(0, "no memory")
 
 
-def test_requeued_programs_keep_their_order_and_their_outcomes() -> None:
+def test_requeue_keeps_order_and_outcomes() -> None:
     batch = Batch([Program(str(n)) for n in range(5)])
     assert [batch.take(), batch.take(), batch.take()] == [0, 1, 2]
     batch.done(1, Outcome("ok"))
@@ -107,7 +107,7 @@ def test_requeued_programs_keep_their_order_and_their_outcomes() -> None:
     assert [batch.take() for _ in range(5)] == [0, 2, 3, 4, None]
 
 
-def test_an_outcome_that_is_missing_is_an_error() -> None:
+def test_missing_outcome_raises() -> None:
     batch = Batch([Program("a")])
     with pytest.raises(SandboxError, match=r"lost programs \[0\]"):
         batch.outcomes()
@@ -115,7 +115,7 @@ def test_an_outcome_that_is_missing_is_an_error() -> None:
     assert batch.outcomes()[0].status == "deadline"
 
 
-def test_what_is_kept_of_an_outcome_stands_in_its_place_whatever_it_is() -> None:
+def test_keep_applies_to_every_status() -> None:
     seen: list[tuple[int, str]] = []
 
     def keep(index: int, outcome: Outcome) -> Outcome:
@@ -132,7 +132,7 @@ def test_what_is_kept_of_an_outcome_stands_in_its_place_whatever_it_is() -> None
 
 
 @given(st.lists(st.dictionaries(st.text(), st.text() | st.integers() | st.none(), max_size=3), max_size=10))
-def test_frames_arrive_whole_and_in_order(messages: list[dict]) -> None:
+def test_messages_arrive_whole_and_in_order(messages: list[dict]) -> None:
     ours, theirs = (Channel(end) for end in socket.socketpair())
     for message in messages:
         ours.send(message)
@@ -150,7 +150,7 @@ def test_frames_arrive_whole_and_in_order(messages: list[dict]) -> None:
     theirs.close()
 
 
-def test_a_frame_larger_than_the_sockets_buffer_does_not_block() -> None:
+def test_message_larger_than_socket_buffer_does_not_block() -> None:
     ours, theirs = (Channel(end) for end in socket.socketpair())
     ours.send({"text": "x" * 5_000_000})
     ours.flush()
@@ -166,6 +166,6 @@ def test_a_frame_larger_than_the_sockets_buffer_does_not_block() -> None:
 
 
 @given(st.binary(max_size=40))
-def test_any_bytes_in_place_of_a_report_are_read_without_an_error(report: bytes) -> None:
+def test_parse_report_accepts_any_bytes(report: bytes) -> None:
     kind, _ = _parse_report(report)
     assert kind == "" or report[1:9] == (len(report) - 9).to_bytes(8, "big")

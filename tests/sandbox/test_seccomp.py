@@ -1,4 +1,4 @@
-"""The system call policies, run by an interpreter of classic BPF written for this test, and against C headers."""
+"""The seccomp filters, run by an independent interpreter of classic BPF, and compared with the C headers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ clock_settime sethostname modify_ldt iopl ioperm
 
 
 def decide(program: bytes, machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
-    """What a filter answers to one system call."""
+    """Answer of a filter to a system call."""
     padded = [*arguments, *[0] * (6 - len(arguments))]
     arch = ARCHITECTURES[machine] if architecture is None else architecture
     data = struct.pack("<IIQ6Q", number, arch, 0, *padded)
@@ -65,7 +65,7 @@ def numbers(machine: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_numbers_are_those_of_the_c_headers(machine: str) -> None:
+def test_numbers_match_kernel_headers(machine: str) -> None:
     if not HEADERS[machine].exists():
         pytest.skip(f"{HEADERS[machine]} is not installed")
     defined = re.findall(r"#define __NR(3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
@@ -74,12 +74,12 @@ def test_numbers_are_those_of_the_c_headers(machine: str) -> None:
     for name, number in numbers(machine).items():
         if name in header:
             assert header[name] == number, name
-    assert len(set(numbers(machine)) - set(header)) < 8  # names that the header spells otherwise, or does not know yet
+    assert len(set(numbers(machine)) - set(header)) < 8  # names that the header spells otherwise or lacks
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
 @pytest.mark.parametrize("policy", ["namespace", "landlock", "old landlock"])
-def test_every_number_gets_the_answer_that_the_tables_say(machine: str, policy: str) -> None:
+def test_filter_follows_the_tables(machine: str, policy: str) -> None:
     program = filters(machine)[policy]
     tables = [seccomp._COMMON] + ([seccomp._PROCESSES, seccomp._SCRATCH] if policy == "namespace" else [])
     allowed = {n for table in tables for n in seccomp.syscall_numbers(table, machine).values()}
@@ -92,12 +92,12 @@ def test_every_number_gets_the_answer_that_the_tables_say(machine: str, policy: 
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_calls_that_must_never_pass_are_in_no_table(machine: str) -> None:
+def test_forbidden_calls_are_in_no_table(machine: str) -> None:
     assert not set(NEVER.split()) & set(numbers(machine))
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_arguments_decide_where_the_number_cannot(machine: str) -> None:
+def test_filter_checks_arguments(machine: str) -> None:
     call = numbers(machine)
     policies = filters(machine)
     signal, thread, namespace_user = 17, 0x003D0F00, 0x10000000
@@ -144,7 +144,7 @@ def test_arguments_decide_where_the_number_cannot(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_the_process_id_replaces_its_stand_in_everywhere_and_nothing_else(machine: str) -> None:
+def test_with_process_id_replaces_only_the_placeholder(machine: str) -> None:
     before, after = seccomp.landlock_filter(machine), seccomp.with_process_id(seccomp.landlock_filter(machine), PID)
     words = [
         (a, b) for (a,), (b,) in zip(struct.iter_unpack("<I", before), struct.iter_unpack("<I", after), strict=True)

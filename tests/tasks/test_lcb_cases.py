@@ -28,18 +28,18 @@ CASES = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]
     cases=st.lists(st.fixed_dictionaries({"input": st.text(), "output": st.text()}), max_size=3),
     protocol=st.integers(0, pickle.HIGHEST_PROTOCOL),
 )
-def test_packed_tests_are_read_without_loading_the_pickle(cases, protocol):
+def test_packed_tests_round_trip(cases, protocol):
     text = json.dumps(cases, ensure_ascii=False)
     assert decode_cases(packed(pickle.dumps(text, protocol))) == cases
 
 
-def test_long_tests_are_read():
+def test_long_packed_tests_round_trip():
     cases = [{"input": "é" * 300_000, "output": "x"}]
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         assert decode_cases(packed(pickle.dumps(json.dumps(cases, ensure_ascii=False), protocol))) == cases
 
 
-def test_plain_json_is_read():
+def test_plain_json_is_decoded():
     assert decode_cases(json.dumps(CASES)) == CASES
 
 
@@ -70,35 +70,35 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED)
-def test_any_other_pickle_is_refused_and_never_executed(data, capfd):
+def test_other_pickles_raise_and_are_not_executed(data, capfd):
     with pytest.raises(ValueError, match=r"\S"):
         decode_cases(packed(data))
     assert "executed" not in capfd.readouterr().out
 
 
 @given(data=st.binary(max_size=200))
-def test_any_bytes_are_read_as_a_list_or_refused(data):
+def test_any_packed_bytes_give_a_list_or_value_error(data):
     with contextlib.suppress(ValueError):
         assert isinstance(decode_cases(packed(data)), list)
 
 
 @given(text=st.text(max_size=100))
-def test_any_text_is_read_as_a_list_or_refused(text):
+def test_any_text_gives_a_list_or_value_error(text):
     with contextlib.suppress(ValueError):
         assert isinstance(decode_cases(text), list)
 
 
-def test_the_module_cannot_load_a_pickle():
+def test_module_does_not_import_pickle():
     assert not hasattr(lcb_cases, "pickle")
 
 
-def test_a_packed_bomb_is_refused(monkeypatch):
+def test_oversized_packed_tests_raise(monkeypatch):
     monkeypatch.setattr(lcb_cases, "LARGEST", 1_000_000)
     with pytest.raises(ValueError, match="unpacks to more than 1000000 bytes"):
         decode_cases(packed(pickle.dumps(json.dumps([" " * 2_000_000]))))
 
 
-def test_packed_data_that_is_cut_off_is_refused():
+def test_truncated_packed_tests_raise():
     whole = zlib.compress(pickle.dumps(json.dumps(CASES)))
     with pytest.raises(ValueError, match="cut off"):
         decode_cases(base64.b64encode(whole[:-6]).decode())
@@ -110,14 +110,14 @@ ANSWER = {"inputs": ["1"], "outputs": ["2"], "testtype": "stdin", "fn_name": "",
 FUNCTIONAL = ANSWER | {"inputs": ["1\n[2]"], "testtype": "functional", "fn_name": "f"}
 
 
-def test_an_answer_is_read():
+def test_parse_answer_reads_text_and_objects():
     cases = parse_answer(json.dumps(ANSWER))
     assert (len(cases), cases.fn_name, cases.time_limit) == (1, None, 6.0)
     assert parse_answer(ANSWER) == cases
     assert parse_answer(json.dumps(FUNCTIONAL)).arguments == ["[1, [2]]"]
 
 
-def test_cases_become_an_answer_and_back():
+def test_answer_of_round_trips():
     answer = answer_of([{"input": "1\n2", "output": "[3]", "testtype": "functional"}] * 2, "f", 2.0)
     cases = parse_answer(answer)
     assert (cases.inputs, cases.outputs, cases.fn_name) == (("1\n2",) * 2, ("[3]",) * 2, "f")
@@ -143,6 +143,6 @@ def test_cases_become_an_answer_and_back():
         (json.dumps(FUNCTIONAL | {"outputs": ["two"]}), "test 0 is not JSON"),
     ],
 )
-def test_a_malformed_answer_says_what_is_wrong(answer, named):
+def test_malformed_answer_raises(answer, named):
     with pytest.raises(ValueError, match=named):
         parse_answer(answer)

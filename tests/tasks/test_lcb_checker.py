@@ -63,7 +63,7 @@ OUTPUTS = {  # reason: (printed, expected, same)
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(("printed", "expected", "same"), OUTPUTS.values(), ids=OUTPUTS)
-def test_outputs_compare_line_by_line_as_text_or_numbers(printed, expected, same):
+def test_outputs_compare_by_line_as_text_or_numbers(printed, expected, same):
     assert same_output(printed, expected) is same
 
 
@@ -71,19 +71,19 @@ LINES = st.lists(st.lists(st.decimals(allow_nan=False, allow_infinity=False, pla
 
 
 @given(lines=LINES, blanks=st.sampled_from([" ", "  ", "\t"]), end=st.sampled_from(["", "\n", " \n\n"]))
-def test_numbers_written_otherwise_are_the_same(lines, blanks, end):
+def test_number_formats_are_equivalent(lines, blanks, end):
     expected = "\n".join(" ".join(map(str, line)) for line in lines)
     printed = "\n".join(blanks.join(f"{number:E}" for number in line) for line in lines) + end
     assert same_output(printed, expected)
 
 
 @given(one=st.lists(st.integers(-3, 3), min_size=1, max_size=3), other=st.lists(st.integers(-3, 3), min_size=1))
-def test_a_line_of_integers_is_the_same_exactly_when_they_are(one, other):
+def test_lines_of_integers_compare_as_lists(one, other):
     assert same_output(" ".join(map(str, one)), " ".join(f"{number}.0" for number in other)) == (one == other)
 
 
 @given(printed=st.text(alphabet="01. \n\ra-e_+"), expected=st.text(alphabet="01. \n\ra-e_+"))
-def test_agrees_with_a_plain_reading_of_the_rule(printed, expected):
+def test_same_output_matches_reference_implementation(printed, expected):
     def number(token):
         try:
             return Decimal(token)
@@ -143,6 +143,6 @@ JSON = st.recursive(
 
 
 @given(one=JSON, other=JSON)
-def test_return_values_are_the_same_exactly_when_python_says_so(one, other):
+def test_same_value_matches_python_equality(one, other):
     assert same_value(json.dumps(one), json.dumps(one, ensure_ascii=False))
     assert same_value(json.dumps(one), json.dumps(other)) == (one == other)

@@ -28,11 +28,11 @@ def cases_of(count: int, inputs=None, outputs=None) -> Cases:
     return Cases(tuple(inputs), tuple(outputs), None, 6.0)
 
 
-def test_nothing_is_said_of_a_program_that_passes():
+def test_passing_program_has_no_feedback():
     assert feedback(cases_of(2), [Result("passed", "out0"), Result("passed", "out1")]) is None
 
 
-def test_the_first_runtime_error_comes_before_everything_else():
+def test_runtime_error_precedes_other_failures():
     results = [
         Result.shortened("wrong", "x"),
         Result("timeout"),
@@ -54,17 +54,17 @@ def test_the_first_runtime_error_comes_before_everything_else():
 @pytest.mark.parametrize(
     ("status", "heading"), [("memory", "Memory Limit Exceeded"), ("output_limit", "Output Limit Exceeded")]
 )
-def test_other_limits_are_errors_too(status, heading):
+def test_memory_and_output_limits_count_as_errors(status, heading):
     said = feedback(cases_of(2), [Result("timeout"), Result(status, error="more than 1 MiB")])
     assert said == f"Test 2: {heading}\nmore than 1 MiB\nInput: in1"
 
 
-def test_a_time_out_comes_before_wrong_answers():
+def test_time_out_precedes_wrong_answers():
     results = [Result.shortened("wrong", "x"), Result("timeout"), Result("skipped")]
     assert feedback(cases_of(3), results) == "Test 2: Time Limit Exceeded (6 seconds)\nInput: in1"
 
 
-def test_of_wrong_answers_the_two_shortest_are_shown():
+def test_two_shortest_wrong_answers_are_shown():
     cases = cases_of(3, inputs=["a" * 9, "b", "c\nc"], outputs=["1", "2", "3"])
     said = feedback(
         cases, [Result.shortened("wrong", "x"), Result.shortened("wrong", "y"), Result.shortened("wrong", "z")]
@@ -75,13 +75,13 @@ def test_of_wrong_answers_the_two_shortest_are_shown():
     )
 
 
-def test_nothing_printed_is_shown_as_nothing():
+def test_empty_output_is_shown_as_empty():
     assert feedback(cases_of(1), [Result.shortened("wrong", "\n")]) == (
         "Test 1: Wrong Answer\nInput: in0\nOutput:\nExpected: out0"
     )
 
 
-def test_a_cut_off_response_is_told_so_first():
+def test_truncation_is_reported_first():
     said = feedback(cases_of(1), [Result.shortened("wrong", "x")], truncated=True)
     assert said.startswith(f"{CUT_OFF}\n\nTest 1: Wrong Answer")
     assert feedback(cases_of(1), [Result("passed", "out0")], truncated=True) is None
@@ -94,7 +94,7 @@ STATUSES = st.sampled_from(["passed", "wrong", "runtime_error", "timeout", "memo
     rows=st.lists(st.tuples(STATUSES, st.text(max_size=9), st.integers(1, 3000)), min_size=1, max_size=6),
     truncated=st.booleans(),
 )
-def test_whatever_happens_fields_and_the_whole_stay_short(rows, truncated):
+def test_feedback_is_short_for_any_results(rows, truncated):
     texts = [text * times for _, text, times in rows]
     cases = Cases(tuple(texts), tuple(texts), None, 6.0)
     said = feedback(
@@ -107,7 +107,7 @@ def test_whatever_happens_fields_and_the_whole_stay_short(rows, truncated):
         said.encode("utf-8")
 
 
-def test_a_field_has_at_most_250_characters():
+def test_field_has_at_most_250_characters():
     said = feedback(cases_of(1, inputs=["i" * 999], outputs=["e" * 999]), [Result.shortened("wrong", "o" * 999)])
     assert [len(line.partition(": ")[2]) for line in said.split("\n")[1:]] == [250, 250, 250]
     assert said.endswith("e...")
@@ -129,11 +129,11 @@ def test_a_field_has_at_most_250_characters():
         ),
     ],
 )
-def test_a_traceback_becomes_the_exception_and_where_it_was_raised(error, short):
+def test_short_error_has_exception_and_frames(error, short):
     assert short_error(error) == short
 
 
-def test_a_message_that_looks_like_a_frame_does_no_harm():
+def test_short_error_with_message_like_a_frame():
     error = FRAME + ', in f\n    x\nE: m\n  File "y", line 2, in z\nend'
     assert "end" in short_error(error)
     assert len(short_error(error)) < 300

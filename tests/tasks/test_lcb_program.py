@@ -83,7 +83,7 @@ BLOCKS = {  # reason: (response, code)
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(("response", "code"), BLOCKS.values(), ids=BLOCKS)
-def test_the_longest_python_block_is_the_program(response, code):
+def test_find_program_takes_longest_python_block(response, code):
     assert find_program(response) == code
 
 
@@ -91,7 +91,7 @@ CODE = st.lists(st.text(alphabet="ab =()'\t", max_size=6), min_size=1, max_size=
 
 
 @given(codes=st.lists(CODE, min_size=1, max_size=4), tag=st.sampled_from(["", "python", "py"]), talk=st.text("xyz \n"))
-def test_blocks_are_read_back_whatever_stands_between_them(codes, tag, talk):
+def test_find_program_ignores_text_between_blocks(codes, tag, talk):
     response = "".join(f"{talk}\n```{tag}\n{code}\n```\n" for code in codes)
     longest = max(map(len, codes))
     assert find_program(response) == [code for code in codes if len(code) == longest][-1]
@@ -105,7 +105,7 @@ TAILS = ["\n", " This is O(1).\n", "</answer>\n", " .\n", "\nFor the sample:\n"]
     blocks=st.lists(st.tuples(st.sampled_from(LEADS), CODE, st.sampled_from(TAILS)), min_size=1, max_size=4),
     tag=st.sampled_from(["", "python", "py"]),
 )
-def test_blocks_within_prose_are_those_of_the_fields_rule(blocks, tag):
+def test_find_program_matches_reference_regex_in_prose(blocks, tag):
     response = "".join(f"{lead}```{tag}\nx{code}\n```{tail}" for lead, code, tail in blocks)
     of_field = [code.removesuffix("\n") for _, code in re.findall(r"```(\w*)\n(.*?)```", response, re.DOTALL)]
     longest = max(map(len, of_field))
@@ -120,7 +120,7 @@ def bare(source: str) -> str:
     return done.stdout
 
 
-def test_names_that_the_benchmark_imports_may_be_taken_for_granted():
+def test_prelude_has_names_that_the_benchmark_imports():
     source = """
         def f(xs: List[int], memo: Optional[Dict] = None) -> int:
             return sum(accumulate(xs))
@@ -137,12 +137,12 @@ def test_names_that_the_benchmark_imports_may_be_taken_for_granted():
     assert lines[2] == "3 50000 2 [1] [1] [1]"
 
 
-def test_builtins_win_over_modules_and_modules_over_what_they_hold():
+def test_prelude_precedence_of_builtins_and_modules():
     assert bare("print(pow(2, 3, 5), open.__module__, datetime.datetime, bisect.bisect)").split(" ")[:2] == ["3", "io"]
     assert "module 'copy'" in bare("print(copy)")
 
 
-def test_only_names_that_occur_are_imported():
+def test_prelude_imports_only_names_that_occur():
     lines = prelude_for("print(int(input()))").splitlines()
     assert [line for line in lines if "import" in line] == ["import sys"]
     assert not [line for line in lines if "50000" not in line and "import" not in line]
@@ -150,10 +150,10 @@ def test_only_names_that_occur_are_imported():
     assert "statistics" in prelude_for("exec(input())")
 
 
-def test_what_the_program_defines_itself_stays_its_own():
+def test_program_definitions_override_the_prelude():
     assert bare("def gcd(a, b):\n    return 'mine'\nsqrt = 3\nprint(gcd(1, 2), sqrt)") == "mine 3\n"
 
 
 @given(source=st.text())
-def test_any_text_gets_a_prelude_that_compiles(source):
+def test_prelude_compiles_for_any_source(source):
     compile(prelude_for(source), "prelude", "exec")

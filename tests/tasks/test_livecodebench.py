@@ -61,7 +61,7 @@ def inputs_of(row: dict) -> list[str]:
 # ---- building ----
 
 
-def test_a_stdin_problem_becomes_a_conversation_with_its_tests(write_jsonl):
+def test_stdin_problem_becomes_conversation_with_tests(write_jsonl):
     row = livecodebench.build("test", write_jsonl([hub_row()]))[0]
     [turn] = row["prompt"]
     assert turn["role"] == "user"
@@ -76,21 +76,21 @@ def test_a_stdin_problem_becomes_a_conversation_with_its_tests(write_jsonl):
     assert (row["task"], row["id"]) == ("livecodebench", "livecodebench-q0")
 
 
-def test_a_functional_problem_shows_its_starter_code(write_jsonl):
+def test_functional_problem_shows_starter_code(write_jsonl):
     row = livecodebench.build("test", write_jsonl([functional_row()]))[0]
     assert "```python\nclass Solution:\n    def turn(self, xs: List[int]" in row["prompt"][0]["content"]
     answer = json.loads(row["answer"])
     assert (answer["testtype"], answer["fn_name"]) == ("functional", "turn")
 
 
-def test_braces_in_a_problem_are_text(write_jsonl):
+def test_braces_in_problem_are_text(write_jsonl):
     row = hub_row(question_content="Print {x} and {problem} and {0}.")
     built = livecodebench.build("test", write_jsonl([row]), prompt="[{time_limit}] {problem}", time_limit=2)[0]
     assert built["prompt"][0]["content"].startswith("[2] Print {x} and {problem} and {0}.")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9, 10])
-def test_training_shows_half_of_each_problems_private_tests(write_jsonl, count):
+def test_train_split_has_half_of_the_private_tests(write_jsonl, count):
     path = write_jsonl([hub_row(number, private=count) for number in range(12)])
     train, test = livecodebench.build("train", path), livecodebench.build("test", path)
     assert train["prompt"][:] == test["prompt"][:]
@@ -100,7 +100,7 @@ def test_training_shows_half_of_each_problems_private_tests(write_jsonl, count):
         assert [given for given in inputs_of(whole) if given in inputs_of(half)] == inputs_of(half)
 
 
-def test_the_draw_depends_on_the_seed_and_the_problem_alone(write_jsonl):
+def test_draw_depends_on_seed_and_problem_only(write_jsonl):
     rows = [hub_row(number, private=20) for number in range(8)]
     path, turned = write_jsonl(rows), write_jsonl(rows[::-1][:5], "turned.jsonl")
     first = {row["id"]: row["answer"] for row in livecodebench.build("train", path)}
@@ -112,26 +112,26 @@ def test_the_draw_depends_on_the_seed_and_the_problem_alone(write_jsonl):
 
 
 @given(count=st.integers(1, 300), identity=st.text(max_size=5), seed=st.integers(0, 99))
-def test_the_drawn_places_are_different_sorted_and_half(count, identity, seed):
+def test_drawn_indices_are_distinct_sorted_and_half(count, identity, seed):
     places = livecodebench._half(count, identity, seed)
     assert places == sorted(set(places))
     assert len(places) == max(1, int(count / 2))
     assert set(places) <= set(range(count))
 
 
-def test_every_test_has_the_same_chance_to_be_drawn():
+def test_draw_is_uniform():
     drawn = [place for number in range(2000) for place in livecodebench._half(6, f"q{number}", 0)]
     assert all(abs(drawn.count(place) - 1000) < 120 for place in range(6))
 
 
-def test_public_tests_come_first_where_asked_for(write_jsonl):
+def test_public_tests_come_first_if_enabled(write_jsonl):
     path = write_jsonl([hub_row()])
     assert "7\n" not in inputs_of(livecodebench.build("test", path)[0])
     for split in ("train", "test"):
         assert inputs_of(livecodebench.build(split, path, public_tests=True)[0])[0] == "7\n"
 
 
-def test_the_window_of_contest_dates_is_half_open_and_counted(write_jsonl, capsys):
+def test_contest_dates_are_filtered_and_counted(write_jsonl, capsys):
     dates = ["2025-01-31T23:59:59", "2025-02-01T00:00:00", "2025-04-30T23:59:59", "2025-05-01T00:00:00", "2024-06-01"]
     path = write_jsonl([hub_row(number, contest_date=day) for number, day in enumerate(dates)])
     built = livecodebench.build("test", path)
@@ -144,7 +144,7 @@ def test_the_window_of_contest_dates_is_half_open_and_counted(write_jsonl, capsy
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_packed_private_tests_and_parquet_give_the_same_rows(tmp_path, write_jsonl, suffix):
+def test_packed_and_parquet_files_give_the_same_rows(tmp_path, write_jsonl, suffix):
     plain = livecodebench.build("train", write_jsonl([hub_row(number) for number in range(3)]))
     rows = [hub_row(number, packed=True) for number in range(3)]
     path = write_jsonl(rows, "packed.jsonl")
@@ -162,7 +162,7 @@ def hub_folder(write_jsonl, tmp_path):
 
 
 @pytest.mark.parametrize(("release", "count"), [("v6", 2), ("v1", 2), ("release_v1", 2), ("release_v6", 12)])
-def test_a_release_is_a_set_of_the_hubs_files(tmp_path, write_jsonl, release, count):
+def test_release_selects_files_of_the_hub(tmp_path, write_jsonl, release, count):
     folder = hub_folder(write_jsonl, tmp_path)
     by_path = livecodebench.build("test", folder, release=release)
     from_hub = livecodebench.build("test", hub=str(folder), release=release)
@@ -172,7 +172,7 @@ def test_a_release_is_a_set_of_the_hubs_files(tmp_path, write_jsonl, release, co
         assert by_path["id"] == ["livecodebench-q60", "livecodebench-q61"]
 
 
-def test_a_folder_without_the_releases_files_names_them(tmp_path, write_jsonl):
+def test_folder_lacking_release_files_raises(tmp_path, write_jsonl):
     write_jsonl([hub_row()], "part/test6.jsonl")
     assert len(livecodebench.build("test", tmp_path / "part")) == 1
     with pytest.raises(FileNotFoundError, match=r"lacks test\.jsonl, test2\.jsonl.* for release_v2; it holds test6"):
@@ -191,7 +191,7 @@ def test_a_folder_without_the_releases_files_names_them(tmp_path, write_jsonl):
         ({"split": "test", "hub": "no-such-owner/no-such-data"}, "pass `path=`"),
     ],
 )
-def test_wrong_arguments_name_the_right_ones(monkeypatch, arguments, message):
+def test_invalid_build_arguments_raise(monkeypatch, arguments, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=message):
         livecodebench.build(**arguments)
@@ -241,7 +241,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("row", "field"), MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_row_is_rejected_by_file_row_and_field(write_jsonl, row, field, capsys):
+def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field, capsys):
     path = write_jsonl([hub_row(0), row], "problems.jsonl")
     with pytest.raises(RowError, match=r"problems\.jsonl, row 2, field ") as caught:
         livecodebench.build("test", path)
@@ -255,7 +255,7 @@ def test_a_malformed_row_is_rejected_by_file_row_and_field(write_jsonl, row, fie
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    """A sandbox for the programs of this file, all harmless, so that none is needed where none can be had."""
+    """A sandbox for the programs of this file, unprotected if necessary, as all are harmless."""
     if not sys.platform.startswith("linux"):
         pytest.skip("the local sandbox needs Linux")
     with warnings.catch_warnings():
@@ -287,7 +287,7 @@ def fenced(code: str, tag: str = "python") -> str:
     return f"Here it is.\n```{tag}\n{textwrap.dedent(code).strip()}\n```"
 
 
-def test_the_reference_solutions_of_the_examples_pass_all_tests(sandbox, solutions):
+def test_reference_solutions_of_examples_pass(sandbox, solutions):
     examples = load_task("livecodebench:examples").build("test")
     assert set(examples["id"]) == set(solutions)
     kinds = [json.loads(answer)["testtype"] for answer in examples["answer"]]
@@ -423,7 +423,7 @@ ADVERSARIAL = {  # reason: (response, answer, reward)
 
 
 @pytest.mark.parametrize(("response", "answer", "reward"), ADVERSARIAL.values(), ids=ADVERSARIAL)
-def test_verdicts_follow_the_benchmarks_checker(sandbox, response, answer, reward):
+def test_rewards_follow_the_benchmark_checker(sandbox, response, answer, reward):
     verdict = livecodebench.verify(response, answer, sandbox=sandbox)
     assert verdict.reward == reward
     assert (verdict.feedback is None) == (reward == 1)
@@ -433,7 +433,7 @@ def test_verdicts_follow_the_benchmarks_checker(sandbox, response, answer, rewar
         verdict.feedback.encode("utf-8")
 
 
-def test_feedback_names_the_error_its_place_and_its_input(sandbox):
+def test_feedback_shows_error_frames_and_input(sandbox):
     code = "def half(n):\n    return n // (n - 3)\n\nprint(half(int(input())))"
     verdict = livecodebench.verify(fenced(code), stdin_answer(("4\n", "4\n"), ("3\n", "1\n")), sandbox=sandbox)
     first, *rest = verdict.feedback.split("\n")
@@ -468,11 +468,11 @@ def test_feedback_shows_two_wrong_answers(sandbox):
     ],
     ids=["script", "standard error", "value", "lines of a function"],
 )
-def test_answers_and_debug_lines_have_limits_of_their_own(sandbox, code, answer):
+def test_answers_and_debug_output_have_separate_limits(sandbox, code, answer):
     assert "Output Limit Exceeded" in livecodebench.verify(fenced(code), answer, sandbox=sandbox).feedback
 
 
-def test_a_time_out_is_told_with_the_limit_and_the_input(sandbox):
+def test_feedback_on_time_out_shows_limit_and_input(sandbox):
     answer = stdin_answer(("1\n", "1\n"), time_limit=0.2)
     verdict = livecodebench.verify(fenced("while True:\n    pass"), answer, sandbox=sandbox)
     assert verdict.reward == 0
@@ -480,19 +480,19 @@ def test_a_time_out_is_told_with_the_limit_and_the_input(sandbox):
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-def test_without_a_program_no_sandbox_is_needed(monkeypatch, truncated):
+def test_response_without_program_needs_no_sandbox(monkeypatch, truncated):
     monkeypatch.setattr(livecodebench, "_sandbox", lambda: pytest.fail("opened a sandbox"))
     verdict = livecodebench.verify("I think that", DOUBLE, truncated=truncated)
     said = CUT_OFF if truncated else WRONG_FORMAT
     assert verdict == Verdict(0.0, said, {"pass_fraction": 0.0, "answer_format": 0.0})
 
 
-def test_a_cut_off_response_with_a_program_is_told_both(sandbox):
+def test_feedback_on_truncated_response_with_program(sandbox):
     verdict = livecodebench.verify(fenced("print(1)"), DOUBLE, truncated=True, sandbox=sandbox)
     assert verdict.feedback.startswith(f"{CUT_OFF}\n\nTest 1: Wrong Answer")
 
 
-def test_a_batch_keeps_rollouts_apart(sandbox, solutions):
+def test_reward_keeps_rollouts_apart(sandbox, solutions):
     examples = load_task("livecodebench:examples").build("train")
     completions, answers, expected = [], [], []
     for row in examples:
@@ -504,7 +504,7 @@ def test_a_batch_keeps_rollouts_apart(sandbox, solutions):
     assert [verdict.reward for verdict in verdicts] == expected
 
 
-def test_it_mixes_with_other_tasks_through_the_default_sandbox(sandbox):
+def test_mixes_with_other_tasks_in_default_sandbox(sandbox):
     livecodebench.use_sandbox(sandbox)
     try:
         verdicts = mixed_reward(
@@ -570,16 +570,14 @@ def test_expected_outputs_never_reach_the_sandbox():
     ]
 
 
-def test_an_answer_may_be_an_object_too():
+def test_answer_may_be_an_object():
     answers = [json.loads(DOUBLE), DOUBLE]
     box = RecordingSandbox(*[ok("6"), ok("20")] * 2)
-    verdicts = livecodebench.reward(
-        [fenced("print(6)")] * 2, answers, sandbox=RecordingSandbox(*[ok("6"), ok("20")] * 2)
-    )
+    verdicts = livecodebench.reward([fenced("print(6)")] * 2, answers, sandbox=box)
     assert [verdict.reward for verdict in verdicts] == [1.0, 1.0]
 
 
-def test_outputs_are_judged_as_they_come_in_and_not_held():
+def test_outputs_are_compared_at_once_and_not_kept():
     long = "7" * 100_000
     box = RecordingSandbox(
         ok("6"), ok(long), Outcome("ok", value=json.dumps(long), stdout=long), Outcome("ok", value="[]")
@@ -626,19 +624,19 @@ def test_the_deadline_of_the_reward_function_call_applies():
         ([ok("6"), ok("20")], 1.0),
     ],
 )
-def test_a_response_that_the_deadline_left_undecided_has_no_reward(outcomes, reward):
+def test_undecided_response_has_no_reward(outcomes, reward):
     verdict = livecodebench.verify(fenced("print(1)"), DOUBLE, sandbox=RecordingSandbox(*outcomes), deadline=1.0)
     assert verdict.reward == reward
     assert ("undecided" in verdict.metrics) == (reward is None)
 
 
-def test_a_functional_outcome_without_a_value_is_an_error():
+def test_functional_outcome_without_value_is_an_error():
     verdict = livecodebench.verify(fenced("def turn(xs): pass"), TURN, sandbox=RecordingSandbox(ok("[2,1]"), ok("[]")))
     assert verdict.reward == 0
     assert verdict.feedback.startswith("Test 1: Runtime Error")
 
 
-def test_a_program_that_is_graded_in_a_batch_is_asked_for_once_a_test():
+def test_each_program_runs_once_per_test():
     box = RecordingSandbox(*[ok("6")] * 9)
     livecodebench.reward([fenced("print(6)"), "none", fenced("print(6)")], [DOUBLE] * 3, sandbox=box)
     assert [(program.group, program.stdin) for program in box.programs] == [
@@ -651,6 +649,6 @@ def test_a_program_that_is_graded_in_a_batch_is_asked_for_once_a_test():
 
 
 @pytest.mark.parametrize("answer", [None, "", "[]", "{}", '{"inputs": [], "outputs": []}'])
-def test_an_answer_without_tests_is_an_error(answer):
+def test_answer_without_tests_raises(answer):
     with pytest.raises(ValueError, match="code answer"):
         livecodebench.verify(fenced("print(1)"), answer)

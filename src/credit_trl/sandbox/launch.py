@@ -14,12 +14,12 @@ import resource
 import signal
 import socket
 import subprocess
-from dataclasses import dataclass
 from importlib.resources import files
 
 from credit_trl.sandbox import accounts, kernel
 from credit_trl.sandbox.interpreter import Interpreter
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError
+from credit_trl.sandbox.running import Process
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -103,30 +103,8 @@ class Unprotected(Isolation):
         kernel.no_new_privileges()
 
 
-@dataclass
-class Process:
-    """A prepared process.
-
-    Args:
-        pid: its id.
-        pidfd: descriptor that becomes readable when it ends.
-        stdout, stderr: read ends of its pipes.
-        report: socket on which the driver waits for a byte before it starts the program, and on which it reports.
-    """
-
-    pid: int
-    pidfd: int
-    stdout: int
-    stderr: int
-    report: int
-
-
 def start(isolation: Isolation, program: Program, user: int | None) -> Process:
-    """Start a process for a program. The program begins when a byte is written to the process's `report` socket.
-
-    Args:
-        user: id of the process's user, for a server that is root; `None` for the server's own.
-    """
+    """Start a process for a program, as `user` if that is not `None`, which needs root."""
     ours: list[int] = []
     inherited: list[int] = []
     try:

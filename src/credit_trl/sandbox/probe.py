@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import tempfile
+from dataclasses import replace
 
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.protocol import MIB, Limits, Program, SandboxError
@@ -67,16 +68,10 @@ def may_signal(pid):
 '''
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LIMITS = Limits(
-    cpu_seconds=5,
-    wall_seconds=20,
-    memory_bytes=256 * MIB,
-    processes=4,
-    file_bytes=MIB,
-    open_files=32,
-    output_bytes=1 << 16,
-)
 _SHORT = Limits(wall_seconds=0.2, memory_bytes=256 * MIB)
+_LIMITS = replace(
+    _SHORT, cpu_seconds=5, wall_seconds=20, processes=4, file_bytes=MIB, open_files=32, output_bytes=1 << 16
+)
 
 
 def probe(sandbox: PoolSandbox) -> None:

@@ -6,14 +6,26 @@ import json
 import re
 import signal
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from credit_trl.sandbox.protocol import Outcome, Program, Status, excerpt
 
-if TYPE_CHECKING:
-    from credit_trl.sandbox.launch import Process
-
 ERROR_CHARACTERS = 4000
+
+
+class Process(NamedTuple):
+    """A prepared process. Its program begins when a byte is written to `report`, on which the driver reports."""
+
+    pid: int
+    pidfd: int  # becomes readable when the process ends
+    stdout: int
+    stderr: int
+    report: int
+
+    @property
+    def descriptors(self) -> tuple[int, int, int, int]:
+        """All descriptors of the process."""
+        return self.pidfd, self.stdout, self.stderr, self.report
 
 
 @dataclass(eq=False)
@@ -44,11 +56,6 @@ class RunningProgram:
 
     def __post_init__(self) -> None:
         self.pipes_open = {self.process.stdout, self.process.stderr, self.process.report}
-
-    @property
-    def descriptors(self) -> tuple[int, int, int, int]:
-        """All descriptors of the process."""
-        return (self.process.pidfd, self.process.stdout, self.process.stderr, self.process.report)
 
     @property
     def received(self) -> int:

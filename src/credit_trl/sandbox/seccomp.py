@@ -126,12 +126,8 @@ def landlock_filter(machine: str | None = None, *, truncation_mediated: bool = T
             file truncate it on opening, so the filter refuses O_TRUNC.
     """
     own_process_only = _argument_in(0, (_PROCESS_ID,))
-    checks = {
-        **_argument_checks(),
-        "clone": _argument_has(0, _CLONE_THREAD),
-        "kill": own_process_only,
-        "tgkill": own_process_only,
-    }
+    checks = {**_argument_checks(), "clone": _argument_has(0, _CLONE_THREAD)}
+    checks |= {"kill": own_process_only, "tgkill": own_process_only}
     if not truncation_mediated:
         checks["open"] = _argument_clear(1, os.O_TRUNC)
         checks["openat"] = _argument_clear(2, os.O_TRUNC)

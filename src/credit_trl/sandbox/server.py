@@ -125,7 +125,7 @@ class Server:
         run = RunningProgram(number, program, process, user)
         self.runs[process.pid] = run
         self.prepared.append(run)
-        for descriptor in run.descriptors:
+        for descriptor in process.descriptors:
             self.by_descriptor[descriptor] = run
             self.poll.register(descriptor, select.EPOLLIN)
 
@@ -175,9 +175,7 @@ class Server:
                 # A program that never began is a failure of the sandbox and has no status.
                 status = None if run.began_at is None else "timeout"
                 self._kill(run, status, f"more than {limits.wall_seconds:g} seconds")
-            elif run.began_at is None:
-                continue
-            elif sample and now - run.began_at >= _SAMPLE_SECONDS / 2:
+            elif sample and run.began_at is not None and now - run.began_at >= _SAMPLE_SECONDS / 2:
                 self._check_usage(run, limits)
 
     def _check_usage(self, run: RunningProgram, limits: Limits) -> None:
@@ -216,22 +214,18 @@ class Server:
                     return
                 time.sleep(0.005)
                 continue
-            run = self.runs.get(ended.si_pid)
-            if run is not None:
-                self._kill_group(run.process.pid)  # before its process id can be used again
+            if ended.si_pid in self.runs:
+                self._kill_group(ended.si_pid)  # before its process id can be used again
             _, status = os.waitpid(ended.si_pid, 0)
-            if run is None:
-                self._kill_orphans()  # this process has adopted its children
-                continue
-            del self.runs[run.process.pid]
-            if run in self.prepared:
-                self.prepared.remove(run)
-            self._finish(run, os.waitstatus_to_exitcode(status))
+            self._kill_orphans()  # this process has adopted its children
+            if (run := self.runs.pop(ended.si_pid, None)) is not None:
+                self._finish(run, os.waitstatus_to_exitcode(status))
 
     def _finish(self, run: RunningProgram, exit_code: int) -> None:
-        self._kill_orphans()
+        if run in self.prepared:
+            self.prepared.remove(run)
         self._drain(run)
-        for descriptor in run.descriptors:
+        for descriptor in run.process.descriptors:
             self._forget(descriptor)
             os.close(descriptor)
         self.free.append(run.user)
