@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from credit_trl import CreditConfig
+from families import build_family
 from tiny import build_model, build_tokenizer
 
 
@@ -25,6 +26,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def make_model(tokenizer):
     """`build_model` for the session's tokenizer."""
     return partial(build_model, tokenizer)
+
+
+@pytest.fixture
+def make_family(tokenizer):
+    """`build_family` for the session's tokenizer."""
+    return partial(build_family, tokenizer)
 
 
 @pytest.fixture

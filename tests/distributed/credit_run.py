@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
-from credit_trl.contexts import build as rollouts_module
+from credit_trl.contexts import contrast
 from distributed import cpu_fsdp2
 
 GROUP = 4
@@ -59,14 +59,14 @@ def whole(tensor):
 
 def kept_draws() -> list[tuple[int, list[str]]]:
     """Return a list that gets (sample, prompts drawn for it) of each later draw."""
-    draws, draw = [], rollouts_module.contrast.draw_from_batch
+    draws, draw = [], contrast.draw_from_batch
 
-    def keeping(keys, samples, *args, **kwargs):
+    def record(keys, samples, *args, **kwargs):
         drawn = draw(keys, samples, *args, **kwargs)
         draws.extend((sample, [keys[i] for i in d]) for sample, d in zip(samples, drawn, strict=True))
         return drawn
 
-    rollouts_module.contrast.draw_from_batch = keeping
+    contrast.draw_from_batch = record
     return draws
 
 

@@ -23,6 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl.evaluation import EvaluationCallback
+from credit_trl.loss import distillation
 from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_shape
@@ -114,13 +115,19 @@ class LocalLosses(CreditTrainer):
         self.longest.append(max(map(len, generated[0])))
         return generated
 
-    def _student_loss(self, inputs: Any, weights: Any, coef: Any, teacher: Any, *args: Any) -> Any:
-        parts = (weights, coef, *vars(teacher).values())
-        self.dtypes |= {str(part.dtype) for part in parts if torch.is_tensor(part) and part.is_floating_point()}
-        return super()._student_loss(inputs, weights, coef, teacher, *args)
-
     def _distillation_loss(self, *args: Any) -> torch.Tensor:
-        loss = super()._distillation_loss(*args)
+        credit_loss = distillation.credit_loss
+
+        def record(hidden: Any, head: Any, tokens: Any, scores: Any, config: Any) -> Any:
+            parts = [*vars(tokens).values(), *vars(scores).values()]
+            self.dtypes |= {str(part.dtype) for part in parts if torch.is_tensor(part) and part.is_floating_point()}
+            return credit_loss(hidden, head, tokens, scores, config)
+
+        distillation.credit_loss = record
+        try:
+            loss = super()._distillation_loss(*args)
+        finally:
+            distillation.credit_loss = credit_loss
         self.dtypes.add(str(loss.dtype))
         return loss
 

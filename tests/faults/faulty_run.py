@@ -23,10 +23,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
 
 import tiny
-from credit_trl import CreditConfig, CreditTrainer, trainer
-from credit_trl.rollout import batch as rollouts
+from credit_trl import CreditConfig, CreditTrainer
+from credit_trl.contexts import build
+from credit_trl.loss import distillation
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.teacher import scoring
+from credit_trl.teacher import passes
 from credit_trl.teacher.models import Teacher
 from credit_trl.training import checkpoints
 from distributed import cpu_fsdp2
@@ -42,14 +43,14 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
     "verdict, before": (GRPOTrainer, "_calculate_rewards", "before", 1),
     "verdict, inside": (sys.modules[__name__], "grade", "before", 3),
     "verdict, after": (GRPOTrainer, "_calculate_rewards", "after", 1),
-    "contexts": (trainer, "gather_privileged_contexts", "after", 1),
-    "contrast draw": (rollouts, "draw_contrasts", "after", 1),
-    "scores, before": (trainer, "score_completions", "before", 1),
-    "scores, first pass": (scoring, "_forward", "before", 1),
-    "scores, second pass": (scoring, "_forward", "after", 2),
-    "scores, after": (trainer, "score_completions", "after", 1),
+    "contexts": (build, "gather_privileged_contexts", "after", 1),
+    "contrast draw": (build, "draw_contrasts", "after", 1),
+    "scores, before": (distillation, "score_completions", "before", 1),
+    "scores, first pass": (passes, "_forward", "before", 1),
+    "scores, second pass": (passes, "_forward", "after", 2),
+    "scores, after": (distillation, "score_completions", "after", 1),
     "update, before the loss": (CreditTrainer, "_compute_loss", "before", 1),
-    "update, inside the loss": (trainer, "credit_loss", "after", 1),
+    "update, inside the loss": (distillation, "credit_loss", "after", 1),
     "update, before the backward pass": (CreditTrainer, "_compute_loss", "after", 1),
     "update, inside the optimizer": (torch.optim.AdamW, "step", "before", 1),
     "update, after the optimizer": (torch.optim.AdamW, "step", "after", 1),

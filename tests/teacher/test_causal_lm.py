@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from credit_trl import CreditTrainer
-from credit_trl import trainer as trainer_module
+from credit_trl.loss import distillation, scoring
 from credit_trl.loss.head import lm_head
-from credit_trl.teacher import causal_lm, scoring
+from credit_trl.teacher import causal_lm
 from credit_trl.teacher.causal_lm import completion_states, head_dtype
 from tiny import length_verdicts
 
@@ -63,20 +63,20 @@ def test_student_and_teacher_use_same_head_dtype(
 ):
     """Apply the rule of a GPU on a CPU."""
     entered = {"student": set(), "teacher": set()}
-    loss, states = trainer_module.credit_loss, scoring.teacher_states
+    loss, states = distillation.credit_loss, scoring.token_states
 
-    def recording_loss(hidden, *args, **kwargs):
+    def record_loss(hidden, *args, **kwargs):
         entered["student"].add(hidden.dtype)
         return loss(hidden, *args, **kwargs)
 
-    def recording_states(*args, **kwargs):
+    def record_states(*args, **kwargs):
         for part in states(*args, **kwargs):
-            entered["teacher"].add(part.hidden.dtype)
+            entered["teacher"].add(part.teacher.dtype)
             yield part
 
     monkeypatch.setattr(causal_lm, "head_dtype", lambda h, w, device, autocast: head_dtype(h, w, "cuda", autocast))
-    monkeypatch.setattr(trainer_module, "credit_loss", recording_loss)
-    monkeypatch.setattr(scoring, "teacher_states", recording_states)
+    monkeypatch.setattr(distillation, "credit_loss", record_loss)
+    monkeypatch.setattr(scoring, "token_states", record_states)
     model, config = make_model(), make_config(bf16=True, **options)
     trainer = CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
     trainer.train()

@@ -7,12 +7,12 @@ import torch
 import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from test_model_families import FAMILIES, make_family  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from credit_trl import CreditTrainer
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.training import checks
+from families import FAMILIES
 from tiny import length_verdicts
 
 
@@ -80,7 +80,7 @@ PRECISIONS = [(torch.float32, "no"), (torch.float32, "bf16"), (torch.bfloat16, "
 
 @pytest.mark.parametrize(("dtype", "mixed"), PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_pass_in_all_precisions(make_family, family, dtype, mixed):  # noqa: F811
+def test_families_pass_in_all_precisions(make_family, family, dtype, mixed):
     accelerator = Accelerator(cpu=True)
     accelerator.state._mixed_precision = mixed  # a second Accelerator keeps the precision of the first
     try:
@@ -131,12 +131,12 @@ def test_model_split_over_devices_is_refused(make_model):
     model.hf_device_map = {"model": 0, "lm_head": 0}
     checks.check_model(model, accelerator)
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
-    with pytest.raises(ValueError, match=r"devices 0, 1 by `device_map`.*accelerate launch"):
+    with pytest.raises(ValueError, match=r"`device_map` splits the model over the devices 0, 1,.*accelerate launch"):
         checks.check_model(model, accelerator)
 
 
 @pytest.mark.parametrize("value", [None, 4.0])
-def test_wrong_soft_cap_is_detected(make_family, accelerator, monkeypatch, value):  # noqa: F811
+def test_wrong_soft_cap_is_detected(make_family, accelerator, monkeypatch, value):
     model = make_family("Gemma2")
     checks.check_logits(model, accelerator)
     monkeypatch.setattr("credit_trl.loss.head._softcap", lambda config: value)

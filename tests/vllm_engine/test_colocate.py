@@ -129,8 +129,8 @@ def test_base_teacher_scores_with_initial_weights(make_trainer, kind):
     build, score = trainer._build_contexts, trainer._score
     scored = []
 
-    def keep_contexts(mode):
-        scored.append([build(mode)])
+    def keep_contexts(batch):
+        scored.append([build(batch)])
         return scored[-1][0]
 
     def keep_scores(output, contexts):
@@ -142,7 +142,7 @@ def test_base_teacher_scores_with_initial_weights(make_trainer, kind):
     trainer.train()
     assert len(scored) == 4
     contexts, output = scored[-1]
-    for i, (own, *_) in enumerate(built.ids for built in contexts):
+    for i, own in enumerate(built.teacher for built in contexts):
         completion = output["completion_ids"][i][output["completion_mask"][i].bool()].tolist()
         expected = token_logps(untrained, own, completion)
         torch.testing.assert_close(output["teacher_token_logps"][i][: len(completion)], expected, rtol=0, atol=1e-4)
