@@ -1,17 +1,16 @@
-"""The paper's objective, one function per equation: pure, without state, readable beside the text.
+"""The paper's objective: one pure function per equation.
 
-Symbols (all log-probabilities are natural logs, of the same token or bucket `v` at the same position `t`):
+Symbols (natural logs, of a token or bucket `v` at position `t`):
 
-    f_t(v)   = log π_ref(v | x, y_<t, z)        the self-teacher, which has read the feedback z      `teacher_logps`
-    g_k,t(v) = log π_ref(v | x'_k, y_<t, z)     the same teacher under another question x'_k         `contrast_logps`
-    Ĝ_t(v)   = (1/C) Σ_k g_k,t(v)               what it says whatever the question                   `generic_logps`
-    p_t(v)   = π_θ(v | x, y_<t)                 the student                                          `student_logps`
+    f_t(v)   = log π_ref(v | x, y_<t, z)        teacher with privileged context z       `teacher_logps`
+    g_k,t(v) = log π_ref(v | x'_k, y_<t, z)     teacher under contrast prompt x'_k      `contrast_logps`
+    Ĝ_t(v)   = (1/C) Σ_k g_k,t(v)               input-generic baseline                  `generic_logps`
+    p_t(v)   = π_θ(v | x, y_<t)                 student                                 `student_logps`
 
-Beside the paper's equations stand the other contrasts of `docs/contrast.md`: the form `"guide"`, the baseline
-`"log_mean"` and the gate.
+Not in the paper are the contrasts of `docs/contrast.md`: the form `"guide"`, the baseline `"log_mean"` and the gate.
 
-The last dimension is the vocabulary, or the buckets of a truncated support: K tokens and, with a tail bucket, one more
-for everything else. Leading dimensions are free. `contrast_logps` carries C in front.
+The last dimension is the vocabulary, or the buckets of a truncated support: K tokens and, with a tail bucket, one
+bucket for the rest. Leading dimensions are free. The first dimension of `contrast_logps` is C.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Upper bound on the log of the support's mass: `log(1 - Σp)` stays finite when the support holds all of it.
+# Upper bound on the log-probability of the support, so that `log(1 - Σp)` stays finite.
 _MAX_LOG_MASS = -1e-7
 
 Form = Literal["subtract", "guide"]
@@ -33,7 +32,7 @@ Baseline = Literal["mean_log", "log_mean"]
 
 @dataclass(frozen=True)
 class ContrastRule:
-    """How the contrast enters the target, and where.
+    """Form of the contrast and the positions where it applies.
 
     Args:
         form: `"subtract"`, the paper's `f − λ Ĝ`, or `"guide"`, `f + λ (f − Ĝ)`.
@@ -54,8 +53,8 @@ def self_distillation_reward(
 def input_generic(contrast_logps: Float[Tensor, "c *t v"], baseline: Baseline = "mean_log") -> Float[Tensor, "*t v"]:
     """Ĝ_t(v) = (1/C) Σ_k g_k,t(v): the sample estimate of G_t in Eq. 6, a mean of logs over dim 0.
 
-    `"log_mean"` is `log (1/C) Σ_k exp g_k,t(v)` instead, the estimate of the marginal in pCMI (§3.5), which is at
-    least the mean of logs.
+    `"log_mean"` is `log (1/C) Σ_k exp g_k,t(v)`, the estimate of the marginal in pCMI (§3.5); it is not below the mean
+    of logs.
     """
     if baseline == "log_mean":
         return contrast_logps.logsumexp(dim=0) - contrast_logps.new_tensor(len(contrast_logps)).log()
@@ -75,15 +74,15 @@ def credit_target(
     contrastive_coef: float | Float[Tensor, "*t"],
     form: Form = "subtract",
 ) -> Float[Tensor, "*t v"]:
-    """a_t(v) = f_t(v) − λ Ĝ_t(v): what the student is pulled towards, not normalised.
+    """a_t(v) = f_t(v) − λ Ĝ_t(v), the target of the student, not normalised.
 
-    The form `"guide"` is `f + λ (f − Ĝ)`: the teacher itself where the question does not matter.
+    The form `"guide"` is `f + λ (f − Ĝ)`, which equals f where teacher and contrasts agree.
 
     Args:
         teacher_logps: f.
         generic_logps: Ĝ, of the same shape.
-        contrastive_coef: λ, one number or one per position (a position without another question to compare has 0).
-        form: which of the two.
+        contrastive_coef: λ, one number or one per position (0 where a sample has no contrast prompt).
+        form: see `ContrastRule`.
     """
     if isinstance(contrastive_coef, Tensor):
         contrastive_coef = contrastive_coef.unsqueeze(-1)
@@ -93,7 +92,7 @@ def credit_target(
 
 
 def total_variation(teacher_logps: Float[Tensor, "*t v"], generic_logps: Float[Tensor, "*t v"]) -> Float[Tensor, "*t"]:
-    """½ Σ_v |f̄(v) − ḡ(v)| of the two as distributions: how much the question matters at a position, in [0, 1]."""
+    """½ Σ_v |f̄(v) − ḡ(v)| of the two as distributions, in [0, 1]."""
     return (teacher_logps.softmax(-1) - generic_logps.softmax(-1)).abs().sum(-1) / 2
 
 
@@ -116,13 +115,13 @@ def credit_advantages(
 def distillation_loss(
     student_logps: Float[Tensor, "*t v"], target_logps: Float[Tensor, "*t v"], alpha: float
 ) -> Float[Tensor, "*t"]:
-    """The divergence from the student to the target at each position, differentiable in `student_logps`.
+    """Divergence between student and target at each position, differentiable in `student_logps`.
 
     Args:
         student_logps: log p, normalised over the last dimension.
-        target_logps: a, see `credit_target`; need not be normalised and gets no gradient.
-        alpha: 1 is the reverse KL `Σ_v p (log p − a)`, whose gradient on a complete support is exactly
-            `−Σ_v ∇p_t(v) · sg[R_t(v)]`, line 8 of Algorithm 1 (the constant of an unnormalised `a` has none);
+        target_logps: a, see `credit_target`; not necessarily normalised, without gradient.
+        alpha: 1 is the reverse KL `Σ_v p (log p − a)`, whose gradient on a complete support is
+            `−Σ_v ∇p_t(v) · sg[R_t(v)]`, line 8 of Algorithm 1 (the normaliser of `a` is constant);
             0 is the forward KL `KL(q ‖ p)`; between them `(1−α) KL(p ‖ m) + α KL(q ‖ m)` with `m = (1−α) p + α q`.
             There `q = softmax(a)`.
 
@@ -146,12 +145,12 @@ def distillation_loss(
 def add_tail_bucket(
     logps: Float[Tensor, "*t k"], log_outside: Float[Tensor, "*t"] | None = None
 ) -> Float[Tensor, "*t k+1"]:
-    """Append `log(1 − Σ_k p_k)`, the mass outside the support, so that the buckets sum to one.
+    """Append `log(1 − Σ_k p_k)`, the probability outside the support, so that the buckets sum to one.
 
     Args:
-        logps: true log-probabilities of distinct tokens, their mass at most 1.
-        log_outside: the same log of what is left, where it was summed over the tokens outside. A confident model's
-            support holds all but 1e-6, of which a difference from 1 keeps one digit in fp32 and a sum keeps all.
+        logps: log-probabilities of distinct tokens.
+        log_outside: the same value summed over the tokens outside, where available. It is more precise: with 1e-6
+            outside the support, the difference from 1 keeps one digit in fp32.
     """
     if log_outside is None:
         log_mass = torch.logsumexp(logps, dim=-1).clamp(max=_MAX_LOG_MASS)
@@ -161,7 +160,7 @@ def add_tail_bucket(
 
 
 def renormalize(logps: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:
-    """The distribution conditioned on the support: `log_softmax` over the last dimension."""
+    """Log-probabilities conditional on the support: `log_softmax` over the last dimension."""
     return torch.log_softmax(logps, dim=-1)
 
 
@@ -176,29 +175,30 @@ def credit_rewards(
     form: Form = "subtract",
     baseline: Baseline = "mean_log",
 ) -> Float[Tensor, "*b"]:
-    r"""ρ(x, y) − λ ρ̂(y) with ρ = β log π_θ(y | x) / π_ref(y | x), and ρ̂ its mean over other questions x'_k.
+    r"""ρ(x, y) − λ ρ̂(y) with ρ = β log π_θ(y | x) / π_ref(y | x), and ρ̂ its mean over contrast prompts x'_k.
 
-    Of whole responses or of single tokens: with `"mean_log"` the rewards of the tokens sum to that of the response.
+    DPO's implicit reward (Rafailov et al., 2023) and PRIME's token reward (Cui et al., 2025) are such log-ratios. The
+    function applies to whole responses or to single tokens; with `"mean_log"` the rewards of the tokens sum to that of
+    the response.
 
-    - λ = 0 is the plain reward. With `"subtract"` and λ = 1 a contrast under the question itself leaves nothing.
+    - λ = 0 is ρ. With `"subtract"` and λ = 1 the reward is 0 where x'_k = x.
     - Where π_θ(y | x) is π_ref(y | x, z) for some z, as for the two passes of one joint distribution, it is
-      β (pmi(y; z | x) − λ E[pmi(y; z | x')]), the full-ratio reward of Appendix D: `analysis.pmi.contrastive_pmi`.
-    - Where π_θ is DPO's optimum for a reward s(x, y) + g(y), the generic part g enters the difference of two responses
-      (1 − λ) times; with `"guide"`, once for every λ, beside (1 + λ) times what depends on the question.
+      β (pmi(y; z | x) − λ E[pmi(y; z | x')]), the full-ratio reward of Appendix D: `lab.analysis.pmi.contrastive_pmi`.
+    - Where π_θ is DPO's optimum for a reward s(x, y) + g(y), the difference of two responses contains the generic part
+      g with weight 1 − λ; with `"guide"` with weight 1, and the part that depends on x with weight 1 + λ.
 
     Differentiable in every argument.
 
     Args:
-        policy_logps: log π_θ(y | x), of tokens or summed over responses.
+        policy_logps: log π_θ(y | x), per token or summed over a response.
         reference_logps: log π_ref(y | x).
-        contrast_policy_logps: log π_θ(y | x'_k) of the same y, C in front.
-        contrast_reference_logps: log π_ref(y | x'_k). None leaves the denominator as it is: the paper's own choice for
-            self-distillation (Eq. 8, `objective.credit_advantages`), with the teacher as the policy and the student
-            as the reference. The reward then also pays for being unlikely under other questions.
+        contrast_policy_logps: (C, …), log π_θ(y | x'_k) of the same y.
+        contrast_reference_logps: (C, …), log π_ref(y | x'_k). None contrasts the numerator only, as the paper does for
+            self-distillation (Eq. 8, `credit_advantages`: the teacher is the policy, the student the reference).
         contrastive_coef: λ ≥ 0.
         beta: DPO's and PRIME's β.
         form: `"subtract"`, or `"guide"`: ρ + λ (ρ − ρ̂).
-        baseline: the mean of the contrasts' logs, or the log of their mean, in numerator and denominator each.
+        baseline: see `input_generic`; applied to numerator and denominator separately.
 
     Returns:
         One reward for each of `policy_logps`, in nats times β.
@@ -213,5 +213,5 @@ def credit_rewards(
 def _target(
     values: Float[Tensor, "*b"], generic: Float[Tensor, "*b"], coef: float | Float[Tensor, "*b"], form: Form
 ) -> Float[Tensor, "*b"]:
-    """`credit_target` with one λ for each value, where it has one for each position of a vocabulary."""
+    """`credit_target` of scalars, each with its own λ."""
     return credit_target(values.unsqueeze(-1), generic.unsqueeze(-1), coef, form).squeeze(-1)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from credit_trl.contexts.contrast import draw_from_batch, draw_from_dataset, prompt_key
+from credit_trl.contexts.contrast import draw_from_batch, draw_from_dataset
+from credit_trl.rollout.batch import prompt_key
 
 batches = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24)
 

@@ -272,7 +272,7 @@ def test_a_training_step_equals_the_torch_path(
 ):
     monkeypatch.setattr(rows, "BLOCK", 512)
     launched = []
-    monkeypatch.setattr(rows, "project", lambda *args, of=rows.project: launched.append(1) or of(*args))
+    monkeypatch.setattr(rows, "project_rows", lambda *args, of=rows.project_rows: launched.append(1) or of(*args))
     logs, weights = [], []
     for name in ("torch", "triton"):
         config = make_config(

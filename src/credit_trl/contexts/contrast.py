@@ -6,7 +6,6 @@ sample has its own random stream, and `sample` is its index in the global genera
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,12 +19,7 @@ from datasets import Dataset
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, user_text, without_question
-from credit_trl.rollout.batch import GenerationBatch
-
-
-def prompt_key(prompt: str | list[dict[str, Any]]) -> str:
-    """Key that two prompts share where their content is the same, whatever the order of a message's keys."""
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+from credit_trl.rollout.batch import GenerationBatch, prompt_key
 
 
 def draw_from_batch(

@@ -16,13 +16,13 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from credit_trl.contexts.contrast import prompt_key
 from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.engines import Engine, Request, TransformersEngine, VLLMEngine
 from credit_trl.evaluation.result import Evaluation, summarize
 from credit_trl.evaluation.samples import SAMPLES_FILE, Sample, SampleFile
 from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.evaluation.verdicts import Unit, grade
+from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.tasks.sciknoweval import given_answer
 from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, write_json

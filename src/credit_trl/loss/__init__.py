@@ -1,24 +1,22 @@
-"""From hidden states to scores and loss, without a (tokens × vocabulary) tensor.
+"""Stage 4: scores and loss from hidden states, without a (tokens × vocabulary) tensor.
 
-Two entry points, both over valid tokens only (N of them, flattened over the batch):
+Both entry points take the N unmasked tokens of a batch:
 
-- `score_tokens`: the lagged teacher's hidden states → support ids, f, Ĝ, the sampled token's values. No gradient.
-- `credit_loss`: the student's hidden states and the scores → the weighted loss, what is logged, and, in the same pass,
-  the gradient for hidden states, head weight and head bias. All that the gradient needs (weights, importance ratio) is
-  known while a chunk's logits are at hand, so nothing is kept for the backward pass but the gradient itself.
+- `score_tokens`: hidden states of the teacher to support ids, f, Ĝ and their values at the sampled token, without
+  gradient.
+- `credit_loss`: hidden states of the student and scores to the weighted loss and the values to log. The gradients of
+  hidden states, head weight and head bias are computed in the same pass, so that nothing else is kept for `backward`.
 
-One chunk of tokens × vocabulary lives at a time. With the tail `"renormalize"` normalisers cancel, and the contrast
-and the student project only the K columns of the support. Values that would need a normaliser are then those *within
-the support*, in a way that keeps differences meaningful:
+One chunk of (tokens × vocabulary) exists at a time. With the tail `"renormalize"` normalisers cancel, so contrasts and
+student project only the K columns of the support, and some values are conditional on the support:
 
-- the sampled token's f, Ĝ and log p are conditional on the support and that token, all three;
-- an entropy whose normaliser was not formed is that of the distribution on the support, and the mass beside it is NaN.
+- f, Ĝ and log p at the sampled token are conditional on the support and that token;
+- an entropy without normaliser is that of the distribution on the support, and the probability of the support is NaN.
 
-An importance ratio is always that of the true log-probabilities: where one is wanted, the student's normaliser is
-formed, without gradient.
+Importance ratios always use true log-probabilities; the student's normaliser is then computed without gradient.
 
-bf16 and fp16 inputs are accumulated in fp32, fp64 inputs are computed in fp64. Chunk sizes come from the device's free
-memory (CUDA) or from a fixed budget of bytes (CPU), unless given.
+bf16 and fp16 inputs are accumulated in fp32, fp64 inputs are computed in fp64. Chunk sizes depend on the free memory
+of the device (CUDA) or on a fixed number of bytes (CPU), unless given.
 """
 
 from credit_trl.loss.head import Kernels, LMHead

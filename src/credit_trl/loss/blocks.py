@@ -1,4 +1,4 @@
-"""Work on logits that come a block of the vocabulary at a time, and the top K of a row without sorting it."""
+"""Chunks of tokens, blocks of the vocabulary, and the top K of a row without sorting it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# What one chunk may take: of logits, and of gathered head rows (which pay only while they stay in cache).
+# Bytes of one chunk on the CPU: of logits, and of gathered head rows, which should stay in cache.
 _CPU_LOGITS_BYTES = 160 * 2**20
-
 _CPU_COLUMNS_BYTES = 16 * 2**20
-
 _CPU_PASSING_CHUNK = 1024
-
-# On CUDA both get this share of the free memory.
+# Share of the free memory for one chunk on CUDA.
 _CUDA_SHARE = 1 / 8
-
 _MAX_CHUNK = 4096
+# Columns of one group in `top_columns`.
+_TOPK_GROUP = 32
 
 
 def chunks(n: int, size: int) -> Iterator[slice]:
@@ -28,19 +26,19 @@ def chunks(n: int, size: int) -> Iterator[slice]:
 
 
 def logits_chunk(n: int, vocabulary_size: int, dtype: torch.dtype, device: torch.device, buffers: int = 1) -> int:
-    """How many of n tokens to project at once, when a chunk holds `buffers` tensors of (tokens, vocabulary)."""
+    """Tokens per logits chunk, of n, with `buffers` tensors of (tokens, vocabulary)."""
     return _rows_within(_CPU_LOGITS_BYTES, n, buffers * vocabulary_size * dtype.itemsize, device)
 
 
 def passing_chunk(n: int, vocabulary_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The same where no logits are kept: many on a CPU, so that the head is read from memory less often."""
+    """Tokens per chunk where logits are not kept; large on a CPU, so that the head is read less often."""
     if device.type == "cpu":
         return min(_CPU_PASSING_CHUNK, max(n, 1))
     return logits_chunk(n, vocabulary_size, dtype, device, buffers=2)
 
 
 def columns_chunk(n: int, columns: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many of n tokens to take at once, when `columns` rows of the head are gathered for each."""
+    """Tokens per chunk where `columns` rows of the head are gathered for each token."""
     return _rows_within(_CPU_COLUMNS_BYTES, n, columns * hidden_size * dtype.itemsize, device)
 
 
@@ -50,7 +48,7 @@ def _rows_within(cpu_bytes: int, n: int, bytes_per_row: int, device: torch.devic
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         budget = int((torch.cuda.mem_get_info(device)[0] + unused) * _CUDA_SHARE)
     rows = min(max(budget // max(bytes_per_row, 1), 1), _MAX_CHUNK, max(n, 1))
-    # Powers of two, so that a little more or less free memory does not change the order of summation.
+    # A power of two, so that small changes of free memory do not change the order of summation.
     return 1 << (rows.bit_length() - 1)
 
 
@@ -59,12 +57,8 @@ def accumulation_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-# The top K of a row lie in the K groups with the largest maxima; this many columns make a group.
-_TOPK_GROUP = 32
-
-
 class Statistics:
-    """Running `log Σ exp z` and, if wanted, `Σ p z` of rows whose logits come in blocks."""
+    """Streaming `log Σ exp z`, and optionally `Σ p z`, of rows whose logits arrive in blocks."""
 
     def __init__(self, wants_entropy: bool) -> None:
         self.wants_entropy = wants_entropy
@@ -73,6 +67,7 @@ class Statistics:
         self.weighted: list[Tensor] = []
 
     def fold(self, logits: Float[Tensor, "n w"], scratch: Float[Tensor, "n w"]) -> None:
+        """Add a block of logits; overwrites `scratch`."""
         self.maxima.append(logits.amax(dim=-1))
         mass = torch.sub(logits, self.maxima[-1].unsqueeze(-1), out=scratch).exp_()
         self.sums.append(mass.sum(dim=-1))
@@ -80,7 +75,7 @@ class Statistics:
             self.weighted.append(mass.mul_(logits).sum(dim=-1))
 
     def result(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
-        """The log-normaliser and the entropy `log Σ exp z − Σ p z`."""
+        """Log-normaliser, and entropy `log Σ exp z − Σ p z` or None."""
         maxima = torch.stack(self.maxima)
         top = maxima.amax(dim=0)
         scale = torch.exp(maxima - top)
@@ -92,7 +87,7 @@ class Statistics:
 
 
 class ByBlock:
-    """The entries of (n, K) token ids, by the block of the vocabulary that they lie in."""
+    """Entries of (n, K) token ids, grouped by the vocabulary block of the id."""
 
     def __init__(self, ids: Int[Tensor, "n K"], blocks: list[slice]) -> None:
         flat = ids.flatten()
@@ -119,8 +114,8 @@ class ByBlock:
 def top_columns(logits: Float[Tensor, "n V"], k: int) -> Int[Tensor, "n K"]:
     """Ids of the k largest logits of each row, the largest first.
 
-    Sorting a whole row for its top k is slow on a CPU. The k largest lie in the k groups of columns with the largest
-    maxima, so those are sought first.
+    The k largest lie in the k groups of columns with the largest maxima. On a CPU selecting groups first is faster
+    than sorting the row.
     """
     size = logits.shape[-1]
     grouped = size - size % _TOPK_GROUP

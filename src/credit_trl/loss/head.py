@@ -1,8 +1,7 @@
-"""The language-model head: from hidden states to logits and back, one block of the vocabulary at a time.
+"""The language-model head, applied to blocks of the vocabulary or to the K columns of a support.
 
-`(tokens × vocabulary)` is the tensor that self-distillation runs out of memory on. Nothing here forms it: `scores` and
-`loss` hand over one chunk of tokens, and within the chunk the arithmetic goes through the vocabulary in blocks that
-stay in cache, or touches the K columns of a support only."""
+`projection.py` projects chunks of tokens with it, so that no (tokens × vocabulary) tensor exists.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +19,23 @@ from credit_trl.teacher.causal_lm import unwrap_adapters
 # Elements of one block of logits on the CPU: 8 MB in fp32, so that exp and sums read it from cache.
 _CPU_BLOCK = 2**21
 
-# Rows of the head that are converted at once on an accelerator, where its dtype is not the product's.
+# Rows of the head converted at once on an accelerator, where its dtype differs from that of the product.
 _CONVERTED_ROWS = 2**15
 
-# What runs the elementwise passes over a chunk of logits.
+# Implementation of the elementwise passes over a chunk of logits.
 Kernels = Literal["torch", "triton"]
 
 
-# Stands for −∞ in logits that were taken out: its exp is 0, and 0 times its square still is.
+# Replaces logits of the support: exp is 0, and products with 0 stay finite, unlike −∞.
 BLANK = -1e15
 
-# The head's rows of K tokens a position, (n, K, H), and their biases, (n, K) or None.
+# Rows of the head for K tokens per position, (n, K, H), and their biases, (n, K) or None.
 Columns = tuple[Float[Tensor, "n K H"], Float[Tensor, "n K"] | None]
 
 
 @dataclass
 class HeadGradients:
-    """Gradients of one loss, accumulated in place over chunks, in fp32 (fp64 for fp64 inputs); None where not wanted.
+    """Gradients of one loss, accumulated over chunks in fp32 (fp64 for fp64 inputs); None where not required.
 
     Args:
         hidden: (N, H).
@@ -62,16 +61,16 @@ class HeadGradients:
 
 @dataclass
 class Projection:
-    """One chunk's distribution over the vocabulary, and what was asked of it about single tokens.
+    """Distribution of one chunk over the vocabulary.
 
     Args:
-        logits: (n, V), or None where they were not kept. Those of the support are blanked: they are in `columns`.
+        logits: (n, V), or None where they are not kept. Logits of the support are replaced by `BLANK`.
         log_normalizer: (n,), `log Σ_v exp z_v`.
-        entropy: (n,), nats, where it was wanted.
-        ids: (n, K), the support; None where there is none, and then neither are the next two.
-        columns: (n, K), the support's logits.
-        log_outside: (n,), the log of the mass outside the support, summed there and not subtracted from 1.
-        token_logits: (n, 1), the sampled token's logits, where they were asked for.
+        entropy: (n,), nats, or None.
+        ids: (n, K), the support; None where there is none.
+        columns: (n, K), logits of the support.
+        log_outside: (n,), log-probability outside the support, summed over the tokens outside.
+        token_logits: (n, 1), logits of the sampled tokens, or None.
     """
 
     logits: Float[Tensor, "n V"] | None
@@ -95,16 +94,16 @@ class Projection:
 
 @dataclass(frozen=True)
 class LMHead:
-    """The map from hidden states to the logits that are sampled from: `softcap(scale · (h Wᵀ + b)) / temperature`.
+    """Map from hidden states to the logits of the sampling distribution: `softcap(scale · (h Wᵀ + b)) / temperature`.
 
     Args:
         weight: (V, H), tied or not. A sharded `DTensor` is gathered once by each entry point.
         bias: (V,) or None.
         scale: `logit_scale`, or `1 / logits_scaling`.
-        softcap: Gemma's `final_logit_softcapping`, by whatever name of the family, or None.
-        temperature: the rollout temperature; scores and loss speak of the distribution that was sampled from.
-        kernels: `"triton"` takes `triton_rows` for chunks in fp32 on a GPU, or in Triton's interpreter; other chunks,
-            and all of them with `"torch"`, are torch's.
+        softcap: `final_logit_softcapping` of Gemma, under the name of the model family, or None.
+        temperature: the rollout temperature.
+        kernels: `"triton"` uses `triton_rows` for chunks accumulated in fp32 on a GPU or in Triton's interpreter;
+            other chunks use torch.
     """
 
     weight: Float[Tensor, "V H"]
@@ -119,20 +118,21 @@ class LMHead:
         return self.weight.shape[0]
 
     def gathered(self) -> LMHead:
-        """This head with whole tensors in place of sharded ones. Gradients flow back, averaged over the mesh."""
+        """The head with sharded tensors gathered; gradients are averaged over the mesh."""
         return replace(self, weight=_gather(self.weight), bias=None if self.bias is None else _gather(self.bias))
 
     def on(self, device: torch.device) -> LMHead:
-        """This head where hidden states are: FSDP2 may keep its weights in main memory."""
+        """The head on a device; FSDP2 may keep its weights in main memory."""
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
 
     def detached(self) -> LMHead:
+        """The head without gradients."""
         return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
 
     # ------------------------------------------------------------------------------------------ the whole vocabulary
 
     def logps(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        """Log-probabilities over the vocabulary, in fp32 (fp64 where the hidden states are), differentiable."""
+        """Log-probabilities over the vocabulary, in fp32 (fp64 for fp64 inputs), differentiable."""
         dtype = accumulation_dtype(hidden)
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = torch.nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), bias) * self.scale
@@ -143,12 +143,12 @@ class LMHead:
     # --------------------------------------------------------------------------------------------------- K columns
 
     def gather_columns(self, ids: Int[Tensor, "n K"]) -> Columns:
-        """The rows of weight and bias that project onto the given tokens, in their own dtype."""
+        """Rows of weight and bias of the given tokens, in the dtype of the head."""
         rows = self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
         return rows, None if self.bias is None else self.bias[ids]
 
     def column_logits(self, hidden: Float[Tensor, "n H"], columns: Columns) -> Float[Tensor, "n K"]:
-        """Logits of K tokens a position, from `gather_columns`."""
+        """Logits of K tokens per position, from the result of `gather_columns`."""
         rows, bias = columns
         dtype = accumulation_dtype(hidden)
         logits = torch.bmm(rows.to(dtype), hidden.to(dtype).unsqueeze(-1)).squeeze(-1)
@@ -163,7 +163,7 @@ class LMHead:
         hidden: Float[Tensor, "n H"],
         gradients: HeadGradients,
     ) -> None:
-        """Backpropagate a gradient of K logits a position: no other row of the head is read or written."""
+        """Backpropagate a gradient of K logits per position; other rows of the head are not touched."""
         grads = logit_grads * (self.scale / self.temperature)
         slope = self.softcap_slope(logits)
         grads = grads if slope is None else grads * slope
@@ -178,7 +178,7 @@ class LMHead:
     # ------------------------------------------------------------------------------------------------------- blocks
 
     def blocks(self, hidden: Tensor) -> list[slice]:
-        """The vocabulary cut into blocks, whose logits of all the given tokens stay in the CPU's cache."""
+        """Blocks of the vocabulary; on a CPU the logits of one block fit into the cache."""
         width = self.vocabulary_size
         if hidden.device.type == "cpu":
             width = min(width, max(1024, _CPU_BLOCK // max(len(hidden), 1)))
@@ -187,7 +187,7 @@ class LMHead:
         return [slice(i, min(i + width, self.vocabulary_size)) for i in range(0, self.vocabulary_size, width)]
 
     def multiply_block(self, hidden: Tensor, block: slice, out: Tensor) -> None:
-        """Raw logits of one block, from hidden states in the product's dtype."""
+        """Write raw logits of one block to `out`; `hidden` has the dtype of the product."""
         weight = self.weight[block].to(hidden.dtype)
         if hidden.dtype == out.dtype:
             torch.mm(hidden, weight.T, out=out)
@@ -195,7 +195,7 @@ class LMHead:
             torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
 
     def finish(self, logits: Tensor, bias: Tensor | None) -> Tensor:
-        """Bias, scale, soft-cap and temperature, in place."""
+        """Apply bias, scale, soft-cap and temperature, in place."""
         if bias is not None:
             logits += bias
         if self.softcap is not None:
@@ -211,7 +211,7 @@ class LMHead:
         return torch.square(logits * (self.temperature / self.softcap)).neg_().add_(1.0)
 
     def backward_block(self, grads: Tensor, block: slice, hidden: Tensor, gradients: HeadGradients) -> None:
-        """From the gradient of one block of raw logits, before scale, soft-cap and temperature."""
+        """Backpropagate a gradient of one block of raw logits, before scale, soft-cap and temperature."""
         if gradients.bias is not None:
             gradients.bias[block] += grads.sum(dim=0, dtype=gradients.bias.dtype)
         dtype = matmul_dtype(hidden)
@@ -223,9 +223,9 @@ class LMHead:
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
-    """bf16 products go through CUDA's mixed-precision matmul; all else is computed in the accumulation dtype.
+    """dtype of matrix products: bf16 on CUDA, whose products accumulate in fp32; otherwise the accumulation dtype.
 
-    fp16 has too little range for a token's share of a gradient; the CPU's bf16 matmul would round the logits.
+    fp16 underflows in the gradients of single tokens, and a CPU's bf16 product would round the logits.
     """
     if hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda":
         return hidden.dtype
@@ -233,7 +233,7 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b` without rounding the product to the factors' dtype."""
+    """`total += a @ b`, accumulated in the dtype of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
@@ -241,10 +241,9 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor. Each process's gradient is its own, and FSDP averages over processes.
+    """A sharded tensor, gathered. FSDP averages its gradient over processes.
 
-    ZeRO-3 has the weight whole wherever a forward pass asks for it, and its gradient is the parameter's; elsewhere a
-    copy without a gradient is made.
+    Under ZeRO-3 the weight is already gathered inside a forward pass; elsewhere a copy without gradient is returned.
     """
     if getattr(tensor, "ds_status", None) is not None and tensor.ds_status.name != "AVAILABLE":
         import deepspeed
@@ -257,7 +256,7 @@ def _gather(tensor: Tensor) -> Tensor:
 
 
 def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") -> LMHead:
-    """The head of a causal LM and what its family does to the logits; `gathered()` makes a sharded one whole."""
+    """The head of a causal LM, with the logit scale and soft-cap of its family; sharded until `gathered()`."""
     causal_lm = unwrap_adapters(model)
     config = causal_lm.config.get_text_config()
     head = causal_lm.get_output_embeddings()
@@ -266,7 +265,7 @@ def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") ->
 
 
 def _softcap(config: object) -> float | None:
-    """The c of `c · tanh(logits / c)`, as Gemma, RecurrentGemma or xLSTM name it; None where there is none."""
+    """c of `c · tanh(logits / c)`, by the names of Gemma, RecurrentGemma and xLSTM; None without soft-cap."""
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
         if getattr(config, name, None) is not None:
             return getattr(config, name)
@@ -274,7 +273,7 @@ def _softcap(config: object) -> float | None:
 
 
 def _logit_scale(config: object) -> float:
-    """What the logits are multiplied with; families name it differently, and some divide."""
+    """Factor of the logits, by the names of the model families; some divide by theirs."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if getattr(config, name, None) is not None:
             return getattr(config, name)

@@ -26,13 +26,13 @@ def project(
     Args:
         hidden: (n, H).
         out: (n, V) in the accumulation dtype, receives the logits; None keeps none of them.
-        tokens: (n, 1), the sampled tokens, if their logits are wanted.
-        ids: (n, K), a support to take out of the vocabulary.
-        topk: the same for the K likeliest tokens, where `ids` is not given; needs `out`.
-        wants_entropy: else the projection's is None.
+        tokens: (n, 1), the sampled tokens, if their logits are needed.
+        ids: (n, K), a support, whose logits are taken out of the vocabulary.
+        topk: size of a support of the most likely tokens, instead of `ids`; needs `out`.
+        wants_entropy: whether the entropy is computed.
     """
     if (rows := _triton_rows(head, hidden)) is not None:
-        return rows.project(head, hidden, out, tokens, ids, topk, wants_entropy)
+        return rows.project_rows(head, hidden, out, tokens, ids, topk, wants_entropy)
     dtype = accumulation_dtype(hidden)
     blocks = head.blocks(hidden)
     scratch = hidden.new_empty((1 if out is not None else 2, len(hidden), blocks[0].stop), dtype=dtype)
@@ -73,7 +73,7 @@ def backward_logps(
     hidden: Float[Tensor, "n H"],
     gradients: HeadGradients,
 ) -> None:
-    """Backpropagate gradients G of the support's log-probabilities and τ of `log_outside`; uses up the logits.
+    """Backpropagate gradients G of the support's log-probabilities and τ of `log_outside`; overwrites the logits.
 
     As `log p_k = z_k − log Σ_v exp z_v`, those of the logits are `G_k − c p_k` on the support, with
     `c = Σ_k G_k + τ`, and `(τ / p_outside − c) p_v` outside.
@@ -82,7 +82,6 @@ def backward_logps(
     factor = -total
     if outside_grads is not None:
         total = total + outside_grads
-        # Where nothing is left outside nothing is to be shared out.
         share = outside_grads * (-projection.log_outside).exp().nan_to_num(posinf=0.0)
         factor = share - total
     rate = head.scale / head.temperature
@@ -91,7 +90,7 @@ def backward_logps(
     column_grads = column_grads if slope is None else column_grads * slope
     factor = factor * rate
     if (rows := _triton_rows(head, hidden)) is not None:
-        rows.backward_logps(head, projection, column_grads, factor, hidden, gradients)
+        rows.backward_rows(head, projection, column_grads, factor, hidden, gradients)
         return
     factor = factor.unsqueeze(-1)
     blocks = head.blocks(hidden)
@@ -113,7 +112,7 @@ def backward_logits(
     hidden: Float[Tensor, "n H"],
     gradients: HeadGradients,
 ) -> None:
-    """Backpropagate a gradient of all the logits, which is used up."""
+    """Backpropagate a gradient of all logits, which is overwritten."""
     for block in head.blocks(hidden):
         tile, slope = logit_grads[:, block], head.softcap_slope(logits[:, block])
         if head.scale != head.temperature:
@@ -124,7 +123,7 @@ def backward_logits(
 
 
 def _triton_rows(head: LMHead, hidden: Tensor) -> ModuleType | None:
-    """The kernels that take this chunk, or None where it is torch's."""
+    """The Triton kernels for this chunk, or None for torch."""
     if head.kernels != "triton" or accumulation_dtype(hidden) != torch.float32:
         return None
     from credit_trl.loss import triton_rows

@@ -1,18 +1,17 @@
-"""A chunk's rows of logits in one pass each, in Triton: where torch reads and writes them a dozen times.
+"""Triton kernels for the elementwise passes over rows of logits, one pass each.
 
-Between the head's matrix products, elementwise work over (tokens × vocabulary) waits for a GPU's memory alone. Two
-kernels do it:
+Between the matrix products of the head, the work over (tokens × vocabulary) is limited by memory bandwidth:
 
-- one reads a row of raw logits, finishes them (bias, scale, soft-cap, temperature; written back only where they are
-  needed again) and sums `Σ exp z` and, for the entropy, `Σ exp(z) z` on the way, rescaled whenever the maximum grows;
-- one writes the gradient of the raw logits from the finished ones, in the dtype that the product after it takes.
+- one kernel reads a row of raw logits, applies bias, scale, soft-cap and temperature (writing back only where needed)
+  and sums `Σ exp z` and, for the entropy, `Σ exp(z) z`, rescaled when the maximum grows;
+- one kernel writes the gradient of the raw logits from the finished ones, in the dtype of the following product.
 
-What concerns the K tokens of a support is O(n K) and stays in torch, so their order does not matter: they are taken
-out before the first kernel, which leaves blanks alone, and their gradients are put in after the second.
+Work on the K tokens of a support is O(n K) and stays in torch: their logits are replaced by `BLANK` before the first
+kernel, which skips blanks, and their gradients are written after the second.
 
-The kernels agree with the torch path in Triton's interpreter, on a CPU (`TRITON_INTERPRET=1`). What they save is a
-count of bytes (docs/performance.md), not a time: nothing has been measured on a GPU, so torch is the default. Imported
-only where `LMHead.kernels` is `"triton"`; needs the package triton, which torch's CUDA builds bring along.
+The kernels agree with the torch path in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). docs/performance.md
+counts the bytes that they save; nothing has been timed on a GPU, so torch is the default. Imported only where
+`LMHead.kernels` is `"triton"`; needs the package triton, which torch's CUDA builds include.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from credit_trl.loss.head import BLANK, HeadGradients, LMHead, Projection, matmu
 
 # Read when the kernels are defined, below, as Triton does.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-# Columns that a program takes at once, and its warps: 16 elements a thread.
+# Columns of one program, and its warps: 16 elements per thread.
 BLOCK = 4096
 _WARPS = 8
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels run there: on a GPU, or anywhere in Triton's interpreter."""
+    """Whether the kernels run on a device: a GPU, or any device in Triton's interpreter."""
     return device.type == "cuda" or INTERPRETED
 
 
 @triton.jit
 def _tanh(x):
-    """From one exp of a number that is never positive, so it cannot overflow; to 1e-7, absolute."""
+    """tanh from one exp of a number ≤ 0, so that it cannot overflow; absolute error 1e-7."""
     t = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - t) / (1.0 + t)
     return tl.where(x < 0.0, -size, size)
@@ -67,7 +66,7 @@ def _finish_and_fold(
     wants_entropy: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One row a program."""
+    """Finish one row of logits per program and fold its sums."""
     row = tl.program_id(0)
     cells = logits + row.to(tl.int64) * row_stride
     top = float("-inf")
@@ -82,7 +81,7 @@ def _finish_and_fold(
             if has_bias:
                 z += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
             z = _tanh(z * inner) * outer if softcaps else z * outer
-            # What was taken out stays out: a soft-cap would bring it back.
+            # Keep blanks: a soft-cap would bound them.
             z = tl.where(raw <= 0.5 * blank, raw, z)
             if keeps:
                 tl.store(cells + column, z, mask=inside)
@@ -112,7 +111,7 @@ def _write_gradients(
     softcaps: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One block of a row a program; `grads` may be `logits`."""
+    """Write the gradient of one block of a row per program; `grads` may be `logits`."""
     row = tl.program_id(0)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
@@ -125,16 +124,16 @@ def _write_gradients(
 
 
 class RowStatistics(Statistics):
-    """Running `log Σ exp z` and, if wanted, `Σ p z`, of blocks that are read once each."""
+    """Streaming `log Σ exp z`, and optionally `Σ p z`; each block is read once."""
 
     def fold(self, logits: Float[Tensor, "n w"], scratch: Tensor | None = None) -> None:
-        """Take logits that are finished."""
+        """Add a block of finished logits."""
         self._launch(logits)
 
     def fold_raw(
         self, logits: Float[Tensor, "n w"], bias: Float[Tensor, " w"] | None, head: LMHead, keeps: bool
     ) -> None:
-        """Take the head's raw logits, blanks among them; with `keeps` they are finished in place."""
+        """Add a block of raw logits, with blanks; `keeps` writes the finished logits back."""
         self._launch(logits, bias, *_factors(head), finishes=_finishes(head), softcaps=_softcaps(head), keeps=keeps)
 
     def _launch(
@@ -173,7 +172,7 @@ class RowStatistics(Statistics):
             )
 
 
-def project(
+def project_rows(
     head: LMHead,
     hidden: Float[Tensor, "n H"],
     out: Float[Tensor, "n V"] | None,
@@ -182,7 +181,7 @@ def project(
     topk: int | None,
     wants_entropy: bool,
 ) -> Projection:
-    """`LMHead.project` in fp32. Without `out` no logits are written but the products'."""
+    """`projection.project` in fp32. Without `out` the logits are not kept."""
     blocks = head.blocks(hidden)
     scratch = hidden.new_empty((len(hidden), blocks[0].stop), dtype=torch.float32) if out is None else None
     hidden = hidden.to(matmul_dtype(hidden))
@@ -208,7 +207,7 @@ def project(
         ids = top_columns(out, topk)
         columns = out.gather(-1, ids)
         out.scatter_(-1, ids, BLANK)
-        # The sums so far are of all tokens: those outside the support are summed, not subtracted.
+        # Sum the tokens outside the support again, instead of subtracting those inside.
         statistics = RowStatistics(wants_entropy)
         statistics.fold(out)
     if ids is None:
@@ -219,7 +218,7 @@ def project(
     return Projection(out, log_normalizer, entropy, ids, columns, outside - log_normalizer, token_logits)
 
 
-def backward_logps(
+def backward_rows(
     head: LMHead,
     projection: Projection,
     column_grads: Float[Tensor, "n K"],
@@ -227,7 +226,7 @@ def backward_logps(
     hidden: Float[Tensor, "n H"],
     gradients: HeadGradients,
 ) -> None:
-    """The rest of `LMHead.backward_logps`, where the gradients of the support's raw logits are known.
+    """Second half of `projection.backward_logps`, given the gradients of the support's raw logits.
 
     Args:
         column_grads: dℓ/d raw logits on the support.
@@ -272,17 +271,17 @@ def _softcaps(head: LMHead) -> bool:
 
 
 def _finishes(head: LMHead) -> bool:
-    """Whether raw logits are not the finished ones already."""
+    """Whether finishing changes raw logits."""
     return _softcaps(head) or head.bias is not None or head.scale != head.temperature
 
 
 def _factors(head: LMHead) -> tuple[float, float]:
-    """What logits are multiplied with before the soft-cap, and after it or where there is none."""
+    """Factors of the logits before and after the soft-cap."""
     if head.softcap is None:
         return 1.0, head.scale / head.temperature
     return head.scale / head.softcap, head.softcap / head.temperature
 
 
 def _launching_on(tensor: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device current, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

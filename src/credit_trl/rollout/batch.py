@@ -6,6 +6,7 @@ order of the ranks. That order does not depend on the number of processes.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,11 @@ from credit_trl.rollout.turns import turn_starts
 from credit_trl.rollout.verdict import join_feedback
 
 Prompt = str | list[dict[str, Any]]
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """Key that two prompts share where their content is the same, whatever the order of a message's keys."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
 
 
 @dataclass(frozen=True)
