@@ -89,8 +89,8 @@ def read(
     """Token ids of one response, with the end-of-turn token, and their scores."""
     tokenizer = checkpoint.tokenizer
     ids = tokenizer(question.response(thought), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    evidence = PrivilegedContext(feedback=question.feedback)
-    response = Rollout(name, question.prompt, tuple(ids), evidence, (other.prompt,))
+    privileged = PrivilegedContext(feedback=question.feedback)
+    response = Rollout(name, question.prompt, tuple(ids), privileged, (other.prompt,))
     contexts = rollout_contexts(response, config, checkpoint)
     return ids, score_response(checkpoint, contexts, ids, CreditSettings(config.contrastive_coef))
 
