@@ -1,4 +1,4 @@
-"""Tiny joints that can be enumerated, and models that are exactly their conditionals.
+"""Small joints that can be enumerated, and models with exactly their conditionals.
 
 A joint P(y, z | x) is a table over inputs x, feedbacks z and responses of T tokens. Every probability of it is a sum
 over the table, computed here without any of the code under test.
@@ -53,14 +53,14 @@ def random_joint(seed: int, inputs: int = 3, feedbacks: int = 3, vocabulary: int
 
 
 class JointLM(nn.Module):
-    """A causal LM that reads `[x]` or `[x, z]` and then a response, and predicts what the joint says.
+    """Causal LM that reads `[x]` or `[x, z]` and then a response, and predicts with the conditionals of the joint.
 
     Token ids: responses 0 … V−1, then the inputs, then the feedbacks. Its hidden states are the log-probabilities and
     its head the identity.
 
     Args:
-        joint: whose conditionals it has.
-        teacher_noise: moves the predictions under feedback off the joint, by this many nats: incompatible on purpose.
+        joint: the joint distribution.
+        teacher_noise: noise in nats on the predictions with feedback, which makes the model incompatible.
     """
 
     def __init__(self, joint: Joint, teacher_noise: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""One process of a small deterministic run with token maps; torchrun starts it.
+"""One process of a small deterministic training run with token maps, started by torchrun.
 
 torchrun --nproc_per_node N mapped_run.py OUT --per_device B [--fsdp2] [--lora] [--no_maps], with tests and
 tests/distributed on PYTHONPATH.

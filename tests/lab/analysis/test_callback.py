@@ -1,4 +1,4 @@
-"""`CreditMapCallback` on real runs of the trainer."""
+"""`CreditMapCallback` in training runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def verdicts(completions, answer, **kwargs) -> list[Verdict]:
 
 @pytest.fixture
 def train(make_model, make_config, dataset, tokenizer):
-    """A function that trains a tiny model in fp64, and returns the trainer and what it logged."""
+    """Factory that trains a tiny model in fp64 and returns the trainer."""
     dataset = dataset.add_column("task", ["sums"] * len(dataset))
 
     def run(callback: CreditMapCallback | None, resume: str | None = None, **overrides) -> CreditTrainer:
@@ -67,7 +67,7 @@ def of_this_step(maps: list[TokenMap]) -> list[TokenMap]:
     return [m for m in maps if m.response.identifier.startswith(m.checkpoint.replace("-", " ") + ",")]
 
 
-def test_the_maps_are_the_credit_that_the_loss_used_and_do_not_disturb_training(train):
+def test_maps_show_the_loss_credit_and_keep_training_equal(train):
     trainer = train(CreditMapCallback(every=2, rollouts=8))
     logged = {entry["step"]: entry for entry in trainer.state.log_history if "credit/advantage_mean" in entry}
     written = pages(trainer)
@@ -105,7 +105,7 @@ def test_the_maps_are_the_credit_that_the_loss_used_and_do_not_disturb_training(
     ],
     ids=lambda options: " ".join(f"{key[key.index('_') + 1 :]}={value}" for key, value in options.items()),
 )
-def test_maps_show_what_each_kind_of_run_uses(train, options):
+def test_maps_show_lambda_gate_and_contrasts_of_each_option(train, options):
     trainer = train(CreditMapCallback(every=2, rollouts=8), **{"distillation_support": "teacher_topk"} | options)
     logged = {entry["step"]: entry for entry in trainer.state.log_history if "credit/advantage_mean" in entry}
     decided = []
@@ -124,13 +124,13 @@ def test_maps_show_what_each_kind_of_run_uses(train, options):
             assert not any(m.response.problem in m.response.contrasts[0] for m in current)
     if decided:
         shut = torch.cat(decided)
-        assert 0 < shut.sum() < len(shut), "the gate decides nothing here"
+        assert 0 < shut.sum() < len(shut), "the gate is open or closed everywhere"
     if options.get("contrastive_coef") == "auto":
         coefs = [pages(trainer)[name][0].scores.contrastive_coef for name in ("step-000001", "step-000002")]
         assert coefs[0] == trainer.args.contrastive_auto_start != coefs[1]
 
 
-def test_feedback_on_single_turns_is_read_where_the_loss_read_it(talk, monkeypatch, tmp_path):
+def test_turn_feedback_is_scored_as_in_the_loss(talk, monkeypatch, tmp_path):
     trainer = talk(contrastive_form="guide", contrastive_coef=0.7, teacher_model_kind="live", loss_type="bnpo")
     inputs, built = test_turns.batch(trainer)
     trainer._step = 1  # one micro-batch of this generation batch has been seen
@@ -152,13 +152,13 @@ def test_feedback_on_single_turns_is_read_where_the_loss_read_it(talk, monkeypat
     assert "turn 1: Turn 1 added 3." in (tmp_path / "turns.html").read_text("utf-8")
 
 
-def test_a_run_that_adapts_nothing_is_told_to_state_a_coefficient(train):
+def test_auto_coefficient_without_distillation_is_refused(train):
     options = {"contrastive_coef": "auto", "contrastive_auto_level": 0.01, "distillation_weight": 0.0}
     with pytest.raises(ValueError, match="set `contrastive_coef` to a number"):
         train(CreditMapCallback(every=2), **options)
 
 
-def test_the_first_rollouts_come_back_under_later_weights(train):
+def test_pinned_rollouts_are_scored_under_later_weights(train):
     trainer = train(CreditMapCallback(every=3, rollouts=2))
     written = pages(trainer)
     first = {m.response.identifier: m for m in written["step-000001"]}
@@ -175,7 +175,7 @@ def test_the_first_rollouts_come_back_under_later_weights(train):
     assert "6 responses" in summary  # two at the first step, two and two at the third
 
 
-def test_a_resumed_run_keeps_its_first_rollouts(train):
+def test_resumed_run_keeps_its_pinned_rollouts(train):
     trainer = train(CreditMapCallback(every=2, rollouts=1), save_strategy="steps", save_steps=2, max_steps=2)
     kept = json.loads((Path(trainer.args.output_dir) / "credit_maps" / "pinned-0.json").read_text("utf-8"))
     callback = CreditMapCallback(every=2, rollouts=1)
@@ -187,8 +187,8 @@ def test_a_resumed_run_keeps_its_first_rollouts(train):
     assert [i.split(",")[0] for i in identifiers] == ["step 4", "step 1"]
 
 
-def test_processes_that_had_no_part_in_the_first_rollouts_know_of_them(train, monkeypatch):
-    """A run that is resumed on more processes: all must score as many responses, or a sharded model waits for ever."""
+def test_added_process_scores_as_many_rollouts_after_resuming(train, monkeypatch):
+    """Resuming on more processes: all must score equally many responses, or a sharded model deadlocks."""
     trainer = train(CreditMapCallback(every=2, rollouts=1), save_strategy="steps", save_steps=2, max_steps=2)
     folder = Path(trainer.args.output_dir)
     (folder / "credit_maps" / "pinned-0.json").unlink()
@@ -209,7 +209,7 @@ def test_processes_that_had_no_part_in_the_first_rollouts_know_of_them(train, mo
     assert not (folder / "credit_maps" / "pinned-0.json").exists()
 
 
-def test_a_run_that_starts_anew_sums_over_no_page_of_the_run_before(train):
+def test_new_run_removes_pages_of_an_earlier_run(train):
     train(CreditMapCallback(every=3, rollouts=1), max_steps=6)
     again = train(CreditMapCallback(every=3, rollouts=1), max_steps=3)
     assert pages(again).keys() == {"step-000001", "step-000003"}
@@ -217,8 +217,8 @@ def test_a_run_that_starts_anew_sums_over_no_page_of_the_run_before(train):
     assert "3 responses" in summary
 
 
-def test_evaluation_rollouts_are_not_taken_for_those_of_the_run(train):
-    # A generation batch serves two updates, and an evaluation comes between them.
+def test_evaluation_rollouts_are_not_mapped(train):
+    # A generation batch is used for two updates, with an evaluation between them.
     trainer = train(
         CreditMapCallback(every=2, rollouts=8),
         max_steps=4,
@@ -229,18 +229,18 @@ def test_evaluation_rollouts_are_not_taken_for_those_of_the_run(train):
         per_device_eval_batch_size=4,
     )
     written = pages(trainer)
-    assert list(written) == ["step-000001", "step-000003"]  # 2 is put off to the next generation batch
+    assert list(written) == ["step-000001", "step-000003"]  # step 2 has no new generation batch
     assert len(of_this_step(written["step-000003"])) == 8
 
 
-def test_without_a_contrast_in_the_loss_s_is_still_measured(train):
+def test_lambda_zero_still_measures_s(train):
     trainer = train(CreditMapCallback(every=5, rollouts=2), max_steps=1, contrastive_coef=0.0)
     for token_map in pages(trainer)["step-000001"]:
         assert torch.equal(token_map.scores.advantage, token_map.scores.delta_v)
         assert token_map.scores.specific.isfinite().all()
 
 
-def test_a_callback_without_a_trainer_or_with_nonsense_says_so(make_model, make_config, dataset, tokenizer):
+def test_invalid_arguments_and_a_missing_trainer_raise(make_model, make_config, dataset, tokenizer):
     with pytest.raises(ValueError, match="at least 1"):
         CreditMapCallback(every=0)
     trainer = CreditTrainer(
@@ -255,6 +255,6 @@ def test_a_callback_without_a_trainer_or_with_nonsense_says_so(make_model, make_
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
-def test_rollouts_of_all_groups_come_before_second_ones():
+def test_chosen_rollouts_cover_all_groups_first():
     responses = [drawn_map(["a"], identifier=str(i)).response for i in range(6)]
     assert [r.identifier for r in _choose(responses, 4, group_size=3)] == ["0", "3", "1", "4"]

@@ -1,4 +1,4 @@
-"""Token maps of a run on several processes are those of one process, and the run is the same with and without them."""
+"""`CreditMapCallback` on several processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def launch(out: Path, processes: int, *options: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--fsdp2",)], ids=["ddp", "fsdp2"])
-def test_two_processes_write_the_maps_of_one_and_train_as_without_them(tmp_path, options):
+def test_two_processes_write_the_maps_of_one_process(tmp_path, options):
     launch(tmp_path / "one", 1, *[o for o in options if o != "--fsdp2"])
     mapped = launch(tmp_path / "two", 2, *options)
     plain = launch(tmp_path / "plain", 2, "--no_maps", *options)

@@ -1,4 +1,4 @@
-"""`trl credit-map` and `trl credit-compat`, as a user calls them."""
+"""The commands `trl credit-map` and `trl credit-compat`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def call(module, *line: str) -> int:
 
 @pytest.fixture
 def saved(make_model, tokenizer, tmp_path):
-    """A function that saves a tiny model as a user has it on disk."""
+    """Factory that saves a tiny model and its tokenizer."""
 
     def save(name: str, seed: int = 0, reference_seed: int | None = None):
         directory = tmp_path / name
@@ -45,7 +45,7 @@ def saved(make_model, tokenizer, tmp_path):
     return save
 
 
-def test_a_task_is_mapped_under_a_model_and_a_checkpoint(saved, tmp_path, capsys):
+def test_credit_map_scores_a_task_under_two_checkpoints(saved, tmp_path, capsys):
     base, step = saved("base"), saved("run/checkpoint-5", seed=1, reference_seed=2)
     options = ("--max_prompts", 2, "--samples", 2, "--max_completion_length", 8, "--contrastive_count", 2, "--pmi")
     code = call(
@@ -72,13 +72,13 @@ def test_a_task_is_mapped_under_a_model_and_a_checkpoint(saved, tmp_path, capsys
     out = capsys.readouterr().out
     assert "run/checkpoint-5" in out
     assert "S_t" in out
-    # The reference that the run saved is the one that scores.
+    # The saved teacher is loaded.
     checkpoint = Checkpoint.load(str(base), step)
     assert checkpoint.teacher is not checkpoint.student
     assert "a lagged teacher" in checkpoint.describe()
 
 
-def test_responses_of_any_origin_are_mapped(saved, tmp_path):
+def test_responses_from_json_lines_are_mapped(saved, tmp_path):
     rows = [
         {
             "prompt": "Capital of France?",
@@ -115,7 +115,7 @@ def test_responses_of_any_origin_are_mapped(saved, tmp_path):
         ({}, "no record of .* has feedback or a demonstration"),
     ],
 )
-def test_records_of_which_nothing_can_be_mapped_are_refused_with_the_fix(saved, tmp_path, capsys, record, message):
+def test_records_without_feedback_or_contrasts_are_refused(saved, tmp_path, capsys, record, message):
     (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "2+2?", "response": "4", **record}))
     line = ("--model", saved("m"), "--responses", tmp_path / "own.jsonl", "--output_dir", tmp_path / "out")
     assert call(credit_map, *line) == 1
@@ -141,13 +141,13 @@ def test_records_of_which_nothing_can_be_mapped_are_refused_with_the_fix(saved, 
         ('{"a":' * 100_000, "own.jsonl, row 1, field '(whole row)': not JSON"),
     ],
 )
-def test_a_bad_record_is_named_by_its_line(saved, tmp_path, capsys, line, message):
+def test_malformed_record_is_reported_by_row_and_field(saved, tmp_path, capsys, line, message):
     (tmp_path / "own.jsonl").write_text(line)
     assert call(credit_map, "--model", saved("m"), "--responses", tmp_path / "own.jsonl") == 1
     assert message in capsys.readouterr().err
 
 
-def test_earlier_maps_are_drawn_together(tmp_path):
+def test_maps_of_two_files_are_drawn_on_one_page(tmp_path):
     for step in (1, 2):
         write_parquet([drawn_map(["a", "b"], checkpoint=f"step-{step}")], tmp_path / f"{step}.parquet")
     files = (tmp_path / "1.parquet", tmp_path / "2.parquet")
@@ -155,7 +155,7 @@ def test_earlier_maps_are_drawn_together(tmp_path):
     assert '"checkpoints":["step-1","step-2"]' in (tmp_path / "out" / "maps.html").read_text("utf-8")
 
 
-def test_maps_that_two_runs_wrote_at_one_step_are_drawn_together(tmp_path):
+def test_maps_of_two_runs_at_one_step_get_distinct_names(tmp_path):
     files = [tmp_path / run / "credit_maps" / "step-000050.parquet" for run in ("a", "b")]
     for file, tokens in zip(files, (["x", "y"], ["x", "y", "z"]), strict=True):
         file.parent.mkdir(parents=True)
@@ -165,7 +165,7 @@ def test_maps_that_two_runs_wrote_at_one_step_are_drawn_together(tmp_path):
     assert [one.response.identifier for one in drawn] == ["a: step 50, rollout 0", "b: step 50, rollout 0"]
 
 
-def test_what_is_missing_is_named(capsys, tmp_path):
+def test_missing_inputs_are_reported(capsys, tmp_path):
     assert call(credit_map, "--model", "x") == 1
     assert "--task or --responses" in capsys.readouterr().err
     assert call(credit_map, "--model", tmp_path / "nowhere", "--task", "quickstart") == 1
@@ -174,7 +174,7 @@ def test_what_is_missing_is_named(capsys, tmp_path):
         Checkpoint.load("unused", tmp_path / "empty")
 
 
-def test_a_runs_yaml_gives_templates_and_coefficients(tmp_path, capsys):
+def test_templates_and_coefficients_are_read_from_yaml(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     credit_map.add_arguments(parser)
     (tmp_path / "run.yaml").write_text(
@@ -190,7 +190,7 @@ def test_a_runs_yaml_gives_templates_and_coefficients(tmp_path, capsys):
     assert "could not determine a constructor" in capsys.readouterr().err
 
 
-def test_sdpos_switch_of_a_runs_yaml_settles_what_of_a_demonstration_is_shown(tmp_path):
+def test_sdpo_demonstration_option_is_read_from_yaml(tmp_path):
     parser = argparse.ArgumentParser()
     credit_map.add_arguments(parser)
     (tmp_path / "run.yaml").write_text("remove_thinking_from_demonstration: false\n")
@@ -199,7 +199,7 @@ def test_sdpos_switch_of_a_runs_yaml_settles_what_of_a_demonstration_is_shown(tm
 
 
 def saved_run(saved, name: str, seed: int = 0, adapted: float | None = None, **config):
-    """A checkpoint with the run's `run.json` beside it, as training leaves them."""
+    """A checkpoint in a run directory with `run.json`."""
     checkpoint = saved(f"{name}/checkpoint-5", seed=seed)
     (checkpoint.parent / "run.json").write_text(json.dumps({"config": config, "seed": 1}))
     if adapted is not None:
@@ -210,7 +210,7 @@ def saved_run(saved, name: str, seed: int = 0, adapted: float | None = None, **c
 SHORT = ("--max_prompts", 2, "--samples", 2, "--max_completion_length", 4, "--pictures", 0, "--pmi")
 
 
-def test_each_checkpoint_is_mapped_with_the_formula_of_its_own_run(saved, tmp_path, capsys):
+def test_each_checkpoint_uses_the_formula_of_its_run(saved, tmp_path, capsys):
     paper = saved_run(saved, "paper", 1, contrastive_coef=0.2, contrastive_source="batch")
     guide = saved_run(saved, "guide", 2, contrastive_form="guide", contrastive_coef=2.0, contrastive_gate=0.01)
     line = ("--model", saved("base"), "--checkpoint", paper, "--checkpoint", guide, "--task", "quickstart")
@@ -225,7 +225,7 @@ def test_each_checkpoint_is_mapped_with_the_formula_of_its_own_run(saved, tmp_pa
     assert "R_t = ΔV_t − λ Ĝ, λ = 0.2" in (tmp_path / "out" / "pmi.md").read_text("utf-8")
 
 
-def test_an_adapted_coefficient_comes_from_the_checkpoint_or_is_asked_for(saved, tmp_path, capsys):
+def test_adapted_coefficient_is_read_or_required(saved, tmp_path, capsys):
     auto = {"contrastive_coef": "auto", "contrastive_auto_level": 0.1, "contrastive_auto_start": 0.05}
     adapted = saved_run(saved, "auto", adapted=0.321, **auto)
     lost = saved_run(saved, "lost", **auto)
@@ -241,7 +241,7 @@ def test_an_adapted_coefficient_comes_from_the_checkpoint_or_is_asked_for(saved,
 
 
 @pytest.mark.parametrize("source", ["none", "hard", "batch", "same_task", "dataset"])
-def test_contrasts_come_from_the_runs_source(make_model, tokenizer, source):
+def test_contrast_prompts_come_from_the_configured_source(make_model, tokenizer, source):
     checkpoint, task = Checkpoint.of(make_model(), tokenizer), load_task("quickstart")
     data = task.build("test")
     rows, everything = list(data.take(5)), list(data["prompt"])
@@ -264,7 +264,7 @@ def test_contrasts_come_from_the_runs_source(make_model, tokenizer, source):
             assert [own[prompts.index(other)] for other in response.contrasts] == pytest.approx(nearest)
 
 
-def test_a_source_that_cannot_be_drawn_from_says_what_to_do(saved, tmp_path, capsys):
+def test_unusable_contrast_source_is_refused(saved, tmp_path, capsys):
     (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "Say a.", "response": "a", "feedback": "Good."}))
     line = ("--model", saved("m"), "--output_dir", tmp_path / "out", "--pictures", 0)
     own = ("--responses", tmp_path / "own.jsonl", "--contrastive_source", "same_task")
@@ -278,7 +278,7 @@ def test_a_source_that_cannot_be_drawn_from_says_what_to_do(saved, tmp_path, cap
     assert "CreditMapCallback" in capsys.readouterr().err
 
 
-def test_sampling_is_repeatable_ends_at_the_end_and_leaves_the_random_state(make_model, tokenizer, config):
+def test_sampling_is_seeded_and_keeps_the_random_state(make_model, tokenizer, config):
     checkpoint = Checkpoint.of(make_model(), tokenizer)
     contexts = [checkpoint.encode(f"count {n}") for n in range(5)]
     torch.manual_seed(5)
@@ -298,7 +298,7 @@ def test_sampling_is_repeatable_ends_at_the_end_and_leaves_the_random_state(make
     assert all(r.contrasts and set(map(str, r.contrasts)).isdisjoint({str(r.prompt)}) for r in responses)
 
 
-def test_adapters_of_a_run_are_read_with_their_reference(make_model, tokenizer, saved, tmp_path, respond, config):
+def test_adapters_are_loaded_with_their_teacher(make_model, tokenizer, saved, tmp_path, respond, config):
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import save_file
 
@@ -323,7 +323,7 @@ def test_adapters_of_a_run_are_read_with_their_reference(make_model, tokenizer, 
     assert token_map.scores.delta_v.abs().max() > 0.01
 
 
-def test_a_records_prompt_may_be_plain_text(saved, tmp_path, config):
+def test_plain_text_prompts_are_read(saved, tmp_path, config):
     (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "Say a.", "response": "a", "feedback": "Good."}))
     checkpoint = Checkpoint.load(str(saved("m")))
     [response] = read_rollouts(tmp_path / "own.jsonl", checkpoint, config, population=["Say b.", "Say c."])
@@ -331,7 +331,7 @@ def test_a_records_prompt_may_be_plain_text(saved, tmp_path, config):
     assert response.token_ids[-1] == checkpoint.tokenizer.eos_token_id
 
 
-def test_compatibility_of_two_models_is_written(saved, tmp_path, capsys):
+def test_credit_compat_writes_table_figure_and_records(saved, tmp_path, capsys):
     rows = [
         {"idx": n, "kind": "mcq", "dataset": "sciknoweval", "answer": "ABCD"[n % 4], "system": "Choose.",
          "prompt": f"Question {n}?\n\nA: a\nB: b\nC: c\nD: d\nPlease reason step by step."}

@@ -22,7 +22,7 @@ few = settings(max_examples=25, deadline=None)
 
 
 def random_teachers(seed: int, records: int, letters: int, focus: float = 4.0) -> tuple[np.ndarray, np.ndarray]:
-    """(weights, teachers) with a diagonal, as of a model that follows its hints."""
+    """(weights, teachers) with a dominant diagonal, as of a model that follows its feedback."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(records, letters, letters)) + focus * np.eye(letters)
     teachers = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -58,7 +58,7 @@ def lowest_residual(student: np.ndarray, teachers: np.ndarray) -> float:
 
 @few
 @given(seed=st.integers(0, 10**6), records=st.integers(1, 20), letters=st.integers(2, 6))
-def test_a_mixture_of_teachers_is_found_with_its_weights(seed, records, letters):
+def test_fit_recovers_the_weights_of_a_mixture(seed, records, letters):
     weights, teachers = random_teachers(seed, records, letters)
     posterior, residual = compat.fit_posterior(mix(weights, teachers), teachers)
     assert residual.max() < 1e-8
@@ -67,7 +67,7 @@ def test_a_mixture_of_teachers_is_found_with_its_weights(seed, records, letters)
 
 @few
 @given(seed=st.integers(0, 10**6), letters=st.integers(2, 5), focus=st.floats(0.0, 6.0))
-def test_the_fit_is_no_worse_than_any_other_point_nor_than_two_other_solvers(seed, letters, focus):
+def test_fit_equals_the_minimum_over_enumerated_vertices(seed, letters, focus):
     _, teachers = random_teachers(seed, 4, letters, focus)
     rng = np.random.default_rng(seed + 1)
     student = rng.dirichlet(np.ones(letters), size=4)
@@ -81,7 +81,7 @@ def test_the_fit_is_no_worse_than_any_other_point_nor_than_two_other_solvers(see
     np.testing.assert_allclose(residual, lowest, atol=1e-9)
 
 
-def test_a_planted_incompatible_record_is_found_among_compatible_ones():
+def test_fit_finds_a_planted_incompatible_record():
     weights, teachers = random_teachers(0, 50, 4)
     student = mix(weights, teachers)
     student[17] = [0.0, 0.0, 0.0, 1.0]
@@ -91,7 +91,7 @@ def test_a_planted_incompatible_record_is_found_among_compatible_ones():
     assert np.delete(residual, 17).max() < 1e-8
 
 
-def test_shapes_are_free_in_front_and_rows_are_teachers():
+def test_leading_dimensions_are_free_and_rows_are_teachers():
     weights, teachers = random_teachers(1, 6, 3)
     student = mix(weights, teachers)
     whole = compat.fit_posterior(student.reshape(2, 3, 3), teachers.reshape(2, 3, 3, 3))
@@ -105,7 +105,7 @@ def test_shapes_are_free_in_front_and_rows_are_teachers():
     assert compat.fit_posterior(np.zeros((0, 4)) + 0.25, np.zeros((0, 4, 4)) + 0.25)[0].shape == (0, 4)
 
 
-def test_degenerate_teachers_still_have_an_exact_fit():
+def test_degenerate_teachers_have_an_exact_fit():
     teachers = np.full((3, 4, 4), 0.25)
     student = np.array([[0.25] * 4, [1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]])
     np.testing.assert_allclose(compat.fit_posterior(student, teachers)[1], [0.0, 1.5, 1.0], atol=1e-12)
@@ -115,7 +115,7 @@ def test_degenerate_teachers_still_have_an_exact_fit():
     np.testing.assert_allclose(residual, 0.0, atol=1e-12)
 
 
-def test_mixture_of_ten_letters_is_recovered():
+def test_fit_recovers_a_mixture_of_ten_letters():
     weights, teachers = random_teachers(2, 3, 10)
     posterior, residual = compat.fit_posterior(mix(weights, teachers), teachers)
     assert residual.max() < 1e-8
@@ -131,7 +131,7 @@ def test_mixture_of_ten_letters_is_recovered():
         (np.array([np.nan, 0.5, 0.25, 0.25]), np.ones((4, 4)) / 4, "distributions"),
     ],
 )
-def test_what_is_no_distribution_is_refused(student, teachers, message):
+def test_invalid_distributions_are_refused(student, teachers, message):
     with pytest.raises(ValueError, match=message):
         compat.fit_posterior(student, teachers)
 
@@ -152,7 +152,7 @@ def builder_for(checkpoint: Checkpoint) -> ContextBuilder:
     return ContextBuilder(checkpoint.tokenizer, analysis_config(**compat.TEMPLATES), sorted(checkpoint.end_ids()))
 
 
-def test_a_question_costs_one_batched_pass(make_model, tokenizer):
+def test_each_question_takes_one_batched_pass(make_model, tokenizer):
     model = make_model(dtype=torch.float64)
     checkpoint = Checkpoint.of(model, tokenizer)
     passes = []
@@ -165,31 +165,31 @@ def test_a_question_costs_one_batched_pass(make_model, tokenizer):
     assert [r.question.identifier for r in records] == [f"q{n}" for n in range(100)]
 
 
-def test_the_letters_are_those_of_plain_forward_passes(make_model, tokenizer):
+def test_letter_probabilities_equal_plain_forward_passes(make_model, tokenizer):
     model = make_model(dtype=torch.float64)
     checkpoint = Checkpoint.of(model, tokenizer)
-    asked = question(3, letters="AB", gold="B")
-    [record] = compat.measure_compatibility(checkpoint, [asked], builder_for(checkpoint))
+    own = question(3, letters="AB", gold="B")
+    [record] = compat.measure_compatibility(checkpoint, [own], builder_for(checkpoint))
 
     def letters_of(messages: list[dict[str, str]]) -> torch.Tensor:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) + "<answer>\n"
         logits = model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1]
         return logits.softmax(-1)[[tokenizer.convert_tokens_to_ids(letter) for letter in "AB"]]
 
-    def told(letter: str) -> list[dict[str, str]]:
-        system, user = asked.prompt
+    def with_feedback(letter: str) -> list[dict[str, str]]:
+        system, user = own.prompt
         z = f"\n\nPrevious assessment: The correct answer is \\boxed{{{letter}}}. Now solve this problem step by step."
         return [system, {**user, "content": user["content"] + z}]
 
     with torch.no_grad():
-        student, *teachers = (letters_of(m).numpy() for m in (asked.prompt, told("A"), told("B")))
+        student, *teachers = (letters_of(m).numpy() for m in (own.prompt, with_feedback("A"), with_feedback("B")))
     np.testing.assert_allclose(record.student, student / student.sum(), atol=1e-10)
     np.testing.assert_allclose(record.teachers, [t / t.sum() for t in teachers], atol=1e-10)
     assert record.student_mass == pytest.approx(student.sum())
     np.testing.assert_allclose(record.teacher_mass, [t.sum() for t in teachers], atol=1e-10)
 
 
-def test_a_question_may_bring_its_own_feedback_and_prefix(make_model, tokenizer):
+def test_question_overrides_feedback_and_prefix(make_model, tokenizer):
     checkpoint = Checkpoint.of(make_model(dtype=torch.float64), tokenizer)
     own = replace(question(1, letters="AB"), feedback=("It is A!", "It is B!"), prefix="So: ")
     wording = {"feedback": "It is {letter}!", "prefix": "So: "}
@@ -201,7 +201,7 @@ def test_a_question_may_bring_its_own_feedback_and_prefix(make_model, tokenizer)
 
 
 class LetterLM(nn.Module):
-    """A model that looks the question's number and the hint up in its context, and answers as told."""
+    """Model whose letter probabilities depend on the question's number and the feedback in its context."""
 
     def __init__(self, tokenizer, students: np.ndarray, teachers: np.ndarray) -> None:
         super().__init__()
@@ -216,30 +216,30 @@ class LetterLM(nn.Module):
         return self.head
 
     def forward(self, *args):
-        raise AssertionError("only the backbone is run")
+        raise AssertionError("only the backbone may run")
 
     def read(self, input_ids, attention_mask, use_cache):
         hidden = torch.full((*input_ids.shape, len(self.tokenizer)), -60.0, dtype=torch.float64)
         for row, text in enumerate(self.tokenizer.batch_decode(input_ids)):
             number = int(re.search(r"Question (\d+)", text)[1])
-            hint = re.search(r"boxed\{(\w)\}", text)
-            p = self.teachers[number, "ABCD".index(hint[1])] if hint else self.students[number]
+            named = re.search(r"boxed\{(\w)\}", text)
+            p = self.teachers[number, "ABCD".index(named[1])] if named else self.students[number]
             hidden[row][:, self.letters] = torch.from_numpy(np.log(p + 1e-300))[None]
         return SimpleNamespace(last_hidden_state=hidden)
 
 
 @pytest.fixture
-def told(tokenizer) -> tuple[Checkpoint, np.ndarray, np.ndarray]:
-    """A model that is compatible on every question but number 5."""
+def known(tokenizer) -> tuple[Checkpoint, np.ndarray, np.ndarray]:
+    """Model that is compatible on every question except number 5."""
     weights, teachers = random_teachers(3, 12, 4)
     students = mix(weights, teachers)
     teachers[5] = teachers[5, :1]
     students[5] = [0.01, 0.01, 0.01, 0.97]
-    return Checkpoint.of(LetterLM(tokenizer, students, teachers), tokenizer, name="told"), weights, teachers
+    return Checkpoint.of(LetterLM(tokenizer, students, teachers), tokenizer, name="known"), weights, teachers
 
 
-def test_the_check_finds_the_incompatible_question_of_a_model(told):
-    checkpoint, weights, teachers = told
+def test_check_finds_the_incompatible_question(known):
+    checkpoint, weights, teachers = known
     questions = [question(n, gold="ABCD"[n % 4]) for n in range(12)]
     records = compat.measure_compatibility(checkpoint, questions, builder_for(checkpoint))
     residuals = np.array([r.residual for r in records])
@@ -253,8 +253,8 @@ def test_the_check_finds_the_incompatible_question_of_a_model(told):
         assert records[n].is_self_consistent == (weights[n].argmax() == mix(weights, teachers)[n].argmax())
 
 
-def test_the_table_has_the_papers_rows_and_the_records_numbers(told):
-    checkpoint, _, _ = told
+def test_table_has_the_rows_of_the_paper(known):
+    checkpoint, _, _ = known
     questions = [question(n, gold="ABCD"[n % 4]) for n in range(12)]
     records = compat.measure_compatibility(checkpoint, questions, builder_for(checkpoint))
     numbers = compatibility_metrics(records)
@@ -280,20 +280,20 @@ def test_the_table_has_the_papers_rows_and_the_records_numbers(told):
     assert "| Fraction residual < 0.001 | 92% | 92% |" in table
 
 
-def test_options_with_other_names_are_counted_by_their_position(make_model, tokenizer):
+def test_options_with_different_names_count_by_position(make_model, tokenizer):
     checkpoint = Checkpoint.of(make_model(dtype=torch.float64), tokenizer)
-    asked = [question(0, letters="ABC", gold="C"), question(1, letters="XYZ", gold="X")]
-    records = compat.measure_compatibility(checkpoint, asked, builder_for(checkpoint))
+    own = [question(0, letters="ABC", gold="C"), question(1, letters="XYZ", gold="X")]
+    records = compat.measure_compatibility(checkpoint, own, builder_for(checkpoint))
     assert compatibility_metrics(records)["Gold balance (1 / 2 / 3)"] == "1 / 0 / 1"
     _, matrix = make_figure({"m": records}).axes
     assert matrix.texts[0].get_text() == f"{np.mean([r.teachers[0, 0] for r in records]):.2f}"
 
 
-def test_the_figure_shows_every_residual_and_the_mean_teacher_matrix(told, tmp_path):
-    checkpoint, _, _ = told
+def test_figure_shows_residuals_and_mean_teacher_matrix(known, tmp_path):
+    checkpoint, _, _ = known
     questions = [question(n, gold="ABCD"[n % 4]) for n in range(12)]
     records = compat.measure_compatibility(checkpoint, questions, builder_for(checkpoint))
-    figure = make_figure({"told": records})
+    figure = make_figure({"known": records})
     residuals, matrix = figure.axes
     x, y = residuals.lines[0].get_data()
     assert y[-1] == 1.0
@@ -318,11 +318,11 @@ def test_the_figure_shows_every_residual_and_the_mean_teacher_matrix(told, tmp_p
         ("As in\nA: x\nB: y\nC: z\nnow: which?\nA: yes\nB: no", "AB"),
     ],
 )
-def test_options_are_read_off_the_prompt(text, letters):
+def test_option_letters_are_read_from_the_prompt(text, letters):
     assert "".join(compat.option_letters(text)) == letters
 
 
-def test_rows_that_are_no_multiple_choice_are_refused():
+def test_rows_without_letter_options_are_refused():
     with pytest.raises(ValueError, match="no multiple choice"):
         compat.questions_of([{"prompt": "Which?\nA: yes\nB: no", "answer": "C"}])
     with pytest.raises(ValueError, match="no multiple choice"):
@@ -330,35 +330,35 @@ def test_rows_that_are_no_multiple_choice_are_refused():
     assert compat.questions_of([{"prompt": "How many?", "answer": "B"}], "ABC")[0].letters == ("A", "B", "C")
 
 
-def test_a_balanced_choice_has_as_many_of_each_letter():
+def test_balanced_subset_has_equal_counts_of_each_letter():
     questions = [question(n, gold="AAAB"[n % 4]) for n in range(40)] + [question(99, letters="AB", gold="B")]
     with_all = questions + [question(100 + n, gold="CD"[n % 2]) for n in range(30)]
     chosen = compat.balanced(with_all, per_letter=25)
     golds = [q.gold for q in chosen]
     assert {g: golds.count(g) for g in "ABCD"} == dict.fromkeys("ABCD", 10)
-    assert "q99" not in {q.identifier for q in chosen}  # it has other letters
+    assert "q99" not in {q.identifier for q in chosen}  # its letters differ
     assert chosen == compat.balanced(with_all, per_letter=25)
     assert chosen != compat.balanced(with_all, per_letter=25, seed=1)
 
 
-def test_one_question_with_more_options_does_not_displace_the_others():
+def test_balanced_subset_uses_the_most_frequent_letters():
     questions = [question(n, gold="ABCD"[n % 4]) for n in range(20)] + [question(99, letters="ABCDE", gold="E")]
     assert len(compat.balanced(questions, per_letter=25)) == 20
 
 
-def test_a_choice_that_would_be_empty_is_refused_by_the_letter_that_no_answer_is():
+def test_letter_without_gold_answers_is_refused():
     with pytest.raises(ValueError, match="has C, D as its answer"):
         compat.balanced([question(n, gold="AB"[n % 2]) for n in range(8)], per_letter=2)
 
 
-def test_every_token_that_reads_as_the_letter_counts(tokenizer):
+def test_letter_ids_include_every_token_of_the_letter(tokenizer):
     ids = compat.letter_ids(tokenizer, ["A", "B"])
     assert ids == [[tokenizer.convert_tokens_to_ids("A")], [tokenizer.convert_tokens_to_ids("B")]]
     with pytest.raises(ValueError, match="no token for Ω"):
         compat.letter_ids(tokenizer, ["A", "Ω"])
 
 
-def test_questions_with_other_numbers_of_letters_are_fitted_apart(make_model, tokenizer):
+def test_questions_may_have_different_numbers_of_letters(make_model, tokenizer):
     checkpoint = Checkpoint.of(make_model(dtype=torch.float64), tokenizer)
     mixed = [question(0), question(1, letters="AB", gold="B"), question(2), question(3, letters="ABC", gold="C")]
     records = compat.measure_compatibility(checkpoint, mixed, builder_for(checkpoint))

@@ -1,4 +1,4 @@
-"""Pictures and the terminal."""
+"""PNG and terminal output of token maps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def signed_map(values: list[float]) -> TokenMap:
     return token_map
 
 
-def test_the_terminal_colours_by_sign_and_strength():
+def test_terminal_colours_follow_sign_and_strength():
     text = printed(signed_map([2.0, -2.0, 0.0]), top=0)
     line = next(line for line in text.splitlines() if "w0" in line)
     grounds = re.findall(r"48;2;(\d+);(\d+);(\d+)m(w\d)", line)
@@ -46,7 +46,7 @@ def test_the_terminal_colours_by_sign_and_strength():
     assert colours["w1"][2] > colours["w1"][0]  # blue
 
 
-def test_no_terminal_escape_of_a_response_is_printed():
+def test_terminal_escapes_of_a_response_are_not_printed():
     token_map = drawn_map(list(HOSTILE), identifier="\x1b]0;owned\x07", problem="\x1b[2J")
     text = COLOUR.sub("", printed(token_map, width=400))
     assert "\x1b" not in text
@@ -55,12 +55,12 @@ def test_no_terminal_escape_of_a_response_is_printed():
     assert "[/bold]" not in text
 
 
-def test_markup_of_the_console_stays_text():
+def test_console_markup_is_printed_as_text():
     text = COLOUR.sub("", printed(drawn_map(["[bold red]loud[/]", "[link=http://x]"])))
     assert "[bold red]loud[/][link=http://x]" in text
 
 
-def test_the_strongest_tokens_are_listed_with_their_numbers():
+def test_highest_and_lowest_tokens_are_listed():
     token_map = signed_map([0.5, 3.0, -4.0, 0.1, 1.0])
     text = COLOUR.sub("", printed(token_map, top=1))
     rows = [line.split() for line in text.splitlines() if re.match(r"\s*\d+ +w\d", line)]
@@ -70,7 +70,7 @@ def test_the_strongest_tokens_are_listed_with_their_numbers():
     ]
 
 
-def test_without_colour_the_text_is_still_there(monkeypatch):
+def test_no_color_prints_plain_text(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     file = io.StringIO()
     token_map = drawn_map(["plain ", "text"])
@@ -99,7 +99,7 @@ def has(picture: np.ndarray, colour: str) -> bool:
     return bool(test.sum() > 20)
 
 
-def test_the_picture_is_red_where_credit_is_positive_and_blue_where_negative(tmp_path):
+def test_png_colours_follow_the_sign(tmp_path):
     both = drawn(signed_map([5.0, -5.0, *FAINT]), tmp_path / "a.png", quantities=("specific",))
     assert has(both, "red")
     assert has(both, "blue")
@@ -114,7 +114,7 @@ def test_the_picture_is_red_where_credit_is_positive_and_blue_where_negative(tmp
     assert not has(second, "red")
 
 
-def test_the_picture_shows_problem_reward_and_specific_credit(tmp_path):
+def test_png_has_a_panel_for_each_quantity(tmp_path):
     token_map = drawn_map(["word "] * 30)
     three = drawn(token_map, tmp_path / "three.png")
     two = drawn(token_map, tmp_path / "two.png", quantities=("specific",))
@@ -124,12 +124,12 @@ def test_the_picture_shows_problem_reward_and_specific_credit(tmp_path):
 
 @pytest.mark.filterwarnings("error::UserWarning")  # a missing glyph
 @pytest.mark.parametrize("text", [*HOSTILE, r"$\frac{$ $x^2$ \textbf", "中文 العربية עברית 🙂", "a\n" * 5])
-def test_any_text_can_be_drawn(tmp_path, text):
+def test_png_draws_any_text(tmp_path, text):
     picture = drawn(drawn_map([text, "x"], problem=text), tmp_path / "any.png", dpi=60)
     assert picture.min() < 0.5 < picture.max()
 
 
-def test_a_long_response_is_cut_where_the_picture_says_so(tmp_path):
+def test_png_marks_the_cut_of_a_long_response(tmp_path):
     short = drawn(drawn_map(["word "] * 20), tmp_path / "short.png", dpi=50, max_lines=20)
     long = drawn(drawn_map(["word "] * 1000), tmp_path / "long.png", dpi=50, max_lines=20)
     assert long.shape[0] < short.shape[0] + 40 * 20
@@ -137,7 +137,7 @@ def test_a_long_response_is_cut_where_the_picture_says_so(tmp_path):
     assert pieces[-1].text == "… cut after 400 of 8192 tokens"
 
 
-def test_wide_characters_take_two_columns_and_combining_ones_none():
+def test_wide_and_combining_characters_take_two_and_no_columns():
     pieces = tokenmap_png._lay_out([("😀", 0.0), ("e\u0301", 0.0), ("x", 0.0)], 5)
     assert [piece.column for piece in pieces] == [0, 2, 3]
     assert tokenmap_png._lay_out([("中", 0.0)], 5)[0].text == "⟨U+4E2D⟩"  # the fonts lack it

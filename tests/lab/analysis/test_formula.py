@@ -1,4 +1,4 @@
-"""R_t of the analysis is that of the loss: against the kernels, and against a formula written in probabilities."""
+"""R_t of the analysis against the loss and against a formula written in probabilities."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def by_hand(formula: CreditFormula, p: np.ndarray, f: np.ndarray, g: np.ndarray,
     topk=st.integers(1, 9),
     coef=st.floats(0.01, 1.0),
 )
-def test_every_form_gate_mask_average_and_support_is_that_of_the_formula_in_probabilities(
-    seed, support, rule, baseline, contrasts, topk, coef
-):
+def test_advantages_equal_the_formula_in_probabilities(seed, support, rule, baseline, contrasts, topk, coef):
     size = 8
     logps = torch.randn(2 + contrasts, 3, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     student, teacher, *others = torch.log_softmax(1.5 * logps, dim=-1)
@@ -95,7 +93,7 @@ def test_every_form_gate_mask_average_and_support_is_that_of_the_formula_in_prob
     ("support", "tail", "rule"),
     [(*support, rule) for support in SUPPORTS for rule in RULES],
 )
-def test_it_is_what_the_loss_reports_of_the_realised_tokens(support, tail, rule, baseline):
+def test_advantages_equal_those_of_the_loss(support, tail, rule, baseline):
     case = make_case(n=60, contrasts=3, dtype=torch.float64, seed=3)
     case.coef[:] = 0.4
     terms = ours(case, support, tail, 1.0, topk=5, rule=rule, baseline=baseline)
@@ -109,10 +107,10 @@ def test_it_is_what_the_loss_reports_of_the_realised_tokens(support, tail, rule,
     torch.testing.assert_close(got[:, 0], terms.advantages, atol=1e-9, rtol=0)
     torch.testing.assert_close(entered[:, 0], terms.contrastive_coef)
     if rule.gate and support != "sampled":
-        assert 0 < (terms.contrastive_coef == 0).sum() < 60, "the gate decides nothing here"
+        assert 0 < (terms.contrastive_coef == 0).sum() < 60, "the gate is open or closed everywhere"
 
 
-def test_without_contrast_or_with_a_coefficient_of_zero_it_is_the_self_distillation_reward():
+def test_advantages_without_contrast_equal_the_reward():
     student, teacher, other = torch.log_softmax(torch.randn(3, 4, 9), dim=-1)
     ids = torch.arange(9).expand(4, 9)
     for support in ("teacher_topk", "full", "sampled"):
@@ -141,7 +139,7 @@ def plain_logps(model, context: list[int], y: tuple[int, ...]) -> torch.Tensor:
     ],
     ids=lambda options: " ".join(f"{key[key.index('_') + 1 :]}={value}" for key, value in options.items()),
 )
-def test_a_map_shows_the_advantages_of_the_configuration_that_it_is_given(checkpoint, respond, options):
+def test_map_uses_the_formula_of_the_configuration(checkpoint, respond, options):
     config = analysis_config(contrastive_count=2, **options)
     response = respond("Paris is the capital.")
     token_map = map_response(checkpoint, response, config, alternatives=4)
@@ -161,7 +159,7 @@ def test_a_map_shows_the_advantages_of_the_configuration_that_it_is_given(checkp
             assert scores.alternatives.advantage[t, a].item() == pytest.approx(expected, abs=1e-7)
             assert scores.alternatives.entered_coef[t, a].item() == pytest.approx(entered)
     paper = map_response(checkpoint, response, analysis_config(contrastive_count=2, contrastive_coef=min(coef, 1.0)))
-    assert not torch.allclose(paper.scores.advantage, scores.advantage), "nothing distinguishes it from Eq. 8"
+    assert not torch.allclose(paper.scores.advantage, scores.advantage), "the values equal those of Eq. 8"
 
 
 # ---------------------------------------------------------------------------------------------------- an adapted λ
@@ -171,7 +169,7 @@ def adapted_config(**options):
     return analysis_config(contrastive_coef="auto", contrastive_auto_level=0.1, contrastive_count=2, **options)
 
 
-def test_an_adapted_coefficient_is_the_checkpoints_or_refused_with_what_to_do(checkpoint, respond):
+def test_adapted_coefficient_is_the_checkpoints_or_raises(checkpoint, respond):
     from dataclasses import replace
 
     assert CreditSettings.of(analysis_config(contrastive_coef=0.25), 0.7).contrastive_coef == 0.25
@@ -185,7 +183,7 @@ def test_an_adapted_coefficient_is_the_checkpoints_or_refused_with_what_to_do(ch
     assert torch.equal(token_map.scores.advantage, fixed.scores.advantage)
 
 
-def test_the_formula_of_a_run_survives_json():
+def test_formula_round_trips_through_json():
     for support, tail in SUPPORTS:
         formula = CreditFormula(ContrastRule("guide", 0.1), "log_mean", "no question", SupportConfig(support, 7, tail))
         assert CreditFormula.from_json(json.loads(json.dumps(formula.to_json()))) == formula
@@ -199,7 +197,7 @@ def test_formula_of_version_0_1_0_is_read():
     assert CreditFormula.from_json(record) == expected
 
 
-# --------------------------------------------------------------------------------------------------------- in words
+# --------------------------------------------------------------------------------------------------------- meanings
 
 
 @pytest.mark.parametrize(
@@ -218,7 +216,7 @@ def test_formula_of_version_0_1_0_is_read():
         ),
     ],
 )
-def test_words_say_the_formula_in_force(options, quantity, words):
+def test_meanings_describe_the_formula(options, quantity, words):
     formula = CreditFormula.of(analysis_config(**options))
     assert words in formula.meanings()[quantity]
     if options:

@@ -35,9 +35,9 @@ def outcome_joint(seed: int, q: tuple[float, float], leak: float = 0.0) -> tuple
     policy = torch.rand(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64) + 0.02
     policy /= policy.sum()
     outcome = torch.rand(VOCABULARY, VOCABULARY, generator=generator) < 0.5
-    told = torch.where(outcome, q[1], q[0]).double()
-    told = (told + leak * torch.linspace(-1, 1, VOCABULARY, dtype=torch.float64)[:, None]).clamp(0.0, 1.0)
-    return Joint(torch.stack([policy * (1 - told), policy * told])[None]), outcome
+    observed = torch.where(outcome, q[1], q[0]).double()
+    observed = (observed + leak * torch.linspace(-1, 1, VOCABULARY, dtype=torch.float64)[:, None]).clamp(0.0, 1.0)
+    return Joint(torch.stack([policy * (1 - observed), policy * observed])[None]), outcome
 
 
 def exact_credit(joint: Joint, outcome: torch.Tensor) -> np.ndarray:
@@ -67,7 +67,7 @@ def has_ties_or_zeros(outcome: torch.Tensor, joint: Joint) -> bool:
 
 @few
 @given(seed=st.integers(0, 10**6), q0=st.floats(0.01, 0.45), gain=st.floats(0.05, 0.5))
-def test_proposition_4_feedback_that_tells_of_the_outcome_ranks_candidates_as_the_intervention_does(seed, q0, gain):
+def test_proposition_4_reward_ranks_candidates_as_intervention(seed, q0, gain):
     joint, outcome = outcome_joint(seed, (q0, q0 + gain))
     assume(not has_ties_or_zeros(outcome, joint))
     assert feedback_reward(joint).argsort().tolist() == exact_credit(joint, outcome).argsort().tolist()
@@ -75,28 +75,28 @@ def test_proposition_4_feedback_that_tells_of_the_outcome_ranks_candidates_as_th
 
 @few
 @given(seed=st.integers(0, 10**6), q1=st.floats(0.05, 1.0))
-def test_corollary_5_feedback_seen_on_success_only_equals_the_intervention(seed, q1):
+def test_corollary_5_feedback_on_success_equals_intervention(seed, q1):
     joint, outcome = outcome_joint(seed, (0.0, q1))
     assume(not has_ties_or_zeros(outcome, joint))
     np.testing.assert_allclose(feedback_reward(joint), exact_credit(joint, outcome), atol=1e-10)
 
 
-def test_proposition_4_is_reversed_by_feedback_that_speaks_for_failure():
+def test_proposition_4_is_reversed_by_feedback_for_failure():
     joint, outcome = outcome_joint(4, (0.6, 0.2))
     assert feedback_reward(joint).argsort().tolist() == exact_credit(joint, outcome).argsort().tolist()[::-1]
 
 
-def test_proposition_4_is_empty_for_feedback_that_does_not_depend_on_the_outcome():
+def test_proposition_4_reward_is_zero_for_independent_feedback():
     joint, _ = outcome_joint(4, (0.3, 0.3))
     np.testing.assert_allclose(feedback_reward(joint), 0.0, atol=1e-10)
 
 
-def test_proposition_4_fails_for_feedback_that_tells_of_the_candidate_itself():
+def test_proposition_4_fails_for_feedback_on_the_candidate():
     joint, outcome = outcome_joint(4, (0.4, 0.5), leak=0.35)
     assert feedback_reward(joint).argsort().tolist() != exact_credit(joint, outcome).argsort().tolist()
 
 
-def test_corollary_5_fails_for_feedback_that_failure_shows_too():
+def test_corollary_5_fails_for_feedback_seen_on_failure():
     joint, outcome = outcome_joint(4, (0.2, 0.8))
     assert np.abs(feedback_reward(joint) - exact_credit(joint, outcome)).max() > 0.05
 
@@ -123,7 +123,7 @@ def sampler(joint: Joint, rng: np.random.Generator):
     return continue_
 
 
-def test_branching_estimates_the_credit_within_its_standard_error():
+def test_branching_estimate_has_its_standard_error():
     joint, outcome = outcome_joint(4, (0.1, 0.8))
     exact = exact_credit(joint, outcome)
     rng = np.random.default_rng(0)
@@ -137,13 +137,13 @@ def test_branching_estimates_the_credit_within_its_standard_error():
     assert 0.8 < deviations.std() < 1.2
 
 
-def test_what_is_rolled_out_is_what_the_cost_says():
+def test_rollouts_match_the_announced_cost():
     joint, _ = outcome_joint(4, (0.1, 0.8))
     plan = plan_of(joint, samples=3, baseline=5)
     seen, announced = [], []
 
     def continue_(questions, beginnings):
-        assert announced == [plan.cost()], "the cost is said first"
+        assert announced == [plan.cost()], "the cost is announced first"
         seen.extend(beginnings)
         return [[*beginning, 0, 0] for beginning in beginnings]
 
@@ -154,7 +154,7 @@ def test_what_is_rolled_out_is_what_the_cost_says():
     assert all(seen.count((v,)) == 3 for v in range(VOCABULARY))
 
 
-def test_agreement_is_perfect_for_the_exact_ranking_and_reversed_for_its_opposite():
+def test_agreement_of_equal_and_reversed_rankings():
     joint, outcome = outcome_joint(4, (0.1, 0.8))
     rng = np.random.default_rng(1)
     plan = plan_of(joint, samples=2000, baseline=10)
@@ -162,13 +162,13 @@ def test_agreement_is_perfect_for_the_exact_ranking_and_reversed_for_its_opposit
     agreement = iv.rank_agreement(credits, "rewards")
     assert (agreement.prefixes, agreement.kendall, agreement.spearman, agreement.top) == (1, 1.0, 1.0, 1.0)
     assert agreement.concordance == 1.0
-    assert np.isnan(agreement.concordance_interval).all()  # one question leaves nothing to resample
-    turned = iv.rank_agreement(credits, "advantages")  # plan_of turned them round
+    assert np.isnan(agreement.concordance_interval).all()  # undefined with one question
+    turned = iv.rank_agreement(credits, "advantages")  # plan_of negates them
     assert (turned.kendall, turned.concordance) == (-1.0, 0.0)
 
 
-def test_prefixes_of_one_question_count_as_one_in_the_interval():
-    """Ten copies of each prefix say nothing new."""
+def test_interval_resamples_questions_not_prefixes():
+    """Ten copies of each prefix leave the interval unchanged."""
     three = [torch.tensor([0.0, 1.0]) for _ in range(3)]
     rates = [np.array(pair) for pair in ([0, 9], [9, 0], [0, 9], [0, 9], [9, 0])]
     once, copied = (
@@ -185,7 +185,7 @@ def test_prefixes_of_one_question_count_as_one_in_the_interval():
     assert copied.concordance_interval == pytest.approx(once.concordance_interval)
 
 
-def test_prefixes_whose_candidates_do_not_differ_rank_nothing():
+def test_prefixes_with_equal_candidates_are_skipped():
     branching = iv.Branching((), (0, 1), *(torch.tensor([0.0, 1.0]) for _ in range(3)))
     flat = iv.estimate(branching, np.array([3, 3]), 10, 3, 10)
     noisy = iv.estimate(branching, np.array([3, 4]), 10, 3, 10)
@@ -197,20 +197,20 @@ def test_prefixes_whose_candidates_do_not_differ_rank_nothing():
     assert np.isfinite(clear.credit).all()  # no success is no infinite loss
 
 
-def test_a_quantity_that_says_the_same_of_every_candidate_agrees_with_nothing():
+def test_constant_quantity_has_no_agreement():
     branching = iv.Branching((), (0, 1), *(torch.tensor([0.5, 0.5]) for _ in range(3)))
     agreement = iv.rank_agreement([iv.estimate(branching, np.array([0, 9]), 10, 3, 10)])
     assert (agreement.kendall, agreement.spearman, agreement.concordance) == (0.0, 0.0, 0.5)
 
 
-def test_pairs_that_succeed_equally_often_do_not_count_in_the_concordance():
+def test_concordance_skips_pairs_with_equal_success():
     outcomes = np.array([9, 0, 0, 0])
     assert iv.concordance(outcomes, np.array([1.0, 0.3, 0.2, 0.1])) == 1.0
     assert iv.concordance(outcomes, np.array([0.25, 0.3, 0.2, 0.1])) == pytest.approx(2 / 3)
     assert iv.concordance(outcomes, np.array([0.3, 0.3, 0.2, 0.1])) == pytest.approx(2.5 / 3)
 
 
-def test_candidates_come_from_the_least_certain_prefixes_and_are_the_policys_likeliest():
+def test_candidates_are_likely_tokens_at_high_entropy_prefixes():
     generator = torch.Generator().manual_seed(2)
     table = torch.rand(2, 2, 4, 4, 4, generator=generator, dtype=torch.float64) ** 3 + 1e-4
     joint = Joint(table / table.flatten(1).sum(-1).view(-1, 1, 1, 1, 1))
@@ -245,7 +245,7 @@ def test_candidates_come_from_the_least_certain_prefixes_and_are_the_policys_lik
         torch.testing.assert_close(other.rewards, one.rewards)
 
 
-def test_unlikely_tokens_are_no_candidates():
+def test_unlikely_tokens_are_not_candidates():
     table = torch.tensor([[[0.995, 0.005], [0.995, 0.005]]], dtype=torch.float64)
     joint = Joint(table / table.sum())
     model = JointLM(joint)
@@ -256,11 +256,11 @@ def test_unlikely_tokens_are_no_candidates():
     assert len(kept.candidates) == 2
 
 
-def test_rates_without_successes_have_a_finite_logarithm():
+def test_smoothed_rate_without_successes_has_a_finite_log():
     assert iv.smoothed_rate(np.array([0, 5, 10]), 10) == pytest.approx([0.5 / 11, 0.5, 10.5 / 11])
 
 
-def test_the_policy_goes_on_from_each_beginning_and_the_tasks_verifier_decides(make_model, tokenizer):
+def test_policy_rollouts_continue_prefixes_and_are_graded(make_model, tokenizer):
     checkpoint = Checkpoint.of(make_model(), tokenizer)
     task = load_task("quickstart")
     rows = list(task.build("test").take(2))

@@ -1,4 +1,4 @@
-"""Checkpoints and responses of several runs keep names of their own."""
+"""Unique names of checkpoints and responses of several runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4)
 
 
 @given(paths=st.lists(PARTS.map(lambda parts: "/runs/" + "/".join(parts)), min_size=1, max_size=6, unique=True))
-def test_names_are_the_shortest_ends_of_paths_that_tell_all_apart(paths):
+def test_short_names_are_the_shortest_unique_ends(paths):
     names = short_names(paths)
     assert len(set(names)) == len(paths)
     assert all(path.endswith(f"/{name}") or path == name for path, name in zip(paths, names, strict=True))
@@ -25,12 +25,12 @@ def test_names_are_the_shortest_ends_of_paths_that_tell_all_apart(paths):
         assert len(set(shorter)) < len(paths)
 
 
-def test_a_path_that_is_named_twice_is_refused():
+def test_repeated_path_is_refused():
     with pytest.raises(ValueError, match="checkpoint-5 is named twice"):
         short_names(["run/checkpoint-5", "run/checkpoint-5"], parts=2)
 
 
-def test_checkpoints_of_two_arms_with_one_seed_and_step_are_told_apart():
+def test_checkpoints_of_two_arms_get_distinct_names():
     arms = [f"runs/{arm}/seed-1/checkpoint-5" for arm in ("sdpo", "credit")]
     assert short_names(arms, parts=2) == ["sdpo/seed-1/checkpoint-5", "credit/seed-1/checkpoint-5"]
     assert short_names(arms[:1], parts=2) == ["seed-1/checkpoint-5"]
@@ -44,7 +44,7 @@ def names_of(*tokens):
     return [(one.response.identifier, one.checkpoint) for one in unique_maps(FILES, maps)]
 
 
-def test_other_rollouts_of_one_name_stand_apart_and_the_same_one_side_by_side():
+def test_ambiguous_identifiers_get_the_folder_name():
     assert names_of("xy", "xyz") == [
         ("a: step 50, rollout 0", "step-50"),
         ("b: step 50, rollout 0", "step-50"),

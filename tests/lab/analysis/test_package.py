@@ -15,7 +15,7 @@ def test_every_public_name_loads():
         _ = analysis.nothing_of_the_kind
 
 
-def test_the_analysis_never_imports_the_trainer():
+def test_analysis_does_not_import_the_trainer():
     code = (
         "import importlib, pkgutil, sys, credit_trl.lab.analysis as a\n"
         "[importlib.import_module(m.name) for m in pkgutil.walk_packages(a.__path__, a.__name__ + '.')]\n"
@@ -25,7 +25,7 @@ def test_the_analysis_never_imports_the_trainer():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_templates_of_the_page_are_part_of_the_package():
+def test_page_templates_are_package_data():
     from importlib.resources import files
 
     names = {entry.name for entry in (files("credit_trl.lab.analysis") / "page").iterdir()}

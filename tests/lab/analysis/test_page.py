@@ -1,9 +1,8 @@
-"""The page in a real browser: what it shows, how fast, and that hostile text stays text."""
+"""The HTML page in a browser: values shown, interaction and hostile text."""
 
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,9 @@ from credit_trl.lab.analysis.tokenmap_html import embed_json, render_html, write
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.objective import ContrastRule
 
-# Two frames after now: what was changed has been laid out and painted.
-PAINTED = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - t0))))"
-
 
 class Shown:
-    """A page in the browser, with everything that it complains about."""
+    """A page in the browser, with its errors, dialogs and requests."""
 
     def __init__(self, browser: Any, maps: list[TokenMap], directory: Path, **options: Any) -> None:
         write_html(maps, directory / "maps.html", **options.pop("write", {}))
@@ -74,7 +70,7 @@ def as_shown(values: torch.Tensor, digits: int = 4) -> list[str]:
     return [text.lstrip("-") if float(text) == 0 else text.replace("-", "−") for text in texts]
 
 
-def test_pointing_at_a_token_shows_all_its_numbers_and_alternatives(show, model_map):
+def test_hover_shows_numbers_and_alternatives_of_a_token(show, model_map):
     shown = show([model_map])
     for index in (0, 3, len(model_map.tokens) - 1):
         shown.tokens().nth(index).hover()
@@ -92,7 +88,7 @@ def test_pointing_at_a_token_shows_all_its_numbers_and_alternatives(show, model_
     assert shown.complaints == []
 
 
-def test_clicking_holds_a_token_and_arrow_keys_move_on(show):
+def test_click_pins_a_token_and_arrow_keys_move_the_pin(show):
     shown = show([drawn_map(["a", "b", "c", "d"])])
     shown.tokens().nth(1).click()
     shown.tokens().nth(3).hover()
@@ -104,7 +100,7 @@ def test_clicking_holds_a_token_and_arrow_keys_move_on(show):
     assert "token 4 of 4" in shown.page.locator("#inspector").inner_text()
 
 
-def test_switching_the_quantity_repaints_by_sign(show):
+def test_quantity_switch_repaints_by_sign(show):
     token_map = drawn_map(["a "] * 12, seed=4)
     scales = group_scales([token_map])[token_map.response.group]
     shown = show([token_map])
@@ -119,7 +115,7 @@ def test_switching_the_quantity_repaints_by_sign(show):
         assert f"{QUANTITIES[quantity]}: {token_map.meaning(quantity)}" in shown.page.locator("#meaning").inner_text()
 
 
-def test_labels_and_tooltips_say_the_formula_of_each_pane(show):
+def test_labels_and_tooltips_show_the_formula_of_each_pane(show):
     gated = CreditFormula(ContrastRule("guide", gate=0.05), "log_mean")
     maps = [
         drawn_map(["a ", "b "], checkpoint="paper"),
@@ -140,14 +136,14 @@ def test_labels_and_tooltips_say_the_formula_of_each_pane(show):
     assert shown.numbers()["entered_coef"] == ["0.1000", "2.0000"]
 
 
-def test_the_second_palette_changes_the_colours(show):
+def test_second_palette_changes_the_colours(show):
     shown = show([drawn_map(["a ", "b ", "c "])])
     before = shown.grounds()
     shown.page.select_option("#palette", "orange-purple")
     assert all(a != b for a, b in zip(before, shown.grounds(), strict=True))
 
 
-def test_two_checkpoints_stand_side_by_side_and_are_pointed_at_together(show):
+def test_two_checkpoints_are_shown_and_hovered_together(show):
     maps = [drawn_map(["a ", "b ", "c "], seed=s, checkpoint=f"step-{s}") for s in (1, 2, 3)]
     shown = show(maps)
     assert shown.page.locator(".pane").count() == 2
@@ -164,7 +160,7 @@ def test_two_checkpoints_stand_side_by_side_and_are_pointed_at_together(show):
     assert shown.numbers()["delta_v"] == [as_shown(maps[1].scores.delta_v)[1]]
 
 
-def test_search_narrows_the_list_and_marks_the_tokens(show):
+def test_search_filters_responses_and_marks_tokens(show):
     maps = [
         drawn_map(["Use ", "a ", "Hash", "Map", " here"], identifier="first"),
         drawn_map(["Sort ", "it"], identifier="second", problem="find the median"),
@@ -181,7 +177,7 @@ def test_search_narrows_the_list_and_marks_the_tokens(show):
     assert len(shown.names()) == 3
 
 
-def test_responses_sort_by_their_mean_of_s(show):
+def test_responses_are_sorted_by_mean_s_and_reward(show):
     maps = [drawn_map(["a", "b", "c"], seed=s, identifier=f"r{s}", reward=float(s)) for s in range(5)]
     shown = show([*maps, drawn_map(["a"], identifier="no contrast", contrasts=0, reward=None)])
     order = sorted(range(5), key=lambda i: -maps[i].scores.specific.double().mean().item())
@@ -193,21 +189,21 @@ def test_responses_sort_by_their_mean_of_s(show):
     assert shown.names() == ["r4", "r3", "r2", "r1", "r0", "no contrast"]
 
 
-def test_choosing_a_response_shows_it(show):
+def test_selected_response_is_shown(show):
     shown = show([drawn_map(["a"], identifier="one"), drawn_map(["b", "c"], identifier="two", problem="the second")])
     shown.page.locator("#list button").nth(1).click()
     assert shown.tokens().all_inner_texts() == ["b", "c"]
     assert "the second" in shown.page.locator("#context").inner_text()
 
 
-def test_values_that_do_not_exist_are_dashes(show):
+def test_missing_values_are_dashes(show):
     shown = show([drawn_map(["a"], contrasts=0)])
     shown.tokens().nth(0).hover()
     assert shown.numbers()["specific"] == ["–"]
     assert shown.complaints == []
 
 
-# --------------------------------------------------------------------------------------------------- the eye's matters
+# --------------------------------------------------------------------------------------------------- appearance
 
 
 def luminance(rgb: np.ndarray) -> np.ndarray:
@@ -222,7 +218,7 @@ def parse(colour: str) -> tuple[np.ndarray, float]:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("palette", ["red-blue", "orange-purple"])
-def test_text_is_readable_on_every_colour(show, theme, palette):
+def test_text_contrast_is_at_least_4_5_on_every_colour(show, theme, palette):
     shown = show([drawn_map(["word "] * 60, seed=2)])
     shown.page.select_option("#theme", theme)
     shown.page.select_option("#palette", palette)
@@ -238,7 +234,7 @@ def test_text_is_readable_on_every_colour(show, theme, palette):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_screenshot_has_the_systems_theme_and_both_colours(show, tmp_path, scheme):
+def test_page_follows_the_system_theme(show, tmp_path, scheme):
     shown = show([drawn_map(["word "] * 200, seed=3)], color_scheme=scheme)
     shown.tokens().nth(7).hover()
     shown.page.screenshot(path=tmp_path / "page.png")
@@ -250,29 +246,19 @@ def test_a_screenshot_has_the_systems_theme_and_both_colours(show, tmp_path, sch
     assert shown.complaints == []
 
 
-def test_a_narrow_window_has_no_sideways_scroll(show):
+def test_narrow_window_does_not_scroll_sideways(show):
     shown = show([drawn_map(["averyveryverylongword" * 20, " x"] * 5)])
     shown.page.set_viewport_size({"width": 420, "height": 800})
     assert shown.page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
-def test_eight_thousand_tokens_stay_responsive(show):
+def test_page_shows_8192_tokens(show):
     words = [f" word{i % 977}" if i % 13 else "\n" for i in range(8192)]
     maps = [drawn_map(words, seed=s, checkpoint=f"step-{s}", alternatives=["a", "b", "c"]) for s in (1, 2)]
-    started = time.perf_counter()
     shown = show(maps)
-    assert shown.tokens(1).count() == 8192
-    assert time.perf_counter() - started < 30.0
-
-    def milliseconds(action: str) -> float:
-        """Median of five, from the action until it has been painted."""
-        run = "() => { const t0 = performance.now(); " + action + "; return " + PAINTED + "; }"
-        return float(np.median([shown.page.evaluate(run) for _ in range(5)]))
-
-    # Measured here: 25, 100 and 30 ms. The limits leave room for a busy machine.
-    assert milliseconds("inspect(Math.floor(Math.random() * 8192))") < 300
-    assert milliseconds("document.querySelectorAll('#quantities input')[Math.floor(Math.random() * 5)].click()") < 1000
-    assert milliseconds("scrollTo(0, Math.random() * 9000)") < 300
+    assert [shown.tokens(pane).count() for pane in (0, 1)] == [8192, 8192]
+    shown.page.evaluate("inspect(8191)")
+    assert shown.numbers()["advantage"] == [as_shown(m.scores.advantage)[8191] for m in maps]
     assert shown.complaints == []
 
 
@@ -280,7 +266,7 @@ def test_eight_thousand_tokens_stay_responsive(show):
 
 
 def hostile_maps() -> list[TokenMap]:
-    """Every hostile text as a token, an alternative, a problem, a feedback, a name and a class."""
+    """Maps with every hostile text as token, alternative, problem, feedback, name and class."""
     maps = []
     for number, text in enumerate(HOSTILE):
         token_map = drawn_map(
@@ -297,7 +283,7 @@ def hostile_maps() -> list[TokenMap]:
     return maps
 
 
-def test_hostile_text_renders_as_text_everywhere(show):
+def test_hostile_text_is_shown_as_text(show):
     maps = hostile_maps()
     shown = show(maps, write={"title": HOSTILE[1]})
     elements = shown.page.evaluate("() => [...document.querySelectorAll('*')].map(e => e.tagName.toLowerCase())")
@@ -324,7 +310,7 @@ def test_hostile_text_renders_as_text_everywhere(show):
     assert shown.complaints == []
 
 
-def test_direction_marks_do_not_move_the_text_around_them(show):
+def test_direction_marks_do_not_move_other_tokens(show):
     maps = [drawn_map(["abc", "\u202edef\u202c", "ghi"]), drawn_map(["abc", "שלום", "ghi"], identifier="r1")]
     shown = show(maps)
     for number in (0, 1):
@@ -334,7 +320,7 @@ def test_direction_marks_do_not_move_the_text_around_them(show):
     assert "\u202e" not in shown.page.content()
 
 
-def test_the_policy_stops_a_script_that_should_ever_get_in(show):
+def test_content_security_policy_blocks_injected_scripts(show):
     shown = show([drawn_map(["a"])])
     shown.page.evaluate(
         """() => {
@@ -352,12 +338,12 @@ def test_the_policy_stops_a_script_that_should_ever_get_in(show):
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_embedded_data_cannot_leave_its_element(text):
+def test_embedded_json_has_no_markup(text):
     embedded = embed_json({"text": text})
     assert not set("<>&\u2028\u2029") & set(embedded)
     assert embedded.isascii()
 
 
-def test_the_page_is_one_file_without_addresses():
+def test_page_has_no_external_addresses():
     page = render_html([drawn_map(["a"])])
     assert not re.search(r"""(?:src|href)\s*=|url\(|@import|https?://""", page)

@@ -1,4 +1,4 @@
-"""The paper's identities on joints that can be enumerated, in the functions that users call, and their failures."""
+"""The paper's identities on enumerable joints, and cases in which they fail."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read(
     lagged: Joint | None = None,
     formula: CreditFormula = PAPER,
 ):
-    """What `pmi.read_response` gives for one response of the joint's own model, or with a lagged reference."""
+    """`pmi.read_response` for one response of the joint's own model, or with a lagged teacher."""
     student = JointLM(joint, noise)
     reference = student if lagged is None else JointLM(lagged, noise)
     checkpoint = Checkpoint.of(student, None, teacher=None if lagged is None else reference)
@@ -88,12 +88,12 @@ def mapped_rewards(joint: Joint, x: int, z: int, y: tuple[int, ...], noise: floa
 
 @few
 @given(joint=joints, seed=st.integers(0, 10**6))
-def test_theorem_1_every_candidate_earns_its_filtering_increment(joint, seed):
+def test_theorem_1_reward_is_the_filtering_increment(joint, seed):
     x, z, y = response_of(joint, seed)
     torch.testing.assert_close(mapped_rewards(joint, x, z, y), filtering_increments(joint, x, z, y), **EXACT)
 
 
-def test_theorem_1_fails_where_the_teacher_is_no_conditional_of_the_joint():
+def test_theorem_1_fails_for_an_incompatible_teacher():
     joint = random_joint(3)
     x, z, y = response_of(joint, 3)
     difference = mapped_rewards(joint, x, z, y, noise=0.5) - filtering_increments(joint, x, z, y)
@@ -102,14 +102,14 @@ def test_theorem_1_fails_where_the_teacher_is_no_conditional_of_the_joint():
 
 @few
 @given(joint=joints, seed=st.integers(0, 10**6))
-def test_corollary_2_the_rewards_of_a_response_sum_to_its_pmi(joint, seed):
+def test_corollary_2_rewards_sum_to_the_pmi(joint, seed):
     x, z, y = response_of(joint, seed)
     report = pmi.pmi_report("y", read(joint, x, z, y))
     assert report.pmi == pytest.approx(joint.pmi(x, y, z).item(), abs=1e-10)
     assert report.reward == pytest.approx(report.pmi, abs=1e-10)
 
 
-def test_corollary_2_fails_for_an_incompatible_teacher_and_for_a_lagged_reference():
+def test_corollary_2_fails_for_incompatible_and_lagged_teachers():
     joint, other = random_joint(5), random_joint(6)
     x, z, y = response_of(joint, 5)
     assert abs(pmi.pmi_report("y", read(joint, x, z, y, noise=0.5)).pmi - joint.pmi(x, y, z)) > 0.05
@@ -121,7 +121,7 @@ def test_corollary_2_fails_for_an_incompatible_teacher_and_for_a_lagged_referenc
 
 @few
 @given(joint=joints, seed=st.integers(0, 10**6), coef=st.floats(0.0, 1.0))
-def test_equation_9_the_credit_of_a_response_is_contrastive_pmi_and_anti_genericity(joint, seed, coef):
+def test_equation_9_splits_the_credit(joint, seed, coef):
     x, z, y = response_of(joint, seed)
     report = pmi.pmi_report("y", read(joint, x, z, y, coef))
     others = [k for k in range(joint.sizes[0]) if k != x]
@@ -143,7 +143,7 @@ def test_equation_9_the_credit_of_a_response_is_contrastive_pmi_and_anti_generic
     baseline=st.sampled_from(["mean_log", "log_mean"]),
     support=st.sampled_from([("full", "bucket"), ("teacher_topk", "bucket"), ("teacher_topk", "renormalize")]),
 )
-def test_the_parts_sum_to_the_credit_of_every_formula(joint, seed, coef, form, gate, baseline, support):
+def test_parts_sum_to_the_credit_of_every_formula(joint, seed, coef, form, gate, baseline, support):
     x, z, y = response_of(joint, seed)
     formula = CreditFormula(ContrastRule(form, gate), baseline, support=SupportConfig(support[0], 2, support[1]))
     logps = read(joint, x, z, y, coef, formula=formula)
@@ -186,7 +186,7 @@ def test_equation_9_fails_for_an_incompatible_teacher():
     count=st.integers(1, 3),
     spread=st.floats(0.0, 4.0),
 )
-def test_proposition_3_expected_surrogate_bounds_pcmi_for_every_count(seed, population, count, spread):
+def test_proposition_3_expected_surrogate_is_at_least_pcmi(seed, population, count, spread):
     generator = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(population + 1, 5, generator=generator, dtype=torch.float64)
     teacher, *pool = torch.log_softmax(logits, dim=-1)
@@ -199,7 +199,7 @@ def test_proposition_3_expected_surrogate_bounds_pcmi_for_every_count(seed, popu
     torch.testing.assert_close(expected - bound, pmi.jensen_gap(pool), **EXACT)
 
 
-def test_proposition_3_fails_where_the_questions_are_not_drawn_from_the_population():
+def test_proposition_3_fails_for_biased_draws():
     teacher = torch.log_softmax(torch.tensor([0.0, 1.0], dtype=torch.float64), dim=-1)
     pool = torch.log_softmax(torch.tensor([[4.0, 0.0], [0.0, 4.0]], dtype=torch.float64), dim=-1)
     always_the_first = pool[:1]
@@ -207,7 +207,7 @@ def test_proposition_3_fails_where_the_questions_are_not_drawn_from_the_populati
     assert (surrogate < pmi.prior_contrastive_mi(teacher, pool)).any()
 
 
-def test_a_larger_count_narrows_the_surrogate_and_leaves_its_gap():
+def test_larger_count_reduces_spread_but_not_the_gap():
     generator = torch.Generator().manual_seed(0)
     teacher = -torch.rand(20, generator=generator, dtype=torch.float64)
     population = -4 * torch.rand(40, 20, generator=generator, dtype=torch.float64)
@@ -226,7 +226,7 @@ def test_a_larger_count_narrows_the_surrogate_and_leaves_its_gap():
 
 @few
 @given(seed=st.integers(0, 10**6), spread=st.floats(0.0, 5.0))
-def test_appendix_c_the_parts_sum_to_the_reward_and_the_gap_keeps_its_bound(seed, spread):
+def test_appendix_c_parts_sum_and_gap_is_bounded(seed, spread):
     generator = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
     teacher, reference, student = torch.log_softmax(logits, dim=-1)
@@ -238,14 +238,14 @@ def test_appendix_c_the_parts_sum_to_the_reward_and_the_gap_keeps_its_bound(seed
     torch.testing.assert_close(split.bound, ratios.abs().amax(-1), **EXACT)
 
 
-def test_appendix_c_the_bound_fails_when_taken_over_a_part_of_the_vocabulary():
+def test_appendix_c_bound_needs_the_whole_vocabulary():
     logits = torch.tensor([[[3.0, 2.0, -4.0]], [[3.0, 2.0, 1.0]]], dtype=torch.float64)
     reference, student = torch.log_softmax(logits, dim=-1)
     truncated = pmi.split_reward(reference[:, :2], reference[:, :2], student[:, :2])
     assert (pmi.split_reward(reference, reference, student).gap.abs() > truncated.bound[:, None]).any()
 
 
-def test_appendix_c_through_the_models_with_a_lagged_reference():
+def test_appendix_c_gap_of_a_lagged_teacher():
     joint, other = random_joint(11), random_joint(12)
     x, z, y = response_of(joint, 1)
     logps = read(joint, x, z, y, 0.3, lagged=other)
@@ -260,8 +260,8 @@ def test_appendix_c_through_the_models_with_a_lagged_reference():
     assert still.gap_bound == pytest.approx(0.0, abs=1e-10)
 
 
-def test_contexts_that_a_run_kept_are_no_questions():
-    """Their contrasts hold z: π(y|x'_k) would be read as π(y|x'_k,z), and the contrastive parts come out as zero."""
+def test_pmi_of_a_trainers_contexts_is_refused():
+    """Their contrast prompts contain z: π(y|x'_k,z) would replace π(y|x'_k), and the contrastive parts would be 0."""
     joint = random_joint(3)
     x, z, y = response_of(joint, 0)
     model = JointLM(joint, 0.0)
@@ -273,7 +273,7 @@ def test_contexts_that_a_run_kept_are_no_questions():
         pmi.measure_pmi(Checkpoint.of(model, None), response, analysis_config())
 
 
-def test_reports_print_as_a_table():
+def test_reports_are_a_markdown_table():
     report = pmi.pmi_report("a", read(random_joint(1), 0, 1, (0, 1), 0.1))
     table = pmi.format_reports([report, report])
     assert len(table.splitlines()) == 4

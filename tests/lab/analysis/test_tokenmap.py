@@ -1,4 +1,4 @@
-"""The numbers of a map: they are those of `objective.py`, whoever asks."""
+"""Values of token maps against `objective.py`, and their storage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plain_logps(model, context: list[int], y: tuple[int, ...], temperature: floa
 
 
 def from_plain_passes(checkpoint, response, config) -> dict[str, torch.Tensor]:
-    """Every quantity, from plain forward passes and the functions of `objective.py`, (T, V)."""
+    """(T, V), every quantity from plain forward passes and the functions of `objective.py`."""
     contexts, y = rollout_contexts(response, config, checkpoint), response.token_ids
     student = plain_logps(checkpoint.student.student, contexts.student, y, config.temperature)
     reference = checkpoint.teacher.model
@@ -52,7 +52,7 @@ def from_plain_passes(checkpoint, response, config) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_every_quantity_is_that_of_the_objective_over_plain_forward_passes(checkpoint, respond, config, temperature):
+def test_quantities_equal_plain_forward_passes(checkpoint, respond, config, temperature):
     config.temperature, config.contrastive_coef = temperature, 0.3
     response = respond("Paris is the capital of France.\n")
     token_map = map_response(checkpoint, response, config, alternatives=4)
@@ -64,7 +64,7 @@ def test_every_quantity_is_that_of_the_objective_over_plain_forward_passes(check
             torch.testing.assert_close(getattr(others, quantity), values.gather(-1, others.ids), atol=1e-11, rtol=0)
 
 
-def test_stored_log_probabilities_give_the_quantities_bit_by_bit(model_map):
+def test_quantities_follow_from_stored_log_probabilities(model_map):
     s = model_map.scores
     assert torch.equal(s.delta_v, objective.self_distillation_reward(s.teacher_logps, s.student_logps))
     assert torch.equal(s.generic, objective.input_generic(s.contrast_logps))
@@ -76,7 +76,7 @@ def test_stored_log_probabilities_give_the_quantities_bit_by_bit(model_map):
     assert torch.equal(others.advantage, objective.credit_advantages(*alternatives, s.contrastive_coef))
 
 
-def test_alternatives_are_the_likeliest_under_student_or_teacher(checkpoint, respond, config):
+def test_alternatives_are_likely_under_student_or_teacher(checkpoint, respond, config):
     response = respond("Paris")
     token_map = map_response(checkpoint, response, config, alternatives=4)
     contexts = rollout_contexts(response, config, checkpoint)
@@ -87,7 +87,7 @@ def test_alternatives_are_the_likeliest_under_student_or_teacher(checkpoint, res
     assert token_map.alternatives[0] == [t.text for t in token_texts(checkpoint.tokenizer, top[0].tolist())]
 
 
-def test_chunks_do_not_change_a_number(checkpoint, respond, config, monkeypatch):
+def test_chunk_size_does_not_change_values(checkpoint, respond, config, monkeypatch):
     response = respond("Paris is the capital.")
     whole = map_response(checkpoint, response, config)
     monkeypatch.setattr("credit_trl.lab.analysis.passes._CHUNK_ELEMENTS", 1)
@@ -96,14 +96,14 @@ def test_chunks_do_not_change_a_number(checkpoint, respond, config, monkeypatch)
         torch.testing.assert_close(by_token.values(quantity), whole.values(quantity), atol=1e-12, rtol=0)
 
 
-def test_a_live_reference_is_the_policy_itself(make_model, tokenizer, respond, config):
+def test_live_teacher_equals_a_copy_of_the_policy(make_model, tokenizer, respond, config):
     model = make_model(dtype=torch.float64)
     alone = map_response(Checkpoint.of(model, tokenizer), respond("Paris"), config)
     twice = map_response(Checkpoint.of(model, tokenizer, teacher=model), respond("Paris"), config)
     assert torch.equal(alone.scores.advantage, twice.scores.advantage)
 
 
-def test_without_another_question_the_advantage_is_the_reward_and_s_does_not_exist(checkpoint, respond, config):
+def test_map_without_contrast_prompts_has_no_s(checkpoint, respond, config):
     token_map = map_response(checkpoint, respond("Paris", contrasts=()), config)
     assert torch.equal(token_map.scores.advantage, token_map.scores.delta_v)
     assert token_map.scores.specific.isnan().all()
@@ -111,7 +111,7 @@ def test_without_another_question_the_advantage_is_the_reward_and_s_does_not_exi
     assert token_map.scores.alternatives.advantage.isfinite().all()
 
 
-def test_what_cannot_be_mapped_says_why(checkpoint, respond, config):
+def test_unmappable_responses_are_refused(checkpoint, respond, config):
     with pytest.raises(ValueError, match="neither feedback nor a demonstration"):
         map_response(checkpoint, respond("Paris", privileged=PrivilegedContext()), config)
     with pytest.raises(ValueError, match="empty"):
@@ -124,7 +124,7 @@ def test_what_cannot_be_mapped_says_why(checkpoint, respond, config):
 # ------------------------------------------------------------------------------------------------------------ colours
 
 
-def test_a_group_shares_its_scale_and_keeps_its_signs():
+def test_group_shares_its_scale_and_keeps_signs():
     maps = [drawn_map(["a", "b"], seed=1), drawn_map(["a", "b", "c"], seed=2, identifier="r1", checkpoint="step-2")]
     other = drawn_map(["a"] * 9, seed=3, identifier="r2", problem="another")
     scales = group_scales([*maps, other])
@@ -139,7 +139,7 @@ def test_a_group_shares_its_scale_and_keeps_its_signs():
         torch.testing.assert_close(strength, expected)
 
 
-def test_values_that_do_not_exist_have_no_colour():
+def test_missing_values_have_no_colour():
     assert colour_strength(torch.tensor([math.nan, -math.inf, math.inf, 1.0]), 1.0).tolist() == [0.0, -1.0, 1.0, 0.5]
     alone = drawn_map(["a"], contrasts=0)
     assert group_scales([alone])[alone.response.group]["specific"] == 1.0
@@ -156,7 +156,7 @@ def test_values_that_do_not_exist_have_no_colour():
     dtype=st.sampled_from([torch.float32, torch.float64]),
     formula=st.sampled_from([PAPER, CreditFormula(ContrastRule("guide", 0.05), "log_mean", "no question")]),
 )
-def test_a_map_survives_parquet_bit_by_bit(tmp_path_factory, tokens, seed, contrasts, dtype, formula):
+def test_map_round_trips_through_parquet(tmp_path_factory, tokens, seed, contrasts, dtype, formula):
     path = tmp_path_factory.mktemp("maps") / "maps.parquet"
     maps = [
         drawn_map(tokens, seed=seed, contrasts=contrasts, dtype=dtype, settings=CreditSettings(0.1, formula)),
@@ -178,7 +178,7 @@ def test_a_map_survives_parquet_bit_by_bit(tmp_path_factory, tokens, seed, contr
         assert torch.equal(one.scores.alternatives.ids, other.scores.alternatives.ids)
 
 
-def test_the_table_holds_a_row_a_token_with_its_numbers(model_map, tmp_path):
+def test_parquet_has_one_row_a_token(model_map, tmp_path):
     import pyarrow.parquet as pq
 
     write_parquet([model_map], tmp_path / "maps.parquet")
@@ -188,7 +188,7 @@ def test_the_table_holds_a_row_a_token_with_its_numbers(model_map, tmp_path):
     assert [a["advantage"] for a in rows[2]["alternatives"]] == model_map.scores.alternatives.advantage[2].tolist()
 
 
-def test_two_maps_of_one_name_and_another_table_are_refused(tmp_path):
+def test_duplicate_maps_and_foreign_tables_are_refused(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -210,7 +210,7 @@ def page_data(page: str) -> dict:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_page_holds_the_numbers_bit_by_bit(dtype):
+def test_page_data_holds_exact_values(dtype):
     token_map = drawn_map(["a", "b", "c"], dtype=dtype)
     data = page_data(render_html([token_map]))
     [shown] = data["responses"][0]["maps"]
@@ -226,7 +226,7 @@ def test_the_page_holds_the_numbers_bit_by_bit(dtype):
 @given(
     values=st.lists(st.floats(width=32), min_size=1, max_size=20),
 )
-def test_every_float_survives_the_page(values):
+def test_every_float_round_trips_through_the_page(values):
     tensor = torch.tensor(values)
     back = json.loads(json.dumps(shown_numbers(tensor), allow_nan=False))
     restored = torch.tensor([math.nan if v is None else float(v) for v in back])
@@ -236,7 +236,7 @@ def test_every_float_survives_the_page(values):
 # ------------------------------------------------------------------------------------------------------------ summary
 
 
-def test_shares_and_means_are_those_of_the_tokens():
+def test_summary_shares_and_means_equal_those_of_the_tokens():
     maps = [drawn_map(["a", "b", "a"], seed=5), drawn_map(["b", "c"], seed=6, identifier="r1")]
     maps = [replace(m, classes=c) for m, c in zip(maps, (["x", "y", "x"], ["y", "x"]), strict=True)]
     summary = summarize_maps(maps)
@@ -256,29 +256,29 @@ def test_shares_and_means_are_those_of_the_tokens():
     assert means == sorted(means, reverse=True)
     generic = [s.mean_generic_credit for s in summary.most_generic]
     assert generic == sorted(generic, reverse=True)
-    # ΔV − S is what the token earns whatever the question: Ĝ − log π.
+    # ΔV − S = Ĝ − log π.
     by_hand = torch.cat([m.scores.generic - m.scores.student_logps for m in maps]).double()[a].mean().item()
     assert by_text["a"].mean_generic_credit == pytest.approx(by_hand, rel=1e-5)
 
 
-def test_maps_without_contrast_do_not_count_in_a_summary():
+def test_summary_skips_maps_without_contrast_prompts():
     summary = summarize_maps([drawn_map(["a", "b"]), drawn_map(["c"] * 5, contrasts=0, identifier="r1")])
     assert (summary.responses, summary.tokens) == (1, 2)
     assert summarize_maps([]).classes == []
 
 
-def test_rare_token_strings_can_be_left_out():
+def test_summary_skips_rare_token_strings():
     summary = summarize_maps([drawn_map(["a", "b", "a"])], min_count=2)
     assert [s.text for s in summary.most_specific] == ["a"]
 
 
-def test_a_summary_prints_with_hostile_tokens_inside_code():
+def test_summary_escapes_hostile_tokens():
     text = format_summary(summarize_maps([drawn_map(["`|<b>", "\n", "x"])]))
     assert "| `ˋ\\|<b>` |" in text
     assert "| `↵` |" in text
 
 
-def test_classes_follow_the_word_that_a_token_is_part_of(tokenizer, respond):
+def test_classes_follow_the_word_of_a_token(tokenizer, respond):
     response = respond("Let's name Paris, the 12 capital\n")
     tokens = token_texts(tokenizer, response.token_ids)
     classes = default_classes(response, tokens)

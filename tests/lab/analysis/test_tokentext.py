@@ -20,14 +20,14 @@ def shown(tokenizer, text: str) -> str:
 
 @quick
 @given(text=st.text())
-def test_nothing_invisible_is_left(text):
+def test_visible_text_has_no_invisible_character(text):
     kept = [c for c in visible(text) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")]
     assert all(c in "\n\u200c\u200d" for c in kept)
 
 
 @quick
 @given(text=st.text(alphabet=st.characters(categories=["L", "N", "P", "S"])))
-def test_what_can_be_seen_is_left_alone(text):
+def test_visible_characters_are_unchanged(text):
     assert visible(text) == text
 
 
@@ -55,31 +55,31 @@ def test_ascii_tokens_join_to_the_text(tokenizer, text):
     assert shown(tokenizer, text) == text
 
 
-def test_a_character_of_several_tokens_is_shown_as_its_bytes_and_named(tokenizer):
+def test_split_characters_are_shown_as_bytes_and_named(tokenizer):
     tokens = token_texts(tokenizer, tokenizer("aé🙂")["input_ids"])
     assert [t.text for t in tokens] == ["a", "⟨C3⟩", "⟨A9⟩", "⟨F0⟩", "⟨9F⟩", "⟨99⟩", "⟨82⟩"]
     assert [t.character for t in tokens] == [None, "é", "é", "🙂", "🙂", "🙂", "🙂"]
 
 
-def test_bytes_that_are_no_character_are_shown_as_bytes(tokenizer):
+def test_invalid_bytes_are_shown_as_bytes(tokenizer):
     ids = tokenizer("é")["input_ids"]
     tokens = token_texts(tokenizer, [ids[1], ids[0], ids[0], *tokenizer("x")["input_ids"], ids[0]])
     assert [t.text for t in tokens] == ["⟨A9⟩", "⟨C3⟩", "⟨C3⟩", "x", "⟨C3⟩"]
     assert all(t.character is None for t in tokens)
 
 
-def test_a_direction_mark_that_is_split_over_tokens_is_still_named(tokenizer):
+def test_split_direction_mark_is_named(tokenizer):
     tokens = token_texts(tokenizer, tokenizer("\u202e")["input_ids"])
     assert {t.character for t in tokens} == {"⟨U+202E⟩"}
 
 
-def test_control_tokens_show_their_name_and_text_that_spells_one_does_not_become_one(tokenizer):
+def test_only_control_tokens_are_special(tokenizer):
     control, *rest = token_texts(tokenizer, [tokenizer.eos_token_id, *tokenizer("<")["input_ids"]])
     assert (control.text, control.special) == ("<|im_end|>", True)
     assert not rest[0].special
 
 
-def test_a_line_feed_is_marked_and_kept(tokenizer):
+def test_line_feed_is_marked_and_kept(tokenizer):
     assert shown(tokenizer, "a\nb") == "a↵\nb"
 
 
@@ -96,10 +96,10 @@ def test_sentencepiece_bytes_and_spaces_are_read():
     assert tokens[2].character == "€"
 
 
-def test_an_id_beyond_the_vocabulary_has_a_name(tokenizer):
+def test_id_outside_the_vocabulary_is_shown(tokenizer):
     assert token_texts(tokenizer, [len(tokenizer) + 5])[0].text == f"⟨id {len(tokenizer) + 5}⟩"
 
 
 @pytest.mark.parametrize(("character", "columns"), [("a", 1), ("中", 2), ("\u0301", 0), ("\u200d", 0), ("🙂", 2)])
-def test_columns_of_a_fixed_width_font(character, columns):
+def test_display_width_of_characters(character, columns):
     assert display_width(character) == columns
