@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -239,7 +239,7 @@ def machine() -> dict[str, Any]:
     model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     bubblewrap = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=False)
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit.stdout.strip() + (" with changes" if dirty.stdout.strip() else ""),
         "cpu": model[0].split(":")[1].strip() if model else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),

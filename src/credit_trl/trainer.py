@@ -86,12 +86,14 @@ class CreditTrainer(ResumableTrainer):
     _name = "CREDIT"
     _paper: ClassVar = {
         "title": "From Generic Correlation to Input-Specific Credit in On-Policy Self Distillation",
+        "id": "2605.11613",
         "citation": textwrap.dedent("""\
             @article{shen2026credit,
                 title  = {{From Generic Correlation to Input-Specific Credit in On-Policy Self Distillation}},
                 author = {Guobin Shen and Lei Huang and Xiang Cheng and Chenxiao Zhao and Jindong Li and Dongcheng Zhao
                           and Xing Yu},
                 year   = 2026,
+                eprint = {arXiv:2605.11613},
             }"""),
     }
 
