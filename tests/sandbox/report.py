@@ -2,7 +2,7 @@
 
     python tests/sandbox/report.py tests/sandbox/escapes.md
 
-Exits with status 1 where a program got anywhere. A tier that this machine lacks has empty cells and a note.
+Exits with status 1 if a program escaped. A tier that this machine lacks has empty cells and a note.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BEGIN, END = "<!-- escapes: written by tests/sandbox/report.py -->", "<!-- escap
 
 
 def run_tier(tier: str) -> tuple[str, dict[str, str], int]:
-    """A description of the tier, a cell per escape, and how many programs got anywhere."""
+    """Description of the tier, a cell per escape, and the number of programs that escaped."""
     user = ORDINARY_USER if "ordinary" in tier else None
     cells, failures = {}, 0
     try:
@@ -37,19 +37,19 @@ def run_tier(tier: str) -> tuple[str, dict[str, str], int]:
                 continue
             status, faults = judge(sandbox, bait, escape)
             failures += bool(faults)
-            cells[escape.name] = f"**{'; '.join(faults)}**" if faults else "held: " + status.replace("_", " ")
+            cells[escape.name] = f"**{'; '.join(faults)}**" if faults else status.replace("_", " ")
             print(f"{tier}: {escape.name}: {cells[escape.name]}", file=sys.stderr)
         return sandbox.description, cells, failures
 
 
 def table() -> tuple[str, int]:
-    """The report in Markdown, and how many programs got anywhere."""
+    """The report in Markdown, and the number of programs that escaped."""
     results = {tier: run_tier(tier) for tier in TIERS}
     failures = sum(failed for _, _, failed in results.values())
     kernel = f"Linux {os.uname().release.split('-')[0]}, {platform.machine()}, {os.cpu_count()} cores"
     lines = [f"{date.today()}, {kernel}.", ""]
     for tier, (description, cells, failed) in results.items():
-        outcome = f"; {len(cells)} programs, {failed} got anywhere" if cells else ""
+        outcome = f"; {len(cells)} programs, {failed} escaped" if cells else ""
         lines.append(f"- {tier}: {description}{outcome}")
     lines += ["", f"| | {' | '.join(TIERS)} |", f"| --- |{' --- |' * len(TIERS)}"]
     for group, escapes in GROUPS.items():

@@ -101,7 +101,7 @@ class Ruleset:
             os.close(descriptor)
 
     def restrict_self(self) -> None:
-        """Apply the rules to the calling process, for good. Needs no new privileges."""
+        """Apply the rules to the calling process for good. Call `kernel.no_new_privileges` first."""
         kernel.syscall(_RESTRICT_SELF, self.descriptor, 0)
 
 

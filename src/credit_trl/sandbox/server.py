@@ -34,7 +34,7 @@ from credit_trl.sandbox.launch import Isolation, Unprotected, compiled_driver, s
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError, Status
 from credit_trl.sandbox.running import RunningProgram
 
-TIERS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
+ISOLATIONS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
 
 _SAMPLE_SECONDS = 0.05
 _REAP_SECONDS = 0.02  # interval at which an idle server collects adopted processes that ended
@@ -263,7 +263,7 @@ def main(tier: str, workers: int, python: str | None) -> None:
         interpreter = find_interpreter(python)
         if os.geteuid() == 0:
             interpreter = public_copy(interpreter)
-        isolation = TIERS[tier](interpreter, compiled_driver(interpreter))
+        isolation = ISOLATIONS[tier](interpreter, compiled_driver(interpreter))
         users, claims = accounts.claim(2 * workers) if os.geteuid() == 0 else ([None] * 2 * workers, [])
     except (SandboxError, OSError) as error:
         channel.send({"refused": str(error)})
