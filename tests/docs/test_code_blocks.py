@@ -342,7 +342,7 @@ def test_json_blocks_are_mapped_by_their_page(block: Block, tiny_model, page_fol
 
 # Beginning of a text block → the test that compares it with the project.
 SHOWN = {
-    "held-out avg@4, %": "cli/test_quickstart_command.py::test_the_readme_shows_what_is_printed",
+    "held-out avg@4, %": "cli/test_quickstart_command.py::test_readme_shows_the_printed_report",
     "rollout ──► verdict ──► contexts ──► scores ──► objective": f"{HERE}test_diagram_names_the_five_stages",
 }
 OTHER_PROGRAMS = "git docker srun scontrol curl cd export conda uv apt apt-get mkdir torchrun python3 pip3 sh ls"
