@@ -25,7 +25,7 @@ from credit_trl.tasks.lcb_checker import same_output, same_value
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
-from credit_trl.tasks.registry import TaskOption
+from credit_trl.tasks.task import TaskOption
 
 if TYPE_CHECKING:
     from datasets import Dataset

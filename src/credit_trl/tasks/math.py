@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.completions import response_text
 from credit_trl.tasks.math_operations import finished_part
-from credit_trl.tasks.math_worker import Comparison, equivalent
+from credit_trl.tasks.math_worker import Equivalence, equivalent
 from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ QUESTION_FIELDS = ("problem", "question", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
 LONGEST_SOLUTION = 300  # maximum characters of a `solution` that is a final answer itself
 
-BATCH_SECONDS = 900.0
+DEADLINE_SECONDS = 900.0
 
 NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}."
 UNDONE = "The answer leaves an operation undone: the final answer must be its value."
-CUT_OFF = "The response was cut off because it reached the maximum length."
+TRUNCATED = "The response was cut off because it reached the maximum length."
 
 
 def build(
@@ -80,7 +80,9 @@ def build(
     return dataset_of(list(accept(rows, convert, tally, on_malformed)), tally)
 
 
-def verify(response: str, answer: str, *, truncated: bool = False, deadline: float | None = BATCH_SECONDS) -> Verdict:
+def verify(
+    response: str, answer: str, *, truncated: bool = False, deadline: float | None = DEADLINE_SECONDS
+) -> Verdict:
     r"""Grade one response by its last `\boxed{...}`; see `reward`.
 
     Raises:
@@ -95,7 +97,7 @@ def reward(
     answer: Sequence[str],
     truncated: Sequence[bool] | None = None,
     *,
-    deadline: float | None = BATCH_SECONDS,
+    deadline: float | None = DEADLINE_SECONDS,
     **columns: Any,
 ) -> list[Verdict]:
     """Grade a batch with parallel comparisons, for `reward_funcs`.
@@ -142,11 +144,11 @@ def _braced(text: str, start: int) -> str | None:
 
 def _remark(box: str | None, part: str | None, truncated: bool) -> str:
     """Sentence of the feedback before the correct answer, with a trailing space, or ""."""
-    remark = CUT_OFF if truncated else NO_BOX if box is None else UNDONE if part is None else ""
+    remark = TRUNCATED if truncated else NO_BOX if box is None else UNDONE if part is None else ""
     return f"{remark} ".lstrip()
 
 
-def _verdict(gold: str, comparison: Comparison, remark: str, metrics: dict[str, float]) -> Verdict:
+def _verdict(gold: str, comparison: Equivalence, remark: str, metrics: dict[str, float]) -> Verdict:
     if comparison == "undecided":
         return Verdict(None, None, {"undecided": 1.0})
     if comparison == "failed":

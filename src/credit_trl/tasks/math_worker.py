@@ -31,13 +31,13 @@ from credit_trl.sandbox.cores import worker_count
 SECONDS = 5.0  # processor time of one comparison
 WALL_SECONDS = 60.0  # wall-clock time of one comparison, after which it is undecided
 START_SECONDS = 120.0  # wall-clock time for the imports of a worker
-MEMORY_BYTES = 2 * 1024**3
+WORKER_BYTES = 2 * 1024**3
 KEPT_BYTES = 512 * 1024**2  # memory that earlier comparisons may occupy before a worker is replaced
 # Signals that end a worker because of its comparison; any other signal came from outside.
 _OWN_SIGNALS = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 LONGEST = 1_000  # characters of an answer above which only equal texts are equal
 
-Comparison = Literal[
+Equivalence = Literal[
     "equal",
     "different",
     "failed",  # exceeded the processor time, or crashed the worker
@@ -45,7 +45,7 @@ Comparison = Literal[
 ]
 
 
-def equivalent(pairs: Sequence[tuple[str, str | None]], deadline: float | None = None) -> list[Comparison]:
+def equivalent(pairs: Sequence[tuple[str, str | None]], deadline: float | None = None) -> list[Equivalence]:
     """Compare pairs of answers (gold, given) in parallel; a given `None` is different from every answer.
 
     Args:
@@ -67,7 +67,7 @@ def equivalent(pairs: Sequence[tuple[str, str | None]], deadline: float | None =
     return [verdicts[pair] for pair in pairs]
 
 
-def _compare_texts(gold: str, given: str | None) -> Comparison | None:
+def _compare_texts(gold: str, given: str | None) -> Equivalence | None:
     """Result that needs no mathematics, or `None`."""
     if given is None or not given.strip():
         return "different"
@@ -98,7 +98,7 @@ class Worker:
             self.close()
             raise RuntimeError("A math-verify worker did not start; try `python -c 'import math_verify'`.")
 
-    def compare(self, gold: str, given: str, seconds: float) -> Comparison | None:
+    def compare(self, gold: str, given: str, seconds: float) -> Equivalence | None:
         """Compare within `seconds`; `None` if the process was killed from outside.
 
         After "undecided", "failed" and `None` the process has ended.
@@ -143,7 +143,7 @@ class Workers:
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._slots = threading.BoundedSemaphore(limit)
 
-    def compare(self, gold: str, given: str, until: float | None = None) -> Comparison:
+    def compare(self, gold: str, given: str, until: float | None = None) -> Equivalence:
         """Compare in an idle worker, and once more if that worker was killed from outside.
 
         Args:
@@ -201,7 +201,7 @@ def _serve() -> None:
     """
     import resource
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     sys.stdout = sys.stderr  # output of libraries must not look like a result

@@ -36,7 +36,7 @@ from datasets import Dataset
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.quickstart_model import load_model as load_model
-from credit_trl.tasks.registry import batch_of
+from credit_trl.tasks.task import batch_of
 
 if TYPE_CHECKING:
     from pathlib import Path

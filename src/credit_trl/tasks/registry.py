@@ -1,8 +1,6 @@
-"""Task registry: `load_task("sciknoweval:chemistry")` returns a dataset builder and its verifier.
+"""Task registry: `load_task("sciknoweval:chemistry")` returns a `Task`, a dataset builder with its verifier.
 
-A task has two functions, `build(split, path=None, **options) -> Dataset` and
-`verify(response, answer, *, truncated=False, **options) -> Verdict`, and the batch form of the second, `reward`, for
-TRL's `reward_funcs`. Names resolve in this order:
+Names resolve in this order:
 
 1. built-in tasks (`BUILT_IN`), with an option after a colon where the module declares one;
 2. entry points of the group `credit_trl.tasks`, through which installed packages add names;
@@ -21,18 +19,17 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.completions import response_text
+from credit_trl.tasks.task import Rewards, Task, TaskOption, batch_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ENTRY_POINT_GROUP = "credit_trl.tasks"
+ENTRY_POINT_GROUP = __package__  # "credit_trl.tasks"
 
 BUILT_IN = {
     "livecodebench": "credit_trl.tasks.livecodebench",
@@ -42,42 +39,8 @@ BUILT_IN = {
     "toolalpaca": "credit_trl.tasks.toolalpaca",
 }
 
-Rewards = list["Verdict | float | None"]
-
 # Names that this process has loaded. Data is not trusted, so a row may name no other import path.
 _loaded_names: set[str] = set()
-
-
-@dataclass(frozen=True)
-class Task:
-    """A source of prompts and the verifier of responses to them.
-
-    Args:
-        name: registry name, which `build` writes into the column `task`.
-        build: `(split, path=None, **options) -> Dataset` with the columns `prompt` (messages), `answer`, `task`, `id`.
-        verify: `(response, answer, *, truncated=False, **options) -> Verdict`, for one response.
-        reward: `(completions, answer, truncated=None, **columns) -> list[Verdict]`, for a batch.
-    """
-
-    name: str
-    build: Callable[..., Dataset]
-    verify: Callable[..., Verdict]
-    reward: Callable[..., Rewards]
-
-
-@dataclass(frozen=True)
-class TaskOption:
-    """Meaning of the text after the colon of a task's name. A module declares it as `OPTION`.
-
-    Args:
-        keyword: keyword argument of `build` that receives the text.
-        values: allowed texts; empty where the task checks them itself.
-        verify: whether the verifier receives the argument too.
-    """
-
-    keyword: str
-    values: tuple[str, ...] = ()
-    verify: bool = False
 
 
 def known_tasks() -> list[str]:
@@ -155,26 +118,6 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
     reward = batch_of(verify, name) if batch is None else _with_options(batch, verify_options, name)
     build = _with_columns(_with_options(found.build, build_options, name), name)
     return Task(name=name, build=build, verify=verify, reward=reward)
-
-
-def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[..., list[Verdict]]:
-    """Batch form of a verifier, for TRL's `reward_funcs`.
-
-    The returned function takes `completions` (texts, or conversations whose last assistant message is graded), the
-    column `answer`, and `truncated` (a flag per completion, or `None`). Its `__name__` is `name`, which TRL logs.
-    """
-
-    def reward(
-        completions: Sequence[Any], answer: Sequence[Any], truncated: Sequence[bool] | None = None, **columns: Any
-    ) -> list[Verdict]:
-        flags = [False] * len(completions) if truncated is None else truncated
-        return [
-            verify(response_text(completion), gold, truncated=bool(flag))
-            for completion, gold, flag in zip(completions, answer, flags, strict=True)
-        ]
-
-    reward.__name__ = name
-    return reward
 
 
 def mixed_reward(
@@ -317,9 +260,17 @@ def _with_columns(build: Callable[..., Dataset], name: str) -> Callable[..., Dat
 
 def _with_options(function: Callable[..., Any], options: dict[str, str], name: str) -> Callable[..., Any]:
     """`function` with fixed keyword arguments and the task's name as `__name__`, under which TRL logs rewards."""
-    configured = functools.update_wrapper(functools.partial(function, **options), function)
-    configured.__name__ = name
-    return configured
+
+    def configured(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{**options, **kwargs})
+
+    async def configured_coroutine(*args: Any, **kwargs: Any) -> Any:
+        return await function(*args, **{**options, **kwargs})
+
+    # No `functools.partial`: TRL would log the reward under the name of the function inside.
+    wrapper = configured_coroutine if inspect.iscoroutinefunction(function) else configured
+    functools.update_wrapper(wrapper, function).__name__ = name
+    return wrapper
 
 
 def _import(module: str, name: str) -> Any:

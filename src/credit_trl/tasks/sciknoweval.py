@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, RowError, Tally, accept, data_files, dataset_of, hub_rows, read_rows
-from credit_trl.tasks.registry import TaskOption, batch_of
+from credit_trl.tasks.task import TaskOption, batch_of
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import PATH_OPTIONS, Row, Tally, accept, data_files, dataset_of, read_rows
-from credit_trl.tasks.registry import TaskOption, batch_of
+from credit_trl.tasks.task import TaskOption, batch_of
 from credit_trl.tasks.toolalpaca_protocols import GRADE_BY, golden_calls
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ TRAIN_RECORDS = 4046  # published records have the numbers 0 to 4045 (train) and
 RAW_FILES = {"train": "train_data", "test": "eval_simulated"}
 
 # Wording of the published records. A raw documentation ends in a line break.
-PROMPT = (
+PROMPT_TEMPLATE = (
     "Your task is to answer the user's question using available tools. \n"
     "You have access to the following tools:\n"
     "Name: {name}\nDescription: {description}\nDocumentation:\n{documentation}\n"
@@ -159,7 +159,7 @@ def _expand(row: Row, split: str, tally: Tally) -> list[_Record]:
 
 
 def _prompt(row: Row, question: str) -> str:
-    return PROMPT.format(
+    return PROMPT_TEMPLATE.format(
         name=row.text("Name"),
         description=row.text("Description"),
         documentation=row.text("NLDocumentation"),
@@ -180,8 +180,8 @@ def _test_records(row: Row) -> Iterator[_Record]:
 def _train_records(row: Row, tally: Tally) -> Iterator[_Record]:
     """Records of the instances that call a tool, with the calls of their steps as golden calls.
 
-    A step is `[[tool, input, text], observation]`. The question is the instance's input without the user agent's
-    `Hint:`, as in ToolAlpaca's training data.
+    A step is `[[tool, input, text], observation]`. The question is the instance's input without the help that the
+    user agent appends for the generating agent, as in ToolAlpaca's training data.
     """
     for place, instance in enumerate(row.get("Instances", list)):
         steps = instance.get("intermediate_steps") if isinstance(instance, dict) else None

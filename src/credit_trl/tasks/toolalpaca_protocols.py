@@ -22,7 +22,7 @@ from typing import Any
 from credit_trl.rollout.verdict import Verdict
 
 OPTIONAL = "[Optional]"
-SHOWN = 500  # characters of the response that feedback repeats
+MAX_SHOWN = 500  # characters of the response that feedback repeats
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _as_json(value: Any) -> str:
 
 
 def _mismatch(what: str, predicted: str, expected: str) -> str:
-    shown = predicted if len(predicted) <= SHOWN else f"{predicted[:SHOWN]}..."
+    shown = predicted if len(predicted) <= MAX_SHOWN else f"{predicted[:MAX_SHOWN]}..."
     return f"{what} mismatch: predicted {shown}, expected {expected}"
 
 
