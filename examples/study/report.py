@@ -137,14 +137,14 @@ def introduction(worlds: Mapping[str, World], timed: Mapping[str, Any] | None) -
             "claims do not reproduce here”, which is written by hand.",
             f"**Runs.** {len(plain.runs)} in the plain world ({plain.runs[0].config['max_steps']:g} steps), "
             f"{len(shortcut.runs)} in the shortcut world ({shortcut.runs[0].config['max_steps']:g} steps); seeds "
-            f"{', '.join(map(str, seeds))}. Each seed has a base model of its own, pretrained with that seed, which "
-            "all arms of the seed start from; the seed also decides the order of the data. Every arm has the same "
+            f"{', '.join(map(str, seeds))}. Each seed has its own base model, pretrained with that seed, from which "
+            "all its arms start; the seed also sets the order of the data. Every arm has the same "
             f"budget: 64 rollouts a step (16 prompts × 4), learning rate {config['learning_rate']:g} after "
             f"{config['warmup_steps']} warm-up steps, EMA rate 0.02, teacher's top 20 **with the tail bucket**.",
             f"**Evaluation.** avg@4 at temperature 0.6 and top-p 0.95 on {sum(rows.values())} test prompts: "
-            f"{rows['known']} on cues that the base knows, {rows['unknown']} on cues that only training can teach, "
-            f"{rows['holdout']} on cues that nothing teaches (accuracy there should stay near chance, 25 %, and the "
-            "format whole). Scores below are those of the last step unless best-during-training is named.",
+            f"{rows['known']} on cues taught in pretraining, {rows['unknown']} on cues taught only in training, "
+            f"{rows['holdout']} on hold-out cues (expected accuracy: chance, 25 %). Scores are those of the last "
+            "step unless noted otherwise.",
             " ".join([cost(worlds), *([time_summary(timed)] if timed else [])]),
             "**Uncertainty.** Intervals are 95 % bootstrap intervals over prompts and seeds, with the tails of "
             "Student's t at the seeds' degrees of freedom. Differences are paired by prompt and by seed. p-values "

@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 COMPARED = (*GROUPS[1:], GROUP)
 COLUMNS = (*GROUPS, GROUP, "format unknown", "format holdout", f"format {GROUP}", "shortcut")
 SWEEPS = {
-    "confirmed": "A rate of its own, on fresh seeds",
+    "confirmed": "A separate learning rate, new seeds",
     "settled": "Until learning has settled",
     "long_relabelled": "After 100 steps at a larger rate",
 }
