@@ -12,7 +12,7 @@ import torch
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import ContrastSource, draw_contrasts, draw_from_dataset, prompt_key
+from credit_trl.contexts.contrast import ContrastSource, draw_contrasts, draw_from_dataset
 from credit_trl.contexts.privileged import PrivilegedContext, gather_privileged_contexts
 from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.contexts.tokens import ContextColumns
@@ -21,7 +21,7 @@ from credit_trl.evaluation.generation import read_responses
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.passes import RolloutContexts
-from credit_trl.rollout.batch import GenerationBatch
+from credit_trl.rollout.batch import GenerationBatch, prompt_key
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, read_rows
 from credit_trl.tasks.registry import Task
