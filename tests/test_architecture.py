@@ -60,6 +60,8 @@ SHARED_NAMES = {
     "run": "each command has its entry point",
     "main": "programs that run as `python -m`",
     "NAME": "each command has its name on the command line",
+    "project": "loss.triton_rows has the interface of loss.projection",
+    "backward_logps": "loss.triton_rows has the interface of loss.projection",
     "HUB": "each task module names its dataset on the Hub",
     "OPTION": "each task module names its `--task` value",
     "SPLITS": "each task module lists its splits",
@@ -109,9 +111,12 @@ def resolve(dotted: str) -> str | None:
 def imported(module: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
     """(module of the package, line) of each import, deferred and lazy ones included.
 
-    A string that is the dotted name of a module counts, as `importlib` and tables of lazy exports use them.
+    A string that is the dotted name of a module counts, as `importlib` and tables of lazy exports use them; one that
+    names the package of a resource (`importlib.resources.files`) does not.
     """
     package = module if (PACKAGE / Path(*module.split("."))).is_dir() else module.rpartition(".")[0]
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    resources = {id(argument) for call in calls if ast.unparse(call.func).endswith("files") for argument in call.args}
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
@@ -122,7 +127,7 @@ def imported(module: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
                 above = ["credit_trl", *filter(None, package.split("."))]
                 base = ".".join([*above[: len(above) - node.level + 1], *filter(None, [base])])
             names = [f"{base}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in resources:
             is_module = node.value.startswith("credit_trl.") and node.value.removeprefix("credit_trl.") in sources()
             names = [node.value] if is_module else []
         for name in names:
@@ -140,6 +145,20 @@ def imports() -> dict[str, dict[str, int]]:
             if target != module:
                 found[module].setdefault(target, line)
     return found
+
+
+def test_deferred_lazy_and_relative_imports_are_found():
+    tree = ast.parse(
+        "import numpy\n"
+        "def deferred():\n"
+        "    from credit_trl.loss.head import lm_head\n"
+        "    from .verdict import Verdict\n"
+        "    from ..training import checks\n"
+        "LAZY = {'CreditTrainer': 'credit_trl.trainer'}\n"
+        "page = files('credit_trl.lab')\n"
+    )
+    found = [target for target, _ in imported("rollout.batch", tree)]
+    assert sorted(found) == ["loss.head", "rollout.verdict", "trainer", "training.checks"]
 
 
 def part(module: str) -> str:

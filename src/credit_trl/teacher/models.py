@@ -44,7 +44,7 @@ class Teacher:
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
         """Yield the module to score with, in eval mode and with the teacher's weights inside the block."""
-        with _eval_mode(self.student):
+        with eval_mode(self.student):
             yield self.student
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -214,7 +214,7 @@ class AdapterTeacher(_StoredTeacher):
     def active(self) -> Iterator[nn.Module]:
         self._switch(ADAPTER_NAME)
         try:
-            with _eval_mode(self.student):
+            with eval_mode(self.student):
                 yield self.student
         finally:
             self._switch(self.trained)
@@ -360,13 +360,15 @@ def _parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
-    was_training = module.training
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Set a module to eval mode inside the block, and restore the mode of each submodule afterwards."""
+    training = [submodule for submodule in module.modules() if submodule.training]
     module.eval()
     try:
         yield
     finally:
-        module.train(was_training)
+        for submodule in training:
+            submodule.training = True
 
 
 def _square_sum(weights: Tensor) -> Tensor:

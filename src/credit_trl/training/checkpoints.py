@@ -232,11 +232,9 @@ class ResumableTrainer(GRPOTrainer):
         if self.accelerator.is_local_main_process:
             sync_to_disk(unfinished)
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            rename_atomically(unfinished, finished)
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_local_main_process and not self.accelerator.is_main_process:
-            rename_atomically(unfinished, finished)
+        with self.accelerator.main_process_first():
+            if self.accelerator.is_local_main_process:
+                rename_atomically(unfinished, finished)
         self.accelerator.wait_for_everyone()
 
     # ------------------------------------------------------------------ reading

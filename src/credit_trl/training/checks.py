@@ -20,6 +20,7 @@ from credit_trl.loss.blocks import accumulation_dtype
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.projection import project
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
+from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import full_shape
 
 
@@ -119,18 +120,10 @@ def _check_padding(model: nn.Module, accelerator: Accelerator) -> None:
 @contextmanager
 def _inference(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients; training modes and random states are restored afterwards."""
-    training = [module for module in model.modules() if module.training]
     device = model.device
-    try:
-        model.eval()
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type),
-        ):
-            yield
-    finally:
-        for module in training:
-            module.training = True
+    fork = torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type)
+    with eval_mode(model), torch.no_grad(), fork:
+        yield
 
 
 def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
