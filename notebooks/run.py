@@ -1,9 +1,9 @@
-"""Run the notebooks from top to bottom and keep the outputs of that very run.
+"""Run the notebooks from top to bottom and save their outputs.
 
     python notebooks/run.py                  # all of them
     python notebooks/run.py 01_quickstart    # one
 
-Each runs in an empty folder of its own. A cell that raises ends the command, and the notebook stays as it was.
+Each runs in an empty folder. If a cell raises, the command ends and the notebook is unchanged.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def execute(notebook: nbformat.NotebookNode, *, timeout: int = 600) -> nbformat.
     """Run every cell in a fresh kernel, in an empty folder, without a network, and return the notebook with outputs.
 
     Args:
-        notebook: its outputs are replaced.
-        timeout: seconds a cell may take.
+        notebook: The notebook; its outputs are replaced.
+        timeout: Seconds per cell.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: a cell raised.
+        nbclient.exceptions.CellExecutionError: A cell raised.
     """
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -40,7 +40,7 @@ def execute(notebook: nbformat.NotebookNode, *, timeout: int = 600) -> nbformat.
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as sockets:
         kernel = AsyncKernelManager(kernel_name="python3", connection_file=f"{sockets}/kernel.json")
-        kernel.transport = "ipc" if os.name == "posix" else "tcp"  # files of this user, where there are such
+        kernel.transport = "ipc" if os.name == "posix" else "tcp"  # sockets of this user only
         resources = {"metadata": {"path": folder}}
         NotebookClient(notebook, km=kernel, timeout=timeout, resources=resources, record_timing=False).execute(
             cleanup_kc=True
@@ -51,7 +51,7 @@ def execute(notebook: nbformat.NotebookNode, *, timeout: int = 600) -> nbformat.
 
 
 def _make_paths_relative(notebook: nbformat.NotebookNode, folder: str) -> None:
-    """Paths below the folder of the run, the checkout or a folder for temporary files are shown as they are there."""
+    """Make paths in the outputs relative to the folder of the run, the checkout or a temporary folder."""
     temporary = re.escape(tempfile.gettempdir()) + r"/\w+"
     places = re.compile(f"({re.escape(folder)}|{re.escape(str(FOLDER.parent.resolve()))}|{temporary})(/|\\b)")
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):

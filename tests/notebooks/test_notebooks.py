@@ -1,6 +1,6 @@
-"""The notebooks run from top to bottom, and what is committed are the outputs of such a run.
+"""The notebooks run from top to bottom, and their committed outputs are those of such a run.
 
-The slow tier runs every notebook as it stands (`make notebooks`); the fast one runs the first with fewer steps.
+The slow tests run every notebook (`make notebooks`); the fast ones run the first with fewer steps.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ def execute(notebook, timeout: int = 280):
     return runpy.run_path(str(FOLDER / "run.py"))["execute"](notebook, timeout=timeout)
 
 
-def test_paths_of_the_folder_that_a_run_had_are_not_kept():
+def test_paths_in_outputs_are_relative_to_the_run_folder():
     cell = nbformat.v4.new_code_cell(
         "from pathlib import Path\nprint(Path.cwd() / 'run', Path.cwd())\nPath.cwd() / 'run'"
     )
     notebook = nbformat.v4.new_notebook(cells=[cell])
-    said = printed(execute(notebook))
-    assert "run ." in said
-    assert "/tmp" not in said
-    assert "PosixPath('run')" in said
+    text = printed(execute(notebook))
+    assert "run ." in text
+    assert "/tmp" not in text
+    assert "PosixPath('run')" in text
 
 
 def switch(notebook) -> int:
-    """Where the marked cell is."""
+    """Index of the marked cell."""
     (index,) = (i for i, cell in enumerate(notebook.cells) if "switch" in cell.metadata.get("tags", []))
     return index
 
 
 def after_switch(notebook, source: str):
-    """The notebook with one more cell behind the marked one."""
+    """The notebook with one more cell after the marked one."""
     notebook.cells.insert(switch(notebook) + 1, nbformat.v4.new_code_cell(source))
     return notebook
 
 
 def printed(notebook) -> str:
-    """All that the cells printed or show as text."""
+    """All text that the cells print or show."""
     texts = []
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
@@ -62,7 +62,7 @@ def printed(notebook) -> str:
 
 
 def shown(cell) -> list[tuple[str, ...]]:
-    """What a cell shows besides printed lines: for each output its kind and the forms that it comes in."""
+    """Kind and formats of every output of a cell except printed lines."""
     return [
         (output.output_type, *sorted(output.get("data", {})))
         for output in cell.get("outputs", [])
@@ -75,7 +75,7 @@ def test_all_notebooks_are_tested():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_committed_is_one_whole_run_without_errors_or_paths_of_a_machine(name):
+def test_committed_outputs_are_one_run_without_errors_or_paths(name):
     notebook = read(name)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
@@ -102,59 +102,59 @@ def test_one_marked_cell_switches_to_a_gpu_model(name):
     assert chosen[False].keys() == chosen[True].keys()
 
 
-def test_the_first_notebook_runs_with_a_few_steps():
+def test_first_notebook_runs_with_a_few_steps():
     notebook = after_switch(
         read(NAMES[0]),
         "SETTINGS |= {'max_steps': 2, 'per_device_train_batch_size': 16, 'warmup_steps': 0}\n"
         "EVALUATION |= {'eval_steps': 2, 'k': 1, 'max_prompts': 24}",
     )
-    said = printed(execute(notebook))
-    assert "2 steps in" in said
-    assert re.search(r"^unknown +0\.\d+ +0\.\d+", said, flags=re.MULTILINE)
-    assert "kB, one file, no network needed" in said
+    text = printed(execute(notebook))
+    assert "2 steps in" in text
+    assert re.search(r"^unknown +0\.\d+ +0\.\d+", text, flags=re.MULTILINE)
+    assert "kB, one file, no network needed" in text
 
 
-def check_quickstart(said: str) -> None:
-    before, after, low, high = map(float, re.search(r"^unknown +(\S+) +(\S+) +\[(\S+), (\S+)\]", said, re.M).groups())
-    assert before < low <= after <= high  # it learnt, beyond what other test questions could explain
-    assert re.search(r"^city +\d+ +1\d\.\d\d ->", said, re.M)  # S_t of the word that only this question has
+def check_quickstart(text: str) -> None:
+    before, after, low, high = map(float, re.search(r"^unknown +(\S+) +(\S+) +\[(\S+), (\S+)\]", text, re.M).groups())
+    assert before < low <= after <= high  # the intervals do not overlap
+    assert re.search(r"^city +\d+ +1\d\.\d\d ->", text, re.M)  # S_t of the word of the prompt
 
 
-def check_own_verifier(said: str) -> None:
-    before, after = (float(re.search(rf"^{when} +avg@4 (\S+)", said, re.M)[1]) for when in ("before", "after"))
+def check_own_verifier(text: str) -> None:
+    before, after = (float(re.search(rf"^{when} +avg@4 (\S+)", text, re.M)[1]) for when in ("before", "after"))
     assert after > before + 0.2
     for message in (
         "Verdict.feedback must be text or None, got dict",
-        "reads the column `answer`, which `train_dataset` lacks",
+        "needs the column `answer`, which `train_dataset` does not have",
         "`contrastive_coef` must be in [0, 1]",
         "Training completed.",
     ):
-        assert message in said, message
+        assert message in text, message
 
 
-def check_see_the_credit(said: str) -> None:
-    assert "Σ Ŝ_t" in said
-    assert re.search(r"^C = +1 .*^C = 32 ", said, re.M | re.S)
-    assert "r^cf" in said
+def check_see_the_credit(text: str) -> None:
+    assert "Σ Ŝ_t" in text
+    assert re.search(r"^C = +1 .*^C = 32 ", text, re.M | re.S)
+    assert "r^cf" in text
     shares = {
-        name: float(x) for name, x in re.findall(r"^\| (city|cue|generic) \|(?:[^|]*\|){3} *([\d.]+) \|", said, re.M)
+        name: float(x) for name, x in re.findall(r"^\| (city|cue|generic) \|(?:[^|]*\|){3} *([\d.]+) \|", text, re.M)
     }
     assert shares["city"] + shares["cue"] > 0.5 > 0.1 > shares["generic"]  # of all |S|
 
 
-def check_ablate(said: str) -> None:
-    assert "12 jobs done, 0 failed" in said
+def check_ablate(text: str) -> None:
+    assert "12 jobs done, 0 failed" in text
     for arm in ("SDPO", "CREDIT λ=0.5", "CREDIT λ=0.1 C=4", "include_environment_feedback=False"):
-        assert f"| + {arm}" in said or f"| {arm} |" in said or f"{arm} |" in said, arm
-    assert "95 % interval" in said
-    assert re.search(r"include_environment_feedback=False +without teacher +[1-9]", said)
+        assert f"| + {arm}" in text or f"| {arm} |" in text or f"{arm} |" in text, arm
+    assert "95 % interval" in text
+    assert re.search(r"include_environment_feedback=False +without teacher +[1-9]", text)
 
 
-def check_moving_over(said: str) -> None:
-    assert "largest difference between the two runs' weights: 0.0" in said
-    losses = dict(re.findall(r"^(TRL's SDPOTrainer|CreditTrainer, λ = 0) +loss (\S+)", said, re.M))
+def check_moving_over(text: str) -> None:
+    assert "largest difference between the two runs' weights: 0.0" in text
+    losses = dict(re.findall(r"^(TRL's SDPOTrainer|CreditTrainer, λ = 0) +loss (\S+)", text, re.M))
     ours, theirs = float(losses["CreditTrainer, λ = 0"]), float(losses["TRL's SDPOTrainer"])
-    assert ours == pytest.approx(theirs, rel=0.2)  # the first step's, of other rollouts
+    assert ours == pytest.approx(theirs, rel=0.2)  # of the first step, with other rollouts
 
 
 CHECKS = dict(
@@ -167,13 +167,13 @@ CHECKS = dict(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_committed_outputs_show_what_they_should(name):
+def test_committed_outputs_show_the_expected_results(name):
     CHECKS[name](printed(read(name)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs_and_shows_what_is_committed(name):
+def test_notebook_reproduces_its_committed_outputs(name):
     committed, run = read(name), execute(read(name))
     for before, now in zip(committed.cells, run.cells, strict=True):
         assert shown(before) == shown(now)
@@ -182,8 +182,8 @@ def test_a_notebook_runs_and_shows_what_is_committed(name):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs the real data in ../shared/data (see its README)")
-def test_the_switched_notebook_trains_another_model_on_real_questions(tmp_path):
-    """On this CPU, with a tiny random model under the switch, which needs neither GPU nor hub."""
+def test_switched_notebook_trains_on_real_questions(tmp_path):
+    """Runs on a CPU with a tiny random model in place of the GPU model."""
     save_model(tmp_path)
     notebook = read(NAMES[0])
     cell = notebook.cells[switch(notebook)]
