@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from credit_trl.lab.analysis.responses import Rollout
     from credit_trl.lab.analysis.tokenmap import TokenMap
 
-QUANTITIES = ("specific", "delta_v", "advantage", "generic", "student_logps")
+_QUANTITIES = ("specific", "delta_v", "advantage", "generic", "student_logps")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     credit.add_argument("--pmi", action="store_true", help="also write pMI of whole responses (pmi.md; Eq. 9)")
     output = parser.add_argument_group("output")
     output.add_argument("--output_dir", default="credit_map", help="default credit_map")
-    output.add_argument("--quantity", choices=QUANTITIES, default="specific", help="in the terminal (default S_t)")
+    output.add_argument("--quantity", choices=_QUANTITIES, default="specific", help="in the terminal (default S_t)")
     output.add_argument("--palette", choices=("red-blue", "orange-purple"), default="red-blue")
     output.add_argument("--pictures", type=int, default=4, help="number of PNGs (default 4)")
     output.add_argument("--terminal", type=int, default=1, help="number of maps printed in the terminal (default 1)")
