@@ -82,7 +82,9 @@ REPLACED_WORDS = {
 # Option values and fixed terms of other fields that contain such a word.
 ALLOWED_WORDS = [
     r"""["'`]hint["'`]""",  # value of `contrastive_swap`
+    r"""["']evidence["']""",  # key of the files of version 0.1.0
     r"type hints?",  # Python's term
+    r'"evidence"',  # key of stored responses since version 0.1.0
 ]
 
 
