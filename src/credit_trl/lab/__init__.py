@@ -1,1 +1,1 @@
-"""Tools for researchers that work on runs and checkpoints: analysis, comparison, sweeps, planning."""
+"""Research tools for runs and checkpoints: analysis, comparison, sweeps and planning."""
