@@ -278,3 +278,8 @@ def test_two_micro_batches_give_the_step_of_one(make_model, make_config, tokeniz
     whole, parts = weights(), weights(per_device_train_batch_size=4, gradient_accumulation_steps=2)
     for name, weight in whole.items():
         torch.testing.assert_close(parts[name], weight, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_underflow_debugging_does_not_see_bool_arguments(train):
+    trainer = train(debug="underflow_overflow", max_steps=1)
+    assert trainer.state.global_step == 1

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 
+import numpy as np
 import pytest
+import torch
 
 from credit_trl import Verdict
-from credit_trl.rollout.verdict import VerdictLog, join_feedback
+from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy, join_feedback
 
 
 @pytest.mark.parametrize("feedback", [b"bytes", ["a", "list"], 3, {"text": "x"}])
@@ -84,3 +87,62 @@ def test_wrapped_coroutine_functions_stay_coroutines():
 def test_join_feedback_drops_blanks_and_repetitions():
     assert join_feedback([None, " ", "a", "b", "a"]) == "a\n\nb"
     assert join_feedback([None, "", "\n"]) is None
+
+
+def graded(reward_func, completions=("a", "b"), **columns):
+    """Rewards of a wrapped function."""
+    return VerdictLog().wrap(reward_func, 0)(completions=list(completions), **columns)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "'func' returned None; is a `return` missing"),
+        (Verdict(1.0), "'func' returned a Verdict instead of a list"),
+        (1.0, "'func' returned a float instead of a list"),
+        ({"a": 1.0, "b": 0.0}, "'func' returned a dict instead of a list"),
+        ("10", "'func' returned a str instead of a list"),
+        ([1.0], "'func' returned 1 elements for 2 completions"),
+        (([1.0, 0.0], ["f", "g"]), "'func' returned a list for completion 0"),
+        ([(1.0, "f"), (0.0, "g")], "'func' returned a tuple for completion 0"),
+        ([1.0, {"reward": 1.0}], "'func' returned a dict for completion 1"),
+    ],
+    ids=["None", "Verdict", "float", "dict", "str", "short", "tuple of lists", "tuples", "dicts"],
+)
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_malformed_results_are_errors_that_name_the_function(result, message, on_error):
+    def func(**kwargs):
+        return result
+
+    log = VerdictLog(VerifierPolicy(on_error))
+    with pytest.raises((TypeError, ValueError), match=message):
+        log.wrap(func, 0)(completions=["a", "b"])
+
+
+def test_sequences_of_numbers_verdicts_and_none_are_accepted():
+    assert graded(lambda **_: (1.0, None)) == [1.0, None]
+    assert graded(lambda **_: np.array([0.5, 1.0])) == [0.5, 1.0]
+    assert graded(lambda **_: torch.tensor([0.5, 1.0])) == [0.5, 1.0]
+    assert graded(lambda **_: (Verdict(r) for r in (0.0, 1.0))) == [0.0, 1.0]
+
+
+def test_truncated_reaches_only_functions_that_accept_it():
+    def strict(completions):
+        return [0.0] * len(completions)
+
+    def named(completions, truncated):
+        return [float(t) for t in truncated]
+
+    columns = {"truncated": [True, False]}
+    assert graded(strict, **columns) == [0.0, 0.0]
+    assert graded(named, **columns) == [1.0, 0.0]
+    assert graded(lambda completions, **kw: [float(t) for t in kw["truncated"]], **columns) == [1.0, 0.0]
+
+
+def test_partial_of_an_async_callable_is_awaited():
+    class Judge:
+        async def __call__(self, completions, scale):
+            return [scale] * len(completions)
+
+    wrapped = VerdictLog().wrap(partial(Judge(), scale=2.0), 0)
+    assert asyncio.run(wrapped(completions=["a", "b"])) == [2.0, 2.0]

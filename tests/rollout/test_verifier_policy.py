@@ -10,7 +10,7 @@ import torch
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.rollout.deadline import remaining_seconds
-from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy, VerifierTimeout
+from credit_trl.rollout.verdict import FAILED, VerdictLog, VerifierPolicy, VerifierTimeout
 from tiny import length_verdicts
 
 
@@ -35,7 +35,7 @@ def test_verifier_error_propagates_or_is_skipped(timeout, caplog):
 
     with pytest.raises(KeyError, match="answer"):
         call(VerifierPolicy("raise", timeout), raises)
-    assert call(VerifierPolicy("skip", timeout), raises) is None
+    assert call(VerifierPolicy("skip", timeout), raises) is FAILED
     assert "KeyError" in caplog.text
 
 
@@ -49,7 +49,7 @@ def test_verifiers_own_timeout_error_is_preserved(timeout, caplog):
     with pytest.raises(TimeoutError, match="read timed out") as caught:
         asyncio.run(VerifierPolicy("raise", timeout).call_async("f", slow_network, {}))
     assert not isinstance(caught.value, VerifierTimeout)
-    assert asyncio.run(VerifierPolicy("skip", timeout).call_async("f", slow_network, {})) is None
+    assert asyncio.run(VerifierPolicy("skip", timeout).call_async("f", slow_network, {})) is FAILED
     assert "read timed out" in caplog.text
 
 
@@ -63,7 +63,7 @@ def test_late_coroutine_is_cancelled():
             ended.append(True)
 
     async def grade():
-        assert await VerifierPolicy("skip", 0.1).call_async("f", late, {}) is None
+        assert await VerifierPolicy("skip", 0.1).call_async("f", late, {}) is FAILED
         await asyncio.sleep(0)
         assert ended == [True]
 
@@ -74,8 +74,8 @@ def test_hanging_verifier_is_abandoned_after_timeout():
     forever = threading.Event()
     with pytest.raises(VerifierTimeout, match=r"'f' has not returned within 0\.2 s.*on_verifier_error='skip'"):
         call(VerifierPolicy("raise", 0.2), forever.wait)
-    assert call(VerifierPolicy("skip", 0.2), forever.wait) is None
-    assert asyncio.run(VerifierPolicy("skip", 0.2).call_async("f", _later, {"seconds": 3600})) is None
+    assert call(VerifierPolicy("skip", 0.2), forever.wait) is FAILED
+    assert asyncio.run(VerifierPolicy("skip", 0.2).call_async("f", _later, {"seconds": 3600})) is FAILED
     with pytest.raises(VerifierTimeout):
         asyncio.run(VerifierPolicy("raise", 0.2).call_async("f", _later, {"seconds": 3600}))
     forever.set()
@@ -91,7 +91,7 @@ def test_logs_after_the_timeout_are_dropped():
         is_over.set()
         return [1.0]
 
-    assert call(VerifierPolicy("skip", 0.3), late, log_metric=lambda *args: logged.append(args)) is None
+    assert call(VerifierPolicy("skip", 0.3), late, log_metric=lambda *args: logged.append(args)) is FAILED
     may_continue.set()
     assert is_over.wait(30)
     assert logged == [("in time", 1.0)]

@@ -173,7 +173,7 @@ def test_wrong_number_of_verdicts_names_function(build):
     def short_changed(completions, **kwargs):
         return [Verdict(1.0, "x")] * (len(completions) - 1)
 
-    with pytest.raises(ValueError, match=r"'short_changed' returned 7 rewards, but 8 were expected"):
+    with pytest.raises(ValueError, match=r"'short_changed' returned 7 elements for 8 completions"):
         build(reward_funcs=short_changed).train()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from credit_trl.evaluation.generation import Response
 from credit_trl.evaluation.samples import Sample
-from credit_trl.rollout.verdict import Verdict, VerifierPolicy
+from credit_trl.rollout.verdict import FAILED, Verdict, VerifierPolicy, as_verdicts
 from credit_trl.tasks.registry import Task, call_reward
 
 logger = logging.getLogger(__name__)
@@ -74,9 +74,9 @@ def task_verdicts(
     verdicts = (policy or VerifierPolicy()).call(
         task.name, lambda **given: call_reward(task.reward, **given), arguments
     )
-    if verdicts is None:
+    if verdicts is FAILED:
         raise VerifierFailed(f"The verifier of {task.name!r} failed, so its samples have no reward.")
-    return [v if isinstance(v, Verdict) else Verdict(v) for v in verdicts]
+    return as_verdicts(task.name, verdicts, arguments)
 
 
 def _is_undecided(verdict: Verdict) -> bool:

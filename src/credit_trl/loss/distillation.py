@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, context_masks, pack_contexts, unpack_contexts
@@ -100,15 +100,17 @@ class DistillationLoss:
         scores = self._scores(inputs, mask)
         unwrapped = self.accelerator.unwrap_model(model)
 
-        def student_loss(mask: Bool[Tensor, "B T"]) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        def student_loss(mask: Int[Tensor, "B T"]) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+            mask = mask.bool()
             with self.accelerator.autocast():
                 hidden, aux_loss = completion_states(unwrapped, inputs, router_loss=self.router_loss)
             head = lm_head(unwrapped, self.scoring.temperature, self.scoring.kernels)
             terms = credit_loss(hidden[mask], head, tokens, scores, self.loss)
             return terms.loss, {name: value for name, value in vars(terms).items() if name != "loss"}, aux_loss
 
-        # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used.
-        loss, terms, aux_loss = run_in_wrapped_forward(model, unwrapped, student_loss, mask)
+        # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used. Forward hooks of
+        # `debug="underflow_overflow"` inspect the arguments, and take no bool.
+        loss, terms, aux_loss = run_in_wrapped_forward(model, unwrapped, student_loss, mask.long())
         return MicroBatchLoss(CreditLoss(loss=loss, **terms), contrasted, aux_loss)
 
     def _scores(self, inputs: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Scores | TeacherStates:

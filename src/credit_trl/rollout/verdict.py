@@ -11,9 +11,10 @@ import inspect
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal
 
 from credit_trl.rollout.deadline import deadline_in
@@ -78,6 +79,10 @@ class Verdict:
         return math.nan if self.reward is None else float(self.reward)
 
 
+# Result of a reward function that failed and is skipped.
+FAILED = object()
+
+
 class VerifierTimeout(TimeoutError):
     """A reward function did not return within `verifier_timeout`."""
 
@@ -94,8 +99,8 @@ class VerifierPolicy:
     on_error: Literal["raise", "skip"] = "raise"
     timeout: float | None = None
 
-    def call(self, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any | None:
-        """Call a reward function; return its result, or None if it failed and `on_error="skip"`.
+    def call(self, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """Call a reward function; return its result, or `FAILED` if it failed and `on_error="skip"`.
 
         Raises:
             VerifierTimeout: it took too long, with `on_error="raise"`. Other exceptions propagate.
@@ -107,7 +112,7 @@ class VerifierPolicy:
         except Exception as error:
             return self._handle(name, error)
 
-    async def call_async(self, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any | None:
+    async def call_async(self, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Call a coroutine function as `call` does, without blocking the event loop."""
         try:
             with deadline_in(self.timeout):
@@ -122,10 +127,11 @@ class VerifierPolicy:
         except Exception as error:
             return self._handle(name, error)
 
-    def _handle(self, name: str, error: Exception) -> None:
+    def _handle(self, name: str, error: Exception) -> object:
         if self.on_error == "raise":
             raise error
         logger.warning(f"{name} failed ({type(error).__name__}: {error}); the rollouts of this call are skipped.")
+        return FAILED
 
 
 def _call_with_timeout(seconds: float, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -177,25 +183,31 @@ class VerdictLog:
 
     def wrap(self, reward_func: Callable[..., Any], position: int) -> Callable[..., Any]:
         """Wrap the reward function at `position` of the trainer's list. A coroutine function stays one."""
-        name = getattr(reward_func, "__name__", type(reward_func).__name__)
-        if inspect.iscoroutinefunction(reward_func) or inspect.iscoroutinefunction(type(reward_func).__call__):
+        name, ignored = _callable_name(reward_func), () if _accepts(reward_func, "truncated") else ("truncated",)
+
+        def accepted(arguments: dict[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in arguments.items() if key not in ignored}
+
+        def record(output: Any, arguments: dict[str, Any]) -> list[float | None]:
+            if output is FAILED:
+                self._has_failed = True
+                return [0.0] * len(arguments["completions"])  # placeholders, replaced in `mask_skipped_rewards`
+            return self._record(position, as_verdicts(name, output, arguments), arguments)
+
+        if _is_async(reward_func):
 
             async def wrapped_async(**kwargs: Any) -> list[float | None]:
-                return self._record(position, await self.policy.call_async(name, reward_func, kwargs), kwargs)
+                return record(await self.policy.call_async(name, reward_func, accepted(kwargs)), kwargs)
 
             return wrapped_async
 
         def wrapped(**kwargs: Any) -> list[float | None]:
-            return self._record(position, self.policy.call(name, reward_func, kwargs), kwargs)
+            return record(self.policy.call(name, reward_func, accepted(kwargs)), kwargs)
 
         return wrapped
 
-    def _record(self, position: int, output: Sequence[Any] | None, arguments: Mapping[str, Any]) -> list[float | None]:
-        if output is None:
-            self._has_failed = True
-            return [0.0] * len(arguments["completions"])  # placeholders, replaced by NaN in `mask_skipped_rewards`
+    def _record(self, position: int, verdicts: list[Verdict], arguments: Mapping[str, Any]) -> list[float | None]:
         log_metric = arguments.get("log_metric")
-        verdicts = [v if isinstance(v, Verdict) else Verdict(v) for v in output]
         self._feedback[position] = [v.feedback for v in verdicts]
         self._turn_feedback[position] = [v.turn_feedback for v in verdicts]
         if log_metric is not None:
@@ -221,6 +233,57 @@ class VerdictLog:
                 joined = {turn: join_feedback([turns.get(turn), text]) for turn, text in texts.items()}
                 turns.update({turn: text for turn, text in joined.items() if text is not None})
         return merged
+
+
+def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Verdict]:
+    """The result of a reward function as one verdict per completion.
+
+    Raises:
+        TypeError: the result is not a list, or an element is neither a number, a `Verdict` nor None.
+        ValueError: the number of elements is not the number of completions.
+    """
+    fix = "Return a list with one `Verdict(reward, feedback)`, number or None for each completion."
+    if output is None:
+        raise TypeError(f"The reward function {name!r} returned None; is a `return` missing? {fix}")
+    if isinstance(output, Verdict | Mapping | str | bytes) or not isinstance(output, Iterable):
+        raise TypeError(f"The reward function {name!r} returned a {type(output).__name__} instead of a list. {fix}")
+    elements = list(output)
+    expected = len(arguments["completions"]) if "completions" in arguments else len(elements)
+    if len(elements) != expected:
+        raise ValueError(
+            f"The reward function {name!r} returned {len(elements)} elements for {expected} completions. {fix}"
+        )
+    for index, element in enumerate(elements):
+        if not (element is None or isinstance(element, Verdict) or hasattr(element, "__float__")):
+            raise TypeError(
+                f"The reward function {name!r} returned a {type(element).__name__} for completion {index}. {fix}"
+            )
+    return [v if isinstance(v, Verdict) else Verdict(v) for v in elements]
+
+
+def _callable_name(func: Callable[..., Any]) -> str:
+    return getattr(_unwrap_partial(func), "__name__", type(_unwrap_partial(func)).__name__)
+
+
+def _is_async(func: Callable[..., Any]) -> bool:
+    """Whether a function, a partial of one or a callable object returns a coroutine, as TRL's `is_async_callable`."""
+    func = _unwrap_partial(func)
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
+
+
+def _accepts(func: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name or takes any keyword."""
+    try:
+        parameters = inspect.signature(func).parameters
+    except (TypeError, ValueError):  # no signature: as if it took any keyword
+        return True
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _unwrap_partial(func: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(func, partial):
+        func = func.func
+    return func
 
 
 def join_feedback(parts: Sequence[str | None]) -> str | None:

@@ -222,7 +222,8 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
     if contrasts and args.contrastive_source == "dataset" and not has_rows:
         raise ValueError(
             "`contrastive_source='dataset'` draws contrast prompts by row, which needs a `datasets.Dataset` with a "
-            "`prompt` column. Use `contrastive_source='batch'`."
+            "`prompt` column. Use `contrastive_source='batch'` with two prompts or more in a generation batch, or "
+            "`contrastive_source='none'`."
         )
 
 
