@@ -226,6 +226,7 @@ def _write_pmi(
 
 
 def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
+    from credit_trl.lab.analysis.branches import format_branches, summarize_branches
     from credit_trl.lab.analysis.tokenmap import group_scales
     from credit_trl.lab.analysis.tokenmap_html import write_html
     from credit_trl.lab.analysis.tokenmap_parquet import write_parquet
@@ -235,9 +236,10 @@ def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
     directory, scales = _directory(args), group_scales(maps)
     write_html(maps, directory / "maps.html", title=args.title)
     write_parquet(maps, directory / "maps.parquet")
+    of_checkpoint = {m.checkpoint: [one for one in maps if one.checkpoint == m.checkpoint] for m in maps}
+    branches = {name: format_branches(summarize_branches(own)) for name, own in of_checkpoint.items()}
     summaries = [
-        f"## {name}\n\n{format_summary(summarize_maps([m for m in maps if m.checkpoint == name]))}"
-        for name in dict.fromkeys(m.checkpoint for m in maps)
+        f"## {name}\n\n{format_summary(summarize_maps(own))}\n{branches[name]}" for name, own in of_checkpoint.items()
     ]
     (directory / "summary.md").write_text("\n".join(summaries), encoding="utf-8")
     if args.pictures:
@@ -247,6 +249,8 @@ def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
             draw_png(one, directory / f"map-{number:03d}.png", scales[one.response.group], palette=args.palette)
     for one in maps[: args.terminal]:
         print_map(one, args.quantity, scales[one.response.group][args.quantity], palette=args.palette)
+    for name, table in branches.items():
+        print(f"\n{name}\n{table}")
     print(
         f"{directory / 'maps.html'}: {len(maps)} maps, with maps.parquet, summary.md and pictures in the same folder"
     )

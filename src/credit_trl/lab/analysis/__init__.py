@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
+    "branches": ("find_branches", "format_branches", "summarize_branches"),
     "callback": ("CreditMapCallback",),
     "checkpoints": ("Checkpoint",),
     "compatibility": ("fit_posterior",),

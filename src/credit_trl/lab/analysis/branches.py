@@ -1,0 +1,123 @@
+"""Branches between a generic and an input-specific token, and the λ above which the contrast decides them.
+
+For a generic token A and an input-specific token B, δ = ΔV(A) − ΔV(B) is how much the privileged context raises A and
+s = S(B) − S(A) how much B loses under the contrast prompts. A loses where λ exceeds λ_c = δ/(δ+s), or δ/s for the form
+`"guide"`; `docs/theory.md` derives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from credit_trl.lab.analysis.tokenmap import TokenMap
+from credit_trl.objective import Form
+
+
+@dataclass(frozen=True)
+class BranchRule:
+    """Choice of A and B among the sampled token and the alternatives of a position.
+
+    A token qualifies if student or teacher gives it at least `min_probability`. B is the likeliest of them with
+    S ≥ `min_specific`, A the likeliest with S ≤ `max_generic`, in nats. A position without both is no branch.
+    """
+
+    min_probability: float = 0.01
+    min_specific: float = 1.0
+    max_generic: float = 0.5
+
+
+@dataclass(frozen=True)
+class Branches:
+    """N branches of one map: positions in the response, ids of A and B, δ (of any sign) and s > 0 in nats."""
+
+    positions: Int[Tensor, " N"]
+    generic_ids: Int[Tensor, " N"]
+    specific_ids: Int[Tensor, " N"]
+    delta: Float[Tensor, " N"]
+    s: Float[Tensor, " N"]
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    lower: float
+    median: float
+    upper: float
+
+
+@dataclass(frozen=True)
+class ClassBranches:
+    """Quartiles of δ, s and λ_c over the branches of one token class."""
+
+    name: str
+    count: int
+    delta: Quartiles
+    s: Quartiles
+    lambda_subtract: Quartiles
+    lambda_guide: Quartiles
+
+
+def find_branches(token_map: TokenMap, rule: BranchRule = BranchRule()) -> Branches:
+    """Branches of a map, at most one a position; none without contrast prompts."""
+    own, others = token_map.scores, token_map.scores.alternatives
+    ids, delta_v, specific, student, teacher = (
+        torch.cat([getattr(own, name).unsqueeze(-1), getattr(others, name)], dim=-1)
+        for name in ("ids", "delta_v", "specific", "student_logps", "teacher_logps")
+    )
+    likelihood = torch.maximum(student, teacher).exp()
+    likelihood = likelihood.where(likelihood >= rule.min_probability, 0.0)
+    generic = likelihood.where(specific <= rule.max_generic, 0.0)
+    particular = likelihood.where(specific >= rule.min_specific, 0.0)
+    rows = (generic.any(dim=-1) & particular.any(dim=-1)).nonzero().squeeze(-1)
+    a, b = (one[rows].argmax(dim=-1, keepdim=True) for one in (generic, particular))
+
+    def at(values: Tensor, index: Tensor) -> Tensor:
+        return values[rows].gather(-1, index).squeeze(-1)
+
+    delta, s = at(delta_v, a) - at(delta_v, b), at(specific, b) - at(specific, a)
+    return Branches(rows, at(ids, a), at(ids, b), delta.double(), s.double())
+
+
+def critical_coef(delta: Float[Tensor, " N"], s: Float[Tensor, " N"], form: Form = "subtract") -> Float[Tensor, " N"]:
+    """λ_c, above which A loses: δ/(δ+s), or δ/s for `"guide"`; 0 where δ ≤ 0, because A then loses with every λ."""
+    delta = delta.clamp(min=0.0)
+    return delta / s if form == "guide" else delta / (delta + s)
+
+
+def summarize_branches(maps: Sequence[TokenMap], rule: BranchRule = BranchRule()) -> list[ClassBranches]:
+    """Quartiles over all branches, and by class of the sampled token, the most frequent class first."""
+    found = [find_branches(token_map, rule) for token_map in maps]
+    labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own.positions.tolist()]
+    if not labels:
+        return []
+    delta, s = torch.cat([own.delta for own in found]), torch.cat([own.s for own in found])
+    rows = {name: torch.tensor([label == name for label in labels]) for name in dict.fromkeys(labels)}
+    classes = [_quartiles(name, delta[own], s[own]) for name, own in rows.items()]
+    return [_quartiles("all", delta, s), *sorted(classes, key=lambda one: -one.count)]
+
+
+def _quartiles(name: str, delta: Tensor, s: Tensor) -> ClassBranches:
+    columns = torch.stack([delta, s, critical_coef(delta, s), critical_coef(delta, s, "guide")])
+    quartiles = columns.quantile(columns.new_tensor([0.25, 0.5, 0.75]), dim=-1).T.tolist()
+    return ClassBranches(name, len(delta), *(Quartiles(*values) for values in quartiles))
+
+
+def format_branches(classes: Sequence[ClassBranches]) -> str:
+    """Markdown table of median and quartiles; one sentence where there is no branch."""
+    if not classes:
+        return "No branch between a generic and an input-specific token was found.\n"
+    lines = [
+        "Branches: a generic token A loses to an input-specific token B where λ > λ_c. Medians [quartiles].",
+        "",
+        "| token class | branches | δ | s | λ_c subtract | λ_c guide |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for c in classes:
+        columns = (c.delta, c.s, c.lambda_subtract, c.lambda_guide)
+        cells = (f"{q.median:.2f} [{q.lower:.2f}, {q.upper:.2f}]" for q in columns)
+        lines.append(f"| {c.name} | {c.count} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
