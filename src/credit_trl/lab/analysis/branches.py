@@ -2,7 +2,7 @@
 
 For a generic token A and an input-specific token B, δ = ΔV(A) − ΔV(B) is how much the privileged context raises A and
 s = S(B) − S(A) how much B loses under the contrast prompts. A loses where λ exceeds λ_c = δ/(δ+s), or δ/s for the form
-`"guide"`; `docs/theory.md` derives it.
+`"guide"`; with δ ≤ 0 it loses for every λ > 0. `docs/theory.md` has the derivation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
-from credit_trl.objective import Form
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,15 @@ class Quartiles:
 
 @dataclass(frozen=True)
 class ClassBranches:
-    """Quartiles of δ, s and λ_c over the branches of one token class."""
+    """Quartiles of δ and s over the branches of one token class, and of λ_c over the `rising` ones, where δ > 0."""
 
     name: str
     count: int
+    rising: int
     delta: Quartiles
     s: Quartiles
-    lambda_subtract: Quartiles
-    lambda_guide: Quartiles
+    lambda_subtract: Quartiles | None
+    lambda_guide: Quartiles | None
 
 
 def find_branches(token_map: TokenMap, rule: BranchRule = BranchRule()) -> Branches:
@@ -82,12 +82,6 @@ def find_branches(token_map: TokenMap, rule: BranchRule = BranchRule()) -> Branc
     return Branches(rows, at(ids, a), at(ids, b), delta.double(), s.double())
 
 
-def critical_coef(delta: Float[Tensor, " N"], s: Float[Tensor, " N"], form: Form = "subtract") -> Float[Tensor, " N"]:
-    """λ_c, above which A loses: δ/(δ+s), or δ/s for `"guide"`; 0 where δ ≤ 0, because A then loses with every λ."""
-    delta = delta.clamp(min=0.0)
-    return delta / s if form == "guide" else delta / (delta + s)
-
-
 def summarize_branches(maps: Sequence[TokenMap], rule: BranchRule = BranchRule()) -> list[ClassBranches]:
     """Quartiles over all branches, and by class of the sampled token, the most frequent class first."""
     found = [find_branches(token_map, rule) for token_map in maps]
@@ -96,14 +90,17 @@ def summarize_branches(maps: Sequence[TokenMap], rule: BranchRule = BranchRule()
         return []
     delta, s = torch.cat([own.delta for own in found]), torch.cat([own.s for own in found])
     rows = {name: torch.tensor([label == name for label in labels]) for name in dict.fromkeys(labels)}
-    classes = [_quartiles(name, delta[own], s[own]) for name, own in rows.items()]
-    return [_quartiles("all", delta, s), *sorted(classes, key=lambda one: -one.count)]
+    classes = [_of_class(name, delta[own], s[own]) for name, own in rows.items()]
+    return [_of_class("all", delta, s), *sorted(classes, key=lambda one: -one.count)]
 
 
-def _quartiles(name: str, delta: Tensor, s: Tensor) -> ClassBranches:
-    columns = torch.stack([delta, s, critical_coef(delta, s), critical_coef(delta, s, "guide")])
-    quartiles = columns.quantile(columns.new_tensor([0.25, 0.5, 0.75]), dim=-1).T.tolist()
-    return ClassBranches(name, len(delta), *(Quartiles(*values) for values in quartiles))
+def _of_class(name: str, delta: Tensor, s: Tensor) -> ClassBranches:
+    up, loss = delta[delta > 0], s[delta > 0]
+    return ClassBranches(name, len(delta), len(up), *map(_quartiles, (delta, s, up / (up + loss), up / loss)))
+
+
+def _quartiles(values: Tensor) -> Quartiles | None:
+    return Quartiles(*values.quantile(values.new_tensor([0.25, 0.5, 0.75])).tolist()) if len(values) else None
 
 
 def format_branches(classes: Sequence[ClassBranches]) -> str:
@@ -111,13 +108,13 @@ def format_branches(classes: Sequence[ClassBranches]) -> str:
     if not classes:
         return "No branch between a generic and an input-specific token was found.\n"
     lines = [
-        "Branches: a generic token A loses to an input-specific token B where λ > λ_c. Medians [quartiles].",
+        "Branches of a generic token A and an input-specific token B: median [quartiles]; λ_c where δ > 0.",
         "",
-        "| token class | branches | δ | s | λ_c subtract | λ_c guide |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| token class | branches | δ > 0 | δ | s | λ_c subtract | λ_c guide |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for c in classes:
         columns = (c.delta, c.s, c.lambda_subtract, c.lambda_guide)
-        cells = (f"{q.median:.2f} [{q.lower:.2f}, {q.upper:.2f}]" for q in columns)
-        lines.append(f"| {c.name} | {c.count} | {' | '.join(cells)} |")
+        cells = (f"{q.median:.2f} [{q.lower:.2f}, {q.upper:.2f}]" if q else "–" for q in columns)
+        lines.append(f"| {c.name} | {c.count} | {c.rising} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

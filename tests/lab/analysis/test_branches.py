@@ -1,0 +1,115 @@
+"""Branches of token maps and the λ_c that they give."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from drawn import SETTINGS, drawn_rollout
+
+from credit_trl import cli
+from credit_trl.lab.analysis.branches import BranchRule, find_branches, format_branches, summarize_branches
+from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
+from credit_trl.lab.analysis.tokentext import TokenText
+
+A, B, OTHER, FOREIGN, RARE = range(5)
+
+
+def branch_map(
+    delta: torch.Tensor, s: torch.Tensor, *, sampled: int = A, contrasts: int = 2, other: float = -12.0
+) -> TokenMap:
+    """Map with one branch a token: z raises A by δ, and under contrast prompts FOREIGN takes the place of B.
+
+    Args:
+        delta, s: (T,), δ, and s as the mean over the contrast prompts.
+        sampled: the sampled token of every position; the others are alternatives.
+        contrasts: number of contrast prompts.
+        other: logit of OTHER; those of A and B lie in [0, 2], those of FOREIGN and RARE are -12.
+    """
+    student = torch.full((len(delta), 5), -12.0, dtype=torch.float64)
+    student[:, OTHER] = other
+    student[:, [A, B]] = 2 * torch.rand(len(delta), 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    teacher = student.clone()
+    teacher[:, A] += delta
+    contrast = teacher.expand(contrasts, -1, -1).clone()
+    contrast[..., FOREIGN] = contrast[..., B]
+    contrast[..., B] -= s + torch.linspace(-0.5, 0.5, contrasts)[:, None]
+    ids = torch.arange(5).expand(len(delta), -1)
+
+    def scores(columns: torch.Tensor) -> dict:
+        logps = {
+            "student_logps": student.log_softmax(-1)[:, columns],
+            "teacher_logps": teacher.log_softmax(-1)[:, columns],
+            "contrast_logps": contrast.log_softmax(-1)[..., columns],
+        }
+        rest = {"advantage": torch.zeros_like(logps["student_logps"]), "entered_coef": logps["student_logps"]}
+        return logps | rest | {"ids": ids[:, columns], "contrastive_coef": 0.1, "formula": SETTINGS.formula}
+
+    own = {n: x[..., 0] if isinstance(x, torch.Tensor) else x for n, x in scores(torch.tensor([sampled])).items()}
+    alternatives = ScoredTokens(**scores(torch.tensor([i for i in range(5) if i != sampled])))
+    texts = [TokenText(str(t)) for t in range(len(delta))]
+    names = [["x"] * 4] * len(delta)
+    scored, classes = TokenScores(**own, alternatives=alternatives), ["word"] * len(delta)
+    return TokenMap(drawn_rollout(len(delta), contrasts), "base", texts, classes, scored, names)
+
+
+def values(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sampled", [A, B, RARE])
+def test_delta_and_s_are_those_of_the_construction(sampled):
+    delta, s = values(0.5, 2.0, 4.0, -1.0), values(3.0, 7.5, 11.4, 3.0)
+    found = find_branches(branch_map(delta, s, sampled=sampled))
+    assert found.positions.tolist() == [0, 1, 2, 3]
+    assert found.generic_ids.tolist() == [A] * 4
+    assert found.specific_ids.tolist() == [B] * 4
+    torch.testing.assert_close(found.delta, delta)
+    torch.testing.assert_close(found.s, s)
+
+
+def test_likeliest_generic_token_is_chosen():
+    found = find_branches(branch_map(values(1.0), values(6.0), other=4.0))
+    assert found.generic_ids.tolist() == [OTHER]
+    torch.testing.assert_close(found.delta, values(0.0))
+
+
+def test_positions_without_both_tokens_are_no_branches():
+    found = find_branches(branch_map(values(1.0, 1.0, 1.0), values(0.3, 6.0, 0.0)))
+    assert found.positions.tolist() == [1]
+    assert find_branches(branch_map(values(1.0), values(6.0)), BranchRule(min_probability=0.9)).s.tolist() == []
+    assert find_branches(branch_map(values(1.0), values(6.0), contrasts=0)).s.tolist() == []
+
+
+def test_critical_lambdas_are_quartiles_over_rising_branches():
+    delta, s = values(3.0, 4.0, 5.0, -2.0), values(6.0, 6.0, 6.0, 6.0)
+    one = branch_map(delta, s)
+    maps = [one, replace(one, classes=["cue", "cue", "word", "word"])]
+    everything, *classes = summarize_branches(maps)
+    assert (everything.name, everything.count, everything.rising) == ("all", 8, 6)
+    assert [(c.name, c.count, c.rising) for c in classes] == [("word", 6, 4), ("cue", 2, 2)]
+    cue = classes[1]
+    assert (cue.delta.median, cue.s.median) == (pytest.approx(3.5), pytest.approx(6.0))
+    rates = torch.tensor([3 / 9, 4 / 10], dtype=torch.float64)
+    assert cue.lambda_subtract.median == pytest.approx(rates.mean().item())
+    assert cue.lambda_subtract.upper == pytest.approx(rates.quantile(0.75).item())
+    assert cue.lambda_guide.lower == pytest.approx(3 / 6 + 0.25 * (4 / 6 - 3 / 6))
+
+
+def test_table_shows_classes_and_missing_values():
+    text = format_branches(summarize_branches([branch_map(values(-2.0), values(6.0))]))
+    assert re.search(r"\| word \| 1 \| 0 \| -2\.00 \[-2\.00, -2\.00\] \| 6\.00 .* \| – \| – \|", text)
+    assert "No branch" in format_branches([])
+
+
+def test_credit_map_prints_and_writes_the_branches(tmp_path, capsys):
+    line = "credit-map --model quickstart --task quickstart --max_prompts 12 --samples 2 --max_completion_length 32"
+    options = ("--pictures", "0", "--terminal", "0", "--seed", "1", "--output_dir", str(tmp_path))
+    assert cli.main([*line.split(), *options]) == 0
+    [row] = re.findall(r"^\| all \|.*$", capsys.readouterr().out, flags=re.MULTILINE)
+    numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", row)]
+    assert len(numbers) >= 6
+    assert all(abs(number) < 100 for number in numbers)
+    assert row in (tmp_path / "summary.md").read_text("utf-8")
