@@ -68,9 +68,10 @@ class CreditConfig(GRPOConfig):
         contrastive_baseline (`"mean_log"` or `"log_mean"`, *optional*, defaults to `"mean_log"`):
             Average over the contrasts: the mean of their logs (the paper), or the log of their mean, which makes Ŝ the
             paper's pCMI. Equal for C = 1.
-        contrastive_swap (`"input"` or `"hint"`, *optional*, defaults to `"input"`):
-            Part that the contrast exchanges: the prompt (the paper), or the privileged context, for that of another
-            prompt of the batch (as in RLCSD). `"hint"` is a control for experiments.
+        contrastive_swap (`"input"`, `"hint"` or `"self"`, *optional*, defaults to `"input"`):
+            Part that the contrast exchanges: the prompt (the paper), the privileged context, for that of another
+            prompt of the batch (as in RLCSD), or nothing (`"self"`): x' = x, so Ĝ = f and the target is the flattened
+            teacher (1 − λ) f. `"hint"` and `"self"` are controls for experiments.
 
         > The distillation loss
 
@@ -150,6 +151,13 @@ class CreditConfig(GRPOConfig):
             Maximum seconds of one call of a reward function (all rollouts of one process); later results are ignored.
             With a limit the function runs in its own thread. `None`: no limit.
 
+        > Stopping
+
+        credit_stop_on (`str`, *optional*):
+            Alarms that save a checkpoint and end the run, joined by `|`: `"fidelity"` (the teacher's fidelity fell
+            below half of its first value, or inverted), `"collapse"` (the reward fell below half of its best) or
+            `"length"` (completions grew beyond 1.5 times their first length). `None`: alarms only warn.
+
     Raises:
         ValueError: at construction, where a value is out of range or a combination cannot train.
     """
@@ -180,8 +188,8 @@ class CreditConfig(GRPOConfig):
     contrastive_baseline: Literal["mean_log", "log_mean"] = field(
         default="mean_log", metadata={"help": "Average contrasts as the mean of logs (the paper) or log of the mean."}
     )
-    contrastive_swap: Literal["input", "hint"] = field(
-        default="input", metadata={"help": "Exchange the prompt, or the privileged context (a control)."}
+    contrastive_swap: Literal["input", "hint", "self"] = field(
+        default="input", metadata={"help": "Exchange the prompt, the privileged context or nothing (controls)."}
     )
 
     distillation_weight: float = field(
@@ -268,6 +276,10 @@ class CreditConfig(GRPOConfig):
         default=None, metadata={"help": "Maximum seconds of one call of a reward function; None for no limit."}
     )
 
+    credit_stop_on: str | None = field(
+        default=None, metadata={"help": "Alarms that end the run: fidelity, collapse, length, joined by |."}
+    )
+
     def __post_init__(self) -> None:
         # Own options first: TRL checks the machine, and its error would hide theirs.
         check_values(self)
@@ -284,6 +296,11 @@ class CreditConfig(GRPOConfig):
     def contrasts(self) -> bool:
         """Whether contrast prompts are used: λ is not 0."""
         return self.contrastive_coef != 0.0
+
+    @property
+    def stop_causes(self) -> tuple[str, ...]:
+        """Alarms of `credit_stop_on`."""
+        return tuple(cause.strip() for cause in (self.credit_stop_on or "").split("|") if cause.strip())
 
     @property
     def contrast_rule(self) -> ContrastRule:
@@ -321,7 +338,7 @@ _CHOICES = {
     "contrastive_source": ("batch", "dataset", "hard", "same_task", "none"),
     "contrastive_baseline": ("mean_log", "log_mean"),
     "contrastive_auto_quantity": ("kl", "s"),
-    "contrastive_swap": ("input", "hint"),
+    "contrastive_swap": ("input", "hint", "self"),
     "teacher_hint": ("own", "foreign"),
     "teacher_model_kind": ("ema", "live", "base"),
     "teacher_context": ("solution", "think", "think+solution"),
@@ -330,6 +347,9 @@ _CHOICES = {
 
 # JSON options of transformers that may also be file names.
 _JSON_OR_FILE = ("accelerator_config", "fsdp_config", "deepspeed")
+
+# Alarms that `credit_stop_on` may name.
+STOP_CAUSES = ("fidelity", "collapse", "length")
 
 # Sources that need at least two prompts in the generation batch.
 _FROM_BATCH = ("batch", "hard", "same_task")
@@ -372,6 +392,10 @@ def check_values(config: CreditConfig) -> None:
         raise ValueError(f"`verifier_timeout` must be positive or None, got {config.verifier_timeout}.")
     if config.distillation_is_clip is not None and config.distillation_is_clip <= 0.0:
         raise ValueError(f"`distillation_is_clip` must be positive or None, got {config.distillation_is_clip}.")
+    if unknown := [cause for cause in config.stop_causes if cause not in STOP_CAUSES]:
+        raise ValueError(
+            f"`credit_stop_on` must name alarms out of {', '.join(STOP_CAUSES)}, joined by `|`; got {unknown[0]!r}."
+        )
     for name, placeholders in TEMPLATE_PLACEHOLDERS.items():
         _check_template(name, getattr(config, name), placeholders)
 
@@ -523,7 +547,7 @@ def _check_contrast(config: CreditConfig) -> None:
             "`contrastive_source='none'` has one contrast, the prompt without its question: set "
             f"`contrastive_count=1`, got {config.contrastive_count}."
         )
-    if config.contrastive_source in _FROM_BATCH:
+    if config.contrastive_source in _FROM_BATCH and config.contrastive_swap != "self":
         _check_batch_has_other_problems(config)
 
 

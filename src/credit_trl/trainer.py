@@ -12,6 +12,7 @@ import textwrap
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl.trainer.utils import get_config_model_id
@@ -30,6 +31,7 @@ from credit_trl.loss.student import LossConfig
 from credit_trl.loss.weights import Reduction, token_weights
 from credit_trl.rollout.batch import (
     GenerationBatch,
+    gather_success_weights,
     loss_mask,
     mask_skipped_rewards,
     mask_skipped_tokens,
@@ -45,6 +47,7 @@ from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import checks
 from credit_trl.training.adaptive import CoefficientUpdate, make_adaptive
 from credit_trl.training.checkpoints import ResumableTrainer
+from credit_trl.training.drift import DriftAlarms, StopOnDrift
 from credit_trl.training.metrics import Alarms, context_metrics, token_metrics
 from credit_trl.training.timing import StageClock
 from credit_trl.training.trl_compat import check_trl
@@ -129,6 +132,9 @@ class CreditTrainer(ResumableTrainer):
             for position, func in enumerate(self.reward_funcs)
         ]
         self.alarms = Alarms(self.accelerator.is_main_process)
+        self.drift_alarms = DriftAlarms(self.alarms)
+        if args.credit_stop_on is not None:
+            self.add_callback(StopOnDrift(self.drift_alarms, args.stop_causes))
         if self._distills:
             self._init_distillation()
 
@@ -253,6 +259,7 @@ class CreditTrainer(ResumableTrainer):
             self._generation_batch = self._generation_batch.with_turns(loss_mask(output))
             with self.clock.stage("contexts"):
                 contexts = self._build_contexts(self._generation_batch)
+                output["success_weights"] = self._success_weights(self._generation_batch, contexts)
             with self.clock.stage("scores"):
                 output.update(self._score(output, contexts))
         return output
@@ -268,6 +275,14 @@ class CreditTrainer(ResumableTrainer):
         self.alarms.check_contexts(shares)
         self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
         return contexts
+
+    def _success_weights(self, batch: GenerationBatch, contexts: list[TokenContexts]) -> Tensor:
+        """(B,) weights of the teacher's fidelity, so that its mean over the logged micro-batches is the fidelity."""
+        has_teacher = [c.teacher is not None for c in contexts]
+        weights, mixed = gather_success_weights(batch, has_teacher, self.args.success_reward_threshold)
+        self._log_values({"credit/fidelity_groups": mixed})
+        own = torch.tensor(weights, device=self.accelerator.device)
+        return own * (self.args.steps_per_generation if self.model.training else 1)
 
     def _contrast_source(self) -> ContrastSource:
         """Rows and random stream of the contrast prompts of this generation batch."""
@@ -345,6 +360,7 @@ class CreditTrainer(ResumableTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
+            self.drift_alarms.observe(self._metrics["train"])
             self._log_values(self.clock.report(self.state.global_step))
             if self._distills:
                 lost = self.alarms.check_gradient(logs, self._metrics["train"])

@@ -9,12 +9,9 @@ from dataclasses import dataclass, field
 from accelerate.utils import gather_object
 
 from credit_trl.config import CreditConfig
-from credit_trl.rollout.batch import GenerationBatch
+from credit_trl.rollout.batch import GenerationBatch, is_successful
 
 _THINKING = re.compile(r"^(?:(?!</?think>).)*</think>|<think>.*?(?:</think>|\Z)", flags=re.DOTALL)
-
-# Relative tolerance of the success threshold: rewards are summed in fp32.
-_REWARD_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -47,16 +44,15 @@ def choose_demonstrations(
     Args:
         rewards: rewards of the global generation batch, groups contiguous; NaN is never successful.
         group_size: rollouts of a group.
-        threshold: lowest reward of a successful rollout, less a relative 1e-6: rewards are weighted and summed in
-            fp32, where 0.7 is rounded down.
+        threshold: lowest reward of a successful rollout, see `is_successful`.
         exclude_self: whether a rollout may not be its own demonstration.
     """
-    lowest = threshold - _REWARD_ROUNDING * abs(threshold)
+    is_success = is_successful(rewards, threshold)
     chosen: list[int | None] = []
     for index in range(len(rewards)):
         start = index // group_size * group_size
         group = range(start, min(start + group_size, len(rewards)))
-        successful = [i for i in group if rewards[i] >= lowest and not (exclude_self and i == index)]
+        successful = [i for i in group if is_success[i] and not (exclude_self and i == index)]
         chosen.append(successful[0] if successful else None)
     return chosen
 

@@ -28,11 +28,14 @@ class MicroBatchLoss:
     Args:
         terms: the loss and its per-token values, over the N tokens that carry loss.
         contrasted: (N,), True where the sample has a contrast.
+        fidelity: this process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
+            `rollout.batch.success_weights`; NaN where no group is mixed.
         aux_loss: load-balancing loss of a mixture of experts, or None.
     """
 
     terms: CreditLoss
     contrasted: Bool[Tensor, " N"]
+    fidelity: Float[Tensor, ""]
     aux_loss: Float[Tensor, ""] | None
 
 
@@ -111,13 +114,25 @@ class DistillationLoss:
         # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used. Forward hooks of
         # `debug="underflow_overflow"` inspect the arguments, and take no bool.
         loss, terms, aux_loss = run_in_wrapped_forward(model, unwrapped, student_loss, mask.long())
-        return MicroBatchLoss(CreditLoss(loss=loss, **terms), contrasted, aux_loss)
+        result = CreditLoss(loss=loss, **terms)
+        return MicroBatchLoss(result, contrasted, _fidelity(result, inputs.get("success_weights"), mask), aux_loss)
 
     def _scores(self, inputs: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Scores | TeacherStates:
         if not self.scoring.support.in_step:
             return stored_scores(inputs, mask)
         batch = CompletionBatch(inputs["completion_ids"], inputs["completion_mask"], mask)
         return gather_states(self.teacher, unpack_contexts(inputs), batch, self.scoring)
+
+
+def _fidelity(
+    terms: CreditLoss, success_weights: Float[Tensor, " B"] | None, mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, ""]:
+    """Σ_i w_i mean_t ΔV_t over the local samples; NaN for generation batches in a checkpoint of version 0.1."""
+    if success_weights is None:
+        return terms.loss.new_full((), torch.nan)
+    delta_v = (terms.teacher_token_logps - terms.token_logps).to(success_weights.dtype)
+    sums = torch.zeros_like(success_weights).index_add_(0, mask.nonzero()[:, 0], delta_v)
+    return (success_weights * sums / mask.sum(dim=1).clamp(min=1)).sum()
 
 
 def loss_dtype(model: nn.Module) -> torch.dtype:

@@ -247,14 +247,17 @@ def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tens
     dtype = torch.float32 if f.device.type == "mps" else torch.float64
     sums = [x.to(dtype).sum() for x in (*per_token.values(), *per_contrast.values())]
     squares = [x.to(dtype).pow(2).sum() for x in (terms.advantages, per_contrast["s_mean"])]
+    sums.append(loss.fidelity.to(dtype))
     counts = [torch.tensor(len(f), dtype=dtype, device=f.device), contrasted.to(dtype).sum()]
-    *totals, square, specific_square, tokens, contrasts = reduce(torch.stack([*sums, *squares, *counts])).tolist()
+    reduced = reduce(torch.stack([*sums, *squares, *counts])).tolist()
+    *totals, fidelity, square, specific_square, tokens, contrasts = reduced
     divisors = [tokens] * len(per_token) + [contrasts] * len(per_contrast)
     names = (*per_token, *per_contrast)
     means = {name: _ratio(total, count) for name, total, count in zip(names, totals, divisors, strict=True)}
     entropy, means["advantage_mean"] = means.pop("student_entropy"), means.pop("advantage")
     means["advantage_std"] = _std(means["advantage_mean"], _ratio(square, tokens))
     means["s_std"] = _std(means["s_mean"], _ratio(specific_square, contrasts))
+    means["teacher_fidelity"] = fidelity
     dropped = _NOT_SAMPLED if is_sampled else ()
     values = {f"credit/{name}": value for name, value in means.items() if name not in dropped}
     return TokenMetrics(values, entropy, contrasts)

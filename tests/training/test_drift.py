@@ -1,0 +1,145 @@
+"""Fidelity of the teacher, drift alarms, and stopping on them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from credit_trl import CreditTrainer, Verdict
+from credit_trl.rollout.batch import success_weights
+from credit_trl.training.drift import WINDOW, DriftAlarms
+from credit_trl.training.metrics import Alarms, CreditWarning
+from tiny import length_verdicts
+
+FIDELITY, LENGTH, TRUNCATED, REWARD = (
+    "credit/teacher_fidelity",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "reward",
+)
+
+
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 1.0, math.nan]), min_size=4, max_size=24),
+    size=st.sampled_from([2, 4]),
+    data=st.data(),
+)
+def test_success_weights_give_the_mean_gap_of_mixed_groups(rewards, size, data):
+    rewards = rewards[: len(rewards) // size * size]
+    has_teacher = [data.draw(st.booleans()) for _ in rewards]
+    values = [data.draw(st.floats(-5, 5)) for _ in rewards]
+    gaps = []
+    for group in (
+        itertools.batched(range(len(rewards)), size)
+        if hasattr(itertools, "batched")
+        else [range(i, i + size) for i in range(0, len(rewards), size)]
+    ):
+        won = [values[i] for i in group if has_teacher[i] and rewards[i] == 1.0]
+        lost = [values[i] for i in group if has_teacher[i] and rewards[i] == 0.0]
+        if won and lost:
+            gaps.append(sum(won) / len(won) - sum(lost) / len(lost))
+    weights, mixed = success_weights(rewards, has_teacher, size, 1.0)
+    assert mixed == len(gaps)
+    total = sum(w * v for w, v in zip(weights, values, strict=True))
+    if gaps:
+        assert total == pytest.approx(sum(gaps) / len(gaps), abs=1e-9)
+    else:
+        assert all(math.isnan(w) for w in weights)
+
+
+def observe(**series):
+    """Alarms after logging the given series of values."""
+    drift = DriftAlarms(Alarms())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for values in zip(*series.values(), strict=True):
+            drift.observe({name: [value] for name, value in zip(series, values, strict=True)})
+    assert len([w for w in caught if w.category is CreditWarning]) == len(drift.causes)
+    return set(drift.causes)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last", "cause"),
+    [
+        (FIDELITY, 2.0, 0.9, "fidelity"),
+        (FIDELITY, 2.0, -1.0, "fidelity"),
+        (FIDELITY, 2.0, 1.1, None),
+        (FIDELITY, -1.0, -2.0, None),
+        (LENGTH, 100.0, 151.0, "length"),
+        (LENGTH, 100.0, 149.0, None),
+        (LENGTH, 100.0, 20.0, None),
+        (TRUNCATED, 0.0, 0.16, "length"),
+        (TRUNCATED, 0.0, 0.14, None),
+        (TRUNCATED, 0.4, 0.61, "length"),
+        (REWARD, 0.8, 0.39, "collapse"),
+        (REWARD, 0.8, 0.41, None),
+        (REWARD, 0.0, 0.0, None),
+    ],
+)
+def test_alarm_compares_the_latest_with_the_first_window(name, first, last, cause):
+    assert observe(**{name: [first] * WINDOW + [last] * WINDOW}) == ({cause} if cause else set())
+    assert observe(**{name: [first] * WINDOW + [last] * (WINDOW - 1)}) == set()
+
+
+def test_missing_values_are_ignored():
+    values = [2.0, math.nan] * WINDOW + [0.5, math.nan] * WINDOW
+    assert observe(**{FIDELITY: values}) == {"fidelity"}
+
+
+def build(make_model, make_config, tokenizer, dataset, rewards=length_verdicts, **options):
+    config = make_config(**{"max_steps": 30, "success_reward_threshold": 1.0, **options})
+    return CreditTrainer(make_model(), rewards, config, dataset, processing_class=tokenizer)
+
+
+def test_fidelity_is_the_gap_of_delta_v_in_mixed_groups(make_model, make_config, tokenizer, dataset):
+    options = {"max_steps": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = build(make_model, make_config, tokenizer, dataset, **options)
+    losses = []
+    compute = trainer._distillation_loss
+
+    def recording(model, inputs):
+        losses.append(inputs)
+        return compute(model, inputs)
+
+    seen = []
+    trainer._distillation_loss = recording
+    log = trainer._log_tokens
+    trainer._log_tokens = lambda loss: seen.append(loss) or log(loss)
+    trainer.train()
+    expected = 0.0
+    for inputs, loss in zip(losses, seen, strict=True):
+        mask = inputs["completion_mask"].bool()
+        delta = torch.zeros(mask.shape)
+        delta[mask] = (loss.terms.teacher_token_logps - loss.terms.token_logps).detach()
+        means = delta.sum(1) / mask.sum(1)
+        expected += (inputs["success_weights"] * means).sum().item() / len(losses)
+    [entry] = [e for e in trainer.state.log_history if "loss" in e]
+    assert entry["credit/fidelity_groups"] >= 1
+    assert entry[FIDELITY] == pytest.approx(expected, rel=1e-5)
+
+
+def test_run_stops_on_the_chosen_alarm_with_a_checkpoint(make_model, make_config, tokenizer, dataset, tmp_path):
+    calls = itertools.count()
+
+    def failing(completions, **kwargs):
+        reward = float(next(calls) < WINDOW)
+        return [Verdict(reward, "no") for _ in completions]
+
+    options = {"credit_stop_on": "fidelity|collapse", "output_dir": str(tmp_path / "run"), "save_strategy": "no"}
+    trainer = build(make_model, make_config, tokenizer, dataset, failing, **options)
+    with pytest.warns(CreditWarning, match="mean reward fell from 1.000"):
+        trainer.train()
+    step = trainer.state.global_step
+    assert 2 * WINDOW <= step < 30
+    assert (tmp_path / "run" / f"checkpoint-{step}").is_dir()
+
+
+def test_unknown_alarm_is_refused(make_config):
+    with pytest.raises(ValueError, match=r"fidelity, collapse, length.*'fidelty'"):
+        make_config(credit_stop_on="fidelty|length")
