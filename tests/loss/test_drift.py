@@ -7,6 +7,7 @@ teacher are those of the policy plus δ on A; under the contrast prompt B loses 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,12 +20,28 @@ A, B = 0, 1
 DELTAS, SPREADS, COEFS = (0.2, 0.93, 3.0, 6.6), (0.5, 4.5, 7.5, 11.4), (0.05, 0.1, 0.2, 0.5)
 
 
+@dataclass(frozen=True)
+class Following:
+    """How the teacher follows the student.
+
+    Args:
+        teacher, contrast: share of the student's change that appears under x and under x'.
+        update_rate: rate of the exponential average of the student that is the teacher.
+    """
+
+    teacher: float = 1.0
+    contrast: float = 1.0
+    update_rate: float = 1.0
+
+
 class Branch:
     """N branches with a student whose logits start at log-odds `start` of A against B.
 
     Args:
         delta, s, coef: (N,), δ, s and λ.
-        teacher_follows, contrast_follows: share of the student's change that the teacher shows under x and under x'.
+        start: log-odds of A against B.
+        size: number of tokens.
+        following: how the teacher follows the student.
     """
 
     def __init__(
@@ -35,14 +52,13 @@ class Branch:
         *,
         start: float = 0.0,
         size: int = 2,
-        teacher_follows: float = 1.0,
-        contrast_follows: float = 1.0,
+        following: Following = Following(),
     ):
         self.coef, self.head = coef, LMHead(torch.eye(size, dtype=torch.float64))
         self.first = torch.zeros(len(delta), size, dtype=torch.float64)
         self.first[:, A] = start
         self.logits = self.first.clone().requires_grad_()
-        self.follows = (teacher_follows, contrast_follows)
+        self.average, self.following = self.first.clone(), following
         self.lift, self.loss_of_b = torch.zeros_like(self.first), torch.zeros_like(self.first)
         self.lift[:, A], self.loss_of_b[:, B] = delta, s
 
@@ -51,9 +67,10 @@ class Branch:
         return (self.logits[:, A] - self.logits[:, B]).detach()
 
     def loss(self, form: str, alpha: float = 1.0, weights: Tensor | None = None) -> Tensor:
-        moved = self.logits.detach() - self.first
-        teacher, contrast = (self.first + share * moved + self.lift for share in self.follows)
-        states = TeacherStates(teacher, (contrast - self.loss_of_b)[None], self.head)
+        moved = self.average.lerp_(self.logits.detach(), self.following.update_rate) - self.first
+        teacher = self.first + self.following.teacher * moved + self.lift
+        contrast = self.first + self.following.contrast * moved + self.lift - self.loss_of_b
+        states = TeacherStates(teacher, contrast[None], self.head)
         ids = torch.zeros(len(self.coef), dtype=torch.int64)
         tokens = LossTokens(ids, torch.ones_like(self.coef) if weights is None else weights, self.coef)
         config = LossConfig(SupportConfig("full"), ContrastRule(form), alpha)
@@ -121,7 +138,7 @@ def test_self_distillation_drifts_by_delta(form):
 def test_teacher_that_follows_in_part_bounds_the_drift(form, follows):
     delta, s, coef = (x[(grid()[0] < 3) & (grid()[1] < 7)] for x in grid())
     start = 1.0
-    branch = Branch(delta, s, coef, start=start, teacher_follows=follows, contrast_follows=follows)
+    branch = Branch(delta, s, coef, start=start, following=Following(follows, follows))
     drift, slope = delta - coef * s, 1 - follows
     if form == "subtract":
         drift, slope = (1 - coef) * delta - coef * (start + s), 1 - (1 - coef) * follows
@@ -130,7 +147,7 @@ def test_teacher_that_follows_in_part_bounds_the_drift(form, follows):
 
 def test_guide_accelerates_where_the_contrast_does_not_follow():
     delta, s, coef = grid()
-    changes = Branch(delta, s, coef, contrast_follows=0.0).drift("guide", rate=0.02)
+    changes = Branch(delta, s, coef, following=Following(contrast=0.0)).drift("guide", rate=0.02)
     for step, change in enumerate(changes):
         torch.testing.assert_close(change, (delta - coef * s) * (1 + 0.02 * coef) ** step)
 
@@ -138,5 +155,18 @@ def test_guide_accelerates_where_the_contrast_does_not_follow():
 def test_subtract_needs_a_contrast_that_follows():
     delta, s, coef = grid()
     start = 1.0
-    for change in Branch(delta, s, coef, start=start, contrast_follows=0.0).drift("subtract"):
+    for change in Branch(delta, s, coef, start=start, following=Following(contrast=0.0)).drift("subtract"):
         torch.testing.assert_close(change, (1 - coef) * delta - coef * (start + s))
+
+
+def test_averaged_teacher_slows_the_drift():
+    delta, s, coef = grid()
+    changes = Branch(delta, s, coef, following=Following(update_rate=0.05)).drift("guide", steps=60, rate=0.05)
+    torch.testing.assert_close(changes[-1], (delta - coef * s) / 2, rtol=0.05, atol=1e-6)
+
+
+def test_averaged_teacher_keeps_the_fixed_point_of_subtract():
+    delta, s, coef = (x[grid()[2] >= 0.2] for x in grid())
+    branch = Branch(delta, s, coef, following=Following(update_rate=0.5))
+    branch.drift("subtract", steps=150, rate=0.5)
+    torch.testing.assert_close(branch.log_odds, delta * (1 - coef) / coef - s, rtol=0.05, atol=0.01)
