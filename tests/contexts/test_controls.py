@@ -6,6 +6,7 @@ import re
 
 import pytest
 from datasets import Dataset
+from torch.testing import assert_close
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.contexts.contrast import draw_from_batch
@@ -69,6 +70,25 @@ def test_input_contrast_keeps_the_hint_and_swaps_the_question(contexts_of):
             assert {question for question, _ in context[1:]} == {0, 1, 2, 3} - {problem}
 
 
+def test_self_contrast_repeats_the_teachers_context(contexts_of):
+    contexts = contexts_of(contrastive_swap="self", contrastive_count=2)
+    assert contexts[:4] == [None] * 4
+    assert all(context == [(sample // 4, sample // 4)] * 3 for sample, context in enumerate(contexts) if context)
+
+
+@pytest.mark.parametrize("support", ["teacher_topk", "sampled"])
+def test_self_contrast_makes_the_baseline_the_teacher(make_model, make_config, tokenizer, problems, support):
+    config = make_config(
+        per_device_train_batch_size=16, contrastive_swap="self", contrastive_count=2, distillation_support=support
+    )
+    trainer = CreditTrainer(make_model(), told, config, problems, processing_class=tokenizer)
+    trainer.model.train()
+    scores = trainer._generate_and_score_completions([problems[i] for i in range(1, 5) for _ in range(4)])
+    assert scores["teacher_token_logps"].abs().sum() > 0
+    for name in ("logps", "token_logps"):
+        assert_close(scores[f"generic_{name}"], scores[f"teacher_{name}"])
+
+
 def test_foreign_hint_is_another_problems_and_contrasts_share_it(contexts_of):
     contexts = contexts_of(teacher_hint="foreign", contrastive_count=1)
     for sample, (teacher, contrast) in enumerate(contexts):
@@ -115,6 +135,7 @@ def test_a_hint_that_does_not_fit_leaves_no_contrast(make_model, make_config, to
 def test_controls_refuse_what_they_cannot_do(make_config):
     with pytest.raises(ValueError, match="contrastive_source='batch'"):
         make_config(contrastive_swap="hint", contrastive_source="dataset")
+    make_config(contrastive_swap="self", per_device_train_batch_size=4)  # needs no other prompt
     with pytest.raises(ValueError, match="holds one prompt"):
         make_config(teacher_hint="foreign", contrastive_coef=0.0, per_device_train_batch_size=4)
     for name in ("contrastive_swap", "teacher_hint"):

@@ -192,6 +192,8 @@ def draw_contrasts(batch: GenerationBatch, config: CreditConfig, source: Contras
     """
     if not config.contrasts:
         return [[] for _ in batch.prompts]
+    if config.contrastive_swap == "self":
+        return [[prompt] * config.contrastive_count for prompt in batch.prompts]
     if config.contrastive_source == "none":
         return [[without_question(prompt)] for prompt in batch.prompts]
     from_dataset = config.contrastive_source == "dataset"

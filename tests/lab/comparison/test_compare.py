@@ -237,6 +237,7 @@ def test_runs_and_evaluations_are_found_at_any_depth(write_run, tmp_path):
         ({"distillation_weight": 1.0, "contrastive_coef": 0.0}, "SDPO"),
         ({"distillation_weight": 1.0, "contrastive_coef": 0.1}, "CREDIT"),
         ({"distillation_weight": 1.0, "contrastive_coef": 0.1, "contrastive_swap": "hint"}, "hint-contrast"),
+        ({"distillation_weight": 1.0, "contrastive_coef": 0.1, "contrastive_swap": "self"}, "temper-only"),
         ({"distillation_weight": 1.0, "contrastive_coef": 0.0, "teacher_hint": "foreign"}, "foreign-hint"),
         ({"beta": 0.0}, "GRPO"),
     ],

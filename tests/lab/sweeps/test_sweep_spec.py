@@ -73,6 +73,7 @@ def test_methods_are_options_of_one_trainer():
     assert make_arm({"method": "CREDIT"}, {"contrastive_coef": 0.0}).method == "SDPO"
     control = make_arm({"method": "hint-contrast", "contrastive_coef": 0.3}, {})
     assert control.options == {"contrastive_swap": "hint", "contrastive_coef": 0.3}
+    assert make_arm({"method": "temper-only"}, {}).options == {"contrastive_swap": "self"}
     assert make_arm({"method": "foreign-hint"}, {}).options == {"teacher_hint": "foreign"}
 
 

@@ -29,13 +29,13 @@ class CreditFormula:
         rule: form and gate of the contrast.
         baseline: average over contrast prompts.
         contrasted: what a contrast prompt exchanges: the question for another one, or for none, or the privileged
-            context for that of another problem (`"hint"`).
+            context for that of another problem (`"hint"`), or nothing (Ĝ = f).
         support: tokens of the loss, which the gate compares. With `tail="renormalize"` R_t is conditional on them.
     """
 
     rule: ContrastRule = field(default_factory=ContrastRule)
     baseline: Baseline = "mean_log"
-    contrasted: Literal["question", "no question", "hint"] = "question"
+    contrasted: Literal["question", "no question", "hint", "nothing"] = "question"
     support: SupportConfig = field(default_factory=lambda: SupportConfig("full"))
 
     @classmethod
@@ -45,7 +45,7 @@ class CreditFormula:
         return cls(
             config.contrast_rule,
             config.contrastive_baseline,
-            "hint" if config.contrastive_swap == "hint" else contrasted,
+            {"hint": "hint", "self": "nothing"}.get(config.contrastive_swap, contrasted),
             SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail),
         )
 
@@ -134,6 +134,7 @@ class CreditFormula:
             "question": "under contrast prompts with the same feedback",
             "no question": "without the question, with the same feedback",
             "hint": "under the same question with the feedback of other problems",
+            "nothing": "in the teacher's own context",
         }[self.contrasted]
         average = "log of the mean probability" if self.baseline == "log_mean" else "mean log-probability"
         return {

@@ -208,6 +208,8 @@ def draw(
             "`contrastive_swap='hint'` and `teacher_hint='foreign'` use the privileged contexts of the run's own "
             "rollouts: map such a run with `CreditMapCallback` during training."
         )
+    if config.contrastive_swap == "self":
+        return [[prompt] * config.contrastive_count for prompt in prompts]
     if config.contrastive_source == "dataset":
         keys = [prompt_key(prompt) for prompt in prompts]
         draws = draw_from_dataset(

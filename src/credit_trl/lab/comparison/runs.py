@@ -241,7 +241,7 @@ def method_of(config: Mapping[str, Any]) -> str:
         return "foreign-hint"
     if config.get("contrastive_coef", 0.0) == 0.0:
         return "SDPO"
-    return "hint-contrast" if config.get("contrastive_swap", "input") == "hint" else "CREDIT"
+    return {"hint": "hint-contrast", "self": "temper-only"}.get(config.get("contrastive_swap", "input"), "CREDIT")
 
 
 # Options of the contrast that an arm's name shows when they differ from these defaults.
@@ -256,7 +256,7 @@ _DEFAULTS: dict[str, Any] = {
 
 def _arm_name(method: str, config: Mapping[str, Any]) -> str:
     """Method, λ, C and non-default options of the contrast, for runs that no sweep named."""
-    if method not in ("CREDIT", "hint-contrast", "foreign-hint"):
+    if method not in ("CREDIT", "hint-contrast", "temper-only", "foreign-hint"):
         return method
     coefficient = config["contrastive_coef"]
     shown = f"λ={coefficient}" if coefficient == "auto" else f"λ={coefficient:g}"

@@ -8,7 +8,7 @@
       - method: [GRPO, SDPO]
       - {method: [CREDIT], contrastive_coef: [0.05, 0.1, 0.2, 0.5]}
       - {method: [CREDIT], contrastive_count: [2, 4]}
-      - {method: [hint-contrast, foreign-hint]}
+      - {method: [hint-contrast, temper-only, foreign-hint]}
     seeds: [1, 2, 3, 4, 5]
 
 Combinations that train the same are one arm with the first one's name: SDPO ignores λ and C, GRPO ignores the teacher,
@@ -27,12 +27,13 @@ from typing import Any
 
 import yaml
 
-# Options of CreditConfig that select a method; the last two methods are controls.
+# Options of CreditConfig that select a method; the last three methods are controls.
 METHODS: dict[str, dict[str, Any]] = {
     "GRPO": {"distillation_weight": 0.0},
     "SDPO": {"contrastive_coef": 0.0},
     "CREDIT": {},
     "hint-contrast": {"contrastive_swap": "hint"},
+    "temper-only": {"contrastive_swap": "self"},
     "foreign-hint": {"teacher_hint": "foreign"},
 }
 LAUNCHERS = ("process", "inline", "accelerate")
