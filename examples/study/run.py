@@ -9,6 +9,8 @@ Sweeps:
     long_relabelled, settled, confirmed: the chosen setting with hold-out cues tested under every topic.
 
 Nothing is chosen on the worlds `style` and `programs`. They keep their task and seeds in every sweep.
+
+`--world` runs a world whose outcome is predicted before training instead, base by base, into one CSV file.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # one thread per process is fastest for a m
 HERE = Path(__file__).parent
 WORLDS = ("plain", "shortcut", "style", "programs")
 REPORTED = WORLDS[:2]
+PREDICTED = ("weak",)  # worlds of `--world`
+PREDICTED_SEEDS = 5  # number of their seeds unless `--seeds` says otherwise
 TIME_FILE = "time.json"  # in the output directory
 SWEEPS = (
     *("methods", "controls", "choice", "forms", "cross"),
@@ -44,6 +48,8 @@ SWEEPS = (
 
 def main() -> None:
     args = arguments()
+    if args.world:
+        sys.exit(0 if run_predicted(args) else 1)
     is_fresh, begun = not args.output_dir.exists(), time.monotonic()
     workers = [
         subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--processes", "1"])
@@ -72,7 +78,37 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help="number of seeds of the sweep (default: all)")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: those of the sweep)")
     parser.add_argument("--processes", type=int, default=2, help="processes that share the jobs (default 2)")
+    predicted = parser.add_argument_group("a world with a predicted outcome")
+    predicted.add_argument("--world", choices=PREDICTED, help="run this world; --worlds and --sweep are ignored")
+    predicted.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="processes (default 2)")
+    predicted.add_argument("--minutes", type=float, help="start no arm that would probably end later")
+    predicted.add_argument(
+        "--csv", type=Path, default=HERE / "results" / "worlds.csv", help="table of the rows; existing ones stay"
+    )
     return parser.parse_args()
+
+
+def run_predicted(args: argparse.Namespace) -> bool:
+    """Run a world with a predicted outcome; whether all of its rows are in the CSV file."""
+    import torch
+    from world_runs import WorldRuns
+
+    torch.set_num_threads(1)
+    workers = [
+        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--jobs", "1"]) for _ in range(args.jobs - 1)
+    ]
+    spec = read_sweep("methods", args.world)
+    if args.steps is not None:
+        spec = dataclasses.replace(spec, config={**spec.config, "max_steps": args.steps})
+
+    def base_of(seed: int) -> Path:
+        make_bases(args.output_dir / "bases", [(args.world, seed)])
+        return args.output_dir / "bases" / f"{args.world}-seed{seed}"
+
+    seeds = list(spec.seeds)[: args.seeds or PREDICTED_SEEDS]
+    runs = WorldRuns(args.world, spec, seeds, args.output_dir / args.world, args.csv, base_of, args.minutes)
+    is_complete = runs.run()
+    return all([is_complete, *(worker.wait() == 0 for worker in workers)])
 
 
 def sweep_folder(sweep: str, world: str) -> str:

@@ -24,7 +24,7 @@ from credit_trl.tasks.quickstart import GROUPS, SHORTCUT_THOUGHT, TOPIC_OF, draw
 from credit_trl.tasks.quickstart_model import load_model, read_base
 
 STUDY = Path(__file__).parents[2] / "examples" / "study"
-WORLDS = ("plain", "shortcut", "style")
+WORLDS = ("plain", "shortcut", "style", "weak")
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,7 @@ WORLDS = {
         World("plain"),
         World("shortcut", shortcut_rate=0.8, shortcut_base_rate=0.02),
         World("style", shortcut_rate=0.8, shortcut_base_rate=0.02, keeps_thought=True),
+        World("weak", shortcut_rate=0.1, shortcut_base_rate=0.05),
     )
 }
 

@@ -1,0 +1,178 @@
+"""The weak world: measurement of the branch, predictions, resumption of the table, and the page."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.special import expit
+
+from credit_trl.lab.sweeps.spec import make_arm
+from credit_trl.tasks import quickstart
+
+LOG_ODDS, DELTA, S = -3.0, 0.9, 11.0
+
+
+@pytest.fixture
+def tabular():
+    """Log-odds of a table: raised by feedback, and where the prompt does not have the cue."""
+
+    def log_odds(prompts, cues):
+        texts = [prompt[-1]["content"] for prompt in prompts]
+        given = np.array(["Correct option" in text for text in texts])
+        foreign = np.array([f" {cue} " not in text for text, cue in zip(texts, cues, strict=True)])
+        return LOG_ODDS + DELTA * given + S * foreign
+
+    return log_odds
+
+
+@pytest.fixture
+def branch(study, tabular):
+    module = study("branch")
+    return module.measure_branch(tabular, quickstart.build("train", rows_per_cue=1).to_list())
+
+
+def arm_of(method, **options):
+    return make_arm({"method": method, **options}, {})
+
+
+def test_delta_and_s_of_a_tabular_model_are_recovered(branch):
+    for values, expected in ((branch.log_odds, LOG_ODDS), (branch.delta, DELTA), (branch.s_input, S)):
+        np.testing.assert_allclose(values, expected)
+    np.testing.assert_allclose(branch.s_hint, 0.0, atol=1e-12)
+    assert len(branch.delta) == 60  # cues that training uses
+
+
+@pytest.mark.parametrize("coef", [0.05, 0.1, 0.2])
+@pytest.mark.parametrize("swap", ["input", "hint", "self"])
+def test_predicted_log_odds_are_a_fixed_point_of_the_target(study, branch, coef, swap):
+    found = study("branch").predict(branch, {"contrastive_coef": coef, "contrastive_swap": swap})
+    s = S if swap == "input" else 0.0
+    teacher = found.log_odds + DELTA
+    assert teacher - coef * (teacher + s) == pytest.approx(found.log_odds)
+    assert found.rate == pytest.approx(expit(found.log_odds))
+    assert found.low <= found.rate <= found.high
+
+
+def test_arms_without_a_fixed_point_drift_by_their_sign(study, branch):
+    module = study("branch")
+    sdpo = module.predict(branch, {"contrastive_coef": 0.0})
+    weak, strong = (
+        module.predict(branch, {"contrastive_form": "guide", "contrastive_coef": coef}) for coef in (0.05, 0.2)
+    )
+    assert (sdpo.rate, weak.rate, strong.rate) == (1.0, 1.0, 0.0)
+    assert module.predict(branch, {"distillation_weight": 0.0}) is None
+    assert module.critical_coef(branch) == pytest.approx(DELTA / (DELTA + S))
+    assert module.critical_coef(branch, "guide") == pytest.approx(DELTA / S)
+
+
+def test_branch_tokens_of_the_embedded_tokenizer(study):
+    from credit_trl.tasks.quickstart_model import load_model
+
+    model, tokenizer = load_model()
+    rows = study("branch").branch_rows()[:3]
+    prompts, cues = [row["prompt"] for row in rows], [row["cue"] for row in rows]
+    found = study("branch").model_log_odds(model, tokenizer)(prompts, cues)
+    for prompt, cue, value in zip(prompts, cues, found, strict=True):
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) + "Thought:"
+        logits = model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0, -1]
+        planted, specific = (tokenizer.encode(word, add_special_tokens=False)[0] for word in (" sure", f" {cue}"))
+        assert value == pytest.approx((logits[planted] - logits[specific]).item(), abs=1e-3)
+
+
+@pytest.fixture
+def runs(study, tmp_path, monkeypatch, branch):
+    """A world of two arms and two seeds, whose training is counted and not done."""
+    module = study("world_runs")
+    spec = module.SweepSpec(
+        "m",
+        "quickstart",
+        [{"method": ["SDPO", "GRPO"]}],
+        [0, 1],
+        config={"max_steps": 2},
+        evaluation={"eval_steps": 1},
+    )
+    made = []
+    rates = dict.fromkeys(module.RATES, 0.25) | {"format": 1.0, "log_odds": -1.0, "teacher_fidelity": 1.0}
+
+    def predicted(self, seed, base):
+        return [self._row(seed, arm, 0) | rates | module.prediction_columns(branch, arm) for arm in self.spec.arms()]
+
+    def train(self, seed, arm, base):
+        assert module.read_rows(self.csv)["weak", seed, arm.name, 0]["delta"] == DELTA  # written before training
+        made.append((seed, arm.name))
+        return [self._row(seed, arm, step) | rates for step in (1, 2)]
+
+    monkeypatch.setattr(module.WorldRuns, "_predicted_rows", predicted)
+    monkeypatch.setattr(module.WorldRuns, "_train", train)
+
+    def run(seeds=(0, 1), **options):
+        file = tmp_path / "worlds.csv"
+        return module.WorldRuns("weak", spec, seeds, tmp_path / "runs", file, lambda seed: tmp_path, **options).run()
+
+    return run, made, tmp_path / "worlds.csv", module
+
+
+def test_rows_in_the_table_are_not_run_again(runs):
+    run, made, file, module = runs
+    assert run(seeds=[0])
+    assert made == [(0, "SDPO"), (0, "GRPO")]
+    before = file.read_text()
+    assert run()
+    assert made[2:] == [(1, "SDPO"), (1, "GRPO")]
+    assert file.read_text().startswith(before)
+    rows = module.read_rows(file)
+    assert len(rows) == 2 * 2 * 3
+    assert rows["weak", 1, "SDPO", 2]["predicted_log_odds"] == math.inf
+    assert rows["weak", 1, "GRPO", 2]["predicted_rate"] is None
+
+
+def test_an_interrupted_base_continues_at_the_missing_arm(runs):
+    run, made, file, _ = runs
+    run(seeds=[0])
+    whole = file.read_text()
+    file.write_text("".join(line for line in whole.splitlines(True) if not line.startswith("weak,0,GRPO,,2")))
+    assert run(seeds=[0])
+    assert made == [(0, "SDPO"), (0, "GRPO"), (0, "GRPO")]
+    assert sorted(file.read_text().splitlines()) == sorted(whole.splitlines())
+
+
+def test_no_arm_is_started_after_the_time_limit(runs):
+    run, made, _, _ = runs
+    assert run(minutes=0.0) is False
+    assert made == []
+
+
+def test_another_processs_arm_is_waited_for(runs, tmp_path, monkeypatch):
+    run, made, _, module = runs
+    other = module.FileLock(tmp_path / "runs" / "sdpo-seed0.lock")
+    (tmp_path / "runs").mkdir()
+    other.acquire()
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: other.release())
+    assert run(seeds=[0])
+    assert made == [(0, "GRPO"), (0, "SDPO")]
+
+
+def test_the_page_counts_the_criteria_and_draws_the_rates(runs, study):
+    run, _, file, module = runs
+    run()
+    page = study("world_page")
+    outcomes = page.outcomes_of(module.read_rows(file), "weak")
+    assert [(one.arm, sorted(one.last)) for one in outcomes] == [("SDPO", [0, 1]), ("GRPO", [0, 1])]
+    assert "| SDPO | 2 | 2 of 2 | 100.0 | 25.0 [25.0, 25.0] |" in page.arms_table(outcomes)
+    assert page.rates_figure(outcomes, page.THEMES[0]).startswith(b"\x89PNG")
+
+
+def test_arms_of_the_weak_world(study):
+    spec = study("run").read_sweep("methods", "weak")
+    assert [arm.name for arm in spec.arms()] == [
+        "SDPO",
+        "CREDIT λ=0.1",
+        "CREDIT λ=0.05",
+        "CREDIT λ=0.2",
+        "temper-only λ=0.1",
+        "CREDIT form=guide λ=0.2",
+        "hint-contrast λ=0.1",
+        "GRPO",
+    ]
