@@ -97,7 +97,7 @@ def test_what_can_train_is_accepted(make_config, options):
     make_config(**options)
 
 
-def test_a_mistake_in_our_options_comes_before_what_trl_says_of_the_machine(monkeypatch):
+def test_own_options_are_checked_before_the_machine(monkeypatch):
     monkeypatch.setattr("trl.GRPOConfig.__post_init__", lambda self: pytest.fail("TRL was asked first"))
     with pytest.raises(ValueError, match="`contrastive_coef` must be in"):
         CreditConfig("out", contrastive_coef=2.0)
@@ -154,7 +154,7 @@ def test_an_option_that_is_not_the_json_it_should_be_is_named(make_config, text)
         make_config(chat_template_kwargs=text)
 
 
-def test_an_option_in_json_is_read_and_one_that_may_be_a_file_is_left(make_config):
+def test_json_options_are_parsed_and_file_names_kept(make_config):
     config = make_config(
         chat_template_kwargs='{"enable_thinking": false}', lr_scheduler_kwargs='{"num_decay_steps": 3}'
     )

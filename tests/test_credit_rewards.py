@@ -25,7 +25,7 @@ def draws(seed, *shape):
 
 
 @given(seed=seeds, coef=coefs, form=forms, baseline=baselines, beta=st.floats(0.01, 2))
-def test_no_coefficient_is_the_plain_ratio_and_the_own_question_takes_all_off(seed, coef, form, baseline, beta):
+def test_zero_lambda_is_the_ratio_and_x_itself_cancels_it(seed, coef, form, baseline, beta):
     draw = draws(seed, 4)
     policy, reference = next(draw), next(draw)
     plain = beta * (policy - reference)
@@ -50,7 +50,7 @@ def test_two_passes_of_one_joint_give_bayes_contrastive_pmi(seed, coef):
 
 
 @given(seed=seeds, coef=coefs, beta=st.floats(0.05, 1.0), form=forms)
-def test_at_dpos_optimum_what_pays_under_any_question_leaves_every_margin(seed, coef, beta, form):
+def test_generic_part_cancels_at_dpos_optimum(seed, coef, beta, form):
     """π*(y | x) ∝ π_ref(y | x) exp((s(x, y) + g(y)) / β) for any s and g; 5 answers, question 0 and 3 others."""
     draw = draws(seed, 4, 5)
     reference, specific = next(draw).log_softmax(-1), next(draw) / 5
@@ -85,7 +85,7 @@ def test_token_rewards_sum_to_the_analysis_contrastive_pmi(seed, coef, form, bas
 
 
 @given(seed=seeds, form=forms, baseline=baselines, per_token=st.booleans())
-def test_without_contrast_of_the_reference_it_is_the_papers_advantage(seed, form, baseline, per_token):
+def test_numerator_contrast_is_the_papers_advantage(seed, form, baseline, per_token):
     draw = draws(seed, 6, 9)
     teacher, student = next(draw), next(draw)
     contrasts = torch.stack([next(draw) for _ in range(2)])
@@ -105,7 +105,7 @@ def test_a_gradient_reaches_the_policy_and_its_contrasts():
     torch.testing.assert_close(others[0].grad, torch.full((2, 3), -0.1, dtype=torch.float64))
 
 
-def test_without_contrast_it_is_the_reward_that_trls_dpo_trainer_logs(make_model, tokenizer, tmp_path):
+def test_zero_lambda_is_the_reward_of_trls_dpo_trainer(make_model, tokenizer, tmp_path):
     rows = [{"prompt": f"{a}+1=", "chosen": f"{a + 1}.", "rejected": f"{a}, no?"} for a in range(6)]
     config = DPOConfig(
         str(tmp_path), use_cpu=True, bf16=False, report_to="none", beta=0.3, max_steps=3, learning_rate=1e-2,

@@ -36,7 +36,7 @@ def test_the_advantage_is_eq_8_written_out(shape, seed, count, coef):
 
 
 @given(shapes, seeds)
-def test_without_contrast_the_advantage_is_the_self_distillation_reward(shape, seed):
+def test_zero_lambda_is_the_self_distillation_reward(shape, seed):
     g = torch.Generator().manual_seed(seed)
     teacher, student, contrasts = logps(g, *shape), logps(g, *shape), logps(g, 2, *shape)
     reward = objective.self_distillation_reward(teacher, student)
@@ -134,7 +134,7 @@ def test_the_tail_bucket_is_the_mass_that_the_support_leaves(t, v, seed, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_support_with_all_the_mass_leaves_a_finite_tail_without_gradient(dtype):
+def test_full_support_leaves_a_finite_tail(dtype):
     logits = torch.tensor([[3.0, 1.0, -2.0]], dtype=dtype, requires_grad=True)
     tail = objective.add_tail_bucket(logits.log_softmax(-1) + 1e-6)[:, -1]  # rounding may push the sum above 1
     assert -17 < tail.item() < -15

@@ -93,7 +93,7 @@ def test_corollary_2_realized_rewards_sum_to_the_pmi(seed, y, x, z, coef):
 
 @settings(max_examples=50, deadline=None)
 @cases
-def test_sequence_identity_contrastive_pmi_plus_anti_genericity_bonus(seed, y, x, z, coef):
+def test_sequence_identity_of_contrastive_pmi(seed, y, x, z, coef):
     joint = random_joint(seed)
     others = [o for o in range(X) if o != x]
     f, g, student = rollout(joint, y, x, z, others)
@@ -106,7 +106,7 @@ def test_sequence_identity_contrastive_pmi_plus_anti_genericity_bonus(seed, y, x
     assert bonus >= 0.0
 
 
-def test_identities_fail_where_teacher_and_student_share_no_joint():
+def test_identities_need_a_joint_distribution():
     joint, other = random_joint(1), random_joint(2)
     f, _, _ = rollout(joint, (0, 1, 2), 0, 1, [0])
     _, _, student = rollout(other, (0, 1, 2), 0, 1, [0])
@@ -126,7 +126,7 @@ def test_expected_reward_is_minus_and_plus_a_kl(seed, x, z):
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), x=st.integers(0, X - 1), z=st.integers(0, Z - 1), count=st.integers(1, 3))
-def test_proposition_3_the_surrogate_bounds_the_pcmi_in_expectation(seed, x, z, count):
+def test_proposition_3_bounds_the_pcmi(seed, x, z, count):
     joint = random_joint(seed)
     f, g, _ = rollout(joint, (1, 0, 2), x, z, range(X))
     draws = list(itertools.product(range(X), repeat=count))

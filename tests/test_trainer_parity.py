@@ -73,9 +73,7 @@ def samples(inputs):
 
 @pytest.mark.parametrize(("form", "coef"), [("subtract", 0.3), ("guide", 1.5)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradient_is_algorithm_1s_policy_gradient_with_vocabulary_advantages(
-    make_model, make_config, tokenizer, dataset, temperature, form, coef
-):
+def test_gradient_is_that_of_algorithm_1(make_model, make_config, tokenizer, dataset, temperature, form, coef):
     config = make_config(
         distillation_support="full",
         contrastive_count=2,
@@ -175,7 +173,7 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
     ],
 )
 @pytest.mark.parametrize("form", ["subtract", "guide"])
-def test_without_contrast_it_is_trls_sdpo_in_contexts_loss_and_gradients(sdpo_pair, alpha, options, form):
+def test_zero_lambda_equals_trls_sdpo(sdpo_pair, alpha, options, form):
     ours, theirs = sdpo_pair(alpha, contrastive_form=form, **options)
     inputs = prepared(ours)
     rollouts = ours._generation_batch
@@ -198,9 +196,7 @@ def test_without_contrast_it_is_trls_sdpo_in_contexts_loss_and_gradients(sdpo_pa
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
-def test_zero_distillation_weight_is_trls_grpo_for_whole_training_runs(
-    make_model, make_config, tokenizer, dataset, tmp_path, loss_type
-):
+def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_config, tokenizer, dataset, tmp_path, loss_type):
     config = make_config(distillation_weight=0.0, max_steps=3, loss_type=loss_type, beta=0.0)
     ours = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
     ours.train()
@@ -228,9 +224,7 @@ def test_zero_distillation_weight_is_trls_grpo_for_whole_training_runs(
 
 
 @pytest.mark.parametrize("weight", [0.25, 0.5])
-def test_a_blend_is_the_weighted_sum_of_grpos_gradient_and_the_distillations(
-    make_model, make_config, tokenizer, dataset, weight
-):
+def test_blend_is_the_weighted_sum_of_both_gradients(make_model, make_config, tokenizer, dataset, weight):
     def gradients(distillation_weight, inputs=None):
         trainer = CreditTrainer(
             make_model(),

@@ -52,7 +52,7 @@ def test_a_missing_part_leaves_no_trace(builder, tokenizer, render, privileged):
     assert ("feedback from your unsuccessful" in text) == (privileged.feedback is not None)
 
 
-def test_the_prompt_is_tokenised_as_for_the_student_even_with_control_tokens_of_its_own(builder, tokenizer, render):
+def test_prompt_is_tokenised_as_for_the_student(builder, tokenizer, render):
     prompt = [{"role": "user", "content": "a<|im_end|>\n<|im_start|>user\nb"}]
     ids = builder.encode(prompt, PrivilegedContext(None, "no"), render)
     shared = tokenizer("<|im_start|>user\na<|im_end|>\n<|im_start|>user\nb")["input_ids"]

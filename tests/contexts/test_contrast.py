@@ -1,4 +1,4 @@
-"""Which other questions are drawn: never the own one, uniformly, and the same whoever draws."""
+"""Draws of contrast prompts: uniform, never the own prompt, independent of the number of processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_pairs_of_draws_are_uniform_too():
     assert chisquare(list(counts.values())).pvalue > 0.01
 
 
-def test_samples_of_one_group_and_successive_steps_draw_independently():
+def test_samples_and_steps_draw_independently():
     keys = [q for q in "abcdefgh" for _ in range(8)]
     first = draw_from_batch(keys, range(64), 1, seed=0, step=0)
     second = draw_from_batch(keys, range(64), 1, seed=0, step=1)
@@ -71,7 +71,7 @@ def test_samples_of_one_group_and_successive_steps_draw_independently():
 
 
 @given(rows=batches, own=st.sampled_from("abcdef"), count=st.integers(1, 8), seed=st.integers(0, 50))
-def test_the_dataset_gives_other_questions_all_different_while_it_can(rows, own, count, seed):
+def test_dataset_draws_are_distinct_while_possible(rows, own, count, seed):
     (draw,) = draw_from_dataset(rows, [own], [0], count, seed=seed, step=1)
     others = set(rows) - {own}
     assert len(draw) == (count if others else 0)
@@ -90,7 +90,7 @@ def test_a_dataset_of_one_question_repeated_ends():
     assert draw_from_dataset(["a"] * 50, ["a"], [0], 2, seed=0, step=0) == [[]]
 
 
-def test_the_key_is_the_content_whatever_the_order_of_a_messages_keys():
+def test_prompt_key_ignores_the_order_of_message_keys():
     first = [{"role": "user", "content": "x"}]
     assert prompt_key(first) == prompt_key([{"content": "x", "role": "user"}])
     assert prompt_key(first) != prompt_key([{"role": "user", "content": "x "}])

@@ -68,7 +68,7 @@ def test_chance_decides_between_questions_that_are_equally_near():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy")), min_size=1, max_size=12), st.integers(1, 4))
-def test_draws_within_groups_stay_in_the_group_and_leave_the_question(batch, count):
+def test_group_draws_stay_in_the_group_and_avoid_the_prompt(batch, count):
     keys, groups = [k for k, _ in batch], [g for _, g in batch]
     draws = draw_within_groups(keys, groups, range(len(batch)), count, seed=3, step=1)
     for (key, group), draw in zip(batch, draws, strict=True):
@@ -80,7 +80,7 @@ def test_draws_within_groups_stay_in_the_group_and_leave_the_question(batch, cou
     assert draw_within_groups(keys, groups, [last], count, seed=3, step=1) == draws[-1:]
 
 
-def test_a_prompt_without_its_question_keeps_the_system_message_and_an_empty_turn():
+def test_without_question_keeps_the_system_message():
     assert without_question("What is 2+2?") == ""
     system = {"role": "system", "content": "Add."}
     dialogue = [system, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -91,7 +91,7 @@ def test_a_prompt_without_its_question_keeps_the_system_message_and_an_empty_tur
     assert prompt_key(asked) == prompt_key([*dialogue, {"role": "user", "content": "2+2?"}])  # nothing was changed
 
 
-def test_a_row_whose_prompt_an_environment_completed_is_not_its_own_contrast(make_config):
+def test_completed_prompt_is_not_its_own_contrast(make_config):
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Find {name}."}]} for name in "ab"])
     completed = [[{"role": "user", "content": row["prompt"][0]["content"] + " You see a door."}] for row in data]
     rollouts = GenerationBatch(list(data), completed, [[1], [1]], [0.0, 0.0], [None, None], first=0)
@@ -104,7 +104,7 @@ def test_a_row_whose_prompt_an_environment_completed_is_not_its_own_contrast(mak
 
 
 @pytest.mark.parametrize("source", ["batch", "hard", "same_task"])
-def test_rollouts_of_a_row_that_begin_differently_are_not_each_others_contrast(make_config, source):
+def test_rollouts_of_one_row_do_not_contrast_each_other(make_config, source):
     """An environment's `reset` may show each of them another room."""
     prompts = [f"Find {name}. You are in room {room}." for name in ("a door", "a key") for room in range(4)]
     rows = [{"task": "rooms"}] * 8
@@ -176,9 +176,7 @@ def test_a_task_with_one_question_falls_back_to_no_contrast(contexts_of):
     assert [len(context) for context in contexts] == [1] * 4 + [2] * 8
 
 
-def test_same_task_without_a_task_column_is_refused_before_anything_is_generated(
-    make_model, make_config, tokenizer, dataset
-):
+def test_same_task_needs_a_task_column(make_model, make_config, tokenizer, dataset):
     config = make_config(contrastive_source="same_task")
     with pytest.raises(ValueError, match=r"needs the column `task`.*`contrastive_source='batch'`"):
         CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)

@@ -50,7 +50,7 @@ def number(form: str, text: str) -> int | None:
     return int(found[0]) if found else None
 
 
-def test_hint_contrast_keeps_the_question_and_swaps_what_the_teacher_is_shown(contexts_of):
+def test_swapped_context_keeps_x_and_exchanges_z(contexts_of):
     contexts = contexts_of(contrastive_swap="hint", contrastive_count=2)
     for sample, context in enumerate(contexts):
         problem = sample // 4
@@ -62,7 +62,7 @@ def test_hint_contrast_keeps_the_question_and_swaps_what_the_teacher_is_shown(co
         assert {hint for _, hint in context[1:]} == {1, 2, 3} - {problem}
 
 
-def test_input_contrast_keeps_the_hint_and_swaps_the_question(contexts_of):
+def test_swapped_input_keeps_z_and_exchanges_x(contexts_of):
     for sample, context in enumerate(contexts_of(contrastive_count=3)):
         problem = sample // 4
         if problem > 0:
@@ -89,7 +89,7 @@ def test_self_contrast_makes_the_baseline_the_teacher(make_model, make_config, t
         assert_close(scores[f"generic_{name}"], scores[f"teacher_{name}"])
 
 
-def test_foreign_hint_is_another_problems_and_contrasts_share_it(contexts_of):
+def test_foreign_context_is_shared_by_the_contrasts(contexts_of):
     contexts = contexts_of(teacher_hint="foreign", contrastive_count=1)
     for sample, (teacher, contrast) in enumerate(contexts):
         assert teacher[0] == sample // 4 != contrast[0]
@@ -98,21 +98,21 @@ def test_foreign_hint_is_another_problems_and_contrasts_share_it(contexts_of):
     assert len({teacher[1] for teacher, _ in contexts}) == 3
 
 
-def test_foreign_hints_are_drawn_apart_from_contrasts(contexts_of):
+def test_foreign_contexts_and_contrasts_draw_independently(contexts_of):
     """Or the contrast question would always be the one that the hint belongs to."""
     contexts = contexts_of(rows=range(1, 5), teacher_hint="foreign", contrastive_count=1)
     same = [teacher[1] == contrast[0] for teacher, contrast in contexts]
     assert 0 < sum(same) < len(same)
 
 
-def test_foreign_and_hint_together_compare_two_foreign_hints(contexts_of):
+def test_foreign_and_swapped_context_compare_two_foreign_ones(contexts_of):
     contexts = contexts_of(teacher_hint="foreign", contrastive_swap="hint")
     for sample, ((asked, hint), (again, _)) in enumerate(contexts):
         assert asked == again == sample // 4
         assert hint != asked
 
 
-def test_only_samples_with_a_hint_are_drawn():
+def test_only_eligible_samples_are_drawn():
     keys = ["a", "a", "b", "b", "c"]
     for step in range(20):
         draws = draw_from_batch(keys, range(5), 1, seed=0, step=step, eligible=[False, True, False, False, True])
@@ -121,7 +121,7 @@ def test_only_samples_with_a_hint_are_drawn():
     assert draw_from_batch(keys, [0], 1, seed=0, step=0, eligible=[True] + [False] * 4) == [[]]
 
 
-def test_a_hint_that_does_not_fit_leaves_no_contrast(make_model, make_config, tokenizer, problems):
+def test_swapped_context_over_budget_leaves_no_contrast(make_model, make_config, tokenizer, problems):
     trainer = CreditTrainer(make_model(), told, make_config(), problems, processing_class=tokenizer)
     builder, render, prompt = trainer.context_builder, trainer._renderer(0), problems[1]["prompt"]
     short, long = PrivilegedContext(feedback="x"), PrivilegedContext(feedback="yyyyy")
@@ -132,7 +132,7 @@ def test_a_hint_that_does_not_fit_leaves_no_contrast(make_model, make_config, to
     assert context_ids(builder.build_swapped(prompt, short, [short, short], render)) == [whole.teacher] * 3
 
 
-def test_controls_refuse_what_they_cannot_do(make_config):
+def test_controls_refuse_invalid_combinations(make_config):
     with pytest.raises(ValueError, match="contrastive_source='batch'"):
         make_config(contrastive_swap="hint", contrastive_source="dataset")
     make_config(contrastive_swap="self", per_device_train_batch_size=4)  # needs no other prompt

@@ -83,9 +83,7 @@ words = st.text("abc<|>im_endstart\n ", max_size=12)
     ends_with_tool=st.booleans(),
     feedback=st.dictionaries(st.integers(0, 5), st.text(min_size=1, max_size=12), min_size=1),
 )
-def test_every_turn_is_preceded_by_its_feedback_and_the_rest_is_as_it_was(
-    builder, tokenizer, render, turns, tools, ends_with_tool, feedback
-):
+def test_every_turn_is_preceded_by_its_feedback(builder, tokenizer, render, turns, tools, ends_with_tool, feedback):
     tools = tools[: len(turns) - (not ends_with_tool)]
     ids, mask = conversation(tokenizer, turns, tools)
     starts = turn_starts(mask)
@@ -118,7 +116,7 @@ def test_every_turn_is_preceded_by_its_feedback_and_the_rest_is_as_it_was(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), packed=st.booleans())
-def test_states_are_those_of_the_hand_built_sequence_token_by_token(make_model, data, packed):
+def test_states_equal_those_of_the_merged_sequence(make_model, data, packed):
     """The dense reference: one pass over `sequence(…)`, and the state before each completion token's place in it."""
     model = make_model().eval()
     length = data.draw(st.integers(1, 9))
@@ -147,7 +145,7 @@ def test_states_are_those_of_the_hand_built_sequence_token_by_token(make_model, 
             token += 1
 
 
-def test_feedback_on_turns_only_leaves_the_opening_prompt_the_students(builder, tokenizer, render):
+def test_turn_feedback_keeps_the_students_opening_prompt(builder, tokenizer, render):
     built = builder.build(PROMPT, [], PrivilegedContext(turns={1: "x"}), render)
     student = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert context_ids(built) == [student]
@@ -194,7 +192,7 @@ def test_a_template_that_writes_the_conversation_anew_is_refused():
         TurnFormat.of(render)
 
 
-def test_plain_text_has_feedback_between_its_turns_as_it_is(builder, tokenizer):
+def test_plain_text_gets_feedback_between_turns(builder, tokenizer):
     built = TokenContexts(tokenizer("Q:")["input_ids"], privileged=PrivilegedContext(turns={0: "zero", 1: "one"}))
     placed = place_turns(built, tokenizer("ab[tool]cd")["input_ids"], [0, 8], builder, TurnFormat())
     text = tokenizer.decode(sequence(placed.teacher, placed.columns.teacher, tokenizer("ab[tool]cd")["input_ids"]))
@@ -218,7 +216,7 @@ def test_templates_of_known_models_take_a_message_in_the_middle(tokenizer, templ
     assert form.generation_prompt
 
 
-def test_contexts_with_tokens_inside_the_completion_survive_packing():
+def test_contexts_with_columns_survive_packing():
     built = [
         TokenContexts([1, 2, 3], [[4, 5]], ContextColumns([0, 0, 7], [[0, 7]])),
         TokenContexts(None),
@@ -229,7 +227,7 @@ def test_contexts_with_tokens_inside_the_completion_survive_packing():
     assert "context_columns" not in pack_contexts(built[1:], torch.device("cpu"))
 
 
-def test_several_verifiers_words_on_a_turn_are_joined():
+def test_turn_feedback_of_several_verifiers_is_joined():
     log = VerdictLog()
     log.wrap(lambda **_: [Verdict(0.0, turn_feedback={0: "a", 2: "c"}), 1.0], 0)()
     log.wrap(lambda **_: [Verdict(0.0, turn_feedback={0: "b"}), Verdict(0.0, turn_feedback={1: " "})], 1)()
@@ -326,7 +324,7 @@ def batch(trainer):
     return trainer._generate_and_score_completions(rows), seen[0]
 
 
-def test_an_environments_words_on_each_turn_reach_teacher_and_contrast_at_that_turn(talk):
+def test_turn_feedback_reaches_teacher_and_contrast(talk):
     trainer = talk()
     inputs, built = batch(trainer)
     decode = trainer.processing_class.decode
@@ -352,7 +350,7 @@ def test_an_environments_words_on_each_turn_reach_teacher_and_contrast_at_that_t
     assert built[1].columns is None
 
 
-def test_words_of_tools_and_of_feedback_carry_no_loss(talk):
+def test_tool_output_and_feedback_carry_no_loss(talk):
     trainer = talk()
     inputs, _ = batch(trainer)
     mask = loss_mask(inputs)
@@ -368,7 +366,7 @@ def test_words_of_tools_and_of_feedback_carry_no_loss(talk):
 
 
 @pytest.mark.parametrize("support", ["teacher_topk", "full"])
-def test_loss_and_gradient_are_those_of_naive_passes_over_hand_built_sequences(talk, support):
+def test_loss_and_gradient_equal_naive_passes(talk, support):
     trainer = talk(distillation_support=support, distillation_topk=20, contrastive_coef=0.4, loss_type="bnpo")
     with torch.no_grad():
         for p in trainer.teacher.model.parameters():
@@ -414,7 +412,7 @@ def with_tail(logps, ids):
 
 
 @pytest.mark.parametrize("support", ["teacher_topk", "full"])
-def test_without_words_on_turns_everything_is_as_with_one_turn(talk, support):
+def test_without_turn_feedback_nothing_changes(talk, support):
     class Silent(Counter):
         def get_reward(self):
             return Verdict(0.0, f"It is {self.answer}.")
@@ -436,7 +434,7 @@ def test_without_words_on_turns_everything_is_as_with_one_turn(talk, support):
     assert all(torch.equal(one[name].nan_to_num(), other[name].nan_to_num()) for name in tensors)
 
 
-def test_words_on_a_turn_that_is_not_there_are_reported(talk):
+def test_feedback_on_a_missing_turn_is_reported(talk):
     class Confused(Counter):
         def get_reward(self):
             return Verdict(0.0, turn_feedback={9: "who?"})

@@ -27,12 +27,12 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 from contextlib import chdir
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import tomllib
 import yaml
 from blocks import (
     BLOCKS,

@@ -47,7 +47,7 @@ def test_students_that_fail_the_gate_are_not_measured(call, capsys):
     assert {row["student"] for row in result["over_seeds"] if row["seeds"]} == {"base"}
 
 
-def test_intervals_over_seeds_are_students_and_skip_missing_values():
+def test_intervals_over_seeds_skip_missing_values():
     over_seeds = runpy.run_path(str(SCRIPT))["over_seeds"]
     values = [0.5, 0.7, 0.9]
     got = over_seeds([*values, None, float("nan")])

@@ -37,7 +37,7 @@ def test_guide_is_the_papers_target_unflattened(shape, seed, coef):
 
 
 @given(shapes, seeds, st.floats(0, 5), st.integers(1, 4), st.sampled_from(["mean_log", "log_mean"]))
-def test_guide_adds_the_input_specific_part_to_the_self_distillation_reward(shape, seed, coef, count, baseline):
+def test_guide_adds_the_input_specific_part(shape, seed, coef, count, baseline):
     g = torch.Generator().manual_seed(seed)
     teacher, contrasts, student = logps(g, *shape), logps(g, count, *shape), logps(g, *shape)
     advantages = objective.credit_advantages(teacher, contrasts, student, coef, "guide", baseline)
@@ -47,7 +47,7 @@ def test_guide_adds_the_input_specific_part_to_the_self_distillation_reward(shap
 
 
 @given(shapes, seeds, st.floats(0, 5))
-def test_guide_leaves_the_teacher_where_the_question_does_not_matter_and_subtract_flattens_it(shape, seed, coef):
+def test_guide_keeps_and_subtract_flattens_where_f_equals_g(shape, seed, coef):
     g = torch.Generator().manual_seed(seed)
     teacher = logps(g, *shape)
     assert torch.equal(objective.credit_target(teacher, teacher.clone(), coef, "guide"), teacher)
@@ -56,7 +56,7 @@ def test_guide_leaves_the_teacher_where_the_question_does_not_matter_and_subtrac
 
 
 @given(shapes, seeds, st.integers(1, 5))
-def test_the_log_of_the_mean_is_the_marginal_and_at_least_the_mean_of_logs(shape, seed, count):
+def test_log_mean_is_the_marginal(shape, seed, count):
     contrasts = logps(torch.Generator().manual_seed(seed), count, *shape)
     marginal = objective.input_generic(contrasts, "log_mean")
     assert_close(marginal.exp(), contrasts.exp().mean(0), rtol=1e-9, atol=1e-12)
@@ -65,7 +65,7 @@ def test_the_log_of_the_mean_is_the_marginal_and_at_least_the_mean_of_logs(shape
 
 
 @given(shapes, seeds)
-def test_total_variation_is_the_largest_difference_in_probability_of_any_event(shape, seed):
+def test_total_variation_is_the_largest_event_difference(shape, seed):
     g = torch.Generator().manual_seed(seed)
     teacher, generic = logps(g, *shape), logps(g, *shape)
     p, q = teacher.exp(), generic.exp()
@@ -96,7 +96,7 @@ def settled(case, *problem, rule, baseline) -> bool:
     data=st.data(),
 )
 @settings(max_examples=6, derandomize=True, deadline=None)
-def test_every_form_gate_mask_and_baseline_equals_the_dense_reference(
+def test_every_form_gate_and_baseline_equals_dense(
     rule, support, tail, alpha, shape, contrasts, baseline, strength, seed, data
 ):
     problem = (support, tail, alpha, data.draw(st.integers(1, shape["v"])), data.draw(st.sampled_from([None, 2.0])))
@@ -135,7 +135,7 @@ def test_what_is_logged_equals_the_dense_reference_in_every_form(rule, baseline,
 
 
 @pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
-def test_guide_without_contrast_is_self_distillation_to_the_last_bit(support, tail, alpha):
+def test_guide_without_contrast_is_bitwise_sdpo(support, tail, alpha):
     results = []
     for form, zero in (("subtract", "coefficient"), ("guide", "coefficient"), ("guide", "gate")):
         case = make_case(contrasts=2, seed=3)

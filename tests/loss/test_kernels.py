@@ -85,7 +85,7 @@ def test_an_entropy_without_normaliser_is_that_on_the_support():
     assert_close(result.entropy.double(), -(p * p.log()).sum(-1), rtol=1e-5, atol=1e-5)
 
 
-def test_an_importance_ratio_is_true_where_the_support_is_renormalised():
+def test_importance_ratio_uses_true_logps():
     case = make_case(n=30, v=50, seed=3)
     result = ours(case, "teacher_topk", "renormalize", 1.0, 4, is_clip=1.5, chunk_size=8)
     exact = case.copy(torch.float64)
@@ -118,7 +118,7 @@ def test_gradients_of_fp64_inputs_are_finite_differences(support, tail, alpha):
         assert (numeric - leaf.grad).abs().max() <= 1e-6 * numeric.abs().max()
 
 
-def test_a_support_that_holds_nearly_all_keeps_the_digits_of_its_tail():
+def test_small_tail_keeps_its_digits():
     """Forward KL divides by the student's tail; 1 − Σp in fp32 leaves it one digit here, or none."""
     case = make_case(n=40, v=60, h=8, seed=8)
     case.hidden.data *= 5.0
@@ -222,7 +222,7 @@ def test_upstream_factors_and_several_losses_scale_the_gradient():
         assert_close(other.grad, 2 * leaf.grad)
 
 
-def test_a_second_backward_pass_raises_instead_of_giving_a_wrong_gradient():
+def test_second_backward_pass_raises():
     loss = ours(make_case(), "teacher_topk", "bucket", 1.0, 5).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="earlier backward pass"):
@@ -285,7 +285,7 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("support", "tail", "alpha"), SUPPORTS)
-def test_no_tensor_is_larger_than_one_chunk_times_vocabulary_or_the_head(support, tail, alpha):
+def test_no_tensor_exceeds_one_chunk_or_the_head(support, tail, alpha):
     n, v, h, chunk = 256, 1000, 8, 16
     case = make_case(n=n, v=v, h=h, contrasts=4)
     with Allocations() as allocations:
@@ -415,7 +415,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
-def test_a_sharded_head_is_gathered_once_and_gets_a_sharded_gradient(mesh, tail):
+def test_sharded_head_is_gathered_once(mesh, tail):
     plain, sharded = make_case(bias=True), make_case(bias=True)
     weight, bias = (
         distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_() for x in (sharded.weight, sharded.bias)
@@ -467,7 +467,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_the_gradient_of_a_sharded_head_is_averaged_over_processes(tmp_path):
+def test_sharded_head_averages_its_gradient(tmp_path):
     script = tmp_path / "two_processes.py"
     script.write_text(_TWO_PROCESSES)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]

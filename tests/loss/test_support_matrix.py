@@ -47,7 +47,7 @@ def weights(trainer: CreditTrainer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", cells())
-def test_an_adapter_trains_and_its_average_follows_on_an_unchanged_base(
+def test_adapter_trains_on_an_unchanged_base(
     make_family,
     make_config,
     tokenizer,
@@ -140,7 +140,7 @@ def test_an_adapter_trains_on_a_base_of_four_bits(four_bits, family):
     torch.testing.assert_close(answers_of_base(trainer), answers, rtol=1e-5, atol=1e-5)
 
 
-def test_a_base_of_four_bits_that_stops_gradients_is_warned_about(four_bits, monkeypatch):
+def test_four_bit_base_without_gradients_is_warned_about(four_bits, monkeypatch):
     """What bitsandbytes does on such CPUs where it is let: nothing else says that the adapter's gradients are zero."""
     monkeypatch.setattr("credit_trl.trainer.keep_quantized_differentiable", lambda model: None)
     trainer = four_bits("Qwen3")
@@ -174,9 +174,7 @@ THINKING = CHAT_TEMPLATE.replace(
 
 
 @pytest.mark.parametrize("thinks", [True, False], ids=["thinking", "not thinking"])
-def test_teacher_and_contrast_begin_the_answer_as_the_student_does(
-    make_model, make_config, tokenizer, dataset, thinks
-):
+def test_contexts_open_the_answer_like_the_student(make_model, make_config, tokenizer, dataset, thinks):
     own = copy.deepcopy(tokenizer)
     own.chat_template = THINKING
     config = make_config(max_steps=1, contrastive_count=2, chat_template_kwargs={"enable_thinking": thinks})

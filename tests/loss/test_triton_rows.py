@@ -168,7 +168,7 @@ def test_loss_and_every_gradient_equal_the_dense_reference(
 @pytest.mark.parametrize(("support", "tail", "alpha"), PATHS)
 @given(shape=shapes, options=heads, chunk_size=st.integers(1, 5), seed=st.integers(0, 2**16), data=st.data())
 @settings(max_examples=6, derandomize=True, deadline=None)
-def test_all_that_is_logged_and_every_gradient_equal_the_torch_path(
+def test_values_and_gradients_equal_the_torch_path(
     support, tail, alpha, dtype, shape, options, chunk_size, seed, data
 ):
     topk = data.draw(st.integers(1, shape["v"]))
@@ -246,7 +246,7 @@ def test_tokens_of_weight_zero_and_no_tokens_at_all_give_zero(support, tail, alp
 @kernels
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("support", "tail", "alpha"), [PATHS[0], PATHS[3], PATHS[5]])
-def test_gradients_that_are_written_in_bf16_are_those_of_the_torch_path(support, tail, alpha, bias, bf16_products):
+def test_bf16_gradients_equal_the_torch_path(support, tail, alpha, bias, bf16_products):
     problem = {"n": 24, "v": 50, "h": 8, "bias": bias, "softcap": 4.0, "dtype": torch.bfloat16}
     plain, case = both(**problem)
     for one in (plain, case):
@@ -305,7 +305,7 @@ def test_a_training_step_equals_the_torch_path(
     data=st.data(),
 )
 @settings(max_examples=25, derandomize=True, deadline=None)
-def test_statistics_are_the_log_normaliser_and_entropy_of_what_is_not_blank(n, v, size, shift, seed, data):
+def test_statistics_ignore_blanks(n, v, size, shift, seed, data):
     from credit_trl.loss.triton_rows import RowStatistics
 
     blank = data.draw(st.sets(st.integers(0, v - 1), max_size=v - 1))
@@ -329,7 +329,7 @@ def test_statistics_are_the_log_normaliser_and_entropy_of_what_is_not_blank(n, v
 @kernels
 @given(options=heads, v=st.integers(1, 50), seed=st.integers(0, 2**16), keeps=st.booleans())
 @settings(max_examples=25, derandomize=True, deadline=None)
-def test_raw_logits_are_finished_as_torch_finishes_them_and_blanks_stay(options, v, seed, keeps):
+def test_finished_logits_equal_torch_and_keep_blanks(options, v, seed, keeps):
     from credit_trl.loss.triton_rows import RowStatistics
 
     generator = torch.Generator().manual_seed(seed)
@@ -351,7 +351,7 @@ def test_raw_logits_are_finished_as_torch_finishes_them_and_blanks_stay(options,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(n=st.integers(1, 3), v=st.integers(1, 50), seed=st.integers(0, 2**16))
 @settings(max_examples=8, derandomize=True, deadline=None)
-def test_the_gradient_kernel_writes_each_entry_once_in_the_wanted_dtype(softcap, dtype, n, v, seed):
+def test_gradient_kernel_writes_each_entry_once(softcap, dtype, n, v, seed):
     from credit_trl.loss.triton_rows import logit_gradients
 
     generator = torch.Generator().manual_seed(seed)
@@ -428,12 +428,12 @@ def documented(row: str) -> list[int]:
 
 @counted
 @pytest.mark.parametrize("place", PLACES)
-def test_the_torch_path_moves_the_bytes_that_the_documentation_counts(place, bf16_products):
+def test_torch_path_moves_the_documented_bytes(place, bf16_products):
     assert traffic(PLACES[place]) == documented(f"student, {place}")[0]
 
 
 @counted
-def test_a_contrast_moves_the_bytes_that_the_documentation_counts():
+def test_contrast_moves_the_documented_bytes():
     hidden, one, ids = torch.randn(4, 3), LMHead(torch.randn(64, 3)), torch.arange(12).view(4, 3)
     with Traffic(4 * 64) as moved:
         project(one, hidden, None, ids[:, :1], ids, wants_entropy=False)
@@ -517,7 +517,7 @@ def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_pat
 # -------------------------------------------------------------------------------------------------------- the choice
 
 
-def test_triton_without_the_package_is_refused_where_it_is_asked_for(make_config, monkeypatch):
+def test_triton_without_the_package_is_refused(make_config, monkeypatch):
     assert make_config().distillation_kernels == "torch"
     with pytest.raises(ValueError, match="`distillation_kernels` must be one of torch, triton; got 'cuda'"):
         make_config(distillation_kernels="cuda")
@@ -527,9 +527,7 @@ def test_triton_without_the_package_is_refused_where_it_is_asked_for(make_config
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs the package triton: `make test-slow` has an environment for it")
-def test_triton_on_a_cpu_or_in_fp64_is_refused_when_the_trainer_is_built(
-    make_config, make_model, dataset, tokenizer, rows, monkeypatch
-):
+def test_triton_on_a_cpu_or_in_fp64_is_refused(make_config, make_model, dataset, tokenizer, rows, monkeypatch):
     def build(dtype: torch.dtype) -> None:
         CreditTrainer(
             make_model(dtype=dtype),

@@ -52,7 +52,7 @@ def test_token_metrics_are_moments_at_the_sampled_tokens():
         assert metrics[name] == pytest.approx(value.item(), rel=1e-5, abs=1e-6), name
 
 
-def test_sums_over_processes_give_the_metrics_of_all_tokens_together():
+def test_sums_over_processes_give_global_metrics():
     parts, masks = [terms(7, 1), terms(12, 2)], [torch.ones(7, dtype=torch.bool), torch.ones(12, dtype=torch.bool)]
     sums = []
     for part, mask in zip(parts, masks, strict=True):
@@ -130,7 +130,7 @@ EVERY_STEP = (
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
-def test_every_metric_is_logged_at_every_step_in_training_and_evaluation(run, weight):
+def test_every_metric_is_logged_at_every_step(run, weight):
     trainer, _ = run(
         eval_strategy="steps",
         eval_steps=1,
@@ -152,7 +152,7 @@ def test_every_metric_is_logged_at_every_step_in_training_and_evaluation(run, we
     assert not {name for name in named if f"| `{name}`" not in table and f", `{name}`" not in table}
 
 
-def test_no_teacher_is_warned_about_once_and_teaches_nothing(run, make_model):
+def test_missing_teacher_warns_once_and_has_no_loss(run, make_model):
     trainer, warned = run(lambda completions, **_: [0.0] * len(completions), max_steps=3)
     assert len([w for w in warned if "No sample of this generation batch has a teacher" in w]) == 1
     assert all(e["loss"] == 0 for e in trainer.state.log_history if "loss" in e)
@@ -160,7 +160,7 @@ def test_no_teacher_is_warned_about_once_and_teaches_nothing(run, make_model):
         assert torch.equal(parameter, start)
 
 
-def test_an_evaluation_whose_batches_hold_one_question_each_is_warned_about_once(run):
+def test_evaluation_without_contrast_prompts_warns_once(run):
     trainer, warned = run(
         max_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=4
     )
@@ -170,7 +170,7 @@ def test_an_evaluation_whose_batches_hold_one_question_each_is_warned_about_once
     assert {e["credit/frac_without_contrast"] for e in entries if "loss" in e} == {0.0}
 
 
-def test_feedback_that_is_switched_off_is_warned_about_once(run):
+def test_ignored_feedback_warns_once(run):
     _, warned = run(include_environment_feedback=False, max_steps=3)
     assert len([w for w in warned if "`include_environment_feedback=False`" in w]) == 1
 
@@ -185,7 +185,7 @@ def test_a_nearly_uniform_teacher_is_warned_about(run, make_model):
     assert len([w for w in warned if "nearly uniform" in w]) == 1
 
 
-def test_a_gate_that_no_position_passes_is_warned_about_and_leaves_self_distillation(run):
+def test_closed_gate_warns_and_leaves_sdpo(run):
     trainer, warned = run(contrastive_gate=0.999, max_steps=3)
     assert len([w for w in warned if "Lower it; `credit/frac_gated`" in w]) == 1
     for entry in (e for e in trainer.state.log_history if "loss" in e):
@@ -195,7 +195,7 @@ def test_a_gate_that_no_position_passes_is_warned_about_and_leaves_self_distilla
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0], ids=["clipped", "not clipped"])
-def test_a_gradient_that_is_lost_on_its_way_is_warned_about_once_and_counted(run, make_model, max_grad_norm):
+def test_lost_gradient_warns_once_and_is_counted(run, make_model, max_grad_norm):
     model = make_model()
     for parameter in model.parameters():
         parameter.register_hook(torch.zeros_like)
@@ -218,14 +218,14 @@ def test_a_gradient_that_is_lost_on_its_way_is_warned_about_once_and_counted(run
         (None, 0.3, 0.1, 0.2, math.nan),
     ],
 )
-def test_a_gradient_is_lost_where_it_is_zero_and_the_advantages_are_not(grad_norm, loss, mean, std, lost):
+def test_gradient_is_lost_where_only_it_is_zero(grad_norm, loss, mean, std, lost):
     metrics = {"credit/advantage_mean": [1.0, mean], "credit/advantage_std": [1.0, std]}
     found = Alarms(enabled=False).check_gradient({"grad_norm": grad_norm, "loss": loss}, metrics)
     assert found == pytest.approx(lost, nan_ok=True)
     assert math.isnan(Alarms(enabled=False).check_gradient({"train_runtime": 1.0}, {}))
 
 
-def test_a_flat_reward_is_warned_about_once_and_a_varying_one_never(run):
+def test_flat_reward_warns_once_and_a_varying_one_never(run):
     flat = [Verdict(0.0, "no")] * 8
     _, warned = run(lambda completions, **_: flat, max_steps=7)
     assert len([w for w in warned if "rewards of every group were equal" in w]) == 1
@@ -236,7 +236,7 @@ def test_a_flat_reward_is_warned_about_once_and_a_varying_one_never(run):
             alarms.check_rewards(all_groups_flat=step % 5 != 0)
 
 
-def test_a_batch_without_another_question_falls_back_to_no_contrast_and_is_counted(run, dataset):
+def test_batch_without_contrast_prompts_is_counted(run, dataset):
     same = dataset.select([0] * 6)
     trainer, _ = run(rows=same, contrastive_coef=0.5)
     for entry in (e for e in trainer.state.log_history if "loss" in e):
