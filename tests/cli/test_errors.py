@@ -84,7 +84,8 @@ def test_missing_column_is_named_with_the_fix(folder):
     line = ["--model_name_or_path", "quickstart", "--dataset_name", "./data", "--reward_funcs", "own_module.exact"]
     result = run("credit", *line, *ON_CPU, *SMALL)
     assert result.returncode == 2
-    assert "Reward function `exact` needs the column `answer`, which `train_dataset` does not have" in last_line(result)
+    message = "Reward function `exact` needs the column `answer`, which `train_dataset` does not have"
+    assert message in last_line(result)
     assert "its columns are prompt, solution" in last_line(result)
     assert "dataset.rename_column('solution', 'answer')" in last_line(result)
     assert not (folder / "trainer_output").exists() or not any((folder / "trainer_output").iterdir())
