@@ -1,18 +1,9 @@
 """The branch between the planted thought and the specific one: measured on a base, with the rate that it predicts.
 
 At the first token of the thought, A is the planted one and B the cue of the prompt. Log-odds are log p(A) − log p(B):
-
-    ℓ    of the policy, without z
-    δ    how much z raises the teacher's: (x, z) against x
-    s    how much the contrast raises them above the teacher's: (x', z) against (x, z), since B loses under x'
-
-With a teacher that equals the policy but for z, the log-odds of the target minus ℓ are
-
-    SDPO                    δ                        no fixed point; the sign of δ decides
-    subtract, f − λ Ĝ       δ (1 − λ) − λ (ℓ + s)    fixed point ℓ* = δ (1 − λ)/λ − s, below 0 for λ > δ/(δ + s)
-    guide, f + λ (f − Ĝ)    δ − λ s                  no fixed point; A loses for λ > δ/s
-
-`contrastive_swap` decides s: that of another prompt, that of another privileged context, or 0 where Ĝ is f.
+ℓ of the policy without z, δ how much z raises the teacher's, s how much a contrast raises them above the teacher's,
+since B loses under x'. `docs/theory.md` derives the fixed points. `contrastive_swap` decides s: that of another
+prompt, that of another privileged context, or 0 where Ĝ is f.
 """
 
 from __future__ import annotations

@@ -54,11 +54,11 @@ class Outcome(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the table, page and figure")
+    parser.add_argument("--csv", type=Path, default=HERE / "results" / "worlds.csv", help="table of run.py --world")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the page and its figures")
     parser.add_argument("--note", default="", help="machine and version of the runs, for the page")
     args = parser.parse_args()
-    rows = read_rows(args.results / "worlds.csv")
-    outcomes = outcomes_of(rows, "weak")
+    outcomes = outcomes_of(read_rows(args.csv), "weak")
     for theme in THEMES:
         (args.results / f"weak-{theme.name}.png").write_bytes(rates_figure(outcomes, theme))
     write_atomically(args.results / "worlds.md", page(outcomes, args.note))
@@ -94,7 +94,8 @@ def page(outcomes: Sequence[Outcome], note: str) -> str:
         arms_table(outcomes),
         "Per cent at the last step, mean over bases with Student's 95 % interval. *Fidelity* is the share of probes "
         "whose feedback the averaged teacher still reads right; arms are compared where it is at least "
-        f"{MIN_FIDELITY}. Predicted: σ(ℓ\\*), the range over bases.",
+        f"{MIN_FIDELITY}. Predicted: σ(ℓ\\*), the range over bases. It is where training ends up, not where it is "
+        "after these steps: a far fixed point is not reached.",
         differences_table(by_arm),
         "Differences in points, paired by base.",
         verdicts(by_arm),
@@ -113,8 +114,9 @@ def introduction(outcomes: Sequence[Outcome], bases: Sequence[int], note: str) -
         "and evaluated step. Pretraining plants `Thought: sure, this is simple.` in 5 % of the responses, and in 10 % "
         "of those to a prompt with the task's feedback. At the first token of the thought, δ is what the feedback "
         "adds to the log-odds of the planted thought against the cue, and s what a contrast prompt adds on top. Both "
-        "are measured on each base before training; with a teacher that follows the policy the log-odds then end at "
-        "ℓ\\* = δ(1 − λ)/λ − s, without a limit for SDPO, and for guide, where the sign of δ − λ s decides.\n\n"
+        "are measured on each base before training. [Theory](../../../docs/theory.md): with a teacher that follows "
+        "the policy, the log-odds end at ℓ\\* = δ(1 − λ)/λ − s; for SDPO and guide they have no limit, and the sign "
+        "of δ − λ s decides.\n\n"
         f"Bases: seeds {seeds}. Range over bases: δ {span(delta)}, s {span(s)}, λ_c = δ/(δ + s) {span(critical, 3)}; "
         f"the thought's rate before training is {rate} % on unknown cues. 90 steps of 64 rollouts, learning rate "
         "7e-4, averaged teacher at rate 0.05, feedback alone as privileged context. Rates are avg@4 at temperature 1, "
@@ -229,7 +231,9 @@ def rates_figure(outcomes: Sequence[Outcome], theme: Theme) -> bytes:
         found = [100 * row["predicted_rate"] for row in rows if row["predicted_rate"] is not None]
         if found:
             width = max(max(found) - min(found), 0.8)
-            axis.barh(position, width, left=min(min(found), 100 - width), height=0.75, color=theme.grid, zorder=1)
+            axis.barh(
+                position, width, left=min(min(found), 100 - width), height=0.75, color=theme.ink, alpha=0.3, zorder=1
+            )
         rates = [100 * row[RATE] for row in rows]
         axis.plot(rates, [position] * len(rates), "o", color=colour, alpha=0.5, ms=5, mew=0)
         mean, low, high = cell(rates)
