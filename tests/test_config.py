@@ -170,3 +170,7 @@ def test_every_option_has_a_line_in_the_docstring():
     }
     missing = [name for name in own if name not in CreditConfig.__doc__]
     assert not missing
+
+
+def test_luspo_takes_the_sequence_level_that_trl_asks_for(make_config):
+    assert make_config(loss_type="luspo", importance_sampling_level="sequence").loss_type == "luspo"

@@ -48,7 +48,7 @@ from credit_trl.training import checks
 from credit_trl.training.adaptive import CoefficientUpdate, make_adaptive
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms, StopOnDrift
-from credit_trl.training.metrics import Alarms, context_metrics, token_metrics
+from credit_trl.training.metrics import Alarms, context_metrics, drop_undefined, token_metrics
 from credit_trl.training.timing import StageClock
 from credit_trl.training.trl_compat import check_trl
 
@@ -366,4 +366,5 @@ class CreditTrainer(ResumableTrainer):
                 lost = self.alarms.check_gradient(logs, self._metrics["train"])
                 self._log_values({"credit/frac_lost_gradient": lost, "credit/teacher_drift": self.teacher.drift()})
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
+        drop_undefined(self._metrics[self._mode])
         super().log(logs, start_time)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -236,3 +237,10 @@ def test_sandbox_option_selects_the_sandbox(monkeypatch):
     for command in ("credit-eval", "credit-map"):
         result = run(command, "--model", "none", "--task", "quickstart", "--sandbox", "docker")
         assert (result.returncode, "--sandbox docker" in result.stderr) == (1, True)
+
+
+def test_version_names_both_packages(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"trl \S+, credit-trl \S+\n", capsys.readouterr().out)

@@ -318,7 +318,8 @@ def test_teacher_autocast_follows_weights_cast_by_deepspeed(make_model, monkeypa
     assert autocast_dtype(teacher) is torch.bfloat16
 
 
-def test_prompt_learning_is_refused(make_model):
+@pytest.mark.parametrize("kind", ["ema", "live", "base"])
+def test_prompt_learning_is_refused(make_model, kind):
     model = get_peft_model(make_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match="LoRA"):
-        make_teacher("ema", model, Accelerator(cpu=True))
+        make_teacher(kind, model, Accelerator(cpu=True))

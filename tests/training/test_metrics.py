@@ -241,5 +241,29 @@ def test_batch_without_contrast_prompts_is_counted(run, dataset):
     trainer, _ = run(rows=same, contrastive_coef=0.5)
     for entry in (e for e in trainer.state.log_history if "loss" in e):
         assert entry["credit/frac_without_contrast"] == 1.0
-        assert entry["credit/s_mean"] is None
+        assert "credit/s_mean" not in entry
         assert entry["credit/advantage_mean"] == pytest.approx(entry["credit/delta_v_mean"])
+
+
+def test_undefined_metrics_reach_no_logger(run):
+    """Without a contrast no S_t is defined; an evaluation follows, and the last log has no step."""
+    trainer, _ = run(
+        contrastive_coef=0.0,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=8,
+        num_generations_eval=2,
+    )
+    logged = [value for entry in trainer.state.log_history for value in entry.values()]
+    assert logged
+    assert all(value is not None and math.isfinite(float(value)) for value in logged)
+
+
+def test_warnings_print_no_source_line():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Alarms().raise_once("cause", "Check the verifier.")
+    [one] = caught
+    shown = warnings.formatwarning(one.message, one.category, one.filename, one.lineno)
+    assert shown == "credit_trl:0: CreditWarning: Check the verifier.\n"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import sys
 from argparse import ArgumentParser
+from importlib.metadata import version
 from typing import NamedTuple
 
 
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     if command in COMPANIONS:
         return _run_companion(command, argv[argv.index(command) + 1 :])
     if command is None:
-        _help_parser().parse_args(argv)  # exits on `--help`
+        _help_parser().parse_args(argv)  # exits on `--help` and `--version`
         _help_parser().print_help()
         return 0
     return _run_trl(command, argv)
@@ -100,6 +101,8 @@ def _help_parser() -> ArgumentParser:
     lines |= {name: companion.help for name, companion in COMPANIONS.items()}
     lines[TRAINING[0]] = TRAINING[1]
     parser = ArgumentParser(prog="trl", allow_abbrev=False)
+    versions = ", ".join(f"{name} {version(name)}" for name in ("trl", "credit-trl"))
+    parser.add_argument("--version", action="version", version=versions)
     subparsers = parser.add_subparsers(help="available commands", dest="command")
     for name in sorted(lines):
         subparsers.add_parser(name, help=lines[name])

@@ -285,14 +285,14 @@ def make_teacher(
             "the policy's weights, and FSDP and DeepSpeed shard the copy (use their configuration to offload it). "
             "Set `teacher_offload=False`."
         )
+    if is_peft_model(student) and student.peft_config[student.active_adapter].is_prompt_learning:
+        raise ValueError(
+            "Prompt-learning adapters change the model's inputs: the loss, which calls the backbone, would not see "
+            "them, and a teacher cannot be stored beside the trained adapter. Use LoRA or DoRA."
+        )
     if kind == "live":
         return Teacher(student, accelerator)
     if is_peft_model(student):
-        if student.peft_config[student.active_adapter].is_prompt_learning:
-            raise ValueError(
-                "Prompt-learning adapters change the model's inputs, so a teacher cannot be stored beside the trained "
-                "adapter. Use LoRA or DoRA."
-            )
         _check_trains_adapter_only(student)
         return AdapterTeacher(student, accelerator)
     precise = kind == "ema"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +45,7 @@ class Alarms:
     def raise_once(self, cause: str, message: str) -> None:
         if self.enabled and cause not in self.raised:
             self.raised.add(cause)
-            warnings.warn(message, CreditWarning, stacklevel=3)
+            warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
     def check_contexts(self, share: dict[str, float]) -> None:
         """Warn where no sample has a teacher, or none has a contrast prompt.
@@ -261,6 +261,16 @@ def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tens
     dropped = _NOT_SAMPLED if is_sampled else ()
     values = {f"credit/{name}": value for name, value in means.items() if name not in dropped}
     return TokenMetrics(values, entropy, contrasts)
+
+
+def drop_undefined(metrics: MutableMapping[str, Sequence[float]]) -> None:
+    """Remove metrics without a finite value, which loggers would show as NaN or None."""
+    for name in [name for name, values in metrics.items() if not any(map(_is_finite, values))]:
+        del metrics[name]
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _ratio(total: float, count: float) -> float:
