@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from credit_trl.lab.analysis.tokenmap_summary import ClassShare
 
 STAGES = ("rollout", "verdict", "contexts", "scores", "update")
-GROUPS = ("known", "unknown", "holdout")
+CUE_GROUPS = ("known", "unknown", "holdout")
 WORDS = ("cue", "topic", "tool", "city")  # token classes of the input's words; the other class is the template
 FIGURE = "learning_curve.png"
 
@@ -65,7 +65,7 @@ def draw_curve(directory: Path) -> Path:
     rewards = [(row["step"], row["reward"]) for row in logs if row.get("reward") is not None]
     axes.plot(*zip(*rewards, strict=True), color="0.75", linewidth=1, label="reward of the rollouts")
     steps = [row["step"] for row in evaluations]
-    for group, marker in zip(GROUPS, "osD", strict=True):
+    for group, marker in zip(CUE_GROUPS, "osD", strict=True):
         axes.plot(steps, [row["groups"][group] for row in evaluations], marker=marker, label=f"{group} cues")
     formats = [row["metrics"]["format"] for row in evaluations]
     axes.plot(steps, formats, color="black", linestyle=":", label="format")
@@ -93,7 +93,7 @@ def format_result(result: QuickstartResult) -> str:
 def _format_accuracy(before: Evaluation, after: Evaluation) -> str:
     """Table in per cent, with 95 % intervals over prompts."""
     lines = [f"held-out avg@{after.k}, %     before -> after   95 % CI after      format before -> after"]
-    for group in (name for name in GROUPS if name in after.groups):
+    for group in (name for name in CUE_GROUPS if name in after.groups):
         score = after.groups[group]
         interval = f"[{100 * score.low:.1f}, {100 * score.high:.1f}]"
         formats = (before.group_metrics[group]["format"], after.group_metrics[group]["format"])

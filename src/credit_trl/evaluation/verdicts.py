@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 # Metric of a verdict without a reward that a second call may decide: the machine was too slow.
 UNDECIDED = "undecided"
 
-Row = Mapping[str, Any]
-Unit = tuple[Row, int]  # a row and the number of the sample
+DatasetRow = Mapping[str, Any]
+Unit = tuple[DatasetRow, int]  # a row and the number of the sample
 
 
 class VerifierFailed(RuntimeError):
@@ -56,7 +56,7 @@ def grade(
 
 
 def task_verdicts(
-    task: Task, rows: Sequence[Row], responses: Sequence[Response], policy: VerifierPolicy | None = None
+    task: Task, rows: Sequence[DatasetRow], responses: Sequence[Response], policy: VerifierPolicy | None = None
 ) -> list[Verdict]:
     """Verdicts of one call of `task.reward`: completions in TRL's form, the rows' columns, and `truncated`.
 
