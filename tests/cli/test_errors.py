@@ -211,7 +211,7 @@ def test_error_in_a_sweep_is_reported_before_a_job_starts(folder, capsys, change
         ("--task quickstart --resume_from_checkpoint nowhere", "nowhere"),
         ("--dataset_name ./data --reward_funcs own_module.wrong_feedback", "got dict"),
         ("--dataset_name ./data --reward_funcs own_module.wrong_feedback", "(own_module.py, line 9)"),
-        ("--dataset_name ./data --reward_funcs own_module.one_for_all", "returned 1 rewards"),
+        ("--dataset_name ./data --reward_funcs own_module.one_for_all", "returned 1 elements"),
     ],
 )
 def test_training_process_reports_user_errors_alike(folder, capsys, line, message):

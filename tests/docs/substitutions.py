@@ -42,6 +42,7 @@ OPTIONS = {
         "--seeds 1 --steps 1 --processes 1",
         "one step with one seed, from the package's base model: minutes, not hours",
     ),
+    "world": ("--seeds 1 --steps 1 --jobs 1", "as sweep"),
     "output": (
         "--output_dir run --report_to none --disable_tqdm true",
         "the folder that the test reads",
@@ -67,7 +68,9 @@ LINES = {  # beginning of a line → names in OPTIONS; the longest match counts
     "python examples/sciknoweval.py": (*_TRAINED, "rollouts", "score"),
     "python examples/toolalpaca.py": (*_TRAINED, "rollouts", "score"),
     "python notebooks/run.py": (),
-    "python run.py": ("sweep",),  # examples/study, as the next four
+    "python run.py": ("sweep",),  # examples/study, as the next six
+    "python run.py --world weak": ("world",),
+    "python world_page.py": (),
     "python tokens.py": (),
     "python report.py": (),
     "python forms.py": (),

@@ -210,16 +210,18 @@ def test_documented_study_lines_write_its_result_pages(checkout, tmp_path):
     for world in ("plain", "shortcut", "style", "programs"):
         for seed in (1, 6, 8, 13, 25, 31):  # the first seed of each sweep
             shutil.copytree(SHIPPED, folder / "runs" / "study" / "bases" / f"{world}-seed{seed}")
-    pages = [folder / "results" / name for name in ("methods.md", "forms.md", "settled.md")]
+    shutil.copytree(SHIPPED, folder / "runs" / "study" / "bases" / "weak-seed0")
+    pages = [folder / "results" / name for name in ("methods.md", "forms.md", "settled.md", "worlds.md")]
     for page in pages:
-        page.unlink()
+        page.unlink(missing_ok=True)
     variables = environment(tmp_path) | {"PYTHONPATH": str(checkout / "src")}
     for command in OF_THE_STUDY:
         bash(" ".join([command.text, *appended(command, "")]), folder, variables, timeout=1200)
-    methods, forms, settled = (page.read_text("utf-8") for page in pages)
+    methods, forms, settled, worlds = (page.read_text("utf-8") for page in pages)
     assert "seeds 1." in methods
     assert "### The same after" not in methods  # the longer runs come after the line that writes the page
     sections = ("## At the end of learning", "## A first choice", "## Sources and gates")
     for heading in (*sections, "## The new worlds at the end of learning", "Style world, %", "Programs world, %"):
         assert heading in forms
     assert "relabelled, against SDPO" in settled
+    assert "| temper-only, λ = 0.1 | 1 |" in worlds

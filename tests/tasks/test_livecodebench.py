@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from credit_trl import Verdict
 from credit_trl.rollout.deadline import deadline_in
-from credit_trl.rollout.verdict import VerifierPolicy
+from credit_trl.rollout.verdict import FAILED, VerifierPolicy
 from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import livecodebench, load_task, mixed_reward
 from credit_trl.tasks.lcb_cases import parse_answer
@@ -523,7 +523,7 @@ def test_programs_of_a_timed_out_verifier_do_not_block_the_next(sandbox):
     policy = VerifierPolicy("skip", timeout=0.5)
     assert (
         policy.call("tests", livecodebench.reward, {"completions": [endless], "answer": [answer], "sandbox": sandbox})
-        is None
+        is FAILED
     )
     [outcome] = sandbox.run([Program("print(1)")], deadline=10)
     assert outcome.stdout == "1\n"
