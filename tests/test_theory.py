@@ -162,3 +162,21 @@ def test_the_code_that_trains_scores_with_the_papers_r_t(seed, y, x, z, coef):
     (-(probabilities * advantages).sum()).backward()
     torch.testing.assert_close(hidden.grad, policy.grad, rtol=1e-5, atol=1e-6)
     assert math.isfinite(loss)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_expected_reward_is_the_conditional_mutual_information(seed):
+    """E[Σ_t r_t(y_t)] = I(Y; Z | X) over P(x) P(y, z | x), with x uniform, against the sum of entropies."""
+    joint = random_joint(seed)
+    expected = information = 0.0
+    for x in range(X):
+        table = joint[x].reshape(-1, Z) / joint[x].sum()
+        for y, z in itertools.product(itertools.product(range(V), repeat=T), range(Z)):
+            f, _, student = rollout(joint, y, x, z, [x])
+            tokens = torch.tensor(y)[:, None]
+            rewards = self_distillation_reward(f, student).gather(-1, tokens)
+            expected += (joint[x][y][z] / joint[x].sum() * rewards.sum()).item() / X
+        entropies = [torch.special.entr(part).sum().item() for part in (table.sum(1), table.sum(0), table)]
+        information += (entropies[0] + entropies[1] - entropies[2]) / X
+    assert expected == pytest.approx(information, abs=1e-9)
