@@ -47,7 +47,7 @@ class CreditScriptArguments(ScriptArguments):
     avg_at_k: int | None = field(
         default=None, metadata={"help": "k: evaluate avg@k on the task's test split, save the best model and a log."}
     )
-    avg_at_k_steps: int = field(default=5, metadata={"help": "Optimizer steps between two evaluations."})
+    avg_at_k_steps: int = field(default=5, metadata={"help": "Generation batches between two evaluations."})
     avg_at_k_temperature: float = field(default=0.6, metadata={"help": "Sampling temperature of avg@k."})
     avg_at_k_top_p: float = field(default=0.95, metadata={"help": "Nucleus mass of avg@k."})
     sandbox: str | None = field(
@@ -208,7 +208,7 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
         trainer,
         script_args.task,
         k=script_args.avg_at_k,
-        eval_steps=script_args.avg_at_k_steps,
+        eval_steps=_optimizer_steps(trainer, script_args.avg_at_k_steps),
         temperature=script_args.avg_at_k_temperature,
         top_p=script_args.avg_at_k_top_p,
         split=script_args.dataset_test_split,
@@ -217,6 +217,12 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
     )
     trainer.add_callback(evaluation)
     return evaluation
+
+
+def _optimizer_steps(trainer: CreditTrainer, generation_batches: int) -> int:
+    """Optimizer steps of a number of generation batches, at least 1."""
+    passes = trainer.args.steps_per_generation * trainer.num_iterations * generation_batches
+    return max(1, passes // trainer.args.gradient_accumulation_steps)
 
 
 def load_data(
