@@ -6,7 +6,9 @@ import argparse
 import io
 import math
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,21 +17,19 @@ from matplotlib.figure import Figure
 from report import figure, table
 from scipy import stats
 from world_runs import Row, read_rows
-from worlds import GROUPS
 
 from credit_trl.lab.comparison.figures import COLOURS, THEMES, Theme
 from credit_trl.training.run_directory import write_atomically
 
 HERE = Path(__file__).parent
-MIN_FIDELITY = 0.95
+MIN_FIDELITY, MIN_FORMAT = 0.95, 0.9  # of a run that is compared
 SDPO, CREDIT = "SDPO", "CREDIT λ=0.1"
+RATE, ACCURACY = "thought_unknown", "accuracy_unknown"
 LABELS = {
     "temper-only λ=0.1": "temper-only, λ = 0.1",
     "CREDIT form=guide λ=0.2": "guide, λ = 0.2",
     "hint-contrast λ=0.1": "hint swap, λ = 0.1",
 }
-
-Rows = Mapping[tuple[str, int, str, int], Row]
 
 
 class Cell(NamedTuple):
@@ -44,12 +44,42 @@ class Cell(NamedTuple):
         return f"{100 * self.mean:.1f}{bounds}"
 
 
-class Outcome(NamedTuple):
-    """One arm's rows at the last step, and those of step 0 on the same bases, by seed."""
+@dataclass(frozen=True)
+class Outcome:
+    """Rows of one arm by step and seed, for the bases on which it has finished."""
 
     arm: str
-    last: dict[int, Row]
-    first: dict[int, Row]
+    rows: Mapping[int, Mapping[int, Row]]
+
+    def values(self, step: int, name: str) -> list[float]:
+        return [row[name] for row in self.rows[step].values()]
+
+    def mean(self, step: int, name: str) -> Cell:
+        return cell(self.values(step, name))
+
+    def is_sound(self, step: int) -> bool:
+        """Whether no run has collapsed and every teacher still reads the feedback."""
+        return all(is_sound(row) for row in self.rows[step].values())
+
+
+@dataclass(frozen=True)
+class World:
+    """Finished arms of a world in the order of the table, and the steps that were evaluated."""
+
+    outcomes: Sequence[Outcome]
+    steps: Sequence[int]
+
+    def arm(self, name: str) -> Outcome | None:
+        return next((one for one in self.outcomes if one.arm == name), None)
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({seed for one in self.outcomes for seed in one.rows[self.steps[-1]]})
+
+    @property
+    def compared(self) -> int:
+        """The last step at which all runs are sound, or the first one."""
+        return max((s for s in self.steps if all(one.is_sound(s) for one in self.outcomes)), default=self.steps[0])
 
 
 def main() -> None:
@@ -58,57 +88,50 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the page and its figures")
     parser.add_argument("--note", default="", help="machine and version of the runs, for the page")
     args = parser.parse_args()
-    outcomes = outcomes_of(read_rows(args.csv), "weak")
+    world = world_of(read_rows(args.csv), "weak")
+    if not world.outcomes:
+        sys.exit(f"{args.csv} has no finished run of the world 'weak': start `python run.py --world weak`.")
     for theme in THEMES:
-        (args.results / f"weak-{theme.name}.png").write_bytes(rates_figure(outcomes, theme))
-    write_atomically(args.results / "worlds.md", page(outcomes, args.note))
+        (args.results / f"weak-{theme.name}.png").write_bytes(rates_figure(world, theme))
+    write_atomically(args.results / "worlds.md", page(world, args.note))
     print(args.results / "worlds.md")
 
 
-def outcomes_of(rows: Rows, world: str) -> list[Outcome]:
-    """Arms in the order of the table, with the bases on which they have finished."""
-    own = {key[1:]: row for key, row in rows.items() if key[0] == world}
-    last = max(step for _, _, step in own)
-    arms = dict.fromkeys(arm for _, arm, _ in own)
-    found = [
-        Outcome(
-            arm,
-            {seed: row for (seed, other, step), row in own.items() if (other, step) == (arm, last)},
-            {seed: row for (seed, other, step), row in own.items() if (other, step) == (arm, 0)},
-        )
-        for arm in arms
-    ]
-    return [one for one in found if one.last]
+def world_of(rows: Mapping[tuple[str, int, str, int], Row], name: str) -> World:
+    """The finished runs of a world, which have a row for the last step."""
+    own = {key[1:]: row for key, row in rows.items() if key[0] == name}
+    steps = sorted({step for _, _, step in own if step > 0})
+    found = []
+    for arm in dict.fromkeys(arm for _, arm, _ in own):
+        seeds = sorted(seed for seed, other, step in own if steps and (other, step) == (arm, steps[-1]))
+        if seeds:
+            found.append(Outcome(arm, {step: {seed: own[seed, arm, step] for seed in seeds} for step in (0, *steps)}))
+    return World(found, steps)
 
 
-def page(outcomes: Sequence[Outcome], note: str) -> str:
-    by_arm = {one.arm: one for one in outcomes}
-    bases = sorted({seed for one in outcomes for seed in one.last})
+def page(world: World, note: str) -> str:
     parts = [
         "# A weak bias, predicted before training",
-        introduction(outcomes, bases, note),
-        "## Weak drift",
+        introduction(world, note),
         figure("weak"),
-        "Rate of the planted thought on unknown cues: a dot per base, a diamond for the mean with its 95 % interval, "
-        "a bar for the range of the predicted rates.",
-        arms_table(outcomes),
-        "Per cent at the last step, mean over bases with Student's 95 % interval. *Fidelity* is the share of probes "
-        "whose feedback the averaged teacher still reads right; arms are compared where it is at least "
-        f"{MIN_FIDELITY}. Predicted: σ(ℓ\\*), the range over bases. It is where training ends up, not where it is "
-        "after these steps: a far fixed point is not reached.",
-        differences_table(by_arm),
-        "Differences in points, paired by base.",
-        verdicts(by_arm),
+        f"Planted thought on unknown cues after {world.compared} steps, the last evaluation at which no run had "
+        "collapsed: a dot per base, a diamond for the mean with its 95 % interval, a bar for predicted end points.",
+        arms_table(world),
+        "Per cent, mean over bases with Student's 95 % interval. Predicted: σ(ℓ\\*), the range over bases. It is the "
+        "end point, and a far one is not reached in so few steps. *Collapsed*: less than 90 % of the responses in the "
+        f"format. The averaged teacher's fidelity was {fidelity(world)}.",
+        differences_table(world),
+        f"Differences in points after {world.compared} steps, paired by base.",
+        criteria(world),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def introduction(outcomes: Sequence[Outcome], bases: Sequence[int], note: str) -> str:
-    first = [row for one in outcomes if one.arm == CREDIT for row in one.first.values()]
-    delta, s = ([row[name] for row in first] for name in ("delta", "s"))
+def introduction(world: World, note: str) -> str:
+    rows = [row for one in world.outcomes if one.arm in (SDPO, CREDIT) for row in one.rows[0].values()]
+    delta, s = ([row[name] for row in rows] for name in ("delta", "s"))
     critical = [d / (d + own) for d, own in zip(delta, s, strict=True)]
-    rate = cell(row["thought_unknown"] for row in first)
-    seeds = ", ".join(map(str, bases))
+    seeds = ", ".join(map(str, world.seeds))
     return (
         "`examples/study/world_page.py` writes this page from [worlds.csv](worlds.csv), which has a row per base, arm "
         "and evaluated step. Pretraining plants `Thought: sure, this is simple.` in 5 % of the responses, and in 10 % "
@@ -117,84 +140,99 @@ def introduction(outcomes: Sequence[Outcome], bases: Sequence[int], note: str) -
         "are measured on each base before training. [Theory](../../../docs/theory.md): with a teacher that follows "
         "the policy, the log-odds end at ℓ\\* = δ(1 − λ)/λ − s; for SDPO and guide they have no limit, and the sign "
         "of δ − λ s decides.\n\n"
-        f"Bases: seeds {seeds}. Range over bases: δ {span(delta)}, s {span(s)}, λ_c = δ/(δ + s) {span(critical, 3)}; "
-        f"the thought's rate before training is {rate} % on unknown cues. 90 steps of 64 rollouts, learning rate "
-        "7e-4, averaged teacher at rate 0.05, feedback alone as privileged context. Rates are avg@4 at temperature 1, "
-        "because the prediction is the policy's own rate." + (f" {note}" if note else "")
+        f"Seeds {seeds}, each with its own base. Over bases: δ {span(delta, 2)}, s {span(s)}, λ_c = δ/(δ + s) "
+        f"{span(critical, 3)}; {span([100 * row[RATE] for row in rows])} % of the base's responses to unknown cues "
+        f"have the thought. {world.steps[-1]} steps of 64 rollouts, learning rate 7e-4, averaged teacher at rate "
+        "0.05, feedback alone as privileged context. Rates are avg@4 at temperature 1, since the prediction is the "
+        "policy's own rate." + (f" {note}" if note else "")
     )
 
 
-def arms_table(outcomes: Sequence[Outcome]) -> str:
-    head = ("arm", "bases", "fidelity ≥ .95", "predicted", *(f"thought, {group}" for group in GROUPS))
-    head += (*(f"accuracy, {group}" for group in GROUPS[1:]), "format")
+def arms_table(world: World) -> str:
+    last = world.steps[-1]
+    head = ["arm", "bases", "predicted", *(f"thought, unknown, step {step}" for step in world.steps)]
+    head += [f"known, {last}", f"hold-out, {last}", f"accuracy, unknown, {world.compared}", "collapsed"]
     lines = []
-    for one in outcomes:
-        rows = one.last.values()
-        faithful = "" if one.arm == "GRPO" else f"{sum(map(is_faithful, rows))} of {len(rows)}"
-        names = [f"thought_{group}" for group in GROUPS] + [f"accuracy_{group}" for group in GROUPS[1:]] + ["format"]
-        cells = [str(cell(row[name] for row in rows)) for name in names]
-        lines.append([label(one.arm), str(len(rows)), faithful, predicted(one), *cells])
+    for one in world.outcomes:
+        rates = [str(one.mean(step, RATE)) for step in world.steps]
+        rates += [str(one.mean(last, f"thought_{group}")) for group in ("known", "holdout")]
+        collapsed = sum(row["format"] < MIN_FORMAT for row in one.rows[last].values())
+        count = str(len(one.rows[last]))
+        lines.append([label(one.arm), count, predicted(one), *rates, str(one.mean(world.compared, ACCURACY))])
+        lines[-1].append(f"{collapsed} of {count}")
     return table(head, lines)
 
 
-def differences_table(by_arm: Mapping[str, Outcome]) -> str:
+def differences_table(world: World) -> str:
     """Paired differences of every arm from SDPO, and of the controls from CREDIT at λ = 0.1."""
-    pairs = [(arm, SDPO) for arm in by_arm if arm != SDPO]
-    pairs += [(arm, CREDIT) for arm in by_arm if arm.startswith(("temper", "hint")) and CREDIT in by_arm]
-    lines = [
-        [f"{label(arm)} − {label(other)}", str(len(shared(by_arm[arm], by_arm[other]))), *cells]
-        for arm, other in pairs
-        if other in by_arm and shared(by_arm[arm], by_arm[other])
-        for cells in [[str(difference(by_arm[arm], by_arm[other], name)) for name in DIFFERENCES]]
-    ]
+    arms = [one.arm for one in world.outcomes]
+    pairs = [(arm, SDPO) for arm in arms if arm != SDPO]
+    pairs += [(arm, CREDIT) for arm in arms if arm.startswith(("temper", "hint"))]
+    names = [f"thought_{group}" for group in ("known", "unknown", "holdout")] + [ACCURACY]
+    lines = []
+    for first, second in pairs:
+        one, other = world.arm(first), world.arm(second)
+        if one and other and (seeds := shared(one, other, world.compared)):
+            cells = [str(difference(one, other, world.compared, name)) for name in names]
+            lines.append([f"{label(first)} − {label(second)}", str(len(seeds)), *cells])
     titles = ("thought, known", "thought, unknown", "thought, hold-out", "accuracy, unknown")
     return table(("arms", "bases", *titles), lines) if lines else ""
 
 
-DIFFERENCES = ("thought_known", "thought_unknown", "thought_holdout", "accuracy_unknown")
+def criteria(world: World) -> str:
+    """The criteria that were set before the runs, at the compared step and at the last one."""
+    steps = list(dict.fromkeys((world.compared, world.steps[-1])))
+    lines = []
+    if (sdpo := world.arm(SDPO)) and (credit := world.arm(CREDIT)):
+        lines.append(
+            ["λ = 0.1 at a quarter or less of SDPO's rate"]
+            + [counted(r <= o / 4 for r, o in paired(step, credit, sdpo)) for step in steps]
+        )
+        loss = [f"{difference(credit, sdpo, step, ACCURACY)} points" for step in steps]
+        lines.append(["λ = 0.1: accuracy on unknown cues no lower by 3 points", *loss])
+        if small := world.arm("CREDIT λ=0.05"):
+            ordered = [counted(c < m < o for c, m, o in paired(step, credit, small, sdpo)) for step in steps]
+            lines.append(["λ = 0.05 between λ = 0.1 and SDPO", *ordered])
+    for name, title in ((CREDIT, "λ = 0.1"), ("CREDIT λ=0.2", "λ = 0.2")):
+        if one := world.arm(name):
+            inside = [counted(map(is_within, one.rows[step].values())) for step in steps]
+            lines.append([f"{title}: rate inside the predicted 95 % band of its base", *inside])
+            lines.append(
+                [f"{title}: log-odds at the branch minus ℓ\\*, nats", *(from_fixed_point(one, s) for s in steps)]
+            )
+    if large := world.arm("CREDIT λ=0.2"):
+        lines.append(
+            ["λ = 0.2: rate at most 5 %", *(counted(r <= 0.05 for r in large.values(s, RATE)) for s in steps)]
+        )
+    head = ("criterion, for the rate on unknown cues", *(f"step {step}" for step in steps))
+    return table(head, lines) if lines else ""
 
 
-def verdicts(by_arm: Mapping[str, Outcome]) -> str:
-    """The criteria that were set before the runs, counted over bases."""
-    found = []
-    if SDPO in by_arm and CREDIT in by_arm:
-        pairs = shared(by_arm[CREDIT], by_arm[SDPO])
-        quarter = sum(by_arm[CREDIT].last[s][RATE] <= by_arm[SDPO].last[s][RATE] / 4 for s in pairs)
-        found.append(("λ = 0.1 ends at a quarter or less of SDPO's rate", f"{quarter} of {len(pairs)} bases"))
-        loss = difference(by_arm[CREDIT], by_arm[SDPO], "accuracy_unknown")
-        found.append(("λ = 0.1: accuracy on unknown cues no lower by 3 points", f"{loss} points"))
-    if CREDIT in by_arm:
-        rows = by_arm[CREDIT].last.values()
-        inside = sum(row["predicted_low"] <= row[RATE] <= row["predicted_high"] for row in rows)
-        found.append(("λ = 0.1: rate inside the predicted 95 % band of its base", f"{inside} of {len(rows)} bases"))
-    if (small := by_arm.get("CREDIT λ=0.05")) and SDPO in by_arm and CREDIT in by_arm:
-        pairs = [s for s in small.last if s in by_arm[CREDIT].last and s in by_arm[SDPO].last]
-        ordered = sum(by_arm[CREDIT].last[s][RATE] < small.last[s][RATE] < by_arm[SDPO].last[s][RATE] for s in pairs)
-        found.append(("λ = 0.05 between λ = 0.1 and SDPO", f"{ordered} of {len(pairs)} bases"))
-    if large := by_arm.get("CREDIT λ=0.2"):
-        low = sum(row[RATE] <= 0.05 for row in large.last.values())
-        found.append(("λ = 0.2: rate at most 5 %", f"{low} of {len(large.last)} bases"))
-    return "Criteria, for the rate on unknown cues:\n\n" + table(("criterion", "measured"), [list(f) for f in found])
+def is_sound(row: Row) -> bool:
+    return row["format"] >= MIN_FORMAT and (row["teacher_fidelity"] is None or row["teacher_fidelity"] >= MIN_FIDELITY)
 
 
-RATE = "thought_unknown"
+def is_within(row: Row) -> bool:
+    return row["predicted_low"] <= row[RATE] <= row["predicted_high"]
 
 
-def is_faithful(row: Row) -> bool:
-    return row["teacher_fidelity"] is not None and row["teacher_fidelity"] >= MIN_FIDELITY
+def from_fixed_point(one: Outcome, step: int) -> str:
+    """Range over bases of the log-odds minus their predicted end point."""
+    return span([row["log_odds"] - row["predicted_log_odds"] for row in one.rows[step].values()])
 
 
-def shared(one: Outcome, other: Outcome) -> list[int]:
-    """Bases that both arms have, with a teacher that still reads the feedback."""
-
-    def usable(outcome: Outcome) -> set[int]:
-        return {seed for seed, row in outcome.last.items() if outcome.arm == "GRPO" or is_faithful(row)}
-
-    return sorted(usable(one) & usable(other))
+def shared(one: Outcome, other: Outcome, step: int) -> list[int]:
+    return [seed for seed in one.rows[step] if seed in other.rows[step]]
 
 
-def difference(one: Outcome, other: Outcome, name: str) -> Cell:
-    return cell(one.last[seed][name] - other.last[seed][name] for seed in shared(one, other))
+def paired(step: int, *outcomes: Outcome) -> list[tuple[float, ...]]:
+    """Rates of the arms on each base that all of them have."""
+    seeds = set.intersection(*(set(one.rows[step]) for one in outcomes))
+    return [tuple(one.rows[step][seed][RATE] for one in outcomes) for seed in sorted(seeds)]
+
+
+def difference(one: Outcome, other: Outcome, step: int, name: str) -> Cell:
+    return cell(one.rows[step][seed][name] - other.rows[step][seed][name] for seed in shared(one, other, step))
 
 
 def cell(values: Iterable[float]) -> Cell:
@@ -206,8 +244,18 @@ def cell(values: Iterable[float]) -> Cell:
     return Cell(mean, mean - half, mean + half)
 
 
+def counted(results: Iterable[bool]) -> str:
+    found = list(results)
+    return f"{sum(found)} of {len(found)} bases"
+
+
+def fidelity(world: World) -> str:
+    found = [row["teacher_fidelity"] for one in world.outcomes for row in one.rows[world.steps[-1]].values()]
+    return span([value for value in found if value is not None], 2) + f" after {world.steps[-1]} steps"
+
+
 def predicted(outcome: Outcome) -> str:
-    found = [100 * row["predicted_rate"] for row in outcome.last.values() if row["predicted_rate"] is not None]
+    found = [100 * row["predicted_rate"] for row in outcome.rows[0].values() if row["predicted_rate"] is not None]
     return span(found) if found else ""
 
 
@@ -220,27 +268,25 @@ def label(arm: str) -> str:
     return LABELS.get(arm, arm.replace("=", " = ").replace("CREDIT", "subtract,"))
 
 
-def rates_figure(outcomes: Sequence[Outcome], theme: Theme) -> bytes:
-    """PNG of the thought's rate by arm, with the predicted range."""
-    drawn = Figure(figsize=(7.6, 1.0 + 0.42 * len(outcomes)), facecolor=theme.background, layout="constrained")
+def rates_figure(world: World, theme: Theme) -> bytes:
+    """PNG of the thought's rate by arm at the compared step, with the predicted end points."""
+    drawn = Figure(figsize=(7.6, 1.0 + 0.42 * len(world.outcomes)), facecolor=theme.background, layout="constrained")
     FigureCanvasAgg(drawn)
     axis = drawn.subplots()
     axis.set_facecolor(theme.background)
-    for position, one in enumerate(outcomes):
-        rows, colour = list(one.last.values()), COLOURS[position % len(COLOURS)]
-        found = [100 * row["predicted_rate"] for row in rows if row["predicted_rate"] is not None]
+    for position, one in enumerate(world.outcomes):
+        colour, rates = COLOURS[position % len(COLOURS)], [100 * rate for rate in one.values(world.compared, RATE)]
+        found = [100 * row["predicted_rate"] for row in one.rows[0].values() if row["predicted_rate"] is not None]
         if found:
             width = max(max(found) - min(found), 0.8)
-            axis.barh(
-                position, width, left=min(min(found), 100 - width), height=0.75, color=theme.ink, alpha=0.3, zorder=1
-            )
-        rates = [100 * row[RATE] for row in rows]
+            left = min(min(found), 100 - width)
+            axis.barh(position, width, left=left, height=0.75, color=theme.ink, alpha=0.3)
         axis.plot(rates, [position] * len(rates), "o", color=colour, alpha=0.5, ms=5, mew=0)
         mean, low, high = cell(rates)
         if not math.isnan(low):
             axis.plot([max(low, 0), min(high, 100)], [position, position], color=colour, lw=2)
         axis.plot(mean, position, "D", color=colour, ms=6)
-    axis.set_yticks(range(len(outcomes)), [label(one.arm) for one in outcomes])
+    axis.set_yticks(range(len(world.outcomes)), [label(one.arm) for one in world.outcomes])
     axis.invert_yaxis()
     axis.set_xlim(-2, 102)
     axis.set_xlabel("rate of the planted thought on unknown cues, %", color=theme.ink, fontsize=9)

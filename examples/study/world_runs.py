@@ -101,10 +101,10 @@ class WorldRuns:
                 base = self.base_of(seed)
                 known = read_rows(self.csv)
                 if any(self._key(seed, one, 0) not in known for one in self.spec.arms()):
-                    append_rows(self.csv, self._predicted_rows(seed, base))
+                    self._append(self._predicted_rows(seed, base))
             begins = read_rows(self.csv)[self._key(seed, arm, 0)]
             predicted = {name: begins[name] for name in COLUMNS[COLUMNS.index("predicted_log_odds") :]}
-            append_rows(self.csv, [row | predicted for row in self._train(seed, arm, base)])
+            self._append([row | predicted for row in self._train(seed, arm, base)])
         return True
 
     def _predicted_rows(self, seed: int, base: Path) -> list[Row]:
@@ -130,6 +130,10 @@ class WorldRuns:
         trainer.train()
         at = {row["step"]: row for row in evaluation.history}
         return [self._row(seed, arm, step) | branch.rows[step] | row_rates(at[step]) for step in sorted(branch.rows)]
+
+    def _append(self, rows: Sequence[Row]) -> None:
+        with FileLock(self.folder / "csv.lock"):
+            append_rows(self.csv, rows)
 
     def _row(self, seed: int, arm: Arm, step: int) -> Row:
         return dict(zip(KEY, self._key(seed, arm, step), strict=True)) | {"lambda": coefficient(arm)}
@@ -209,16 +213,15 @@ def read_rows(file: Path) -> dict[tuple[str, int, str, int], Row]:
 
 
 def append_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Append the rows that the file does not have."""
+    """Append the rows that the file does not have. Processes that share the file must lock it."""
+    known = read_rows(file)
+    new = [row for row in rows if tuple(row[name] for name in KEY) not in known]
     file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{file}.lock"):
-        known = read_rows(file)
-        new = [row for row in rows if tuple(row[name] for name in KEY) not in known]
-        with file.open("a", encoding="utf-8", newline="") as lines:
-            writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
-            if not known:
-                writer.writeheader()
-            writer.writerows({name: _text(row[name]) for name in COLUMNS} for row in new)
+    with file.open("a", encoding="utf-8", newline="") as lines:
+        writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
+        if not known:
+            writer.writeheader()
+        writer.writerows({name: _text(row[name]) for name in COLUMNS} for row in new)
 
 
 def _text(value: Any) -> str:

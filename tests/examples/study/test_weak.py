@@ -154,14 +154,33 @@ def test_another_processs_arm_is_waited_for(runs, tmp_path, monkeypatch):
     assert made == [(0, "GRPO"), (0, "SDPO")]
 
 
-def test_the_page_counts_the_criteria_and_draws_the_rates(runs, study):
+def test_the_page_pairs_bases_and_draws_the_rates(runs, study):
     run, _, file, module = runs
     run()
     page = study("world_page")
-    outcomes = page.outcomes_of(module.read_rows(file), "weak")
-    assert [(one.arm, sorted(one.last)) for one in outcomes] == [("SDPO", [0, 1]), ("GRPO", [0, 1])]
-    assert "| SDPO | 2 | 2 of 2 | 100.0 | 25.0 [25.0, 25.0] |" in page.arms_table(outcomes)
-    assert page.rates_figure(outcomes, page.THEMES[0]).startswith(b"\x89PNG")
+    world = page.world_of(module.read_rows(file), "weak")
+    assert [(one.arm, sorted(one.rows[2])) for one in world.outcomes] == [("SDPO", [0, 1]), ("GRPO", [0, 1])]
+    assert "| SDPO | 2 | 100.0 | 25.0 [25.0, 25.0] |" in page.arms_table(world)
+    assert "| GRPO − SDPO | 2 | 0.0 [0.0, 0.0] |" in page.differences_table(world)
+    assert page.rates_figure(world, page.THEMES[0]).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("name", "value"), [("format", 0.5), ("teacher_fidelity", 0.9)])
+def test_arms_are_compared_before_the_first_collapse(runs, study, name, value):
+    run, _, file, module = runs
+    run()
+    rows = module.read_rows(file)
+    assert study("world_page").world_of(rows, "weak").compared == 2
+    rows["weak", 1, "SDPO", 2][name] = value
+    assert study("world_page").world_of(rows, "weak").compared == 1
+
+
+def test_an_unfinished_arm_is_not_on_the_page(runs, study):
+    run, _, file, module = runs
+    run()
+    rows = module.read_rows(file)
+    del rows["weak", 1, "SDPO", 2]
+    assert list(study("world_page").world_of(rows, "weak").arm("SDPO").rows[2]) == [0]
 
 
 def test_arms_of_the_weak_world(study):
