@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trl import ScriptArguments
@@ -30,7 +31,7 @@ class CreditScriptArguments(ScriptArguments):
         default=None, metadata={"help": "Task of the registry, or package.module:attribute: dataset and verifier."}
     )
     dataset_path: str | None = field(
-        default=None, metadata={"help": "Local file or folder that the task reads instead of the hub."}
+        default=None, metadata={"help": "Local data: of the task, or JSONL, JSON, CSV or Parquet without a task."}
     )
     eval_dataset_path: str | None = field(
         default=None, metadata={"help": "The same for the evaluation data; defaults to dataset_path."}
@@ -302,11 +303,47 @@ def _dataset(script_args: CreditScriptArguments, dataset_args: DatasetMixtureCon
 
     if dataset_args.datasets:
         return get_dataset(dataset_args)
+    if script_args.dataset_path is not None:
+        return _local_files(script_args)
     if script_args.dataset_name is None:
-        raise ValueError("No training data: give `--task NAME`, `--dataset_name NAME`, or `datasets:` in the YAML.")
+        raise ValueError(
+            "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
+            "`datasets:` in the YAML."
+        )
     return load_dataset(
         script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
     )
+
+
+# Loader of `datasets` by the suffix of a file.
+_LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def _local_files(script_args: CreditScriptArguments) -> Any:
+    """Rows of `--dataset_path` and `--eval_dataset_path` as splits, read by `datasets`.
+
+    Raises:
+        ValueError: A file does not exist, cannot be read, or has a suffix that no loader reads.
+    """
+    from datasets import DatasetDict, IterableDatasetDict, load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    paths = {script_args.dataset_train_split: ("dataset_path", script_args.dataset_path)}
+    if script_args.eval_dataset_path is not None:
+        paths[script_args.dataset_test_split] = ("eval_dataset_path", script_args.eval_dataset_path)
+    splits = {}
+    for split, (option, path) in paths.items():
+        loader = _LOADERS.get(Path(path).suffix)
+        if loader is None or not Path(path).is_file():
+            problem = "no such file" if loader else f"expected one of {', '.join(_LOADERS)}"
+            raise ValueError(f"`--{option} {path}`: {problem}.")
+        try:
+            splits[split] = load_dataset(
+                loader, data_files=path, split="train", streaming=script_args.dataset_streaming
+            )
+        except (DatasetGenerationError, ValueError) as error:
+            raise ValueError(f"`--{option} {path}` cannot be read: {error.__cause__ or error}") from error
+    return (IterableDatasetDict if script_args.dataset_streaming else DatasetDict)(splits)
 
 
 def _split(data: Any, name: str, option: str) -> Any:
