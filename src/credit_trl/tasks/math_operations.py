@@ -1,24 +1,26 @@
 r"""Operations that an answer leaves unevaluated, such as `\int_0^1 x\,dx` where the answer is `\frac12`.
 
 `math-verify` evaluates what it parses, so boxing the question itself would earn the reward. An integral, sum, product,
-limit, derivative, determinant, trace, gcd, lcm, maximum or minimum that the gold answer lacks is therefore rejected.
+limit, derivative, determinant, trace, gcd, lcm, maximum, minimum, supremum, infimum or remainder that the gold answer
+lacks is therefore rejected.
 """
 
 from __future__ import annotations
 
 import re
 
-_NAMES = "int|iint|iiint|oint|sum|prod|lim|det|tr|gcd|lcm|max|min"
+_NAMES = "int|iint|iiint|oint|sum|prod|lim|det|tr|gcd|lcm|max|min|sup|inf|mod|bmod|pmod"
 _OPERATION = re.compile(
     rf"\\(?P<name>{_NAMES})(?![A-Za-z])|\\operatorname\*?\s*\{{\s*(?P<named>{_NAMES})\s*\}}"
     r"|\\begin\s*\{(?P<bars>vmatrix)\}"
 )
 _FONT_OR_SPACE = re.compile(r"\\(?:mathrm|operatorname|text|rm)(?![A-Za-z])|\\[,;:! ]|\s+")
 _DERIVATIVE = re.compile(
-    r"\\[dt]?frac(?:d|\{(?:d|\\partial)(?![+-])[^{}]*(?:\{[^{}]*\}[^{}]*)*\})"  # of what follows, or of the numerator
+    r"\\[cdt]?frac(?:d|\{(?:d|\\partial)(?![+-])[^{}]*(?:\{[^{}]*\}[^{}]*)*\})"  # of what follows, or of the numerator
     r"\{(?:d|\\partial)\\?[A-Za-z]+(?:\^(?:\w|\{\w+\}))?\}"
 )
-_SAME = {"iint": "int", "iiint": "int", "oint": "int", "vmatrix": "det"}
+_SLASHED_DERIVATIVE = re.compile(r"(?<![A-Za-z\\])d(?:\^\w)?\s*/\s*d[A-Za-z](?:\^\w)?(?![\w])")
+_SAME = {"iint": "int", "iiint": "int", "oint": "int", "vmatrix": "det", "bmod": "mod", "pmod": "mod"}
 
 
 def finished_part(gold: str, given: str) -> str | None:
@@ -38,7 +40,9 @@ def operations(text: str) -> set[str]:
     r"""Names of the operations in a text; derivatives such as `\dfrac{d}{dx}` are named `d`."""
     found = {match["name"] or match["named"] or match["bars"] for match in _OPERATION.finditer(text)}
     bare = _FONT_OR_SPACE.sub("", text).replace("{d}", "d")
-    return {_SAME.get(name, name) for name in found} | ({"d"} if _DERIVATIVE.search(bare) else set())
+    return {_SAME.get(name, name) for name in found} | (
+        {"d"} if _DERIVATIVE.search(bare) or _SLASHED_DERIVATIVE.search(text) else set()
+    )
 
 
 def _last_side(text: str) -> str:
