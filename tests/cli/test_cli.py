@@ -195,6 +195,7 @@ def test_reward_functions_are_imported_by_path(tmp_path, monkeypatch):
     assert training.import_function("my_rewards.always")(["a", "b"]) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs the real data in ../shared/data")
 def test_example_config_trains_and_evaluates_on_real_questions(tmp_path):
     result = run(

@@ -97,6 +97,7 @@ def test_readme_shows_the_printed_report(result):
     assert printed[start : start + len(masked(shown))] == masked(shown)
 
 
+@pytest.mark.slow
 def test_grpo_reports_without_a_scoring_stage(tmp_path):
     result = quickstart.run_quickstart(
         tmp_path / "run", steps=1, progress=False, samples=1, test_rows_per_cue=1, distillation_weight=0.0
