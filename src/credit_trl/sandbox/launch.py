@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import subprocess
+from abc import ABC, abstractmethod
 from importlib.resources import files
 
 from credit_trl.sandbox import accounts, kernel
@@ -56,7 +57,7 @@ def compiled_driver(interpreter: Interpreter) -> bytes:
     return compiled.stdout
 
 
-class Isolation:
+class Isolation(ABC):
     """Base class of the tiers' isolation. A server has one object, which it uses for every program.
 
     Args:
@@ -89,9 +90,9 @@ class Isolation:
         """Descriptors that the command expects from number 5 on. The caller closes them."""
         return []
 
+    @abstractmethod
     def enter(self) -> None:
         """Restrict the new process. Called as the program's user, just before the command is executed."""
-        raise NotImplementedError
 
 
 class Unprotected(Isolation):
