@@ -8,6 +8,8 @@ import pytest
 from trl.experimental.sdpo import SDPOConfig
 
 from credit_trl import CreditConfig
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.privileged import PrivilegedContext
 
 
 @pytest.mark.parametrize(
@@ -174,3 +176,20 @@ def test_every_option_has_a_line_in_the_docstring():
 
 def test_luspo_takes_the_sequence_level_that_trl_asks_for(make_config):
     assert make_config(loss_type="luspo", importance_sampling_level="sequence").loss_type == "luspo"
+
+
+def test_paper_style_words_the_teachers_turn_as_the_appendix(make_config, tokenizer):
+    config = make_config(reprompt_style="paper")
+    builder = ContextBuilder(tokenizer, config)
+    text = tokenizer.decode(builder.encode("1+1=", PrivilegedContext("2", "Test 1: ok"), None))
+    solution = "\nCorrect solution:\n\n2\n\n"
+    assessment = "\nPrevious assessment:\n\nTest 1: ok\n\n"
+    assert text == f"1+1={solution}{assessment}\n\nNow solve this problem step by step.\n"
+
+
+def test_own_template_replaces_that_of_the_style(make_config):
+    own = "\nRead this: {feedback_raw}\n"
+    config = make_config(reprompt_style="paper", feedback_template=own)
+    assert config.feedback_template == own
+    assert "step by step" in config.reprompt_template
+    assert "unsuccessful" in make_config().feedback_template

@@ -138,8 +138,11 @@ class CreditConfig(GRPOConfig):
         max_reprompt_len (`int`, *optional*, defaults to `10240`):
             Maximum number of tokens of a teacher or contrast prompt. A longer one loses the middle of its feedback,
             then of its demonstration; the prompt and the generation prompt are never cut.
+        reprompt_style (`"sdpo"` or `"paper"`, *optional*, defaults to `"sdpo"`):
+            Wording of the teacher's user turn: that of SDPO's code, whose options and results the defaults follow, or
+            that of the paper's appendix ("Previous assessment: … Now solve this problem step by step.").
         reprompt_template, solution_template, feedback_template (`str`, *optional*):
-            Templates of the teacher's user turn; SDPO's wording by default. Placeholders:
+            Templates of the teacher's user turn; a template that is set replaces that of the style. Placeholders:
             `{prompt}{solution}{feedback}`, `{successful_previous_attempt}`, `{feedback_raw}`.
 
         > Errors of reward functions
@@ -256,6 +259,9 @@ class CreditConfig(GRPOConfig):
         default=None, metadata={"help": "Name of `teacher_context` in SDPO; None keeps `teacher_context`."}
     )
     max_reprompt_len: int = field(default=10240, metadata={"help": "Maximum tokens of a teacher or contrast prompt."})
+    reprompt_style: Literal["sdpo", "paper"] = field(
+        default="sdpo", metadata={"help": "Wording of the teacher's user turn: SDPO's code, or the paper's appendix."}
+    )
     reprompt_template: str = field(
         default="{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
         metadata={"help": "The teacher's user turn; needs {prompt}, {solution} and {feedback}."},
@@ -283,6 +289,7 @@ class CreditConfig(GRPOConfig):
     def __post_init__(self) -> None:
         # Own options first: TRL checks the machine, and its error would hide theirs.
         check_values(self)
+        self._settle_templates()
         self._settle_teacher_context()
         try:
             super().__post_init__()
@@ -306,6 +313,13 @@ class CreditConfig(GRPOConfig):
     def contrast_rule(self) -> ContrastRule:
         """Form and gate of the contrast."""
         return ContrastRule(self.contrastive_form, self.contrastive_gate)
+
+    def _settle_templates(self) -> None:
+        """Replace templates at their default by those of the style."""
+        if self.reprompt_style == "paper":
+            for name, template in _PAPER_TEMPLATES.items():
+                if getattr(self, name) == type(self).__dataclass_fields__[name].default:
+                    setattr(self, name, template)
 
     def _settle_teacher_context(self) -> None:
         if self.remove_thinking_from_demonstration is None:
@@ -339,6 +353,7 @@ _CHOICES = {
     "contrastive_baseline": ("mean_log", "log_mean"),
     "contrastive_auto_quantity": ("kl", "s"),
     "contrastive_swap": ("input", "hint", "self"),
+    "reprompt_style": ("sdpo", "paper"),
     "teacher_hint": ("own", "foreign"),
     "teacher_model_kind": ("ema", "live", "base"),
     "teacher_context": ("solution", "think", "think+solution"),
@@ -347,6 +362,12 @@ _CHOICES = {
 
 # JSON options of transformers that may also be file names.
 _JSON_OR_FILE = ("accelerator_config", "fsdp_config", "deepspeed")
+
+# Templates of the self-teacher contexts in the paper's appendix, where they differ from SDPO's.
+_PAPER_TEMPLATES = {
+    "reprompt_template": "{prompt}{solution}{feedback}\n\nNow solve this problem step by step.\n",
+    "feedback_template": "\nPrevious assessment:\n\n{feedback_raw}\n\n",
+}
 
 # Alarms that `credit_stop_on` may name.
 STOP_CAUSES = ("fidelity", "collapse", "length")
