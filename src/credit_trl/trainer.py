@@ -23,7 +23,7 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import ContrastSource
 from credit_trl.contexts.privileged import ignored_feedback
 from credit_trl.contexts.prompts import Render, chat_renderer
-from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
+from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, longest_sequence
 from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss, loss_dtype
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.loss.scoring import ScoringConfig
@@ -273,6 +273,8 @@ class CreditTrainer(ResumableTrainer):
         shares = context_metrics(contexts, self.args.contrasts, self._sum_over_processes)
         self._log_values(shares)
         self.alarms.check_contexts(shares)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.alarms.check_positions(longest_sequence(contexts, batch.completion_ids), positions)
         self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
         return contexts
 

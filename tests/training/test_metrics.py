@@ -267,3 +267,14 @@ def test_warnings_print_no_source_line():
     [one] = caught
     shown = warnings.formatwarning(one.message, one.category, one.filename, one.lineno)
     assert shown == "credit_trl:0: CreditWarning: Check the verifier.\n"
+
+
+def test_contexts_that_are_mostly_cut_warn_once(run):
+    _, warned = run(lambda completions, **_: [Verdict(0.0, "x" * 900) for _ in completions], max_reprompt_len=400)
+    assert len([w for w in warned if w.startswith("100% of the teacher's prompts")]) == 1
+
+
+@pytest.mark.parametrize(("positions", "count"), [(120, 1), (4096, 0)])
+def test_sequences_beyond_the_models_positions_warn_once(run, make_model, positions, count):
+    _, warned = run(model=make_model(max_position_embeddings=positions))
+    assert len([w for w in warned if f"`max_position_embeddings={positions}`" in w]) == count

@@ -77,6 +77,16 @@ class CompletionBatch:
         return ((self.mask.cumsum(-1) * self.mask).argmax(-1) + 1).tolist()
 
 
+def longest_sequence(contexts: Sequence[TokenContexts], completion_ids: Sequence[list[int]]) -> int:
+    """Tokens of the longest prompt of the teacher with its completion; 0 without a teacher."""
+    lengths = (
+        len(prompt) + len(completion)
+        for own, completion in zip(contexts, completion_ids, strict=True)
+        for prompt, _ in own.sequences()
+    )
+    return max(lengths, default=0)
+
+
 def context_masks(contexts: Sequence[TokenContexts], device: torch.device) -> dict[str, Bool[Tensor, " B"]]:
     """`teacher_mask` and `contrast_mask`: which samples have a teacher, and which have contrast prompts."""
     return {

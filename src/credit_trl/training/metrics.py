@@ -17,6 +17,8 @@ from credit_trl.loss.distillation import MicroBatchLoss
 NEARLY_UNIFORM = 0.9
 # Below this student probability of the support the loss ignores most of the student's distribution.
 LOW_SUPPORT_MASS = 0.5
+# Above this share of shortened contexts most samples lack part of their feedback.
+MANY_CUT = 0.5
 # Consecutive generation batches in which the rewards of every group are equal.
 FLAT_REWARD_BATCHES = 5
 # Mean difference between the log-probabilities of vLLM and of the model, in nats; bf16 kernels differ by about 0.01.
@@ -48,7 +50,7 @@ class Alarms:
             warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
     def check_contexts(self, share: dict[str, float]) -> None:
-        """Warn where no sample has a teacher, or none has a contrast prompt.
+        """Warn where no sample has a teacher, none has a contrast prompt, or most contexts are cut.
 
         Args:
             share: the result of `context_metrics`.
@@ -67,6 +69,28 @@ class Alarms:
                 "No sample of this generation batch has a contrast prompt, so λ is 0 for all of them. In evaluation "
                 "raise `per_device_eval_batch_size` or lower `num_generations_eval`; in training see "
                 "`contrastive_source`.",
+            )
+
+        if share["credit/frac_context_cut"] > MANY_CUT:
+            self.raise_once(
+                "contexts_cut",
+                f"{share['credit/frac_context_cut']:.0%} of the teacher's prompts of this generation batch exceed "
+                "`max_reprompt_len` and lost feedback or demonstration (`credit/frac_context_cut`). Increase it, or "
+                "return shorter feedback.",
+            )
+
+    def check_positions(self, longest: int, positions: int | None) -> None:
+        """Warn where a sequence of the teacher exceeds the positions that the model was trained with.
+
+        Args:
+            longest: tokens of the longest prompt and the longest completion together.
+            positions: `max_position_embeddings` of the model, or None.
+        """
+        if positions is not None and longest > positions:
+            self.raise_once(
+                "positions",
+                f"The teacher reads up to {longest} tokens, and the model has `max_position_embeddings={positions}`. "
+                "Lower `max_reprompt_len` or `max_completion_length`, or use a model with a longer context.",
             )
 
     def check_ignored_feedback(self, is_ignored: bool, missing_turns: Sequence[int]) -> None:
