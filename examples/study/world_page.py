@@ -23,6 +23,7 @@ from credit_trl.training.run_directory import write_atomically
 
 HERE = Path(__file__).parent
 MIN_FIDELITY, MIN_FORMAT = 0.95, 0.9  # of a run that is compared
+MIN_BASES = 3  # of an interval
 SDPO, CREDIT = "SDPO", "CREDIT λ=0.1"
 RATE, ACCURACY = "thought_unknown", "accuracy_unknown"
 LABELS = {
@@ -33,15 +34,17 @@ LABELS = {
 
 
 class Cell(NamedTuple):
-    """Mean over bases with its 95 % interval, NaN for one base."""
+    """Mean over bases with its 95 % interval, which is NaN for less than three."""
 
+    values: Sequence[float]
     mean: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        bounds = "" if math.isnan(self.low) else f" [{100 * self.low:.1f}, {100 * self.high:.1f}]"
-        return f"{100 * self.mean:.1f}{bounds}"
+        if math.isnan(self.low):
+            return ", ".join(f"{100 * value:.1f}" for value in self.values)
+        return f"{100 * self.mean:.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,9 @@ def page(world: World, note: str) -> str:
         f"Planted thought on unknown cues after {world.compared} steps, the last evaluation at which no run had "
         "collapsed: a dot per base, a diamond for the mean with its 95 % interval, a bar for predicted end points.",
         arms_table(world),
-        "Per cent, mean over bases with Student's 95 % interval. Predicted: σ(ℓ\\*), the range over bases. It is the "
-        "end point, and a far one is not reached in so few steps. *Collapsed*: less than 90 % of the responses in the "
-        f"format. The averaged teacher's fidelity was {fidelity(world)}.",
+        f"Per cent, mean over bases with Student's 95 % interval{few(world)}. Predicted: σ(ℓ\\*), the "
+        "range over bases. It is the end point, and a far one is not reached in so few steps. *Collapsed*: less than "
+        f"90 % of the responses in the format. The averaged teacher's fidelity was {fidelity(world)}.",
         differences_table(world),
         f"Differences in points after {world.compared} steps, paired by base.",
         criteria(world),
@@ -150,11 +153,12 @@ def introduction(world: World, note: str) -> str:
 
 def arms_table(world: World) -> str:
     last = world.steps[-1]
-    head = ["arm", "bases", "predicted", *(f"thought, unknown, step {step}" for step in world.steps)]
+    steps = list(dict.fromkeys((world.compared, last)))
+    head = ["arm", "bases", "predicted", *(f"thought, unknown, step {step}" for step in steps)]
     head += [f"known, {last}", f"hold-out, {last}", f"accuracy, unknown, {world.compared}", "collapsed"]
     lines = []
     for one in world.outcomes:
-        rates = [str(one.mean(step, RATE)) for step in world.steps]
+        rates = [str(one.mean(step, RATE)) for step in steps]
         rates += [str(one.mean(last, f"thought_{group}")) for group in ("known", "holdout")]
         collapsed = sum(row["format"] < MIN_FORMAT for row in one.rows[last].values())
         count = str(len(one.rows[last]))
@@ -238,10 +242,14 @@ def difference(one: Outcome, other: Outcome, step: int, name: str) -> Cell:
 def cell(values: Iterable[float]) -> Cell:
     numbers = list(values)
     mean = statistics.fmean(numbers)
-    if len(numbers) < 2:
-        return Cell(mean, math.nan, math.nan)
+    if len(numbers) < MIN_BASES:
+        return Cell(numbers, mean, math.nan, math.nan)
     half = float(stats.t.ppf(0.975, len(numbers) - 1) * stats.sem(numbers))
-    return Cell(mean, mean - half, mean + half)
+    return Cell(numbers, mean, mean - half, mean + half)
+
+
+def few(world: World) -> str:
+    return "" if len(world.seeds) >= MIN_BASES else f", or the values of less than {MIN_BASES} bases"
 
 
 def counted(results: Iterable[bool]) -> str:
@@ -282,7 +290,7 @@ def rates_figure(world: World, theme: Theme) -> bytes:
             left = min(min(found), 100 - width)
             axis.barh(position, width, left=left, height=0.75, color=theme.ink, alpha=0.3)
         axis.plot(rates, [position] * len(rates), "o", color=colour, alpha=0.5, ms=5, mew=0)
-        mean, low, high = cell(rates)
+        _, mean, low, high = cell(rates)
         if not math.isnan(low):
             axis.plot([max(low, 0), min(high, 100)], [position, position], color=colour, lw=2)
         axis.plot(mean, position, "D", color=colour, ms=6)

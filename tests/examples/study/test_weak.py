@@ -160,8 +160,9 @@ def test_the_page_pairs_bases_and_draws_the_rates(runs, study):
     page = study("world_page")
     world = page.world_of(module.read_rows(file), "weak")
     assert [(one.arm, sorted(one.rows[2])) for one in world.outcomes] == [("SDPO", [0, 1]), ("GRPO", [0, 1])]
-    assert "| SDPO | 2 | 100.0 | 25.0 [25.0, 25.0] |" in page.arms_table(world)
-    assert "| GRPO − SDPO | 2 | 0.0 [0.0, 0.0] |" in page.differences_table(world)
+    assert "| SDPO | 2 | 100.0 | 25.0, 25.0 |" in page.arms_table(world)
+    assert "| GRPO − SDPO | 2 | 0.0, 0.0 |" in page.differences_table(world)
+    assert str(page.cell([0.1, 0.2, 0.3])) == "20.0 [-4.8, 44.8]"
     assert page.rates_figure(world, page.THEMES[0]).startswith(b"\x89PNG")
 
 
