@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from credit_trl import cli
+from credit_trl import CreditConfig, cli
 from credit_trl.cli import training
 from credit_trl.cli.credit_plan import parse_run
 from tiny import SHARED_DATA, build_model, build_tokenizer
@@ -230,14 +230,17 @@ def test_a_recipe_runs_on_a_tiny_model(recipe, tiny_directory, tmp_path, monkeyp
     monkeypatch.chdir(ROOT)
     run = tmp_path / "run"
     line = [*SMALL, "--model_name_or_path", str(tiny_directory), "--output_dir", str(run), *data_of(recipe, tmp_path)]
-    training.main(*parsed(recipe, *line))
+    options = parsed(recipe, *line)
+    training.main(*options)
+    config = next(part for part in options if isinstance(part, CreditConfig))
+    per_batch = max(1, config.steps_per_generation * config.num_iterations // config.gradient_accumulation_steps)
     log = [json.loads(row) for row in (run / "log.jsonl").read_text().splitlines()]
     losses = [row for row in log if "loss" in row]
     assert [row["step"] for row in losses] == [1, 2]
     assert all("credit/s_mean" in row for row in losses)
     assert losses[0]["credit/frac_verifier_skipped"] == 0.0
     evaluations = [json.loads(row) for row in (run / "evaluations.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in evaluations] == [0, 1, 2]
+    assert [row["step"] for row in evaluations] == sorted({0, *range(per_batch, 3, per_batch), 2})
     assert (run / "checkpoint-2" / "credit_state.json").is_file()
     assert not (run / "unfinished").exists()
 
