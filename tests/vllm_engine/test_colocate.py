@@ -168,7 +168,7 @@ def test_importance_ratio_of_stale_engine_scales_distillation(make_trainer, mode
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     rows = [row for row in trainer.train_dataset.select(range(2)) for _ in range(4)]
-    with pytest.warns(UserWarning, match="vLLM and the model"):
+    with pytest.warns(UserWarning, match="under vLLM and under the model"):
         inputs = trainer._generate_and_score_completions(rows)
 
     prompts, completions, logps, _ = sampled[0]
