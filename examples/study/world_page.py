@@ -249,7 +249,8 @@ def cell(values: Iterable[float]) -> Cell:
 
 
 def few(world: World) -> str:
-    return "" if len(world.seeds) >= MIN_BASES else f", or the values of less than {MIN_BASES} bases"
+    fewest = min(len(one.rows[world.steps[-1]]) for one in world.outcomes)
+    return "" if fewest >= MIN_BASES else f", or the values of less than {MIN_BASES} bases"
 
 
 def counted(results: Iterable[bool]) -> str:
