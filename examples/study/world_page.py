@@ -29,7 +29,7 @@ RATE, ACCURACY = "thought_unknown", "accuracy_unknown"
 LABELS = {
     "temper-only λ=0.1": "temper-only, λ = 0.1",
     "CREDIT form=guide λ=0.2": "guide, λ = 0.2",
-    "hint-contrast λ=0.1": "hint swap, λ = 0.1",
+    "hint-contrast λ=0.1": "hint-contrast, λ = 0.1",
 }
 
 
