@@ -283,3 +283,11 @@ def test_two_micro_batches_give_the_step_of_one(make_model, make_config, tokeniz
 def test_underflow_debugging_does_not_see_bool_arguments(train):
     trainer = train(debug="underflow_overflow", max_steps=1)
     assert trainer.state.global_step == 1
+
+
+def test_model_card_links_the_paper(train, tmp_path):
+    trainer = train(max_steps=1, output_dir=str(tmp_path))
+    trainer.create_model_card(model_name="tiny")
+    card = (tmp_path / "README.md").read_text()
+    assert "https://huggingface.co/papers/2605.11613" in card
+    assert "shen2026credit" in card
