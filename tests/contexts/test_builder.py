@@ -1,4 +1,4 @@
-"""The teacher's and the contrasts' prompts: SDPO's wording, the student's tokens, and nothing that z can break."""
+"""Prompts of the teacher and the contrasts: SDPO's wording, the student's tokens, and control tokens inside z."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_prompt_without_a_user_turn_is_named(builder, render):
 
 
 def test_a_contrast_of_no_token_is_none(tokenizer, make_config, render):
-    """Plain text without its question, and feedback on turns only, give an empty contrast prompt."""
+    """A plain-text prompt under `contrastive_source="none"` with feedback on turns only has no contrast tokens."""
     builder = ContextBuilder(tokenizer, make_config())
     privileged = PrivilegedContext(turns={1: "The door is locked."})
     assert builder.encode("", privileged, render) == []

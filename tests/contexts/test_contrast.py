@@ -15,7 +15,7 @@ batches = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24)
 
 
 @given(keys=batches, count=st.integers(1, 9), seed=st.integers(0, 2**40), step=st.integers(0, 2**33))
-def test_a_draw_is_never_the_own_question_nor_a_duplicate_of_it(keys, count, seed, step):
+def test_a_draw_is_never_the_own_prompt_nor_its_duplicate(keys, count, seed, step):
     draws = draw_from_batch(keys, range(len(keys)), count, seed=seed, step=step)
     others = set(keys)
     for sample, draw in enumerate(draws):
@@ -25,7 +25,7 @@ def test_a_draw_is_never_the_own_question_nor_a_duplicate_of_it(keys, count, see
 
 
 @given(keys=batches, count=st.integers(1, 9), seed=st.integers(0, 99))
-def test_no_question_comes_twice_before_all_came_once(keys, count, seed):
+def test_draws_repeat_only_after_all_prompts(keys, count, seed):
     for sample, draw in enumerate(draw_from_batch(keys, range(len(keys)), count, seed=seed, step=0)):
         drawn = [keys[i] for i in draw]
         others = len(set(keys) - {keys[sample]})
@@ -41,7 +41,7 @@ def test_ranks_draw_what_one_process_draws(keys, split, count):
     assert [d for part in parts for d in draw_from_batch(keys, part, count, seed=3, step=5)] == whole
 
 
-def test_draws_are_uniform_over_the_other_questions():
+def test_draws_are_uniform_over_contrast_prompts():
     keys = [q for q in "abcdefgh" for _ in range(4)]
     counts: Counter[str] = Counter()
     for step in range(2000):
@@ -86,7 +86,7 @@ def test_dataset_draws_are_uniform_over_rows():
     assert chisquare(list(counts.values())).pvalue > 0.01
 
 
-def test_a_dataset_of_one_question_repeated_ends():
+def test_a_dataset_of_one_repeated_prompt_terminates():
     assert draw_from_dataset(["a"] * 50, ["a"], [0], 2, seed=0, step=0) == [[]]
 
 

@@ -1,4 +1,4 @@
-"""Sources of contrasts beside the paper's: the nearest questions, those of the same task, and no question at all."""
+"""Contrast sources beside the batch: nearest prompts, prompts of the same task, and no prompt."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_similarity_is_the_cosine_of_weighted_word_counts(texts):
 
 @given(texts, st.integers(1, 5), st.integers(0, 99))
 @settings(max_examples=50)
-def test_the_nearest_other_questions_are_drawn_the_nearest_first(texts, count, step):
+def test_nearest_prompts_are_drawn_in_order_of_similarity(texts, count, step):
     draws = draw_nearest(texts, texts, range(len(texts)), count, seed=0, step=step)
     distinct = list(dict.fromkeys(texts))
     similarity = text_similarity(distinct)
@@ -61,7 +61,7 @@ def test_the_nearest_other_questions_are_drawn_the_nearest_first(texts, count, s
     assert draws[-1:] == draw_nearest(texts, texts, [len(texts) - 1], count, seed=0, step=step)
 
 
-def test_chance_decides_between_questions_that_are_equally_near():
+def test_equally_near_prompts_are_drawn_at_random():
     texts = ["one", "two", "three", "four"]
     drawn = [draw_nearest(texts, texts, [0], 1, seed=0, step=step)[0][0] for step in range(60)]
     assert set(drawn) == {1, 2, 3}
@@ -80,7 +80,7 @@ def test_group_draws_stay_in_the_group_and_avoid_the_prompt(batch, count):
     assert draw_within_groups(keys, groups, [last], count, seed=3, step=1) == draws[-1:]
 
 
-def test_without_question_keeps_the_system_message():
+def test_source_none_keeps_the_system_message():
     assert without_question("What is 2+2?") == ""
     system = {"role": "system", "content": "Add."}
     dialogue = [system, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -105,7 +105,7 @@ def test_completed_prompt_is_not_its_own_contrast(make_config):
 
 @pytest.mark.parametrize("source", ["batch", "hard", "same_task"])
 def test_rollouts_of_one_row_do_not_contrast_each_other(make_config, source):
-    """An environment's `reset` may show each of them another room."""
+    """An environment's `reset` may give each of them another first observation."""
     prompts = [f"Find {name}. You are in room {room}." for name in ("a door", "a key") for room in range(4)]
     rows = [{"task": "rooms"}] * 8
     rollouts = GenerationBatch(rows, prompts, [[1]] * 8, [0.0] * 8, [None] * 8, first=0, group_size=4)
@@ -140,7 +140,7 @@ def row(question, answer, **columns):
     return {"prompt": [{"role": "user", "content": question}], "answer": answer, **columns}
 
 
-def test_without_a_question_one_problem_suffices_and_z_stays(contexts_of):
+def test_source_none_keeps_z_and_needs_one_prompt_only(contexts_of):
     options = {"use_successful_as_teacher": False, "contrastive_source": "none"}
     for teacher, contrast in contexts_of([row("What is <2+2>?", "4")], **options):
         assert "What is <2+2>?" in teacher
@@ -148,7 +148,7 @@ def test_without_a_question_one_problem_suffices_and_z_stays(contexts_of):
         assert "The answer is 4." in contrast
 
 
-def test_the_nearest_question_of_the_batch_is_the_contrast(contexts_of):
+def test_the_nearest_prompt_of_the_batch_is_the_contrast(contexts_of):
     rows = [
         row("sum of apples and pears", "1"),
         row("sum of apples and plums", "2"),
@@ -170,7 +170,7 @@ def test_contrasts_of_a_mixed_run_stay_within_the_task(contexts_of):
         assert {text[-2] for text in asked} == {rows[sample // 4]["task"]}
 
 
-def test_a_task_with_one_question_falls_back_to_no_contrast(contexts_of):
+def test_a_task_with_one_prompt_gets_no_contrast(contexts_of):
     rows = [row("alone", "1", task="p"), row("first", "1", task="q"), row("second", "1", task="q")]
     contexts = contexts_of(rows, contrastive_source="same_task")
     assert [len(context) for context in contexts] == [1] * 4 + [2] * 8

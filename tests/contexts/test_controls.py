@@ -1,4 +1,4 @@
-"""The two controls that experiments ask for: contrasting the hint instead of the input, and a foreign hint."""
+"""Controls: a contrast with another privileged context or the teacher's own, and a teacher with a foreign one."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def problems() -> Dataset:
     )
 
 
-def told(completions, answer, **kwargs) -> list[Verdict]:
-    """Feedback names the problem it is of; every rollout of problem 0 goes without."""
+def name_answers(completions, answer, **kwargs) -> list[Verdict]:
+    """Feedback that names the number of its problem; none for the rollouts of problem 0."""
     return [Verdict(0.0, None if a == "(0)" else f"Answer {a}.") for a in answer]
 
 
 @pytest.fixture
 def contexts_of(make_model, make_config, tokenizer, problems):
-    """The contexts of one generation batch as (problem, what the hint says) pairs, teacher first; None without one."""
+    """Builds one generation batch: a list of (problem, problem of z) pairs per sample, teacher first, or None."""
 
     def build(rows=range(4), **options):
         config = make_config(per_device_train_batch_size=16, max_reprompt_len=400, **options)
-        trainer = CreditTrainer(make_model(), told, config, problems, processing_class=tokenizer)
+        trainer = CreditTrainer(make_model(), name_answers, config, problems, processing_class=tokenizer)
         trainer.model.train()
         batch = [problems[i] for i in rows for _ in range(4)]
         seen = []
@@ -58,16 +58,16 @@ def test_swapped_context_keeps_x_and_exchanges_z(contexts_of):
             assert context is None
             continue
         assert context[0] == (problem, problem)
-        assert [question for question, _ in context[1:]] == [problem, problem]
-        assert {hint for _, hint in context[1:]} == {1, 2, 3} - {problem}
+        assert [x for x, _ in context[1:]] == [problem, problem]
+        assert {z for _, z in context[1:]} == {1, 2, 3} - {problem}
 
 
 def test_swapped_input_keeps_z_and_exchanges_x(contexts_of):
     for sample, context in enumerate(contexts_of(contrastive_count=3)):
         problem = sample // 4
         if problem > 0:
-            assert [hint for _, hint in context] == [problem] * 4
-            assert {question for question, _ in context[1:]} == {0, 1, 2, 3} - {problem}
+            assert [z for _, z in context] == [problem] * 4
+            assert {x for x, _ in context[1:]} == {0, 1, 2, 3} - {problem}
 
 
 def test_self_contrast_repeats_the_teachers_context(contexts_of):
@@ -81,7 +81,7 @@ def test_self_contrast_makes_the_baseline_the_teacher(make_model, make_config, t
     config = make_config(
         per_device_train_batch_size=16, contrastive_swap="self", contrastive_count=2, distillation_support=support
     )
-    trainer = CreditTrainer(make_model(), told, config, problems, processing_class=tokenizer)
+    trainer = CreditTrainer(make_model(), name_answers, config, problems, processing_class=tokenizer)
     trainer.model.train()
     scores = trainer._generate_and_score_completions([problems[i] for i in range(1, 5) for _ in range(4)])
     assert scores["teacher_token_logps"].abs().sum() > 0
@@ -99,7 +99,7 @@ def test_foreign_context_is_shared_by_the_contrasts(contexts_of):
 
 
 def test_foreign_contexts_and_contrasts_draw_independently(contexts_of):
-    """Or the contrast question would always be the one that the hint belongs to."""
+    """Otherwise the contrast prompt would always be the one whose privileged context the teacher reads."""
     contexts = contexts_of(rows=range(1, 5), teacher_hint="foreign", contrastive_count=1)
     same = [teacher[1] == contrast[0] for teacher, contrast in contexts]
     assert 0 < sum(same) < len(same)
@@ -107,9 +107,9 @@ def test_foreign_contexts_and_contrasts_draw_independently(contexts_of):
 
 def test_foreign_and_swapped_context_compare_two_foreign_ones(contexts_of):
     contexts = contexts_of(teacher_hint="foreign", contrastive_swap="hint")
-    for sample, ((asked, hint), (again, _)) in enumerate(contexts):
-        assert asked == again == sample // 4
-        assert hint != asked
+    for sample, ((teacher_x, teacher_z), (contrast_x, _)) in enumerate(contexts):
+        assert teacher_x == contrast_x == sample // 4
+        assert teacher_z != teacher_x
 
 
 def test_only_eligible_samples_are_drawn():
@@ -122,7 +122,7 @@ def test_only_eligible_samples_are_drawn():
 
 
 def test_swapped_context_over_budget_leaves_no_contrast(make_model, make_config, tokenizer, problems):
-    trainer = CreditTrainer(make_model(), told, make_config(), problems, processing_class=tokenizer)
+    trainer = CreditTrainer(make_model(), name_answers, make_config(), problems, processing_class=tokenizer)
     builder, render, prompt = trainer.context_builder, trainer._renderer(0), problems[1]["prompt"]
     short, long = PrivilegedContext(feedback="x"), PrivilegedContext(feedback="yyyyy")
     whole = builder.build_swapped(prompt, short, [short, long], render)

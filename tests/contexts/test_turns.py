@@ -1,4 +1,4 @@
-"""Feedback on single turns: read by the teacher where it belongs, by nobody else, and by no other position."""
+"""Feedback on single turns: its place in the teacher's context, its budget, and the loss that results."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def builder(tokenizer, make_config):
     return ContextBuilder(tokenizer, make_config())
 
 
-def said(builder, text):
-    """The message as it should read."""
+def feedback_turn(builder, text):
+    """The expected user turn with feedback, as text."""
     return DIALOGUE.format("user", builder.config.feedback_template.format(feedback_raw=text).strip())
 
 
 def conversation(tokenizer, turns, tools):
-    """Ids and mask of a completion as TRL lays it out: a turn, what a tool says, the next turn, …"""
+    """Ids and mask of a completion in TRL's layout: a turn, the tool's output, the next turn, …"""
     ids, mask = [], []
     for i, turn in enumerate(turns):
         own = tokenizer(turn + "<|im_end|>")["input_ids"]
@@ -66,7 +66,7 @@ def conversation(tokenizer, turns, tools):
 
 
 def sequence(context, columns, completion):
-    """The reference's sequence, by plain insertion from the last column to the first."""
+    """The teacher's sequence, built by insertion from the last column to the first."""
     whole = list(completion)
     for token, column in reversed(list(zip(context, columns, strict=True))):
         whole.insert(column, token)
@@ -100,7 +100,7 @@ def test_every_turn_is_preceded_by_its_feedback(builder, tokenizer, render, turn
         def tell(turn):
             if turn not in feedback:
                 return []
-            head, tail = said(builder, "\x02").split("\x02")
+            head, tail = feedback_turn(builder, "\x02").split("\x02")
             text = feedback[turn].encode("utf-8", "replace").decode()
             plain = tokenizer(text, split_special_tokens=True)["input_ids"]
             return tokenizer(head)["input_ids"] + plain + tokenizer(tail)["input_ids"]
@@ -117,7 +117,7 @@ def test_every_turn_is_preceded_by_its_feedback(builder, tokenizer, render, turn
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), packed=st.booleans())
 def test_states_equal_those_of_the_merged_sequence(make_model, data, packed):
-    """The dense reference: one pass over `sequence(…)`, and the state before each completion token's place in it."""
+    """Compared with one dense pass over `sequence(…)`: the state before each completion token."""
     model = make_model().eval()
     length = data.draw(st.integers(1, 9))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -158,7 +158,7 @@ def test_control_tokens_in_feedback_on_a_turn_are_plain_text(builder, tokenizer,
     built = builder.build(PROMPT, [], PrivilegedContext(turns={1: evil}), render)
     placed = place_turns(built, ids, turn_starts(mask), builder, TurnFormat.of(render))
     added = [i for i, c in zip(placed.teacher, placed.columns.teacher, strict=True) if c > 0]
-    assert tokenizer.decode(added) == said(builder, evil)
+    assert tokenizer.decode(added) == feedback_turn(builder, evil)
     starts = [i for i in added if i == tokenizer.convert_tokens_to_ids("<|im_start|>")]
     assert len(starts) == 1
 
@@ -172,7 +172,7 @@ def test_feedback_on_turns_keeps_its_budget(tokenizer, make_config, render, leng
     built = TokenContexts(tokenizer(DIALOGUE.format("user", "q") + OPEN)["input_ids"], privileged=privileged)
     placed = place_turns(built, ids, turn_starts(mask), builder, TurnFormat.of(render))
     assert len(placed.teacher) - len(built.teacher) <= budget
-    whole = sum(len(tokenizer(said(builder, "x" * length))["input_ids"]) for length in lengths)
+    whole = sum(len(tokenizer(feedback_turn(builder, "x" * length))["input_ids"]) for length in lengths)
     assert placed.cut or len(placed.teacher) - len(built.teacher) == whole
 
 
@@ -183,7 +183,7 @@ def test_a_turn_that_the_template_did_not_open_is_refused(builder, tokenizer, re
         place_turns(built, tokenizer("ab[tool]cd")["input_ids"], [0, 8], builder, form)
 
 
-def test_a_template_that_writes_the_conversation_anew_is_refused():
+def test_a_template_that_changes_earlier_turns_is_refused():
     def render(messages, add_generation_prompt=True):
         last = "final" if messages[-1]["role"] == "assistant" else "past"
         return "".join(f"[{m['role']} {m['content']} {last}]" for m in messages)
@@ -210,8 +210,8 @@ def test_templates_of_known_models_take_a_message_in_the_middle(tokenizer, templ
         )
 
     form = TurnFormat.of(render)
-    talk = [*PROMPT, {"role": "assistant", "content": "hm"}]
-    grown = render([*talk, {"role": "user", "content": "yes"}])
+    scripted = [*PROMPT, {"role": "assistant", "content": "hm"}]
+    grown = render([*scripted, {"role": "user", "content": "yes"}])
     assert grown.endswith(form.before + "yes" + form.after + form.generation_prompt)
     assert form.generation_prompt
 
@@ -246,12 +246,12 @@ def test_feedback_on_a_turn_is_text_by_number(turns):
 
 
 class Counter:
-    """Two tools; it says of each turn what the turn should have been."""
+    """An environment with one tool and feedback on each turn that calls it."""
 
     current_turn = 0
 
     def reset(self, answer=None, **kwargs):
-        self.answer, self.said = answer, {}
+        self.answer, self.turn_feedback = answer, {}
 
     def add(self, number: int) -> str:
         """Add a number.
@@ -259,16 +259,16 @@ class Counter:
         Args:
             number: what to add.
         """
-        self.said[self.current_turn] = f"Turn {self.current_turn} added {number}."
+        self.turn_feedback[self.current_turn] = f"Turn {self.current_turn} added {number}."
         return f"plus {number}"
 
     def get_reward(self):
-        return Verdict(0.0, f"It is {self.answer}.", turn_feedback=self.said)
+        return Verdict(0.0, f"It is {self.answer}.", turn_feedback=self.turn_feedback)
 
 
 @pytest.fixture
-def talk(make_model, make_config, tokenizer, dataset):
-    """A trainer whose model says what the test writes down: `script[sample]` is a list of turns."""
+def scripted(make_model, make_config, tokenizer, dataset):
+    """Builds a trainer whose model generates fixed turns: `script[sample]` is a list of turns."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = qwen3_chat_template
 
@@ -287,16 +287,16 @@ def talk(make_model, make_config, tokenizer, dataset):
             processing_class=tokenizer,
             environment_factory=factory,
         )
-        spoken = []
+        remaining = []
 
         def generate(prompt_ids, *args, **kwargs):
-            if not spoken:
-                spoken.extend([list(turns) for turns in script])
-                trainer.still = list(range(len(spoken)))
-            ids = [tokenizer(spoken[i].pop(0) + "<|im_end|>")["input_ids"] for i in trainer.still]
+            if not remaining:
+                remaining.extend([list(turns) for turns in script])
+                trainer.still = list(range(len(remaining)))
+            ids = [tokenizer(remaining[i].pop(0) + "<|im_end|>")["input_ids"] for i in trainer.still]
             trainer.still = [i for i in trainer.still if "arguments" in tokenizer.decode(ids[trainer.still.index(i)])]
             if not trainer.still:
-                spoken.clear()
+                remaining.clear()
             return ids, None
 
         monkey = CreditTrainer.__mro__[1]
@@ -324,8 +324,8 @@ def batch(trainer):
     return trainer._generate_and_score_completions(rows), seen[0]
 
 
-def test_turn_feedback_reaches_teacher_and_contrast(talk):
-    trainer = talk()
+def test_turn_feedback_reaches_teacher_and_contrast(scripted):
+    trainer = scripted()
     inputs, built = batch(trainer)
     decode = trainer.processing_class.decode
     teacher, contrast = (
@@ -350,12 +350,13 @@ def test_turn_feedback_reaches_teacher_and_contrast(talk):
     assert built[1].columns is None
 
 
-def test_tool_output_and_feedback_carry_no_loss(talk):
-    trainer = talk()
+def test_tool_output_and_feedback_carry_no_loss(scripted):
+    trainer = scripted()
     inputs, _ = batch(trainer)
     mask = loss_mask(inputs)
     assert (
-        trainer.processing_class.decode(inputs["completion_ids"][2][mask[2]]) == talk.call(4) + "<|im_end|>4<|im_end|>"
+        trainer.processing_class.decode(inputs["completion_ids"][2][mask[2]])
+        == scripted.call(4) + "<|im_end|>4<|im_end|>"
     )
     scored = inputs["teacher_entropy"] != 0
     assert torch.equal(scored, mask)
@@ -366,8 +367,8 @@ def test_tool_output_and_feedback_carry_no_loss(talk):
 
 
 @pytest.mark.parametrize("support", ["teacher_topk", "full"])
-def test_loss_and_gradient_equal_naive_passes(talk, support):
-    trainer = talk(distillation_support=support, distillation_topk=20, contrastive_coef=0.4, loss_type="bnpo")
+def test_loss_and_gradient_equal_naive_passes(scripted, support):
+    trainer = scripted(distillation_support=support, distillation_topk=20, contrastive_coef=0.4, loss_type="bnpo")
     with torch.no_grad():
         for p in trainer.teacher.model.parameters():
             p += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
@@ -412,7 +413,7 @@ def with_tail(logps, ids):
 
 
 @pytest.mark.parametrize("support", ["teacher_topk", "full"])
-def test_without_turn_feedback_nothing_changes(talk, support):
+def test_without_turn_feedback_nothing_changes(scripted, support):
     class Silent(Counter):
         def get_reward(self):
             return Verdict(0.0, f"It is {self.answer}.")
@@ -423,7 +424,7 @@ def test_without_turn_feedback_nothing_changes(talk, support):
 
     results = []
     for factory in (Silent, Nothing):
-        trainer = talk(factory=factory, distillation_support=support)
+        trainer = scripted(factory=factory, distillation_support=support)
         inputs, built = batch(trainer)
         assert all(c.columns is None for c in built)
         assert "context_columns" not in inputs
@@ -434,34 +435,34 @@ def test_without_turn_feedback_nothing_changes(talk, support):
     assert all(torch.equal(one[name].nan_to_num(), other[name].nan_to_num()) for name in tensors)
 
 
-def test_feedback_on_a_missing_turn_is_reported(talk):
+def test_feedback_on_a_missing_turn_is_reported(scripted):
     class Confused(Counter):
         def get_reward(self):
             return Verdict(0.0, turn_feedback={9: "who?"})
 
-    trainer = talk(factory=Confused)
+    trainer = scripted(factory=Confused)
     with pytest.warns(CreditWarning, match="feedback on turn 9"):
         _, built = batch(trainer)
     assert all(c.teacher is None for c in built)  # no feedback, no teacher
 
 
-def test_feedback_that_is_switched_off_is_off_for_turns_too(talk):
+def test_feedback_that_is_switched_off_is_off_for_turns_too(scripted):
     class Right(Counter):
         def get_reward(self):
-            return Verdict(1.0, turn_feedback=self.said)
+            return Verdict(1.0, turn_feedback=self.turn_feedback)
 
-    _, built = batch(talk(factory=Right, include_environment_feedback=False))
+    _, built = batch(scripted(factory=Right, include_environment_feedback=False))
     assert not any(c.privileged.turns for c in built)
-    _, built = batch(talk(factory=Right, environment_feedback_only_without_solution=True))
+    _, built = batch(scripted(factory=Right, environment_feedback_only_without_solution=True))
     assert all(c.privileged.demonstration for c in built)
     assert not any(c.privileged.turns for c in built)
 
 
-def test_a_hint_swap_refuses_words_on_turns(talk):
+def test_context_swap_refuses_feedback_on_turns(scripted):
     with pytest.raises(ValueError, match="contrastive_swap='input'"):
-        batch(talk(contrastive_swap="hint"))
+        batch(scripted(contrastive_swap="hint"))
 
 
-def test_evidence_survives_json():
+def test_privileged_context_survives_json():
     privileged = PrivilegedContext("d", None, {2: "x"})
     assert PrivilegedContext(**json.loads(json.dumps(vars(privileged)))) == privileged

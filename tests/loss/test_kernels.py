@@ -1,4 +1,4 @@
-"""The fast objective against a dense one that forms every logit, in fp64 and by autograd."""
+"""Scores, loss and gradients against a dense reference with all logits, in fp64 and by autograd."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_importance_ratio_uses_true_logps():
 
 @pytest.mark.parametrize(("support", "tail", "alpha"), [case for case in SUPPORTS if case[0] != "sampled"])
 def test_gradients_of_fp64_inputs_are_finite_differences(support, tail, alpha):
-    """The sampled support has a detached factor that a difference would see: the dense reference covers it."""
+    """The sampled support belongs to the dense test: finite differences include its detached factor."""
     case = make_case(n=4, v=13, h=3, contrasts=2, bias=True, softcap=3.0, dtype=torch.float64, scale=0.7)
     loss = ours(case, support, tail, alpha, 5, chunk_size=3).loss
     loss.backward()
@@ -119,7 +119,7 @@ def test_gradients_of_fp64_inputs_are_finite_differences(support, tail, alpha):
 
 
 def test_small_tail_keeps_its_digits():
-    """Forward KL divides by the student's tail; 1 − Σp in fp32 leaves it one digit here, or none."""
+    """Forward KL divides by the student's tail, of which 1 − Σp in fp32 has at most one correct digit here."""
     case = make_case(n=40, v=60, h=8, seed=8)
     case.hidden.data *= 5.0
     case.teacher *= 2.0
@@ -265,7 +265,7 @@ def test_a_tied_head_gets_the_gradient_of_both_its_uses():
 
 
 class Allocations(TorchDispatchMode):
-    """Sizes of the storages that operations make, and the largest operand of each matrix product."""
+    """Records sizes of allocated storages, and the largest operand of each matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ def test_mismatched_arguments_are_refused_by_name():
 
 @pytest.fixture
 def mesh():
-    """A mesh of this process alone."""
+    """A device mesh of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ from credit_trl.teacher.passes import PassConfig, _Sequence, check_packing, pass
 from tiny import context_ids
 
 
-class Watched(Teacher):
+class CountingTeacher(Teacher):
     """A live teacher that counts the passes and their tokens."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -39,7 +39,7 @@ class Watched(Teacher):
 
 @pytest.fixture
 def batch():
-    """Completions of several lengths, one with a tool's tokens inside, prompts of many lengths, one sample alone."""
+    """Completions of several lengths, one with tool tokens, with prompts of many lengths; sample 3 has no teacher."""
     generator = torch.Generator().manual_seed(0)
     lengths = [9, 4, 12, 7, 12]
     ids = torch.randint(3, 250, (5, 12), generator=generator)
@@ -56,7 +56,7 @@ def batch():
 
 
 def naive_scores(model, batch, tail):
-    """One forward pass a context, no padding, and the kernels on its hidden states."""
+    """Scores from one unpadded forward pass per context."""
     contexts, completions = batch
     ids, mask, loss_mask = completions.ids, completions.mask, completions.loss_mask
     head, scores = lm_head(model, 0.8), {}
@@ -86,7 +86,7 @@ def test_scores_do_not_depend_on_how_sequences_are_batched(make_model, batch, ta
     contexts, completions = batch
     loss_mask = completions.loss_mask
     config = ScoringConfig(SupportConfig("teacher_topk", 6, tail), 0.8, passes=PassConfig(batch_tokens, packed))
-    scores = score_completions(Watched(model), contexts, completions, config)
+    scores = score_completions(CountingTeacher(model), contexts, completions, config)
     expected = naive_scores(model, batch, tail)
     for sample in range(len(contexts)):
         for name, values in scores.items():
@@ -104,7 +104,7 @@ def test_states_of_in_step_supports_are_row_major(make_model, batch, packed):
     ids, loss_mask = completions.ids, completions.loss_mask
     loss_mask[3] = False  # no teacher
     config = ScoringConfig(SupportConfig("full"), passes=PassConfig(50, packed))
-    states = gather_states(Watched(model), contexts, completions, config)
+    states = gather_states(CountingTeacher(model), contexts, completions, config)
     assert states.contrast_hidden.shape[:2] == (2, int(loss_mask.sum()))
     assert not states.head.weight.requires_grad
     everything = torch.cat([states.hidden[None], states.contrast_hidden])
@@ -122,7 +122,7 @@ def test_every_prompt_is_read_once_within_the_budget(make_model, batch):
     contexts, completions = batch
     real = sum(len(p) + int(completions.mask[i].sum()) for i, c in enumerate(contexts) for p in context_ids(c) or ())
     for packed in (False, True):
-        teacher = Watched(make_model().eval())
+        teacher = CountingTeacher(make_model().eval())
         config = ScoringConfig(SupportConfig("full"), passes=PassConfig(80, packed))
         gather_states(teacher, contexts, completions, config)
         assert all(size <= 80 for size, _ in teacher.tokens)

@@ -28,12 +28,12 @@ ADAPTERS = {
 
 
 def cells(families=MATRIX):
-    """The first family in the fast tests."""
+    """Cells of the matrix; the fast tests run the first family only."""
     return [pytest.param(f, marks=() if f == "Qwen3" else pytest.mark.slow) for f in families]
 
 
 def assert_distilled(trainer: CreditTrainer) -> None:
-    """Every sample had a teacher and a contrast, the loss is a number, and no weight has become none."""
+    """Check that every sample had a teacher and a contrast, and that loss and weights are finite."""
     logged = trainer.state.log_history[0]
     assert logged["credit/frac_without_teacher"] == 0.0
     assert abs(logged["credit/s_mean"]) > 0.0
@@ -105,7 +105,7 @@ def test_recomputed_activations_give_the_same_weights(
 
 @pytest.fixture
 def four_bits(make_family, make_config, tokenizer, dataset, tmp_path, monkeypatch):
-    """family → a trainer of an adapter on a base of four bits."""
+    """Builds a trainer of an adapter on a four-bit base of the given family."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: `make test-slow` installs it")
 
     def make(family):
@@ -141,7 +141,7 @@ def test_an_adapter_trains_on_a_base_of_four_bits(four_bits, family):
 
 
 def test_four_bit_base_without_gradients_is_warned_about(four_bits, monkeypatch):
-    """What bitsandbytes does on such CPUs where it is let: nothing else says that the adapter's gradients are zero."""
+    """bitsandbytes computes zero gradients on CPUs without its kernel and raises no error."""
     monkeypatch.setattr("credit_trl.trainer.keep_quantized_differentiable", lambda model: None)
     trainer = four_bits("Qwen3")
     if not any(getattr(module, "support_avx512bf16_for_cpu", False) for module in trainer.model.modules()):

@@ -61,17 +61,17 @@ PATHS = [
 examples = settings(max_examples=15, derandomize=True, deadline=None)
 
 
-class InTriton(Case):
-    """The same problem with its heads in Triton."""
+class TritonCase(Case):
+    """A test problem whose LM heads use the Triton kernels."""
 
     def head(self, weight: Tensor, bias: Tensor | None) -> LMHead:
         return replace(super().head(weight, bias), kernels="triton")
 
 
-def both(**options) -> tuple[Case, InTriton]:
-    """One problem twice, on the device, with leaves of their own."""
+def both(**options) -> tuple[Case, TritonCase]:
+    """One problem on the device for each path, with separate leaf tensors."""
     cases = []
-    for kind in (Case, InTriton):
+    for kind in (Case, TritonCase):
         case = make_case(**options)
         values = {f.name: getattr(case, f.name) for f in fields(Case)}
         for name, value in values.items():
@@ -82,7 +82,7 @@ def both(**options) -> tuple[Case, InTriton]:
 
 
 def on_cpu(case: Case, grads: bool = True) -> Case:
-    """The same values, and the leaves' gradients."""
+    """Copy of a problem on the CPU, with the gradients of its leaf tensors."""
     values = {f.name: getattr(case, f.name) for f in fields(Case)}
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -102,7 +102,7 @@ def head_loss(case: Case, token_ids: Tensor, scores: Scores) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
-    """The kernels' module, with programs that take few columns, so that small rows have several blocks."""
+    """The kernels' module with small blocks, so that small rows have several blocks."""
     if not INSTALLED:
         return None
     from credit_trl.loss import triton_rows
@@ -113,7 +113,7 @@ def rows(monkeypatch):
 
 @pytest.fixture
 def bf16_products(monkeypatch):
-    """On a CPU, what CUDA has: products of bf16 tensors that are summed and written in fp32."""
+    """Emulate CUDA's products of bf16 tensors with fp32 sums and results on a CPU."""
     if DEVICE == "cuda":
         yield
         return
@@ -367,17 +367,17 @@ def test_gradient_kernel_writes_each_entry_once(softcap, dtype, n, v, seed):
     assert (grads is logits) == (dtype == torch.float32)
     assert dtype == torch.float32 or torch.equal(logits, before)
     expected = (p * slope * factor.double()[:, None]).nan_to_num()
-    # A GPU rounds to bf16, the interpreter cuts off.
+    # A GPU rounds to bf16, the interpreter truncates.
     rounding = 1e-5 if dtype == torch.float32 else 2**-8 if DEVICE == "cuda" else 2**-7
     assert_close(grads.double(), expected, rtol=rounding, atol=1e-7)
 
 
-# Products, which both paths have; what touches single columns; what allocates, or changes a tensor's description.
+# Not counted: matrix products, which both paths have, access to single columns, allocations and views.
 _NOT_A_PASS = re.compile(r"aten::(addmm|mm|index|index_put_|gather|scatter_|(new_)?empty(_like)?|set_)$")
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that elementwise operations and reductions read and write of tensors of so many elements."""
+    """Counts bytes that elementwise operations and reductions read and write in tensors with `elements` elements."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ class Traffic(TorchDispatchMode):
 
 
 def traffic(options: dict, kernels_: str = "torch") -> float:
-    """Bytes a token and entry of the vocabulary, of the student's step with a gradient for bf16 products."""
+    """Bytes per token and vocabulary entry of the student's forward and backward with bf16 products."""
     n, v = 4, 64  # a power of two is one chunk
     case = make_case(n=n, v=v, h=3, dtype=torch.bfloat16, **options)
     states = TeacherStates(case.teacher, case.contrasts, case.head(case.reference_weight, None))
@@ -415,12 +415,12 @@ def traffic(options: dict, kernels_: str = "torch") -> float:
     return counted.bytes / (n * v)
 
 
-counted = pytest.mark.skipif(DEVICE == "cuda", reason="counts operations where a GPU's products are emulated")
+counted = pytest.mark.skipif(DEVICE == "cuda", reason="counts operations only where a GPU's products are emulated")
 PLACES = {"plain": {}, "temperature": {"temperature": 0.7}, "bias": {"bias": True}, "soft-cap": {"softcap": 3.0}}
 
 
 def documented(row: str) -> list[int]:
-    """The bytes that docs/performance.md has in this row of its table: torch's and Triton's."""
+    """Bytes of torch and of Triton in this row of the table in docs/performance.md."""
     text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text("utf-8")
     [figures] = re.findall(rf"^\| {row}[^|]*\| (\d+) V \| (\d+) V \|$", text, re.MULTILINE)
     return [int(figure) for figure in figures]
@@ -443,9 +443,9 @@ def test_contrast_moves_the_documented_bytes():
 @kernels
 @counted
 @pytest.mark.parametrize("place", PLACES)
-def test_in_triton_torch_moves_no_row_but_through_products(place, bf16_products):
-    """A bias's own gradient aside: a sum over tokens of what the kernel wrote in bf16. The rest of what is documented
-    the kernels move, as they are compiled (below)."""
+def test_torch_moves_no_row_beside_the_triton_kernels(place, bf16_products):
+    """Except for the gradient of a bias, a sum over tokens of the kernel's bf16 output. The test of the compiled
+    kernels below counts the rest of the documented bytes."""
     by_torch = 2 if place == "bias" else 0
     by_kernels = (4 if place == "plain" else 4 + 4) + (4 + 2)
     assert traffic(PLACES[place], "triton") == by_torch
@@ -461,7 +461,7 @@ from credit_trl.loss import triton_rows
 
 def moved(kernel, pointers, numbers, constants):
     signature = {name: "constexpr" for name in kernel.arg_names} | pointers | numbers
-    # What a launch finds of a vocabulary that 16 divides.
+    # A launch specializes on a vocabulary size that 16 divides.
     aligned = [*pointers, *(name for name, kind in numbers.items() if kind == "i32")]
     source = ASTSource(
         kernel,
@@ -471,7 +471,7 @@ def moved(kernel, pointers, numbers, constants):
     )
     compiled = triton.compile(source, GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": triton_rows._WARPS})
     assert compiled.asm["cubin"]
-    assert "bf16" not in pointers.get("grads", "") or "cvt.rn.bf16" in compiled.asm["ptx"]  # rounded, not cut off
+    assert "bf16" not in pointers.get("grads", "") or "cvt.rn.bf16" in compiled.asm["ptx"]  # rounded, not truncated
     found = {"ld": 0, "st": 0}
     for kind, several, bits in re.findall(r"(ld|st)\.global(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"]):
         found[kind] += int(several or 1) * int(bits) // 8
@@ -498,7 +498,7 @@ print(json.dumps({"per_thread": triton_rows.BLOCK // (32 * triton_rows._WARPS), 
 @pytest.mark.skipif(not INSTALLED, reason="needs the package triton: `make test-slow` has an environment for it")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_path):
-    """Compiling for a GPU needs none: machine code that moves what docs/performance.md counts, and no more."""
+    """Triton compiles for a GPU without one; the PTX moves the bytes that docs/performance.md counts."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", _COMPILE, str(capability)]
