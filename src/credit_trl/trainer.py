@@ -27,7 +27,7 @@ from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, longest_s
 from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss, loss_dtype
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.loss.scoring import ScoringConfig
-from credit_trl.loss.student import LossConfig
+from credit_trl.loss.terms import LossConfig
 from credit_trl.loss.weights import Reduction, token_weights
 from credit_trl.rollout.batch import (
     GenerationBatch,

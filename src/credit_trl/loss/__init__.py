@@ -21,7 +21,8 @@ of the device (CUDA) or on a fixed number of bytes (CPU), unless given.
 
 from credit_trl.loss.head import Kernels, LMHead
 from credit_trl.loss.scores import Scores, Support, SupportConfig, Tail, TeacherStates, score_tokens
-from credit_trl.loss.student import CreditLoss, LossConfig, LossTokens, credit_loss
+from credit_trl.loss.student import credit_loss
+from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 
 __all__ = [
     "CreditLoss",

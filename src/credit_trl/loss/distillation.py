@@ -15,7 +15,8 @@ from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, context_m
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.scores import Scores, TeacherStates
 from credit_trl.loss.scoring import ScoringConfig, gather_states, score_completions, stored_scores
-from credit_trl.loss.student import CreditLoss, LossConfig, LossTokens, credit_loss
+from credit_trl.loss.student import credit_loss
+from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 from credit_trl.teacher.causal_lm import completion_states
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import run_in_wrapped_forward

@@ -1,0 +1,105 @@
+"""Values that travel with the loss: its configuration, the tokens that carry it, and its terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from credit_trl.loss.scores import SupportConfig
+from credit_trl.objective import ContrastRule
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """How the loss of a token is formed.
+
+    Args:
+        support: tokens that carry the loss.
+        rule: form and gate of the contrast; the default is the paper's `a = f − λ Ĝ` at every position.
+        alpha: see `objective.distillation_loss`; `"sampled"` takes 1 only, its loss is `−sg[R_t] log π_θ(y_t)`.
+        is_clip: upper bound on the detached ratio `exp(log π_θ − old)` that multiplies the loss of a token; None for
+            no ratio.
+        chunk_size: tokens per logits chunk; None picks from free memory.
+
+    Raises:
+        ValueError: alpha is outside [0, 1], or not 1 for `"sampled"`.
+    """
+
+    support: SupportConfig = field(default_factory=SupportConfig)
+    rule: ContrastRule = field(default_factory=ContrastRule)
+    alpha: float = 1.0
+    is_clip: float | None = None
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.alpha <= 1.0 or (self.support.kind == "sampled" and self.alpha != 1.0):
+            raise ValueError(
+                f"alpha must lie in [0, 1], and be 1 for support 'sampled'; got {self.alpha} for "
+                f"{self.support.kind!r}."
+            )
+
+    def ratio(self, token_logps: Float[Tensor, " n"], old_logps: Float[Tensor, " n"] | None) -> Float[Tensor, " n"]:
+        """Clipped importance ratio of the sampled tokens; ones where there is none."""
+        if old_logps is None or self.is_clip is None:
+            return torch.ones_like(token_logps)
+        return (token_logps - old_logps).clamp(-20.0, 20.0).exp().clamp(max=self.is_clip)
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """N sampled tokens that carry loss.
+
+    Args:
+        ids: (N,), the sampled tokens.
+        weights: (N,), weight of each token's loss, without gradient; a token of weight 0 contributes nothing, whatever
+            its scores.
+        contrastive_coef: (N,), λ; 0 where the sample has no contrast.
+        old_logps: (N,), log-probabilities of the sampled tokens at rollout time; None when on-policy.
+    """
+
+    ids: Int[Tensor, " N"]
+    weights: Float[Tensor, " N"]
+    contrastive_coef: Float[Tensor, " N"]
+    old_logps: Float[Tensor, " N"] | None = None
+
+
+@dataclass
+class CreditLoss:
+    """The loss and per-token values for logging; all but `loss` are detached.
+
+    With `"renormalize"` some values are conditional on the support, see `credit_trl.loss`.
+
+    Args:
+        loss: scalar, `Σ_n weight_n · ratio_n · ℓ_n`, differentiable once.
+        token_loss: (N,), ℓ_n in nats, without weight and ratio.
+        token_logps: (N,), log π_θ of the sampled token.
+        entropy: (N,), entropy of the student, nats.
+        kl_to_target: (N,), `KL(p ‖ softmax(a))` over the buckets, nats; for `"sampled"` its one-sample estimate −R_t.
+        kl_to_teacher: (N,), `KL(softmax(a) ‖ f)` over the buckets, nats; 0 for `"sampled"`.
+        student_mass: (N,), probability of the support under the student; NaN where its normaliser is not computed.
+        teacher_mass: (N,), the same under the teacher.
+        teacher_token_logps: (N,), f at the sampled token.
+        generic_token_logps: (N,), Ĝ at the sampled token.
+        teacher_entropy: (N,), entropy of the teacher, nats.
+        contrastive_coef: (N,), λ as applied: 0 where there is no contrast or the gate is closed.
+        advantages: (N,), R_t at the sampled token.
+        ratio: (N,), importance ratio; ones where there is none.
+    """
+
+    loss: Float[Tensor, ""]
+    token_loss: Float[Tensor, " N"]
+    token_logps: Float[Tensor, " N"]
+    entropy: Float[Tensor, " N"]
+    kl_to_target: Float[Tensor, " N"]
+    kl_to_teacher: Float[Tensor, " N"]
+    student_mass: Float[Tensor, " N"]
+    teacher_mass: Float[Tensor, " N"]
+    teacher_token_logps: Float[Tensor, " N"]
+    generic_token_logps: Float[Tensor, " N"]
+    teacher_entropy: Float[Tensor, " N"]
+    contrastive_coef: Float[Tensor, " N"]
+    advantages: Float[Tensor, " N"]
+    ratio: Float[Tensor, " N"] | None = None
