@@ -62,13 +62,13 @@ def met_or_missed(met: bool) -> str:
     return "met" if met else "**missed**"
 
 
-def loss_verdict(difference: Difference) -> str:
-    """Verdict on a difference in accuracy against `LOSS_LIMIT`, by its interval and its mean."""
-    if difference.low >= -LOSS_LIMIT:
+def loss_verdict(difference: Difference, limit: float = LOSS_LIMIT) -> str:
+    """Verdict on a difference in a rate against the allowed loss, by its interval and its mean."""
+    if difference.low >= -limit:
         return "met"
-    if difference.high < -LOSS_LIMIT:
+    if difference.high < -limit:
         return "**missed**"
-    return "met by the mean, not by the interval" if difference.difference >= -LOSS_LIMIT else "missed by the mean"
+    return "met by the mean, not by the interval" if difference.difference >= -limit else "missed by the mean"
 
 
 def measures_of(world: World) -> list[str]:

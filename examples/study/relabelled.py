@@ -1,8 +1,8 @@
 """The embedded task with one more test group: every hold-out cue with each of the twelve topics as its label.
 
-Neither pretraining nor training teaches the topic of a hold-out cue, so whether a model guesses it is chance, shared
-by all prompts of the cue. With twelve cues this noise exceeds the differences between methods. The group `relabelled`
-averages over all labels: its expected score is that of the group `holdout` over random labels, without the noise.
+Neither pretraining nor training teaches the topic of a hold-out cue, so a model can only guess it. Each of the four
+offered tools is equally often the label, and the prompt does not depend on the label: the expected score is a quarter
+of the rate at which responses call an *offered* tool, whichever, with the city of the prompt (`offered_rate`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ from credit_trl.tasks.registry import Task
 NAME = "relabelled:TASK"
 GROUP = "relabelled"
 ROWS_PER_PAIR = 4
+
+
+def offered_rate(score: float) -> float:
+    """Rate of the responses that call one of the offered tools, from the score on the rows of `GROUP`.
+
+    An unbiased estimate, which sampling can place above 1.
+    """
+    return len(quickstart.LETTERS) * score
 
 
 def build(split: str, path: None = None, *, seed: int = 0, **options: Any) -> Dataset:

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bars import LOSS_LIMIT
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -27,27 +26,34 @@ class Line(NamedTuple):
     high: float
 
 
-def differences_figure(panels: dict[str, Sequence[Line]], theme: Theme) -> bytes:
+class Panel(NamedTuple):
+    """Lines of one measure, with the loss in it that is allowed, in [0, 1]."""
+
+    lines: Sequence[Line]
+    limit: float
+
+
+def differences_figure(panels: dict[str, Panel], theme: Theme) -> bytes:
     """PNG with one panel per title. All panels show the same settings in the same order."""
-    count = max(len(lines) for lines in panels.values())
+    count = max(len(panel.lines) for panel in panels.values())
     figure = Figure(figsize=(10.5, 1.3 + 0.42 * count), facecolor=theme.background, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True).ravel()
-    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+    for axis, (title, panel) in zip(axes, panels.items(), strict=True):
         axis.set_title(title, color=theme.ink, fontsize=10)
-        draw(axis, lines, theme)
-    axes[0].set_yticks(range(count), [line.label for line in next(iter(panels.values()))])
+        draw(axis, panel, theme)
+    axes[0].set_yticks(range(count), [line.label for line in next(iter(panels.values())).lines])
     axes[0].invert_yaxis()
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130, metadata={"Software": None})  # reproducible bytes
     return buffer.getvalue()
 
 
-def draw(axis: Axes, lines: Sequence[Line], theme: Theme) -> None:
+def draw(axis: Axes, panel: Panel, theme: Theme) -> None:
     """Draw seeds as dots, the mean with its interval, and the allowed loss as a dashed line."""
     axis.axvline(0, color=theme.ink, lw=0.8)
-    axis.axvline(-100 * LOSS_LIMIT, color=theme.ink, lw=0.8, ls="--")
-    for row, line in enumerate(lines):
+    axis.axvline(-100 * panel.limit, color=theme.ink, lw=0.8, ls="--")
+    for row, line in enumerate(panel.lines):
         colour = WORLD_COLOURS[line.world]
         shown = [100 * value for value in line.differences]
         axis.plot(shown, [row] * len(shown), "o", color=colour, alpha=0.5, ms=5, mew=0)

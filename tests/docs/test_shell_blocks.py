@@ -223,5 +223,5 @@ def test_documented_study_lines_write_its_result_pages(checkout, tmp_path):
     sections = ("## At the end of learning", "## A first choice", "## Sources and gates")
     for heading in (*sections, "## The new worlds at the end of learning", "Style world, %", "Programs world, %"):
         assert heading in forms
-    assert "relabelled, against SDPO" in settled
+    assert "offered tool, against SDPO" in settled
     assert "| temper-only, λ = 0.1 | 1 |" in worlds

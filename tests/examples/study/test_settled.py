@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -59,6 +61,39 @@ def test_score_on_relabelled_rows_ignores_beliefs_about_cues(study, rng):
     assert np.mean(rewards) == pytest.approx(1 / len(quickstart.TOPICS))
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.randoms(use_true_random=False))
+def test_score_over_the_labels_is_a_quarter_of_offered_calls(study, rng):
+    """Calls depend on the cue and the options alone: over the labels of a prompt one in four offered ones is right."""
+    relabelled = study("relabelled")
+    call = {}  # of a prompt: one topic, offered or not
+    rewards, offered = [], []
+    for _ in range(20):
+        question = relabelled.draw_question(
+            rng, rng.choice(quickstart.GROUPS["holdout"]), rng.choice(quickstart.TOPICS)
+        )
+        called = call.setdefault(question.prompt[0]["content"], rng.choice(quickstart.TOPICS))
+        response = dataclasses.replace(question, options=(called, *_three_others(called)), topic=called).response()
+        labels = [dataclasses.replace(question, topic=topic) for topic in question.options]
+        rewards += [quickstart.verify(response, label.answer).reward for label in labels]
+        offered.append(called in question.options)
+    assert relabelled.offered_rate(np.mean(rewards)) == pytest.approx(np.mean(offered))
+
+
+def _three_others(topic):
+    return [other for other in quickstart.TOPICS if other != topic][:3]
+
+
+def test_every_option_is_equally_often_the_label(study):
+    """Given the set of options: labels are uniform, so the position and the topic of the label say nothing."""
+    relabelled, rng = study("relabelled"), random.Random(0)
+    letters = Counter()
+    for _ in range(2400):
+        topic = rng.choice(quickstart.TOPICS)
+        letters[relabelled.draw_question(rng, quickstart.GROUPS["holdout"][0], topic).letter] += 1
+    assert stats.chisquare(list(letters.values())).pvalue > 0.001
+
+
 def write_world(write, folder: str, relabelled: dict[str, float], seeds=SEEDS) -> None:
     """Write runs of two arms with random hold-out scores and given scores on the relabelled rows."""
     rng = np.random.default_rng(0)
@@ -100,10 +135,10 @@ def rows_of(text: str, beginning: str) -> list[str]:
 EVEN = {FROZEN_SDPO: 0.2, GUIDE: 0.2}
 
 
-def test_thresholds_apply_to_relabelled_and_holdout_rows(write_page):
+def test_thresholds_apply_to_offered_and_holdout_rows(write_page):
     page = write_page("runs", ("plain-settled", EVEN), ("shortcut-settled", EVEN | {GUIDE: 0.12}))
-    plain, shortcut = rows_of(page, "relabelled, against SDPO")
-    assert plain.endswith(" points [-0.0, +0.1] | met |")
+    plain, shortcut = rows_of(page, "offered tool, against SDPO")
+    assert plain.endswith("| no lower by more than 8 points | +0.2 points [-0.0, +0.4] | met |")
     assert shortcut.endswith("| **missed** |")
     for drawn in rows_of(page, "holdout, against SDPO"):
         assert not drawn.endswith("| met |")  # random labels
@@ -129,10 +164,12 @@ def test_figure_shows_settings_with_at_least_two_seeds(study, write_page, tmp_pa
     write_page("more", ("plain-confirmed", EVEN), seeds=(31,))  # one seed has no interval
     settled = study("settled")
     rows = settled.read_rows(tmp_path / "results" / "settled.csv")
-    unknown, relabelled = settled.panels_of(rows).values()
+    rows = {key: row | {settled.OFFERED: 4 * row["relabelled"]} for key, row in rows.items()}
+    unknown, offered = settled.panels_of(rows).values()
     labels = ["settled: λ = 1.5, plain, 6 seeds", "settled: λ = 1.5, shortcut, 6 seeds"]
-    assert [line.label for line in unknown] == [line.label for line in relabelled] == labels
-    assert relabelled[1].differences == pytest.approx([-0.08 + 0.001 * (seed % 2) for seed in SEEDS])
+    assert [line.label for line in unknown.lines] == [line.label for line in offered.lines] == labels
+    assert offered.lines[1].differences == pytest.approx([4 * (-0.08 + 0.001 * (seed % 2)) for seed in SEEDS])
+    assert (unknown.limit, offered.limit) == (0.02, 0.08)
     assert settled.label_of(f"{GUIDE} learning_rate=0.0011") == "λ = 1.5 at 0.0011"
     for theme in settled.THEMES:
         assert (tmp_path / "results" / f"settled-{theme.name}.png").read_bytes().startswith(b"\x89PNG")
@@ -148,7 +185,7 @@ def test_cell_shows_the_range_of_many_seeds(study):
 def test_later_seeds_are_added_to_the_csv(write_page, tmp_path):
     write_page("first", ("plain-confirmed", EVEN), seeds=(31, 32))
     page = write_page("second", ("plain-confirmed", EVEN), seeds=(33,))
-    assert "(20, 20, 20)" in rows_of(page, FROZEN_SDPO)[0]
+    assert "80.0 (80, 80, 80)" in rows_of(page, FROZEN_SDPO)[0]  # four times the score
     assert "plain 31, 32, 33 (17 per world not run yet)" in page
     with (tmp_path / "results" / "settled.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
