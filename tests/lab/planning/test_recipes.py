@@ -278,4 +278,5 @@ def test_the_science_recipe_runs_on_the_real_questions(tiny_directory, tmp_path,
     else:  # two domains have no test split
         line += ["--dataset_test_split", "all"]
     training.main(*parsed(recipe, *line))
-    assert json.loads((tmp_path / "summary.json").read_text())["evaluations"] == 2  # two steps are one generation batch
+    # Both steps are one generation batch.
+    assert json.loads((tmp_path / "summary.json").read_text())["evaluations"] == 2
