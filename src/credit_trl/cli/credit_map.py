@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output_dir. With --checkpoint, the model and each checkpoint score the same responses."
     )
     source = parser.add_argument_group("responses")
-    source.add_argument("--model", help="hub name, directory, or `quickstart` for the embedded model")
+    source.add_argument("--model", help="hub name, directory, `smollm2`, or `quickstart` for the embedded model")
     source.add_argument(
         "--checkpoint", action="append", default=[], help="checkpoint of a run of that model; repeat for several"
     )

@@ -285,14 +285,14 @@ def import_function(name: str) -> Any:
 
 
 def resolve_model(name: str | None) -> str:
-    """Path of the embedded model for `"quickstart"`; any other path or hub name unchanged.
+    """Path of the model for `"quickstart"` and `"smollm2"`; any other path or hub name unchanged.
 
     Raises:
         ValueError: `name` is None.
     """
     if name is None:
-        raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, or `quickstart`.")
-    from credit_trl.tasks.quickstart_model import model_path
+        raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, `smollm2` or `quickstart`.")
+    from credit_trl.tasks.model_names import model_path
 
     return model_path(name)
 

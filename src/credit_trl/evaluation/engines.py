@@ -26,7 +26,7 @@ from credit_trl.evaluation.generation import (
     read_responses,
 )
 from credit_trl.rollout.batch import Prompt
-from credit_trl.tasks.quickstart_model import model_path
+from credit_trl.tasks.model_names import model_path
 
 
 @dataclass(frozen=True)

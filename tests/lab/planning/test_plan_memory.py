@@ -118,6 +118,7 @@ def test_activations_are_within_a_quarter(make_model, tmp_path, checkpointing):
         ("Qwen/Qwen3-4B", 4.02e9),
         ("Qwen/Qwen3-0.6B", 0.60e9),
         ("Olmo-3-7B-Instruct", 7.30e9),
+        ("smollm2", 1.345e8),
     ],
 )
 def test_packaged_sizes_give_the_published_parameter_counts(name, parameters):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from credit_trl.contexts.prompts import Prompt
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import encode_prompt, end_of_turn_ids, generate_ids, pad_id
-from credit_trl.tasks.quickstart_model import model_path
+from credit_trl.tasks.model_names import model_path
 from credit_trl.teacher.models import ADAPTER_NAME, TEACHER_FILE, CopyTeacher, Teacher
 from credit_trl.training import adaptive
 from credit_trl.training.checks import check_logits
@@ -77,7 +77,7 @@ class Checkpoint:
         """Load a model, or a checkpoint of a run that started from it.
 
         Args:
-            model: path, hub name, or `"quickstart"` for the embedded model.
+            model: path, hub name, `"quickstart"` for the embedded model, or `"smollm2"`.
             checkpoint: `checkpoint-…` directory with full weights or adapters of `model`. The teacher that
                 `CreditTrainer` saved there is loaded too, and an adapted λ; without it the policy is its own teacher.
             device: None takes the GPU if there is one.

@@ -15,7 +15,8 @@ from torch import nn
 from credit_trl.lab.planning.setup import Lora
 
 # Configurations in `models/`, for planning offline: hub names in lower case, without their owner.
-_PACKAGED = ("qwen3-0.6b", "qwen3-4b", "qwen3-8b", "olmo-3-7b-instruct")
+_PACKAGED = ("qwen3-0.6b", "qwen3-4b", "qwen3-8b", "olmo-3-7b-instruct", "smollm2-135m-instruct")
+_ALIASES = {"smollm2": "smollm2-135m-instruct"}
 # Layers that bitsandbytes does not quantize.
 _UNQUANTIZED = ("lm_head", "embed_tokens")
 
@@ -134,7 +135,7 @@ def load_shape(name: str, config_file: str | Path | None = None) -> Shape:
     """Load the shape of a model.
 
     Args:
-        name: hub name of a packaged configuration, a directory with `config.json`, or `quickstart`.
+        name: hub name of a packaged configuration, a directory with `config.json`, `smollm2` or `quickstart`.
         config_file: a `config.json` to read instead.
 
     Raises:
@@ -158,12 +159,12 @@ def _config_path(name: str, config_file: str | Path | None) -> Path:
     if config_file is not None:
         return Path(config_file)
     if name == "quickstart" and not Path(name).is_dir():
-        from credit_trl.tasks.quickstart_model import model_path
+        from credit_trl.tasks.model_names import model_path
 
         name = model_path(name)
     if (Path(name) / "config.json").is_file():
         return Path(name) / "config.json"
-    short = name.rpartition("/")[2].lower()
+    short = _ALIASES.get(name, name.rpartition("/")[2].lower())
     if short in _PACKAGED:
         return Path(str(resources.files("credit_trl.lab.planning") / "models" / f"{short}.json"))
     raise ValueError(

@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from credit_trl.config import CreditConfig
 from credit_trl.evaluation.callback import EvaluationCallback, RunLog, score_summary
-from credit_trl.tasks.quickstart_model import model_path
+from credit_trl.tasks.model_names import model_path
 from credit_trl.tasks.registry import load_task
 from credit_trl.trainer import CreditTrainer
 from credit_trl.training.checkpoints import STATE_FILE

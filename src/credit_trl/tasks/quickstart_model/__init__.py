@@ -6,9 +6,10 @@ other worlds and seeds, in two or three minutes on two CPU cores, and writes the
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from credit_trl.tasks.cache import cache_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -16,11 +17,6 @@ if TYPE_CHECKING:
 EMBEDDED_MODEL = "quickstart"
 SHIPPED = Path(__file__).parent / "plain"
 SHIPPED_BASE = ("plain", 0)  # world and seed
-
-
-def model_path(name: str) -> str:
-    """Path of the shipped base for `"quickstart"`; any other path or hub name unchanged."""
-    return str(SHIPPED) if name == EMBEDDED_MODEL else name
 
 
 def load_model(
@@ -65,5 +61,4 @@ def base_directory(cache_dir: str | Path | None = None, world: str = "plain", se
 
 def cached_directory(cache_dir: str | Path | None, world: str, seed: int) -> Path:
     """Place of a base in the cache directory, whether or not it exists."""
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "credit_trl"
-    return Path(user_cache if cache_dir is None else cache_dir) / "quickstart" / f"{world}-seed{seed}"
+    return Path(cache_directory() if cache_dir is None else cache_dir) / "quickstart" / f"{world}-seed{seed}"
