@@ -90,6 +90,62 @@ def test_batch_runs_each_program_once_or_skips_it(groups, statuses, stop, at_onc
             assert groups[index] in stopped
 
 
+def run_batch(batch: Batch, seconds: list[float], workers: int = 2) -> list[int]:
+    """Run a batch by a clock of its own; return the indices in the order in which the programs end."""
+    now, ended, running = 0.0, [], []
+    while not batch.finished:
+        while len(running) < workers and (index := batch.take()) is not None:
+            running.append((now + seconds[index], index))
+        now, index = min(running)
+        running.remove((now, index))
+        ended.append(index)
+        batch.done(index, Outcome("ok", seconds=seconds[index]))
+    return ended
+
+
+@pytest.mark.parametrize("slow_first", [True, False])
+def test_slow_groups_do_not_delay_quick_ones(slow_first: bool) -> None:
+    tests = 20
+    groups = [name for name in range(9) for _ in range(tests)]
+    slow = [name < 3 if slow_first else name >= 6 for name in groups]
+    seconds = [10.0 if is_slow else 0.1 for is_slow in slow]
+    batch = Batch([Program("pass", group=name) for name in groups])
+    ended = run_batch(batch, seconds)
+    assert sorted(ended) == list(range(len(groups)))
+    last_quick = max(ended.index(index) for index in range(len(groups)) if not slow[index])
+    slow_before = sum(slow[index] for index in ended[:last_quick])
+    assert slow_before <= 2 * 3  # of 60
+
+
+@given(st.lists(st.floats(0.01, 5), min_size=12, max_size=12))
+def test_groups_get_equal_time(seconds: list[float]) -> None:
+    """While all groups have waiting programs, none gets more than one program's time more than another."""
+    longest = max(seconds)
+    costs = [seconds[index % 12] for index in range(400)]
+    groups = [index % 4 for index in range(400)]
+    batch = Batch([Program("pass", group=group) for group in groups])
+    had = dict.fromkeys(range(4), 0.0)
+    for _ in range(80):
+        index = batch.take()
+        had[groups[index]] += costs[index]
+        batch.done(index, Outcome("ok", seconds=costs[index]))
+        assert max(had.values()) - min(had.values()) <= longest + 1e-6
+
+
+def test_failed_group_has_a_budget_of_seconds() -> None:
+    programs = [Program("pass", group=n % 2) for n in range(40)]
+
+    def keep(index: int, outcome: Outcome) -> Outcome:
+        return replace(outcome, status="rejected") if index == 4 else outcome
+
+    batch = Batch(programs, failed_group_seconds=3.5, keep=keep)
+    run_batch(batch, [1.0] * 40, workers=1)
+    statuses = [outcome.status for outcome in batch.outcomes()]
+    assert statuses[1::2] == ["ok"] * 20
+    assert statuses[0::2] == ["ok", "ok", "rejected", *["ok"] * 4, *["skipped"] * 13]
+    assert batch.newly_stopped == [0]
+
+
 def test_failed_start_is_retried_once() -> None:
     batch = Batch([Program("a"), Program("b")])
     assert batch.take() == 0
@@ -123,7 +179,7 @@ def test_keep_applies_to_every_status() -> None:
         return replace(outcome, stdout=outcome.stdout[:3])
 
     batch = Batch([Program(name, group=name) for name in "aabc"], ["timeout"], keep=keep)
-    assert [batch.take(), batch.take()] == [0, 1]
+    assert [batch.take(), batch.take(), batch.take(), batch.take()] == [0, 2, 3, 1]
     batch.done(1, Outcome("ok", stdout="much"))
     batch.done(0, Outcome("timeout", stdout="more"))
     batch.expire()

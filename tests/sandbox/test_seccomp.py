@@ -26,6 +26,7 @@ shmget shmat msgget semget mq_open io_uring_setup io_uring_enter init_module fin
 setuid setgid setgroups setresuid setresgid setreuid capset personality swapon quotactl mknod mknodat chown
 fchown lchown fchownat setxattr seccomp open_by_handle_at name_to_handle_at pidfd_open pidfd_getfd
 pidfd_send_signal sched_setaffinity setpriority sched_setscheduler ioprio_set vmsplice splice mlock mlockall
+setsid setpgid setsockopt sendmsg sendmmsg
 openat2 fsopen open_tree move_mount process_madvise inotify_init1 fanotify_init syslog acct settimeofday
 clock_settime sethostname modify_ldt iopl ioperm
 """
@@ -107,6 +108,13 @@ def test_filter_checks_arguments(machine: str) -> None:
 
     assert ask("namespace", "clone", signal) == ALLOW
     assert ask("namespace", "clone", thread) == ALLOW
+    for call_refused in ("getxattr", "llistxattr"):
+        assert ask("namespace", call_refused) == ALLOW
+        assert ask("landlock", call_refused) == EPERM
+    assert ask("namespace", "rt_sigaction", 17, 0) == ALLOW  # a question
+    assert ask("namespace", "rt_sigaction", 17, 1) == EPERM  # SIGCHLD
+    assert ask("namespace", "rt_sigaction", 17, 1 << 32) == EPERM
+    assert ask("namespace", "rt_sigaction", 2, 1 << 32) == ALLOW
     assert ask("landlock", "clone", signal) == EPERM
     assert ask("landlock", "clone", thread) == ALLOW
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, namespace_user, 0x20000000, 0x40000000):

@@ -529,6 +529,18 @@ def test_programs_of_a_timed_out_verifier_do_not_block_the_next(sandbox):
     assert outcome.stdout == "1\n"
 
 
+def test_sleeping_rollouts_leave_others_their_time(sandbox):
+    """Each test of three rollouts sleeps, but passes; together they sleep longer than the deadline."""
+    asleep = fenced("import time\ntime.sleep(1)\nprint(2 * int(input()))")
+    awake = fenced("print(2 * int(input()))")
+    long, short = (stdin_answer(*[(str(n), str(2 * n)) for n in range(count)], time_limit=1) for count in (20, 3))
+    verdicts = livecodebench.reward(
+        [asleep] * 3 + [awake] * 6, [long] * 3 + [short] * 6, sandbox=sandbox, deadline=6.0, progress=False
+    )
+    assert [verdict.reward for verdict in verdicts[3:]] == [1.0] * 6
+    assert [verdict.reward for verdict in verdicts[:3]] == [None] * 3
+
+
 # ---- the verifier, with a sandbox that returns given outcomes ----
 
 
@@ -570,6 +582,12 @@ def test_expected_outputs_never_reach_the_sandbox():
     ]
 
 
+def test_wrong_answers_are_rejected_in_the_batch():
+    box = RecordingSandbox(ok("6"), ok("21"), ok("6"), Outcome("timeout"))
+    livecodebench.reward([fenced("print(6)")] * 2, [DOUBLE] * 2, sandbox=box)
+    assert [outcome.status for outcome in box.kept] == ["ok", "rejected", "ok", "timeout"]
+
+
 def test_answer_may_be_an_object():
     answers = [json.loads(DOUBLE), DOUBLE]
     box = RecordingSandbox(*[ok("6"), ok("20")] * 2)
@@ -598,7 +616,12 @@ def test_limits_follow_from_the_tests():
     assert limits.answer_bytes == 65_536 + 400_000
     assert limits.output_bytes == limits.answer_bytes + (8 << 20)
     costly = ("timeout", "output_limit", "memory")
-    assert box.options == {"deadline": 900.0, "skip_group_after": costly, "progress": False}
+    assert box.options == {
+        "deadline": 900.0,
+        "skip_group_after": costly,
+        "failed_group_seconds": 30.0,
+        "progress": False,
+    }
     assert {program.group for program in box.programs} == {0}
 
 

@@ -22,6 +22,7 @@ from credit_trl.sandbox.interpreter import Interpreter
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError
 from credit_trl.sandbox.running import Process
 
+_SIGNALS = 256  # queued signals and timers, which hold memory of the kernel
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 # Executes the driver's bytecode at the start of descriptor 3. To compile its text for every program would take a third
@@ -146,7 +147,7 @@ def _become_program(
         for number, descriptor in enumerate(high):
             os.dup2(descriptor, number, inheritable=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        for ignored in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # else they stay ignored
+        for ignored in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):  # else they stay ignored
             signal.signal(ignored, signal.SIG_DFL)
         os.umask(0o077)
         os.chdir("/")
@@ -191,6 +192,7 @@ def resource_limits(limits: Limits, isolation: Isolation, has_own_user: bool) ->
         (resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files, limits.open_files),
         (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_SIGPENDING, _SIGNALS, _SIGNALS),
     ]
     if isolation.counts_own_users or has_own_user:
         tasks = limits.processes + isolation.own_tasks

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import NamedTuple
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PIPE_BYTES = 16 * _PAGE  # capacity of a pipe, which programs cannot change
+_SKB_BYTES = 1 << 16  # a socket accepts one more message before its buffer counts as full
 
 
 class Usage(NamedTuple):
     """Resource use of a tree of processes."""
 
     tasks: int  # processes and threads
-    resident_bytes: int  # of all processes, with shared pages counted once
+    # Resident memory of all processes, with shared pages counted once, page tables, and full pipes and sockets
+    held_bytes: int
     scratch_files: int
+    cpu_seconds: float  # of all processes that the tree has ever had
+    run_delays: dict[str, float]  # by thread id: seconds in which it could run and waited for a processor
 
 
 def available() -> bool:
@@ -21,25 +28,36 @@ def available() -> bool:
     return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
+def measures_run_delay() -> bool:
+    """Whether the kernel counts the time in which a thread waits for a processor (`CONFIG_SCHED_INFO`)."""
+    return os.path.exists(f"/proc/self/task/{os.getpid()}/schedstat")
+
+
 def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
     """Usage of a process and all its descendants, which may have a scratch directory.
 
     Resident memory is the sum over the processes. Only if that exceeds `memory_bytes`, the slower count is used in
     which a page that n processes share counts 1/n (a fork shares all pages of its parent).
+
+    Processor time is never counted twice: the kernel adds that of an ended process to the process that waited for it,
+    and parents are read before their children.
     """
     processes = descendants(pid)
-    tasks = sum(len(threads) for threads in processes.values())
-    resident = sum(_resident(process) for process in processes)
-    if resident > memory_bytes and len(processes) > 1:
-        resident = sum(_proportional(process) for process in processes)
+    threads = [(process, thread) for process, threads in processes.items() for thread in threads]
+    kernel = _page_tables(processes) + _buffers(processes)
+    held = kernel + sum(_resident(process) for process in processes)
+    if held > memory_bytes and len(processes) > 1:
+        held = kernel + sum(_proportional(process) for process in processes)
     files = 0
     if scratch is not None:
         files = max((_files(process, scratch) for process in processes if process != pid), default=0)
-    return Usage(tasks, resident, files)
+    seconds = sum(_cpu_seconds(process) for process in processes)
+    delays = {thread: _run_delay(process, thread) for process, thread in threads}
+    return Usage(len(threads), held, files, seconds, delays)
 
 
 def descendants(pid: int) -> dict[int, list[str]]:
-    """Thread ids by process id of a process and its descendants. Those that end meanwhile are skipped."""
+    """Thread ids by process id of a process and its descendants, parents first, without those that end meanwhile."""
     found: dict[int, list[str]] = {}
     pending = [pid]
     while pending:
@@ -53,6 +71,24 @@ def descendants(pid: int) -> dict[int, list[str]]:
             continue
         found[process] = threads
     return found
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Processor time of a process, with its ended threads and the ended children that it waited for."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / _TICKS
+
+
+def _run_delay(pid: int, thread: str) -> float:
+    try:
+        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as schedstat:
+            return int(schedstat.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _resident(pid: int) -> int:
@@ -72,6 +108,42 @@ def _proportional(pid: int) -> int:
     except OSError:
         pass
     return _resident(pid)
+
+
+def _page_tables(processes: Iterable[int]) -> int:
+    total = 0
+    for process in processes:
+        try:
+            with open(f"/proc/{process}/status", "rb") as status:
+                tables = status.read().partition(b"VmPTE:")[2]
+            total += int(tables.split(None, 1)[0]) * 1024 if tables else 0
+        except OSError:
+            continue
+    return total
+
+
+def _buffers(processes: Iterable[int]) -> int:
+    """Bytes that the sockets and pipes which the processes have open hold if they are full."""
+    names: set[str] = set()
+    for process in processes:
+        directory = f"/proc/{process}/fd"
+        try:
+            for descriptor in os.listdir(directory):
+                names.add(os.readlink(f"{directory}/{descriptor}"))
+        except OSError:  # the process or the descriptor is gone
+            continue
+    sockets = sum(name.startswith("socket:") for name in names)
+    pipes = sum(name.startswith("pipe:") for name in names)
+    return sockets * _socket_bytes() + pipes * _PIPE_BYTES
+
+
+def _socket_bytes() -> int:
+    """Most bytes that a Unix socket whose buffer nobody enlarged holds for its peer."""
+    try:
+        with open("/proc/sys/net/core/wmem_default", "rb") as default:
+            return int(default.read()) + _SKB_BYTES
+    except (OSError, ValueError):
+        return 4 * _SKB_BYTES
 
 
 def _files(pid: int, directory: str) -> int:

@@ -15,7 +15,8 @@ from typing import Any
 
 from credit_trl.sandbox.batch import Batch, Sandbox
 from credit_trl.sandbox.frames import Channel, wait
-from credit_trl.sandbox.protocol import Outcome, Program, SandboxError
+from credit_trl.sandbox.protocol import Outcome, SandboxError, printable
+from credit_trl.sandbox.running import Job
 
 # The server runs without this process's packages. An empty package named `credit_trl` with this package's directory as
 # its path lets it import the sandbox and nothing else of the project.
@@ -28,8 +29,8 @@ from credit_trl.sandbox.server import main
 main(**json.loads(sys.argv[2]))
 """
 _START_SECONDS = 60.0
-# A server is taken for dead if it sends nothing for the longest wall-clock limit of the batch and this much longer.
-_SILENCE_SECONDS = 15.0
+# A server that runs programs and sends nothing for this long is taken for dead.
+_SILENCE_SECONDS = 30.0
 # One server's loop starts about a thousand programs a second, so more workers get another server.
 _WORKERS_PER_SERVER = 16
 # Interval at which `close` tries to end the batch of another thread.
@@ -155,7 +156,7 @@ class PoolSandbox(Sandbox):
         heard = time.monotonic()
         while not batch.finished and time.monotonic() < until:
             self._feed(batch)
-            give_up = heard + batch.longest_wall_seconds + _SILENCE_SECONDS
+            give_up = heard + _SILENCE_SECONDS
             wait([server.channel for server in self._servers], min(until, give_up) - time.monotonic())
             if self._collect(batch):
                 heard = time.monotonic()
@@ -170,7 +171,8 @@ class PoolSandbox(Sandbox):
             for server in self._servers:
                 while len(server.running) < lead * server.workers and (index := batch.take()) is not None:
                     server.running[self._next_number] = index
-                    server.channel.send({"run": self._next_number, "program": _as_message(batch.programs[index])})
+                    job = Job(self._next_number, batch.programs[index], batch.group_number(index), batch.stops)
+                    server.channel.send({"run": _as_message(job)})
                     self._next_number += 1
         for server in self._servers:
             server.channel.flush()
@@ -182,15 +184,22 @@ class PoolSandbox(Sandbox):
             server.channel.pump()
             for message in server.channel.messages():
                 heard = True
+                if "alive" in message:
+                    continue
                 if "malformed" in message:
                     index = server.running.pop(message["malformed"])
-                    raise ValueError(f"Program.arguments of program {index} are not JSON: {message['reason']}")
+                    reason = printable(message["reason"])
+                    raise ValueError(f"Program.arguments of program {index} are not JSON: {reason}")
                 if "failed" in message:
                     batch.failed(server.running.pop(message["failed"]), message["reason"])
                 else:
                     batch.done(server.running.pop(message["done"]), Outcome(**message["outcome"]))
             if server.channel.closed:
                 raise _ServerGone("its socket closed")
+        while batch.newly_stopped:
+            stop = {"stop": batch.newly_stopped.pop()}
+            for server in self._servers:
+                server.channel.send(stop)
         return heard
 
     def _cancel(self, batch: Batch, until: float) -> None:
@@ -254,5 +263,5 @@ def _server_environment() -> dict[str, str]:
     return {"CREDIT_SANDBOX_CANARY": "1", **({"LD_LIBRARY_PATH": path} if path else {})}
 
 
-def _as_message(program: Program) -> dict[str, Any]:
-    return asdict(replace(program, group=None))
+def _as_message(job: Job) -> dict[str, Any]:
+    return asdict(replace(job, program=replace(job.program, group=None)))

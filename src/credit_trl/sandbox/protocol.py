@@ -17,7 +17,8 @@ Status = Literal[
     "memory",  # MemoryError, or killed because its processes together held more than `memory_bytes`
     "output_limit",  # more than `output_bytes` on both streams, or an answer of more than `answer_bytes`
     "deadline",  # the batch's deadline came before the program had ended
-    "skipped",  # not started: another program of its group had ended with a status in `skip_group_after`
+    "skipped",  # not started: its group had stopped by `skip_group_after` or `failed_group_seconds`
+    "rejected",  # ended by itself, with an answer that `keep` rejected; no sandbox gives this status itself
 ]
 STATUSES: tuple[str, ...] = get_args(Status)
 
@@ -35,10 +36,12 @@ class Limits:
     """Resource limits of one program.
 
     Args:
-        cpu_seconds: processor time of each process; rounded up to whole seconds, the kernel's granularity.
-        wall_seconds: wall-clock time of the program. At the limit its whole process group is killed.
-        memory_bytes: address space of each process (`RLIMIT_AS`), and the resident memory of all the program's
-            processes together, which is sampled.
+        cpu_seconds: processor time of all the program's processes together, rounded up to whole seconds. The kernel
+            enforces it for each process, the server by samples for all.
+        wall_seconds: wall-clock time of the program, without the time in which it could run and waited for a
+            processor. At the limit its whole process group is killed.
+        memory_bytes: address space of each process (`RLIMIT_AS`), and what all the program's processes hold together,
+            which is sampled: resident memory, page tables, buffers of pipes and sockets.
         processes: processes and threads together, including the interpreter.
         file_bytes: size of the largest file, and of all scratch files together if there is a scratch directory, which
             then holds at most one file for each 4 KiB of it.
@@ -134,7 +137,7 @@ class Outcome:
         error: empty for `"ok"`. For `"runtime_error"` and `"memory"` a short traceback with lines of `source` and no
             path of this machine, or the end of standard error, or the signal's name. Else one line with the limit.
         exit_code: exit status of the process, `-n` for signal n, `None` if the sandbox ended or skipped it.
-        seconds: wall-clock time that it ran.
+        seconds: wall-clock time that it ran, with waits for a processor.
     """
 
     status: Status
@@ -148,6 +151,11 @@ class Outcome:
     def ok(self) -> bool:
         """Whether the program ended by itself without an error. Its answer may still be wrong."""
         return self.status == "ok"
+
+
+def printable(text: str) -> str:
+    """Text with its non-printable characters spelled out, so that it cannot control a terminal or start a line."""
+    return "".join(c if c.isprintable() else f"⟨U+{ord(c):04X}⟩" for c in text)
 
 
 def excerpt(text: str) -> str:

@@ -8,9 +8,10 @@ import signal
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from credit_trl.sandbox.protocol import Outcome, Program, Status, excerpt
+from credit_trl.sandbox.protocol import Limits, Outcome, Program, Status, excerpt
 
 ERROR_CHARACTERS = 4000
+GROUP_STOPPED = "its group had already stopped"
 
 
 class Process(NamedTuple):
@@ -28,34 +29,65 @@ class Process(NamedTuple):
         return self.pidfd, self.stdout, self.stderr, self.report
 
 
+@dataclass(frozen=True)
+class Job:
+    """A program that the client has sent.
+
+    Args:
+        number: the client's number of the program.
+        group: the client's number of its group, `None` for none.
+        stops: statuses with which the program stops its group.
+    """
+
+    number: int
+    program: Program
+    group: int | None = None
+    stops: tuple[Status, ...] = ()
+
+
 @dataclass(eq=False)
 class RunningProgram:
     """A program from the start of its process to its end.
 
     Args:
-        number: the client's number of the program.
         user: user id of the process, `None` for the server's own.
         released_at: time at which the driver got the byte that starts the program.
         began_at: time at which the driver reported that the program begins. Its wall-clock limit counts from here.
+        delayed: seconds since then in which it could run and waited for a processor.
         ended_by: status with which the server ended it, `None` if it ended by itself.
         reason: text for `ended_by`.
     """
 
-    number: int
-    program: Program
+    job: Job
     process: Process
     user: int | None
     released_at: float | None = None
     began_at: float | None = None
+    delayed: float = 0.0
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     report: bytearray = field(default_factory=bytearray)
     ended_by: Status | None = None
     reason: str = ""
     pipes_open: set[int] = field(default_factory=set)
+    _run_delays: dict[str, float] | None = None  # of its threads, when `add_delays` was last called
 
     def __post_init__(self) -> None:
         self.pipes_open = {self.process.stdout, self.process.stderr, self.process.report}
+
+    @property
+    def program(self) -> Program:
+        return self.job.program
+
+    def add_delays(self, now: dict[str, float]) -> None:
+        """Add the longest time that one of its threads has waited for a processor since the last call.
+
+        Args:
+            now: seconds by thread, since each thread's start.
+        """
+        if (before := self._run_delays) is not None:
+            self.delayed += max((seconds - before.get(thread, 0.0) for thread, seconds in now.items()), default=0.0)
+        self._run_delays = now
 
     @property
     def received(self) -> int:
@@ -92,10 +124,10 @@ class RunningProgram:
         """
         if self.ended_by is None and self.began_at is None:
             if self.report.startswith(b"A"):
-                return {"malformed": self.number, "reason": _text(self.report[9:])}
+                return {"malformed": self.job.number, "reason": _text(self.report[9:])}
             reason = _text(self.stderr or b"it ended before the program began")[-ERROR_CHARACTERS:].strip()
-            return {"failed": self.number, "reason": f"{reason} (exit status {exit_code})"}
-        return {"done": self.number, "outcome": vars(self._outcome(exit_code, now))}
+            return {"failed": self.job.number, "reason": f"{reason} (exit status {exit_code})"}
+        return {"done": self.job.number, "outcome": vars(self._outcome(exit_code, now))}
 
     def _outcome(self, exit_code: int, now: float) -> Outcome:
         limits = self.program.limits
@@ -107,9 +139,14 @@ class RunningProgram:
             exit_code = 128 - exit_code
         ended = Outcome("ok", stdout, exit_code=exit_code, seconds=seconds)
         if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and seconds >= limits.cpu_seconds):
-            return failure(ended, "timeout", f"more than {limits.cpu_seconds:g} seconds of processor time")
+            return failure(ended, "timeout", processor_limit(limits))
         kind, text = _parse_report(bytes(self.report[1:]))
         return reported_outcome(self.program, ended, kind, text, _text(self.stderr[-ERROR_CHARACTERS // 2 :]))
+
+
+def processor_limit(limits: Limits) -> str:
+    """Text for a program that exceeded its limit of processor time."""
+    return f"more than {limits.cpu_seconds:g} seconds of processor time"
 
 
 def failure(ended: Outcome, status: Status, error: str) -> Outcome:

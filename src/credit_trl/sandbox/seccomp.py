@@ -5,15 +5,16 @@ all. A call that is not listed fails with EPERM. A number newer than the table f
 uses an older call. A call of another architecture (32-bit calls on a 64-bit kernel) kills the process.
 
 `namespace_filter` (tier bubblewrap) allows processes and a scratch directory. `landlock_filter` (tier landlock) allows
-neither: not every kernel with Landlock mediates `chmod`, `utime` and signals, so a program there starts no processes,
-signals itself only, and changes no file.
+neither: not every kernel with Landlock mediates `chmod`, `utime`, extended attributes and signals, so a program there
+starts no processes, signals itself only, and neither changes a file nor reads its attributes.
 
 Deliberately absent from both: `socket`, `connect` and `bind` (network namespaces do not cover AF_VSOCK or AF_ALG),
-`memfd_create` and System V and POSIX shared memory (no limit counts their memory), `ptrace`, `process_vm_*`,
-`unshare`, `setns`, `mount` and its successors, `keyctl`, `bpf`, `perf_event_open`, `io_uring_*`, `userfaultfd`,
-`vmsplice`, and every call that changes another process's scheduling or affinity. Likewise `mmap` gives no anonymous
-shared memory, whose pages stay allocated when they no longer count as resident, and no huge pages, which never count,
-and `madvise` swaps no pages out.
+`memfd_create` and System V and POSIX shared memory (no limit counts their memory), `setsid` and `setpgid` (kernels may
+divide processor time by session), `setsockopt` (it enlarges buffers) and `sendmsg` (it hides sockets in sockets),
+`ptrace`, `process_vm_*`, `unshare`, `setns`, `mount` and its successors, `keyctl`, `bpf`, `perf_event_open`,
+`io_uring_*`, `userfaultfd`, `vmsplice`, and every call that changes another process's scheduling or affinity. Likewise
+`mmap` gives no anonymous shared memory, whose pages stay allocated when they no longer count as resident, and no huge
+pages, which never count, and `madvise` swaps no pages out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import errno
 import fcntl
 import os
 import platform
+import signal
 import socket
 import struct
 import termios
@@ -34,8 +36,7 @@ read 0 63; write 1 64; open 2 -; openat 257 56; close 3 57; close_range 436 436;
 pread64 17 67; pwrite64 18 68; preadv 295 69; pwritev 296 70; preadv2 327 286; pwritev2 328 287; lseek 8 62;
 sendfile 40 71; stat 4 -; fstat 5 80; lstat 6 -; newfstatat 262 79; statx 332 291; statfs 137 43; fstatfs 138 44;
 access 21 -; faccessat 269 48; faccessat2 439 439; readlink 89 -; readlinkat 267 78; getdents 78 -; getdents64 217 61;
-getcwd 79 17; chdir 80 49; fchdir 81 50; umask 95 166; getxattr 191 8; lgetxattr 192 9; fgetxattr 193 10;
-listxattr 194 11; llistxattr 195 12; flistxattr 196 13; flock 73 32; fsync 74 82; fdatasync 75 83; fadvise64 221 223;
+getcwd 79 17; chdir 80 49; fchdir 81 50; umask 95 166; flock 73 32; fsync 74 82; fdatasync 75 83; fadvise64 221 223;
 readahead 187 213; mmap 9 222; mprotect 10 226; munmap 11 215; mremap 25 216; madvise 28 233; msync 26 227; brk 12 214;
 rt_sigaction 13 134; rt_sigprocmask 14 135; rt_sigreturn 15 139; rt_sigpending 127 136; rt_sigtimedwait 128 137;
 rt_sigsuspend 130 133; sigaltstack 131 132; signalfd 282 -; signalfd4 289 74; pause 34 -; alarm 37 -; getitimer 36 102;
@@ -44,8 +45,8 @@ timer_delete 226 111; timerfd_create 283 85; timerfd_settime 286 86; timerfd_get
 clock_nanosleep 230 115; clock_gettime 228 113; clock_getres 229 114; gettimeofday 96 169; time 201 -; times 100 153;
 dup 32 23; dup2 33 -; dup3 292 24; pipe 22 -; pipe2 293 59; select 23 -; pselect6 270 72; poll 7 -; ppoll 271 73;
 epoll_create 213 -; epoll_create1 291 20; epoll_ctl 233 21; epoll_wait 232 -; epoll_pwait 281 22; epoll_pwait2 441 441;
-eventfd 284 -; eventfd2 290 19; sendto 44 206; recvfrom 45 207; sendmsg 46 211; recvmsg 47 212; sendmmsg 307 269;
-recvmmsg 299 243; shutdown 48 210; getsockname 51 204; getpeername 52 205; getsockopt 55 209; setsockopt 54 208;
+eventfd 284 -; eventfd2 290 19; sendto 44 206; recvfrom 45 207; recvmsg 47 212; recvmmsg 299 243; shutdown 48 210;
+getsockname 51 204; getpeername 52 205; getsockopt 55 209;
 futex 202 98; futex_waitv 449 449; set_robust_list 273 99; set_tid_address 218 96; rseq 334 293; membarrier 324 283;
 sched_yield 24 124; restart_syscall 219 128; arch_prctl 158 -; getpid 39 172; getppid 110 173; gettid 186 178;
 getpgid 121 155; getpgrp 111 -; getsid 124 156; getuid 102 174; geteuid 107 175; getgid 104 176; getegid 108 177;
@@ -55,18 +56,18 @@ sched_get_priority_max 146 125; sched_get_priority_min 147 126; sysinfo 99 179; 
 getrandom 318 278; execve 59 221; wait4 61 260; waitid 247 95; exit 60 93; exit_group 231 94
 """
 _PROCESSES = """
-fork 57 -; vfork 58 -; kill 62 129; tkill 200 130; tgkill 234 131; rt_sigqueueinfo 129 138; rt_tgsigqueueinfo 297 240;
-setpgid 109 154; setsid 112 157
+fork 57 -; vfork 58 -; kill 62 129; tkill 200 130; tgkill 234 131; rt_sigqueueinfo 129 138; rt_tgsigqueueinfo 297 240
 """
 _SCRATCH = """
 creat 85 -; mkdir 83 -; mkdirat 258 34; rmdir 84 -; rename 82 -; renameat 264 38; renameat2 316 276; link 86 -;
 linkat 265 37; unlink 87 -; unlinkat 263 35; symlink 88 -; symlinkat 266 36; truncate 76 45; ftruncate 77 46;
 fallocate 285 47; copy_file_range 326 285; chmod 90 -; fchmod 91 52; fchmodat 268 53; utime 132 -; utimes 235 -;
-futimesat 261 -; utimensat 280 88
+futimesat 261 -; utimensat 280 88; getxattr 191 8; lgetxattr 192 9; fgetxattr 193 10; listxattr 194 11;
+llistxattr 195 12; flistxattr 196 13
 """
 _CHECKED = """
 clone 56 220; ioctl 16 29; fcntl 72 25; prctl 157 167; prlimit64 302 261; socketpair 53 199; clone3 435 435;
-kill 62 129; tgkill 234 131; open 2 -; openat 257 56; mmap 9 222; madvise 28 233
+kill 62 129; tgkill 234 131; open 2 -; openat 257 56; mmap 9 222; madvise 28 233; rt_sigaction 13 134
 """
 _NEWEST = 450  # larger numbers are newer than the table
 
@@ -111,8 +112,11 @@ def syscall_numbers(table: str, machine: str) -> dict[str, int]:
 
 
 def namespace_filter(machine: str | None = None) -> bytes:
-    """Policy for programs inside namespaces, as `struct sock_filter[]`: no network, no new namespaces."""
-    checks = {**_argument_checks(), "clone": _argument_clear(0, _CLONE_NAMESPACES)}
+    """Policy for programs inside namespaces, as `struct sock_filter[]`: no network, no new namespaces or sessions.
+
+    SIGCHLD keeps its default action: a parent that ignores it never gets the processor time of its ended children.
+    """
+    checks = {**_argument_checks(), "clone": _argument_clear(0, _CLONE_NAMESPACES), "rt_sigaction": _keep_sigchld()}
     return _assemble(machine or platform.machine(), ";".join((_COMMON, _PROCESSES, _SCRATCH)), checks)
 
 
@@ -163,9 +167,19 @@ def _argument_checks() -> dict[str, list[Instruction]]:
     }
 
 
-def _load_argument(index: int) -> Instruction:
-    # All checked bits are in the low word of an argument, which comes first (little-endian).
-    return (_LOAD, 0, 0, 16 + 8 * index)
+def _keep_sigchld() -> list[Instruction]:
+    """Refuse `rt_sigaction(SIGCHLD, action)` unless the pointer `action` is null, which only asks."""
+    return [
+        *(_load_argument(0), (_JUMP_EQUAL, 1, 0, signal.SIGCHLD), (_RETURN, 0, 0, _ALLOW)),
+        *(_load_argument(1), (_JUMP_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _EPERM)),
+        *(_load_argument(1, high=True), (_JUMP_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _EPERM)),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+
+
+def _load_argument(index: int, high: bool = False) -> Instruction:
+    # All checked bits but those of a pointer are in an argument's low word, which comes first (little-endian).
+    return (_LOAD, 0, 0, 16 + 8 * index + 4 * high)
 
 
 def _argument_in(index: int, values: tuple[int, ...]) -> list[Instruction]:

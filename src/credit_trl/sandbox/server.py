@@ -2,15 +2,20 @@
 
 It has one thread with an epoll loop, and exchanges JSON frames with its client over a socket on standard input:
 
-    in:  {"run": id, "program": {...}}            start a program, or queue it until a slot is free
+    in:  {"run": {...}}                           start a program (fields of `Job`), or queue it until a slot is free
+         {"stop": group}                          skip the waiting programs of a group
          {"cancel": true}                         end all running and waiting programs with status "deadline"
     out: {"ready": {...}} or {"refused": text}    once, after the start
+         {"alive": true}                          at intervals while programs run
          {"done": id, "outcome": {...}}           the program ended, or was ended
          {"failed": id, "reason": text}           the sandbox failed to start the program
          {"malformed": id, "reason": text}        the program's arguments are not JSON
 
 Each program gets one of the last three. The server ends, with all that it started, when the socket closes or its
 parent ends.
+
+The wall-clock limit of a program excludes the time in which it could run and waited for a processor, as other programs
+may use all of them. Such programs come to their own limits of processor time.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 
 from credit_trl.sandbox import accounts, kernel, observe
 from credit_trl.sandbox.bubblewrap import Bubblewrap
@@ -32,11 +38,12 @@ from credit_trl.sandbox.interpreter import find_interpreter, public_copy
 from credit_trl.sandbox.landlock import Landlock
 from credit_trl.sandbox.launch import Isolation, Unprotected, compiled_driver, start
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError, Status
-from credit_trl.sandbox.running import RunningProgram
+from credit_trl.sandbox.running import GROUP_STOPPED, Job, RunningProgram, processor_limit
 
 ISOLATIONS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
 
 _SAMPLE_SECONDS = 0.05
+_ALIVE_SECONDS = 5.0
 _REAP_SECONDS = 0.02  # interval at which an idle server collects adopted processes that ended
 _IDLE_SECONDS = 1.0  # interval at which a server without work checks that its parent lives
 _PREPARE_SECONDS = 30.0  # for the process of a program to start on a busy machine
@@ -59,11 +66,12 @@ class Server:
         self.isolation = isolation
         self.workers = workers
         self.free = list(users)
-        self.waiting: deque[tuple[int, Program]] = deque()
+        self.waiting: deque[Job] = deque()
         self.runs: dict[int, RunningProgram] = {}  # by process id
         self.by_descriptor: dict[int, RunningProgram] = {}
         self.poll = select.epoll()
         self.next_sample = 0.0
+        self.next_alive = 0.0
         self.has_children = False
         self.prepared: deque[RunningProgram] = deque()  # processes whose program has not been released
 
@@ -90,21 +98,35 @@ class Server:
         self.channel.pump()
         for message in self.channel.messages():
             if "run" in message:
-                fields = message["program"]
-                self.waiting.append((message["run"], Program(**{**fields, "limits": Limits(**fields["limits"])})))
+                job = message["run"]
+                program = Program(**{**job["program"], "limits": Limits(**job["program"]["limits"])})
+                self.waiting.append(Job(**{**job, "program": program}))
+            elif "stop" in message:
+                self._stop_group(message["stop"])
             elif "cancel" in message:
-                outcome = {"status": "deadline", "error": "the deadline came before it could start"}
-                for number, _ in self.waiting:
-                    self.channel.send({"done": number, "outcome": outcome})
+                self._drop(self.waiting, "deadline", "the deadline came before it could start")
                 self.waiting.clear()
                 for run in self.runs.values():
                     self._kill(run, "deadline", "the deadline came before it ended")
 
+    def _drop(self, jobs: Iterable[Job], status: Status, reason: str) -> None:
+        """Answer for programs that do not start."""
+        for job in jobs:
+            self.channel.send({"done": job.number, "outcome": {"status": status, "error": reason}})
+
+    def _stop_group(self, group: int) -> None:
+        """Skip the programs of a group that have not begun; those that run come to their own end."""
+        self._drop((job for job in self.waiting if job.group == group), "skipped", GROUP_STOPPED)
+        self.waiting = deque(job for job in self.waiting if job.group != group)
+        for run in [run for run in self.prepared if run.job.group == group]:
+            self.prepared.remove(run)
+            self._kill(run, "skipped", GROUP_STOPPED)
+
     def _fill(self) -> None:
         """Release the next programs if workers are free, and prepare those after them."""
         while self.free and self.waiting:
-            self._prepare(*self.waiting.popleft())
-        while self.prepared and len(self.runs) - len(self.prepared) < self.workers:
+            self._prepare(self.waiting.popleft())
+        while self.prepared and self._released() < self.workers:
             run = self.prepared.popleft()
             run.released_at = time.monotonic()
             with contextlib.suppress(OSError):  # it has ended already, which `_finish` reports
@@ -114,15 +136,18 @@ class Server:
             events = select.EPOLLIN | (select.EPOLLOUT if self.channel.unsent else 0)
             self.poll.modify(self.channel.fileno(), events)
 
-    def _prepare(self, number: int, program: Program) -> None:
+    def _released(self) -> int:
+        return sum(run.released_at is not None for run in self.runs.values())
+
+    def _prepare(self, job: Job) -> None:
         user = self.free.pop()
         try:
-            process = start(self.isolation, program, user)
+            process = start(self.isolation, job.program, user)
         except OSError as error:
             self.free.append(user)
-            self.channel.send({"failed": number, "reason": f"{type(error).__name__}: {error}"})
+            self.channel.send({"failed": job.number, "reason": f"{type(error).__name__}: {error}"})
             return
-        run = RunningProgram(number, program, process, user)
+        run = RunningProgram(job, process, user)
         self.runs[process.pid] = run
         self.prepared.append(run)
         for descriptor in process.descriptors:
@@ -138,7 +163,7 @@ class Server:
     def _must_end(self, run: RunningProgram) -> float:
         """Time at which it is killed: at its own limit if it began, else some time after its release."""
         if run.began_at is not None:
-            return run.began_at + run.program.limits.wall_seconds
+            return run.began_at + run.delayed + run.program.limits.wall_seconds
         return math.inf if run.released_at is None else run.released_at + _PREPARE_SECONDS
 
     def _read(self, run: RunningProgram, descriptor: int) -> None:
@@ -164,25 +189,33 @@ class Server:
             self.poll.unregister(descriptor)
 
     def _enforce(self) -> None:
-        """Check wall-clock time at every turn, and memory, processes and files of the whole tree at intervals."""
+        """Check wall-clock time at every turn, and what the whole tree uses at intervals."""
         now = time.monotonic()
         sample = now >= self.next_sample
         if sample:
             self.next_sample = now + _SAMPLE_SECONDS
+        if self.runs and now >= self.next_alive:
+            self.next_alive = now + _ALIVE_SECONDS
+            self.channel.send({"alive": True})
         for run in self.runs.values():
-            limits = run.program.limits
+            if run.ended_by is not None:
+                continue
+            began = run.began_at is not None
+            if began and (now >= self._must_end(run) or (sample and now - run.began_at >= _SAMPLE_SECONDS / 2)):
+                self._check_usage(run, run.program.limits)
             if now >= self._must_end(run):
                 # A program that never began is a failure of the sandbox and has no status.
-                status = None if run.began_at is None else "timeout"
-                self._kill(run, status, f"more than {limits.wall_seconds:g} seconds")
-            elif sample and run.began_at is not None and now - run.began_at >= _SAMPLE_SECONDS / 2:
-                self._check_usage(run, limits)
+                limit = f"more than {run.program.limits.wall_seconds:g} seconds"
+                self._kill(run, "timeout" if began else None, limit)
 
     def _check_usage(self, run: RunningProgram, limits: Limits) -> None:
         usage = observe.usage(run.process.pid, limits.memory_bytes, self.isolation.scratch)
+        run.add_delays(usage.run_delays)
         files = limits.file_bytes // _BYTES_PER_FILE
-        if usage.resident_bytes > limits.memory_bytes:
+        if usage.held_bytes > limits.memory_bytes:
             self._kill(run, "memory", f"more than {limits.memory_bytes} bytes of memory")
+        elif usage.cpu_seconds > math.ceil(limits.cpu_seconds):
+            self._kill(run, "timeout", processor_limit(limits))
         elif usage.tasks > limits.processes + self.isolation.own_tasks + 1:
             self._kill(run, "runtime_error", f"more than {limits.processes} processes and threads")
         elif usage.scratch_files > files:
@@ -229,7 +262,10 @@ class Server:
             self._forget(descriptor)
             os.close(descriptor)
         self.free.append(run.user)
-        self.channel.send(run.answer(exit_code, time.monotonic()))
+        answer = run.answer(exit_code, time.monotonic())
+        self.channel.send(answer)
+        if run.job.group is not None and "done" in answer and answer["outcome"]["status"] in run.job.stops:
+            self._stop_group(run.job.group)
 
     def _drain(self, run: RunningProgram) -> None:
         """Read what an ended program left in its pipes, without waiting for other processes that hold them."""
@@ -254,6 +290,7 @@ def main(tier: str, workers: int, python: str | None) -> None:
     sys.setrecursionlimit(500)  # limits the nesting of returned JSON to what every client can parse
     channel = Channel(socket.socket(fileno=os.dup(0)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the trainer ignores it, the server would collect no child
     try:
         if not observe.available():
             raise SandboxError(
@@ -270,7 +307,8 @@ def main(tier: str, workers: int, python: str | None) -> None:
         channel.flush()
         return
     kernel.adopt_orphans()
-    channel.send({"ready": {"description": f"{isolation.description}, Python {interpreter.version}"}})
+    note = "" if observe.measures_run_delay() else ", wall-clock limits include waits for a processor"
+    channel.send({"ready": {"description": f"{isolation.description}, Python {interpreter.version}{note}"}})
     channel.flush()
     Server(channel, isolation, workers, users).serve()
     for claim in claims:

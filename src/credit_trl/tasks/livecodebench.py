@@ -46,6 +46,8 @@ BATCH_SECONDS = 900.0
 MEMORY_BYTES = 1 << 30
 # After one of these statuses the other tests of a program are skipped: each could cost as much again.
 COSTLY = ("timeout", "output_limit", "memory")
+# Once a program has failed a test, its other tests, which serve the feedback and `pass_fraction`, may run this long.
+FAILED_SECONDS = 30.0
 DEBUG_BYTES = 8 << 20  # limit of a program's output besides its answer
 
 PROMPT = """\
@@ -200,11 +202,19 @@ def _run(
     results = [Result("deadline")] * len(programs)
 
     def judge(index: int, outcome: Outcome) -> Outcome:
-        results[index] = _result(*tests[index], outcome)
-        return replace(outcome, stdout="", value=None)
+        results[index] = result = _result(*tests[index], outcome)
+        status = "rejected" if outcome.ok and result.status != "passed" else outcome.status
+        return replace(outcome, status=status, stdout="", value=None)
 
     seconds = remaining_seconds(deadline)
-    box.run(programs, deadline=seconds, skip_group_after=COSTLY, progress=progress, keep=judge)
+    box.run(
+        programs,
+        deadline=seconds,
+        skip_group_after=COSTLY,
+        failed_group_seconds=FAILED_SECONDS,
+        progress=progress,
+        keep=judge,
+    )
     return results
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 
-
-def printable(text: str) -> str:
-    """Text with its non-printable characters spelled out, so that it cannot control a terminal or start a line."""
-    return "".join(c if c.isprintable() else f"⟨U+{ord(c):04X}⟩" for c in text)
+from credit_trl.sandbox.protocol import printable
 
 
 def plain(text: str) -> str:

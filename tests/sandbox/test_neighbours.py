@@ -1,0 +1,204 @@
+"""Programs beside each other: a correct one keeps its outcome, whatever the others of its batch do.
+
+The neighbours use more processor time, wall-clock time or memory than they may. The correct program needs most of its
+own limit of processor time. Two workers and four neighbours leave it a fraction of a processor.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from observing import run_one
+
+from credit_trl.sandbox import Limits, Program
+
+MIB = 1024 * 1024
+LIMITS = Limits(cpu_seconds=1, wall_seconds=1, memory_bytes=192 * MIB, processes=16)
+# Needs 0.7 of its second of processor time, and prints what shows that it came to its end.
+CORRECT = "import time\nwhile time.process_time() < 0.7: pass\nprint(int(input()) + 1)"
+
+# Each makes as many processes as it can, or threads where it may have no processes.
+MULTIPLY = """
+import os, threading, time
+def multiply(work, count=14):
+    for _ in range(count):
+        try:
+            child = os.fork()
+        except OSError:
+            try:
+                threading.Thread(target=work, daemon=True).start()
+            except RuntimeError:
+                pass
+            continue
+        if child == 0:
+            try:
+                os.setsid()  # where the kernel divides processor time by session, each would have a share
+            except OSError:
+                pass
+            work()
+            os._exit(0)
+    work()
+"""
+NEIGHBOURS = {
+    "spinners": "def work():\n    while True: pass\nmultiply(work)",
+    "sleepers": "def work(): time.sleep(60)\nmultiply(work)",
+    "allocators": "def work():\n    kept = []\n    while True: kept.append(bytearray(1 << 22))\nmultiply(work, 6)",
+    "short-lived spinners": """
+try:
+    import signal
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the time of its children would be added to nobody
+except OSError:
+    pass
+while True:
+    try:
+        if os.fork() == 0:
+            end = time.monotonic() + 0.02
+            while time.monotonic() < end: pass
+            os._exit(0)
+    except OSError:
+        pass
+""",
+}
+
+
+def statuses_beside(sandbox, neighbours: list[str]) -> tuple[set[str], list[str]]:
+    """Statuses of the neighbours, and the faults in the outcomes of two correct programs among them."""
+    hostile = [Program(MULTIPLY + source, group=f"hostile {n}", limits=LIMITS) for n, source in enumerate(neighbours)]
+    correct = [Program(CORRECT, stdin=str(n), group=f"correct {n}", limits=LIMITS) for n in range(2)]
+    outcomes = sandbox.run([*hostile, *correct], deadline=300)
+    found = outcomes[len(hostile) :]
+    faults = [str(o) for n, o in enumerate(found) if (o.status, o.stdout) != ("ok", f"{n + 1}\n")]
+    return {outcome.status for outcome in outcomes[: len(hostile)]}, faults
+
+
+def test_correct_program_succeeds_beside_spinners(sandbox) -> None:
+    statuses, faults = statuses_beside(sandbox, [NEIGHBOURS["spinners"]] * 2)
+    assert not faults
+    assert statuses == {"timeout"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*NEIGHBOURS, "all"])
+def test_correct_program_succeeds_in_20_repetitions(sandbox, kind: str) -> None:
+    neighbours = list(NEIGHBOURS.values()) if kind == "all" else [NEIGHBOURS[kind]] * 4
+    faults = [fault for _ in range(20) for fault in statuses_beside(sandbox, neighbours)[1]]
+    assert not faults, faults[:3]
+
+
+@pytest.fixture
+def busy_machine() -> Iterator[None]:
+    """Processes outside of the sandbox that use all processors."""
+    spin = [sys.executable, "-I", "-S", "-c", "while True: pass"]
+    spinners = [subprocess.Popen(spin, start_new_session=True) for _ in range(6)]
+    time.sleep(0.3)
+    yield
+    for spinner in spinners:
+        spinner.kill()
+        spinner.wait()
+
+
+def test_wait_for_a_processor_is_not_wall_time(sandbox, busy_machine) -> None:
+    limits = Limits(cpu_seconds=2, wall_seconds=0.7)
+    outcome = run_one(sandbox, "import time\nwhile time.process_time() < 0.5: pass\nprint(1)", limits=limits)
+    assert (outcome.status, outcome.stdout) == ("ok", "1\n")
+    assert outcome.seconds > 0.7  # it would have been killed
+    asleep = run_one(sandbox, "import time; time.sleep(20)", limits=limits)
+    assert asleep.status == "timeout"
+    assert asleep.seconds < 5
+
+
+def needs_processes(sandbox) -> None:
+    if sandbox.tier == "landlock":
+        pytest.skip("programs have one process there")
+
+
+@pytest.mark.parametrize("wait", ["os.wait()", "pass"])
+def test_processor_limit_covers_all_processes(sandbox, wait: str) -> None:
+    needs_processes(sandbox)
+    source = f"""
+    import os, time
+    for _ in range(6):
+        if os.fork() == 0:
+            while time.process_time() < 0.3: pass
+            os._exit(0)
+        {wait}
+    for _ in range(6):
+        try:
+            os.wait()
+        except ChildProcessError:
+            break
+    """
+    outcome = run_one(sandbox, source, limits=Limits(cpu_seconds=1, wall_seconds=30))
+    assert (outcome.status, outcome.error) == ("timeout", "more than 1 seconds of processor time")
+    within = run_one(sandbox, source, limits=Limits(cpu_seconds=5, wall_seconds=30))
+    assert within.status == "ok", within
+
+
+def test_processor_time_of_ended_children_is_counted(sandbox) -> None:
+    """Children that live shorter than the interval of samples, and whose parent tries to ignore their end."""
+    needs_processes(sandbox)
+    outcome = run_one(
+        sandbox, MULTIPLY + NEIGHBOURS["short-lived spinners"], limits=Limits(cpu_seconds=1, wall_seconds=20)
+    )
+    assert (outcome.status, outcome.error) == ("timeout", "more than 1 seconds of processor time")
+    assert outcome.seconds < 15
+
+
+def test_sessions_and_process_groups_are_refused(sandbox) -> None:
+    source = """
+    import os
+    for name, arguments in (("setsid", ()), ("setpgid", (0, 0))):
+        try:
+            getattr(os, name)(*arguments)
+        except PermissionError:
+            print("refused")
+    """
+    assert run_one(sandbox, source).stdout == "refused\nrefused\n"
+
+
+def test_socket_buffers_cannot_be_enlarged(sandbox) -> None:
+    source = """
+    import socket
+    a, b = socket.socketpair()
+    passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b.fileno().to_bytes(4, "little"))]
+    for action in (lambda: a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22),
+                   lambda: a.sendmsg([b"x"], passed)):
+        try:
+            action()
+        except PermissionError:
+            print("refused")
+    a.setblocking(False)
+    sent = 0
+    try:
+        while True: sent += a.send(bytes(1 << 16))
+    except BlockingIOError:
+        print(sent < 1 << 20)
+    import asyncio
+    print(asyncio.run(asyncio.sleep(0, "runs")))
+    """
+    assert run_one(sandbox, source).stdout == "refused\nrefused\nTrue\nruns\n"
+
+
+def test_buffers_of_sockets_and_pipes_count_as_memory(sandbox) -> None:
+    """Full buffers in several processes, whose resident memory alone is within the limit."""
+    needs_processes(sandbox)
+    source = """
+    import os, socket, time
+    for _ in range(7):
+        if os.fork() == 0: break
+    for make in (socket.socketpair, os.pipe):
+        kept = []
+        try:
+            while len(kept) < 400: kept += make()
+        except OSError:
+            pass
+    time.sleep(5)
+    print("ESCAPED")
+    """
+    limits = Limits(memory_bytes=128 * MIB, open_files=256, wall_seconds=10)
+    outcome = run_one(sandbox, source, limits=limits)
+    assert (outcome.status, outcome.stdout) == ("memory", "")
