@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,12 +87,13 @@ def test_choose_sandbox_sets_the_default(choices: None) -> None:
         assert opened.tier == "landlock"
 
 
-def test_choose_sandbox_can_allow_unprotected(no_tier: None, choices: None) -> None:
+def test_choose_sandbox_can_allow_unprotected(no_tier: None, choices: None, caplog) -> None:
     with pytest.raises(SandboxError, match="--allow_unsandboxed"):
         open_sandbox(workers=1)
     choose_sandbox(allow_unsandboxed=True)
-    with pytest.warns(RuntimeWarning, match="UNPROTECTED"), open_sandbox(workers=1) as opened:
+    with open_sandbox(workers=1) as opened:
         assert opened.tier == "unprotected"
+    assert "UNPROTECTED" in caplog.text
 
 
 @pytest.mark.parametrize("sandbox", ["docker", "remote", "unprotected", "file:///tmp/x"])
@@ -100,9 +103,13 @@ def test_invalid_choice_raises_and_changes_nothing(sandbox: str, choices: None) 
     assert not os.environ[package.CHOICE]
 
 
-def test_unprotected_needs_confirmation_and_warns(no_tier: None) -> None:
-    with pytest.warns(RuntimeWarning, match=r"UNPROTECTED.*no bubblewrap on this machine"):
+def test_unprotected_needs_confirmation_and_is_logged(no_tier: None, caplog) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the filter of `python -W ignore`
         opened = open_sandbox(workers=1, allow_unsandboxed=True)
+    [record] = caplog.records
+    assert re.search(r"UNPROTECTED.*no bubblewrap on this machine", record.getMessage())
+    assert record.levelname == "WARNING"
     with opened:
         assert opened.tier == "unprotected"
         assert opened.run([Program("print(1)")])[0].stdout == "1\n"
@@ -128,8 +135,44 @@ def test_allow_unsandboxed_prefers_a_working_tier() -> None:
 def test_probe_rejects_unprotected_sandbox() -> None:
     with PoolSandbox("unprotected", 1) as bare, pytest.raises(SandboxError) as caught:
         probe(bare)
-    for escape in ("read a file outside", "wrote a file outside", "connected to a local port"):
+    for escape in (
+        *("read a file outside", "wrote a file outside", "connected to a local port", "made a network socket"),
+        *("made uncounted shared memory", "made a memory file"),
+    ):
         assert escape in str(caught.value)
+
+
+@pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
+def test_probe_rejects_missing_filter(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The namespaces and Landlock alone do not pass."""
+    from credit_trl.sandbox import pool
+
+    allow_all = "seccomp._assemble = lambda *_: __import__('struct').pack('<HBBI', 6, 0, 0, 0x7fff0000)"
+    boot = pool._BOOT.replace(
+        "from credit_trl.sandbox.server",
+        f"from credit_trl.sandbox import seccomp; {allow_all}\nfrom credit_trl.sandbox.server",
+    )
+    monkeypatch.setattr(pool, "_BOOT", boot)
+    with PoolSandbox(tier, 1) as bare, pytest.raises(SandboxError) as caught:
+        probe(bare)
+    for escape in ("made a network socket", "made uncounted shared memory", "made a memory file"):
+        assert escape in str(caught.value)
+
+
+def test_probe_rejects_missing_process_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    from credit_trl.sandbox import pool
+
+    if not works("bubblewrap"):
+        pytest.skip("needs bubblewrap")
+    boot = pool._BOOT.replace(
+        "from credit_trl.sandbox.server",
+        "from credit_trl.sandbox import bubblewrap; made = bubblewrap._namespaces\n"
+        "bubblewrap._namespaces = lambda: [part for part in made() if part != '--unshare-pid']\n"
+        "from credit_trl.sandbox.server",
+    )
+    monkeypatch.setattr(pool, "_BOOT", boot)
+    with PoolSandbox("bubblewrap", 1) as bare, pytest.raises(SandboxError, match="no process namespace of its own"):
+        probe(bare)
 
 
 def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from credit_trl.sandbox import Limits, Program, Sandbox, SandboxError, open_sandbox, remote
+from credit_trl.sandbox import Limits, Program, Sandbox, SandboxError, choose_sandbox, open_sandbox, remote
 from credit_trl.sandbox.remote import RemoteSandbox, outcome_of
 
 PROBE = "print(6 * 7)"
@@ -198,6 +199,97 @@ def test_deadline_holds_if_service_answers_slowly(service: Service) -> None:
         [outcome] = sandbox.run([Program("print(1)")], deadline=0.5)
     assert outcome.status == "deadline"
     assert request_threads() == 0
+
+
+def drip_headers(handler: Handler, body: dict) -> None:
+    """A byte each tenth of a second, and no end."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    for _ in range(300):
+        handler.wfile.write(b"X")
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
+def test_deadline_holds_if_headers_are_dripped(service: Service) -> None:
+    service.misbehave = drip_headers
+    with RemoteSandbox(service.url) as sandbox:
+        started = time.monotonic()
+        [outcome] = sandbox.run([Program("print(1)")], deadline=0.5)
+        assert time.monotonic() - started < 5
+        assert request_threads(within=5) == 0
+    assert outcome.status == "deadline"
+
+
+def test_dripped_headers_end_without_a_deadline(service: Service, monkeypatch) -> None:
+    monkeypatch.setattr(remote, "_ALLOWANCE_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "_FIRST_WAIT", 0.05)
+    service.misbehave = drip_headers
+    started = time.monotonic()
+    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="did not answer in time"):
+        sandbox.run([Program("print(1)", limits=Limits(wall_seconds=0.2))], deadline=None)
+    assert time.monotonic() - started < 10
+
+
+def test_opening_ends_if_headers_are_dripped(service: Service, monkeypatch) -> None:
+    monkeypatch.setattr(remote, "_OPENING_SECONDS", 0.5)
+    monkeypatch.setattr(Handler, "do_POST", lambda handler: drip_headers(handler, {}))
+    with pytest.raises(SandboxError, match=r"did not answer within 0\.5 seconds"):
+        open_sandbox(url=service.url)
+
+
+def test_credentials_are_sent_and_never_shown(service: Service, waits, caplog) -> None:
+    url = service.url.replace("http://", "http://user:s3cr%2Ft@")
+    seen = []
+
+    def reflect(handler: Handler, body: dict) -> None:
+        seen.append(handler.headers["Authorization"])
+        handler.answer(503, {"detail": f"{seen[-1]} s3cr/t \x1b[2J"})
+
+    with open_sandbox(url=url) as sandbox:
+        service.misbehave = reflect
+        with pytest.raises(SandboxError) as caught:
+            sandbox.run([Program("print(1)")])
+        shown = [str(caught.value), sandbox.description, sandbox.url, caplog.text, *(reason for _, reason in waits)]
+    token = base64.b64encode(b"user:s3cr/t").decode()
+    assert set(seen) == {f"Basic {token}"}
+    for text in shown:
+        assert not {"s3cr", token, "\x1b"} & {part for part in ("s3cr", token, "\x1b") if part in text}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:s3cret@",
+        "http://user:s3cret@host:port",
+        "http://user:s3/cret@host",
+        "ftp://user:s3cret@host",
+        "user:s3cret@host",
+        "http://host/?key=s3cret",
+    ],
+)
+def test_invalid_address_is_shown_without_credentials(url: str) -> None:
+    for action in (lambda: RemoteSandbox(url), lambda: choose_sandbox(url)):
+        with pytest.raises(ValueError, match="http://") as caught:
+            action()
+        assert "s3" not in str(caught.value)
+        assert "cret" not in str(caught.value)
+
+
+def test_control_characters_of_a_service_are_spelled_out(service: Service, waits) -> None:
+    service.misbehave = lambda handler, body: handler.answer(200, {"status": "\x1b]0;title\x07", "x": "\u202e"})
+    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError) as caught:
+        sandbox.run([Program("print(1)")])
+    assert str(caught.value).isprintable()
+
+    def bare(handler: Handler, body: dict) -> None:
+        handler.send_response(400)
+        handler.end_headers()
+        handler.wfile.write(b"\x1b[31mred\nline")
+
+    service.misbehave = bare
+    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="U\\+001B") as caught:
+        sandbox.run([Program("print(1)")])
+    assert str(caught.value).isprintable()
 
 
 def test_endless_response_is_an_output_limit(service: Service) -> None:

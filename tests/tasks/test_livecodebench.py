@@ -5,7 +5,6 @@ import json
 import pickle
 import sys
 import textwrap
-import warnings
 import zlib
 from collections.abc import Iterator
 
@@ -258,10 +257,7 @@ def sandbox() -> Iterator[Sandbox]:
     """A sandbox for the programs of this file, unprotected if necessary, as all are harmless."""
     if not sys.platform.startswith("linux"):
         pytest.skip("the local sandbox needs Linux")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        opened = open_sandbox(allow_unsandboxed=True)
-    with opened:
+    with open_sandbox(allow_unsandboxed=True) as opened:
         yield opened
 
 

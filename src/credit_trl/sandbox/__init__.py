@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 
 from credit_trl.sandbox.batch import Sandbox
 from credit_trl.sandbox.cores import worker_count
@@ -77,7 +76,7 @@ def open_sandbox(
     if tier == "remote":
         raise ValueError('tier="remote" needs url="http://...", the address of the sandbox.')
     if url is not None:
-        raise ValueError(f'url={url!r} and tier={tier!r} exclude each other; use tier="auto".')
+        raise ValueError(f'url= and tier={tier!r} exclude each other; use tier="auto".')
     if tier == "unprotected" and not allow_unsandboxed:
         raise ValueError('tier="unprotected" runs model-written programs unprotected; confirm allow_unsandboxed=True.')
     return _open_local(tier, workers or worker_count(), allow_unsandboxed, python)
@@ -95,11 +94,18 @@ def choose_sandbox(sandbox: str | None = None, allow_unsandboxed: bool = False) 
     """
     if sandbox is not None:
         if sandbox not in TIERS and not _is_address(sandbox):
+            from credit_trl.sandbox.remote import without_credentials
+
+            sandbox = without_credentials(sandbox)
             raise ValueError(f"--sandbox {sandbox}: neither one of {', '.join(TIERS)} nor an address (http://...).")
         if sandbox == "remote":
             raise ValueError("--sandbox remote: give the address instead, as in --sandbox http://127.0.0.1:8080.")
         if sandbox == "unprotected" and not allow_unsandboxed:
             raise ValueError("--sandbox unprotected: confirm with --allow_unsandboxed.")
+        if _is_address(sandbox):
+            from credit_trl.sandbox.remote import parse_address
+
+            parse_address(sandbox)
         os.environ[CHOICE] = sandbox
     if allow_unsandboxed:
         os.environ[UNPROTECTED] = "1"
@@ -142,11 +148,10 @@ def _open_local(tier: str, workers: int, allow_unsandboxed: bool, python: str | 
             _logger.warning("Sandbox: %s. Using %s instead.", reasons[0], candidate)
         return sandbox
     if allow_unsandboxed and tier in ("auto", "unprotected"):
-        warnings.warn(
-            "Model-written programs run UNPROTECTED: resource limits only, with this machine's files and network. "
-            + " ".join(reasons),
-            RuntimeWarning,
-            stacklevel=3,
+        # Logged, as Python's warning filters could hide it.
+        _logger.warning(
+            "Model-written programs run UNPROTECTED: resource limits only, with this machine's files and network. %s",
+            " ".join(reasons),
         )
         return PoolSandbox("unprotected", workers, python)
     listed = "\n".join(f"  - {reason}" for reason in reasons)

@@ -16,7 +16,7 @@ from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.protocol import MIB, Limits, Program, SandboxError
 
 _CANARY = '''
-import os, signal, socket
+import mmap, os, socket
 
 def attempt(escapes, name, action):
     try:
@@ -52,6 +52,12 @@ def escapes(bait, port, abstract, trainer, server, package):
     attempt(found, "connected to a local port", lambda: connect(socket.AF_INET, ("127.0.0.1", port)))
     attempt(found, "connected to a local socket", lambda: connect(socket.AF_UNIX, "\\0" + abstract))
     attempt(found, "became root", lambda: os.setuid(0))
+    # The filter of system calls refuses these, which namespaces and Landlock allow.
+    attempt(found, "made a network socket", lambda: socket.socket(socket.AF_INET).close())
+    attempt(found, "made a session", os.setsid)
+    attempt(found, "made uncounted shared memory", lambda: mmap.mmap(-1, 4096))
+    attempt(found, "made a memory file", lambda: os.close(os.memfd_create("bait")))
+    attempt(found, "read extended attributes outside", lambda: os.listxattr(bait + "/secret"))
     if os.getuid() == 0:
         found.append("runs as root")
     if "CREDIT_SANDBOX_CANARY" in os.environ:
@@ -65,13 +71,30 @@ def may_signal(pid):
     except OSError:
         return False
     return pid != os.getpid()
+
+def is_first_process():
+    """Whether this process is the child of its process namespace's first one."""
+    return (os.getpid(), os.getppid()) == (2, 1)
 '''
+
+# Opens sockets whose buffers could hold more than the limit of memory.
+_BUFFERS = """
+import socket, time
+opened = []
+try:
+    while len(opened) < 1000:
+        opened += socket.socketpair()
+except OSError:
+    pass
+time.sleep(10)
+"""
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SHORT = Limits(wall_seconds=0.2, memory_bytes=256 * MIB)
 _LIMITS = replace(
     _SHORT, cpu_seconds=5, wall_seconds=20, processes=4, file_bytes=MIB, open_files=32, output_bytes=1 << 16
 )
+_BUFFER_LIMITS = replace(_LIMITS, memory_bytes=64 * MIB, open_files=512)
 
 
 def probe(sandbox: PoolSandbox) -> None:
@@ -98,20 +121,26 @@ def probe(sandbox: PoolSandbox) -> None:
         programs = [
             Program(_CANARY, fn_name="escapes", arguments=json.dumps(arguments), limits=_LIMITS),
             Program(_CANARY, fn_name="may_signal", arguments=json.dumps([os.getpid()]), limits=_LIMITS),
+            Program(_CANARY, fn_name="is_first_process", limits=_LIMITS),
+            Program(_BUFFERS, limits=_BUFFER_LIMITS),
             Program("bytearray(512 * 1024 * 1024)", limits=_LIMITS),
             Program("import time; time.sleep(10)", limits=_SHORT),
         ]
-        escapes, signalled, memory, sleeper = sandbox.run(programs, deadline=60.0)
+        escapes, signalled, first, buffers, memory, sleeper = sandbox.run(programs, deadline=60.0)
         faults = []
-        if escapes.status != "ok" or signalled.status != "ok":
-            faults.append(f"the probe's program did not finish: {escapes.error or signalled.error}")
+        if not (escapes.ok and signalled.ok and first.ok):
+            faults.append(f"the probe's program did not finish: {escapes.error or signalled.error or first.error}")
         else:
             faults += json.loads(escapes.value or "null")
             if os.path.exists(os.path.join(bait, "planted")) or not os.path.exists(os.path.join(bait, "removable")):
                 faults.append("changed a directory outside")
-            # Namespaces have their own process ids: the trainer's may be that of a process inside.
-            if sandbox.tier != "bubblewrap" and json.loads(signalled.value or "true"):
+            # A namespace has its own process ids: the trainer's may be that of a process inside.
+            if sandbox.tier == "bubblewrap" and not json.loads(first.value or "false"):
+                faults.append("has no process namespace of its own")
+            elif sandbox.tier != "bubblewrap" and json.loads(signalled.value or "true"):
                 faults.append("may signal the trainer")
+        if buffers.status != "memory":
+            faults.append(f"holds memory in buffers of the kernel ({buffers.status})")
         if memory.status != "memory":
             faults.append(f"allocated more than its limit ({memory.status})")
         if sleeper.status != "timeout":

@@ -13,24 +13,30 @@ holds whatever the service does.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import http.client
+import io
 import json
 import logging
 import math
+import re
 import secrets
+import socket
 import threading
 import time
 import urllib.parse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
 from credit_trl.sandbox.batch import Batch, Sandbox
-from credit_trl.sandbox.protocol import MIB, Outcome, Program, SandboxError
+from credit_trl.sandbox.protocol import MIB, Outcome, Program, SandboxError, printable
 from credit_trl.sandbox.running import ERROR_CHARACTERS, failure, is_json, reported_outcome
 
 # Time for a service to queue, start and send, on top of a program's wall-clock limit.
 _ALLOWANCE_SECONDS = 60.0
+_OPENING_SECONDS = 30.0
 _CHUNK = 1 << 16
 # Seconds between two tries of a program. They double each time; `Retry-After` can lengthen them.
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
@@ -63,28 +69,35 @@ class RemoteSandbox(Sandbox):
     """Sandbox behind a URL. It holds nothing between two calls of `run`.
 
     Args:
-        url: address of the service, `http://` or `https://`; `/run_code` is appended.
+        url: address of the service, `http://` or `https://`; `/run_code` is appended. A user and password in it
+            (`https://user:password@host`) are sent as basic authentication and appear in no message.
         workers: number of concurrent requests.
 
     Raises:
-        SandboxError: the service fails to run a program that prints 42.
+        SandboxError: the service fails to run a program that prints 42 within 30 seconds.
         ValueError: `url` is not such an address.
     """
 
     tier = "remote"
 
     def __init__(self, url: str, workers: int = 16) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f'The address of a remote sandbox looks like "http://host:8080", got {url!r}.')
-        self.url = url
+        self._address = parse_address(url)
+        self.url = self._address.shown
         self.workers = workers
-        self.description = f"remote, {parts.scheme}://{parts.netloc}"
-        self._parts = parts
+        self.description = f"remote, {self.url}"
         # Without retries, so that a wrong address fails at once.
-        outcome = self.run_one(Program("print(6 * 7)"))
+        try:
+            outcome = self.run_one(Program("print(6 * 7)"), time.monotonic() + _OPENING_SECONDS)
+        except TimeoutError:
+            raise SandboxError(f"{self.url} did not answer within {_OPENING_SECONDS:g} seconds.") from None
         if (outcome.status, outcome.stdout.strip()) != ("ok", "42"):
-            raise SandboxError(f"The remote sandbox {url} does not run Python: {outcome}.")
+            raise SandboxError(f"The remote sandbox {self._shown(f'{self.url} does not run Python: {outcome}')}.")
+
+    def _shown(self, text: str) -> str:
+        """A text for a message: what the service wrote cannot control a terminal or repeat the credentials."""
+        for secret in self._address.secrets:
+            text = text.replace(secret, "***")
+        return printable(text)
 
     def _run_batch(self, batch: Batch, until: float) -> None:
         _BatchThreads(self, batch, until).run(min(self.workers, len(batch.programs)))
@@ -124,37 +137,124 @@ class RemoteSandbox(Sandbox):
                 raise
             raise SandboxError(f"{self.url} did not answer in time") from None
         except (OSError, http.client.HTTPException) as error:
-            raise _Unavailable(f"{self.url}: {type(error).__name__}: {error}") from error
+            raise _Unavailable(self._shown(f"{self.url}: {type(error).__name__}: {error}")) from None
         except (ValueError, TypeError, RecursionError) as error:
-            raise SandboxError(f"{self.url}: {type(error).__name__}: {error}") from error
+            raise SandboxError(self._shown(f"{self.url}: {type(error).__name__}: {error}")) from None
+        except SandboxError as error:
+            error.args = (self._shown(str(error)),)
+            raise
 
     def _post(self, body: bytes, until: float, most: int) -> bytes:
         """Body of the response, cut a little after `most` bytes."""
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname, self._parts.port, timeout=_left(until))
-        try:
-            path = self._parts.path.rstrip("/") + "/run_code"
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
+        kind = http.client.HTTPSConnection if self._address.is_tls else http.client.HTTPConnection
+        connection = kind(self._address.host, self._address.port, timeout=_left(until))
+        connection.connect()
+        with contextlib.closing(connection.sock) as stream:
+            connection.sock = _BoundedSocket(stream, until)
+            headers = {"Content-Type": "application/json", **self._address.headers}
+            connection.request("POST", self._address.path + "/run_code", body, headers)
             response = connection.getresponse()
             received = bytearray()
-            while len(received) <= most:
-                left = _left(until)
-                if connection.sock is not None:  # it is None if the response ends with the connection
-                    connection.sock.settimeout(left)
-                if not (chunk := response.read1(_CHUNK)):
-                    break
+            while len(received) <= most and (chunk := response.read1(_CHUNK)):
                 received += chunk
-            if response.status != 200:
-                problem = f"{self.url} answered {response.status}: {received[:300].decode(errors='replace')}"
-                if response.status == 429 or response.status >= 500:
-                    raise _Unavailable(problem, response.headers.get("Retry-After"))
-                raise SandboxError(problem)
-            return bytes(received)
-        finally:
-            connection.close()
+        if response.status != 200:
+            problem = f"{self.url} answered {response.status}: {received[:300].decode(errors='replace')}"
+            if response.status == 429 or response.status >= 500:
+                raise _Unavailable(problem, response.headers.get("Retry-After"))
+            raise SandboxError(problem)
+        return bytes(received)
 
     def close(self) -> None:
         """Does nothing."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Address of a service.
+
+    Args:
+        host, port, is_tls, path: its parts.
+        shown: the address without credentials.
+        headers: request headers with the credentials, if there are any.
+        secrets: texts that no message may contain.
+    """
+
+    host: str
+    port: int | None
+    is_tls: bool
+    path: str
+    shown: str
+    headers: dict[str, str]
+    secrets: tuple[str, ...]
+
+
+def parse_address(url: str) -> Address:
+    """Parse the address of a service.
+
+    Raises:
+        ValueError: not `http://host` or `https://host`, an invalid port, or a query. The message has no credentials.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+    except ValueError:  # its message quotes the address
+        parts, port = urllib.parse.urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(
+            f'The address of a remote sandbox looks like "http://host:8080", got {without_credentials(url)!r}.'
+        )
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    path = parts.path.rstrip("/")
+    shown = printable(f"{parts.scheme}://{host}{f':{port}' if port else ''}{path}")
+    headers, secrets = {}, ()
+    if parts.username is not None or parts.password is not None:
+        user, password = (urllib.parse.unquote(text or "") for text in (parts.username, parts.password))
+        token = base64.b64encode(f"{user}:{password}".encode()).decode()
+        headers = {"Authorization": f"Basic {token}"}
+        secrets = tuple(filter(None, (token, parts.netloc.rpartition("@")[0], password, parts.password)))
+    return Address(parts.hostname, port, parts.scheme == "https", path, shown, headers, secrets)
+
+
+def without_credentials(url: str) -> str:
+    """A text that may be an address, without what could be a user, a password or a query."""
+    before, at, host = url.rpartition("@")
+    scheme, slashes, _ = before.partition("//")
+    shown = f"{scheme if slashes else ''}{slashes}***@{host}" if at else url
+    return re.sub(r"[?#].*", "?***", shown, flags=re.DOTALL)
+
+
+class _BoundedReader(io.RawIOBase):
+    """Reads from a socket until a time. The socket's own time-out starts again with each byte."""
+
+    def __init__(self, stream: socket.socket, until: float) -> None:
+        super().__init__()
+        self._stream = stream
+        self._until = until
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._stream.settimeout(_left(self._until))
+        return self._stream.recv_into(buffer)
+
+
+@dataclass
+class _BoundedSocket:
+    """What `http.client` needs of a socket. A service that drips its headers would hold a plain one for ever."""
+
+    stream: socket.socket
+    until: float
+
+    def sendall(self, content: bytes) -> None:
+        self.stream.settimeout(_left(self.until))  # for the whole call
+        self.stream.sendall(content)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_BoundedReader(self.stream, self.until))
+
+    def close(self) -> None:
+        """Does nothing: `http.client` closes the socket of a response before it is read."""
 
 
 class _Unavailable(SandboxError):
