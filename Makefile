@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 OPTIONAL_VENV := .venv-optional
+TRL ?= 1.15.0
+TRL_VENV := .venv-trl
 
-.PHONY: quickstart smollm test test-slow test-faults test-vllm notebooks docs wheel lint format clean
+.PHONY: quickstart smollm test test-slow test-faults test-trl test-vllm notebooks docs wheel lint format clean
 
 quickstart: $(INSTALLED)  ## Train on the embedded task with CREDIT on this CPU and show the result
 	$(BIN)/credit-trl credit-quickstart
@@ -23,6 +25,9 @@ test: $(INSTALLED)  ## The fast tests
 test-slow: $(INSTALLED)  ## The slow tests, and those of DeepSpeed, bitsandbytes and Triton if these can be installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 	tests/distributed/optional.sh $(VENV) $(OPTIONAL_VENV)
+
+test-trl: $(INSTALLED)  ## The tests of trainer, parity and command line with another version of TRL: make test-trl TRL=1.15.0
+	tests/training/other_trl.sh $(VENV) $(TRL_VENV) $(TRL)
 
 test-vllm:  ## Generation with a real vLLM engine on this CPU, in a separate environment
 	PYTHON=$(PYTHON) tests/vllm_engine/run.sh $(VLLM_VENV)
@@ -49,11 +54,11 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(OPTIONAL_VENV) runs site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(OPTIONAL_VENV) $(TRL_VENV) runs site dist .pytest_cache .ruff_cache .hypothesis
 
 # torch is installed first and pinned, because `pip install` of a newer one may add gigabytes of CUDA libraries.
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "TRL 1.16 needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": run make with PYTHON=python3.11")'
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "TRL needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": run make with PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"

@@ -86,6 +86,17 @@ def test_a_static_column_and_verdicts_both_reach_the_teacher(train, tokenizer, d
         assert own.index("Static for") < own.index("The answer is")
 
 
+def test_a_static_column_reaches_the_teacher_without_unused_columns(train, tokenizer, dataset):
+    def no_columns(completions, **kwargs):
+        assert "answer" not in kwargs
+        return [0.0] * len(completions)
+
+    rows = dataset.map(lambda row: {"privileged_context": f"Static for {row['answer']}."})
+    trainer = train(no_columns, rows, remove_unused_columns=True)
+    assert texts(trainer, tokenizer)
+    assert all("Static for" in own for own, _ in texts(trainer, tokenizer))
+
+
 def test_a_contrast_replaces_the_question_and_keeps_the_feedback(train, tokenizer):
     trainer = train()
     for prompts, built in trainer.seen:

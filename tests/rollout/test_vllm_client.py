@@ -169,8 +169,3 @@ def test_missing_server_raises_before_model_is_loaded(make_config, monkeypatch):
         config = make_config(**options, vllm_server_host="127.0.0.1", vllm_server_port=port)
         with pytest.raises(VLLMServerError, match=f"http://127.0.0.1:{port} did not answer within 0.2 s"):
             generation.await_engine(config)
-
-
-@pytest.mark.parametrize("method", ["generate", "update_named_params", "reset_prefix_cache", "_post"])
-def test_trl_client_has_the_overridden_methods(method):
-    assert callable(getattr(VLLMClient, method))

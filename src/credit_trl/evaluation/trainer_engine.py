@@ -7,6 +7,7 @@ settings. In a distributed run each process generates a share of the requests.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -108,13 +109,11 @@ class TrainerEngine:
     @contextmanager
     def _policy_session(self) -> Iterator[None]:
         trainer = self.trainer
+        options = {"gather_deepspeed3_params": trainer.args.ds3_gather_for_generation}
+        if "gradient_checkpointing_kwargs" in inspect.signature(unwrap_model_for_generation).parameters:  # TRL 1.16
+            options["gradient_checkpointing_kwargs"] = trainer.args.gradient_checkpointing_kwargs
         with (
-            unwrap_model_for_generation(
-                trainer.model_wrapped,
-                trainer.accelerator,
-                gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
-                gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-            ) as policy,
+            unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator, **options) as policy,
             torch.no_grad(),
             trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
         ):

@@ -1,56 +1,138 @@
-"""Check of TRL's version and of the private hooks that this package overrides.
+"""Check of TRL's version and of the private names that this package overrides and reads.
 
 A minor version of TRL may rename or change a private method, which would silently disable the override. The check runs
-when the trainer is imported and raises an error instead.
+when the trainer is imported: a difference is an error, an untested minor version without a difference a warning.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
+import warnings
+from functools import cache
 from importlib.metadata import version
 
 from packaging.version import Version
 from trl import GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import RepeatSampler
 
-TESTED_TRL = ("1.16",)
+TESTED_TRL = ("1.15", "1.16")
 
-# Overridden method -> its parameters.
+# Class of TRL -> overridden method -> its parameters; None for any parameters.
 HOOKS = {
-    "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
-    "_compute_loss": ("self", "model", "inputs"),
-    "_generate": ("self", "prompts"),
-    "_generate_and_score_completions": ("self", "inputs"),
-    "_generate_single_turn": tuple("self prompt_ids images multimodal_fields num_generations has_tool_images".split()),
-    "_get_output_dir": ("self", "trial"),
-    "_get_train_sampler": ("self", "dataset"),
-    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
-    "_prepare_inputs": ("self", "generation_batch"),
-    "_push_from_checkpoint": ("self", "checkpoint_folder"),
-    "_save_checkpoint": ("self", "model", "trial"),
-    "_set_signature_columns_if_needed": ("self",),
-    "log": ("self", "logs", "start_time"),
-    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
+    GRPOTrainer: {
+        "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
+        "_compute_loss": ("self", "model", "inputs"),
+        "_generate": ("self", "prompts"),
+        "_generate_and_score_completions": ("self", "inputs"),
+        "_generate_single_turn": tuple(
+            "self prompt_ids images multimodal_fields num_generations has_tool_images".split()
+        ),
+        "_get_output_dir": ("self", "trial"),
+        "_get_train_sampler": ("self", "dataset"),
+        "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+        "_push_from_checkpoint": ("self", "checkpoint_folder"),
+        "_run_epoch": None,  # of transformers
+        "_save_checkpoint": ("self", "model", "trial"),
+        "_set_signature_columns_if_needed": ("self",),
+        "log": ("self", "logs", "start_time"),
+        "train": None,  # of transformers
+        "training_step": ("self", "model", "inputs", "num_items_in_batch"),
+    },
+    RepeatSampler: {
+        "__init__": ("self", "data_source", "mini_repeat_count", "batch_size", "repeat_count", "shuffle", "seed"),
+        "__iter__": ("self",),
+    },
+    VLLMGeneration: {"_iter_named_params": ("self",)},
+    VLLMClient: {
+        "generate": tuple(
+            "self prompts features n repetition_penalty temperature top_p top_k min_p max_tokens logprobs "
+            "structured_outputs_regex generation_kwargs".split()
+        ),
+        "reset_prefix_cache": ("self",),
+        "update_named_params": ("self", "metadata", "named_params"),
+    },
+}
+
+# Class of TRL -> attributes that this package reads or sets.
+ATTRIBUTES = {
+    GRPOTrainer: tuple(
+        "_batch_environments _buffered_inputs _dist _env_tools _is_vlm _last_loaded_step _metrics _signature_columns "
+        "_step _tokenizer accelerator args aux_loss_enabled chat_template chat_template_kwargs control "
+        "current_gradient_accumulation_steps environment_factories environments eos_token_ids eval_dataset loss_type "
+        "max_completion_length model model_wrapped num_generations num_generations_eval num_iterations "
+        "processing_class reward_funcs reward_weights router_aux_loss_coef shuffle_dataset state temperature tools "
+        "train_dataset use_vllm vllm_generation".split()
+    ),
+    RepeatSampler: ("generator", "num_samples", "seed", "shuffle"),
+    VLLMGeneration: tuple(
+        "_dist _fix_param_name_to_vllm accelerator generate llm mode model server_timeout sync_weights "
+        "tensor_parallel_size vllm_client".split()
+    ),
+    VLLMClient: ("base_url", "session"),
 }
 
 
-def check_trl(trainer_class: type = GRPOTrainer, installed: str | None = None) -> None:
-    """Check TRL's version and the hooks of its GRPO trainer.
+def check_trl(
+    hooks: dict[type, dict[str, tuple[str, ...] | None]] = HOOKS,
+    attributes: dict[type, tuple[str, ...]] = ATTRIBUTES,
+    installed: str | None = None,
+) -> None:
+    """Check the names of TRL that this package overrides and reads, and warn once of an untested minor version.
+
+    Args:
+        hooks: overridden methods with their parameters, by class.
+        attributes: attributes that are read or set, by class.
+        installed: TRL's version; None reads it.
 
     Raises:
-        ImportError: TRL has an untested minor version, or a hook is missing or has other parameters. The message
-            names the version to install.
+        ImportError: a hook is missing or has other parameters, or an attribute is missing. The message names it and
+            the version to install.
     """
     installed = installed or version("trl")
-    release = Version(installed)
-    fix = f'Install a tested version: pip install "trl=={TESTED_TRL[-1]}.*".'
-    if f"{release.major}.{release.minor}" not in TESTED_TRL:
+    problems = [
+        f"`{owner.__name__}.{name}({', '.join(parameters or ())})`, which credit_trl overrides"
+        for owner, methods in hooks.items()
+        for name, parameters in methods.items()
+        if not _has_method(owner, name, parameters)
+    ]
+    problems += [
+        f"`{owner.__name__}.{name}`, which credit_trl reads"
+        for owner, names in attributes.items()
+        for name in missing_attributes(owner, names)
+    ]
+    if problems:
         raise ImportError(
-            f"credit_trl is tested with TRL {', '.join(TESTED_TRL)}; TRL {installed} is installed. {fix}"
+            f"TRL {installed} has no {'; no '.join(problems)}. Install a tested version: "
+            f'pip install "trl=={TESTED_TRL[-1]}.*".'
         )
-    for name, parameters in HOOKS.items():
-        hook = getattr(trainer_class, name, None)
-        if hook is None or tuple(inspect.signature(hook).parameters) != parameters:
-            raise ImportError(
-                f"TRL {installed} has no `GRPOTrainer.{name}({', '.join(parameters)})`, which credit_trl overrides. "
-                f"{fix}"
-            )
+    release = Version(installed)
+    if f"{release.major}.{release.minor}" not in TESTED_TRL:
+        _warn_untested(installed)
+
+
+def missing_attributes(owner: type, names: tuple[str, ...]) -> list[str]:
+    """Names that are neither attributes of a class nor set by one of its methods, from their bytecode."""
+    missing = set(names) - set(dir(owner))
+    methods = [getattr(value, "__func__", value) for base in owner.__mro__ for value in vars(base).values()]
+    for code in (method.__code__ for method in methods if inspect.isfunction(method)):
+        if missing.intersection(code.co_names):
+            missing -= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    return sorted(missing)
+
+
+def _has_method(owner: type, name: str, parameters: tuple[str, ...] | None) -> bool:
+    method = getattr(owner, name, None)
+    return callable(method) and (parameters is None or tuple(inspect.signature(method).parameters) == parameters)
+
+
+@cache
+def _warn_untested(installed: str) -> None:
+    message = (
+        f"credit_trl is tested with TRL {', '.join(TESTED_TRL)}; TRL {installed} is installed. The methods and "
+        "attributes of TRL that it uses are unchanged, and their behaviour is untested. Run `make test-trl "
+        f'TRL={installed}` in a checkout, or install a tested version: pip install "trl=={TESTED_TRL[-1]}.*".'
+    )
+    warnings.warn_explicit(message, UserWarning, "credit_trl", 0)  # no source line in the output
