@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from trl import SFTConfig
+from trl.experimental.distillation import DistillationConfig
+from trl.experimental.gkd import GKDConfig
+from trl.experimental.sdft import SDFTConfig
 from trl.experimental.sdpo import SDPOConfig
 
 from credit_trl import CreditConfig
+from credit_trl.config import OTHER_TRAINERS
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.privileged import PrivilegedContext
 
@@ -193,3 +198,32 @@ def test_own_template_replaces_that_of_the_style(make_config):
     assert config.feedback_template == own
     assert "step by step" in config.reprompt_template
     assert "unsuccessful" in make_config().feedback_template
+
+
+def test_unknown_options_name_their_counterpart():
+    for name, advice in {
+        "contrastive_coeff": "Did you mean `contrastive_coef`",
+        "distillation_mode": "`distillation_support`: 'sampled'",
+        "max_new_tokens": "Set `max_completion_length`",
+    }.items():
+        with pytest.raises(TypeError, match=rf"`CreditConfig` has no option `{name}`.*{advice}"):
+            CreditConfig("run", **{name: 1})
+
+
+def test_options_of_other_trainers_have_advice():
+    ours = {one.name for one in dataclasses.fields(CreditConfig)}
+    for config in (SDPOConfig, SDFTConfig, DistillationConfig):
+        own = {one.name for one in dataclasses.fields(config)} - ours - {"num_loss_tokens_to_skip"}
+        assert own <= OTHER_TRAINERS.keys(), config
+    gkd = {one.name for one in dataclasses.fields(GKDConfig)} - {one.name for one in dataclasses.fields(SFTConfig)}
+    assert gkd - ours <= OTHER_TRAINERS.keys()
+
+
+def test_one_rollout_per_prompt_needs_feedback_and_weight_one(make_config):
+    config = make_config(num_generations=1, per_device_train_batch_size=3)
+    assert (config.num_generations, config.generation_batch_size) == (1, 3)
+    assert type(config.num_generations) is int
+    with pytest.raises(ValueError, match="at least 2 generations"):
+        make_config(num_generations=1, distillation_weight=0.5)
+    with pytest.raises(ValueError, match=r"`num_generations=1` gives no other rollout.*Set `include_environment_fe"):
+        make_config(num_generations=1, include_environment_feedback=False)

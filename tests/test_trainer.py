@@ -302,3 +302,10 @@ def test_model_card_links_the_paper(train, tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "https://huggingface.co/papers/2605.11613" in card
     assert "shen2026credit" in card
+
+
+def test_one_rollout_per_prompt_trains_from_feedback(train, make_model):
+    trainer = train(num_generations=1, max_steps=6)
+    assert moved(trainer, make_model)
+    assert "flat_reward" not in trainer.alarms.raised
+    assert trainer.state.log_history[0]["credit/frac_with_feedback"] == 1.0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 import math
 import numbers
 import re
 import string
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from itertools import takewhile
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trl import GRPOConfig
 
@@ -292,12 +295,19 @@ class CreditConfig(GRPOConfig):
         self._settle_templates()
         self._settle_teacher_context()
         try:
-            super().__post_init__()
+            self._post_init_of_trl()
         except ValueError as error:
             if "bf16" not in str(error):
                 raise
             raise ValueError(f"{error} On a machine without a GPU set `use_cpu=True` and `bf16=False`.") from error
         check_combinations(self)  # uses batch sizes that TRL has resolved
+
+    def _post_init_of_trl(self) -> None:
+        """TRL's settlement and checks. One rollout per prompt passes where no advantage of GRPO is computed."""
+        alone = self.num_generations == 1 and self.distillation_weight == 1.0
+        self.num_generations = _OneRollout(1) if alone else self.num_generations
+        super().__post_init__()
+        self.num_generations = int(self.num_generations)
 
     @property
     def contrasts(self) -> bool:
@@ -332,6 +342,59 @@ class CreditConfig(GRPOConfig):
                 f"`teacher_context={wanted!r}`, but `teacher_context={self.teacher_context!r}`. Set only one of them."
             )
         self.teacher_context = wanted
+
+
+# Options of TRL's SDPO, SDFT, GKD and distillation trainers that have another name or no counterpart here.
+OTHER_TRAINERS = {
+    "distillation_mode": "Set `distillation_support`: 'sampled', 'full' or 'student_topk' for TRL's 'sampled_token', "
+    "'full_logits' or 'topk_logits'.",
+    "distillation_add_tail": "It is `distillation_tail='bucket'`, the default.",
+    "teacher_prompt_template": "Set `reprompt_template`.",
+    "max_prompt_length": "Prompts are never truncated: drop long ones with dataset.filter(...).",
+    "max_new_tokens": "Set `max_completion_length`.",
+    "max_length": "Set `max_completion_length`, and `max_reprompt_len` for the teacher's prompt.",
+    "lmbda": "All completions are sampled from the policy.",
+    "seq_kd": "All completions are sampled from the policy.",
+    "generate_from_teacher": "All completions are sampled from the policy.",
+    "use_teacher_server": "The teacher runs in the training process.",
+    "teacher_model_name_or_path": "Set `teacher_model_kind`: 'ema', 'live' or 'base' of the policy itself.",
+    "teacher_model_init_kwargs": "Set `model_init_kwargs`, which the teacher shares.",
+    "teacher_model_revision": "Set `model_revision`, which the teacher shares.",
+    "diagnostics_warning_interval": "Warnings are raised once and need no option.",
+    "diagnostics_flat_tolerance": "Warnings are raised once and need no option.",
+}
+
+
+def unknown_option(name: str, known: Iterable[str]) -> str:
+    """Advice on an option that does not exist: its counterpart, the most similar name, or an empty string."""
+    if name in OTHER_TRAINERS:
+        return f" {OTHER_TRAINERS[name]}"
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def _checks_names(init: Callable[..., None]) -> Callable[..., None]:
+    """An initializer that refuses unknown options with advice."""
+
+    @functools.wraps(init)
+    def checked(self: CreditConfig, *args: Any, **options: Any) -> None:
+        known = {one.name for one in fields(self) if one.init}
+        if unknown := [name for name in options if name not in known]:
+            advice = unknown_option(unknown[0], known)
+            raise TypeError(f"`{type(self).__name__}` has no option `{unknown[0]}`.{advice}")
+        init(self, *args, **options)
+
+    return checked
+
+
+CreditConfig.__init__ = _checks_names(CreditConfig.__init__)
+
+
+class _OneRollout(int):
+    """1 that passes GRPO's check for at least two rollouts per prompt."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
 
 
 # Bounds of an adapted λ.
@@ -516,6 +579,7 @@ def check_combinations(config: CreditConfig) -> None:
             "`enable_jit_checkpoint=True` saves inside a step, where weights, teacher and generation batch do not "
             "match, so that a resumed run differs. Set it to False and save often (`save_steps`)."
         )
+    _check_limits(config)
     if config.distillation_weight == 0.0:
         return
     if config.torch_compile:
@@ -540,8 +604,31 @@ def check_combinations(config: CreditConfig) -> None:
             "The teacher would have no privileged context: set `include_environment_feedback=True` or "
             "`use_successful_as_teacher=True`."
         )
+    if config.num_generations == 1 and not config.include_environment_feedback:
+        raise ValueError(
+            "`num_generations=1` gives no other rollout to demonstrate with, and `include_environment_feedback=False` "
+            "ignores feedback, so no sample has a teacher. Set `include_environment_feedback=True`, or more "
+            "generations."
+        )
     if config.distillation_weight == 1.0:
         _check_policy_terms_are_off(config)
+
+
+def _check_limits(config: CreditConfig) -> None:
+    """Compare limits of the engine and of collectives with what the run needs."""
+    context = config.vllm_max_model_length
+    if config.use_vllm and config.vllm_mode == "colocate" and context and config.max_completion_length >= context:
+        raise ValueError(
+            f"`max_completion_length={config.max_completion_length}` leaves no token of "
+            f"`vllm_max_model_length={context}` for the prompt. Set `vllm_max_model_length` to the longest "
+            "prompt and the longest completion together."
+        )
+    if config.world_size > 1 and config.verifier_timeout and config.verifier_timeout >= config.ddp_timeout:
+        raise ValueError(
+            f"`verifier_timeout={config.verifier_timeout:g}` s is not below `ddp_timeout={config.ddp_timeout}` s: "
+            "while one process waits for its verifier, the collectives of the others time out and end the run. Lower "
+            f"`verifier_timeout`, or set `ddp_timeout` to {2 * int(config.verifier_timeout)}."
+        )
 
 
 def _check_sampled(config: CreditConfig) -> None:
@@ -601,6 +688,7 @@ def _check_policy_terms_are_off(config: CreditConfig) -> None:
             raise ValueError(
                 f"`{name}={getattr(config, name)}` is an option of GRPO's loss, which `distillation_weight=1` does "
                 f"not compute. Lower `distillation_weight`, or set `{name}={neutral!r}`."
+                + (" `beta` of GKD is `distillation_alpha`." if name == "beta" else "")
             )
 
 

@@ -40,7 +40,11 @@ from credit_trl.rollout.batch import (
 from credit_trl.rollout.turns import set_current_turn
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration, await_engine
-from credit_trl.teacher.causal_lm import keep_quantized_differentiable, use_fp32_lm_head
+from credit_trl.teacher.causal_lm import (
+    keep_quantized_differentiable,
+    position_embeddings,
+    use_fp32_lm_head,
+)
 from credit_trl.teacher.models import TeacherUpdate, make_teacher
 from credit_trl.teacher.passes import PassConfig, check_packing
 from credit_trl.teacher.sharding import full_shape
@@ -49,6 +53,7 @@ from credit_trl.training.adaptive import CoefficientUpdate, make_adaptive
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms, StopOnDrift
 from credit_trl.training.metrics import Alarms, context_metrics, drop_undefined, token_metrics
+from credit_trl.training.reading import answer_metrics
 from credit_trl.training.timing import StageClock
 from credit_trl.training.trl_compat import check_trl
 
@@ -119,7 +124,8 @@ class CreditTrainer(ResumableTrainer):
         self.clock = StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0
         checks.check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
-        checks.check_reward_columns(reward_funcs, train_dataset, kwargs.get("rollout_func"))
+        datasets = checks.named_datasets(train_dataset, eval_dataset)
+        checks.check_reward_columns(reward_funcs, datasets, kwargs.get("rollout_func"))
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         keep_quantized_differentiable(self.model)
@@ -132,6 +138,9 @@ class CreditTrainer(ResumableTrainer):
             for position, func in enumerate(self.reward_funcs)
         ]
         self.alarms = Alarms(self.accelerator.is_main_process)
+        if self.environment_factories is None and kwargs.get("rollout_func") is None:
+            positions, warn = position_embeddings(self.model), self.alarms.raise_once
+            checks.check_prompts(args, datasets, lambda x: self._tokenize_prompts([x])[0][0], positions, warn)
         self.drift_alarms = DriftAlarms(self.alarms)
         if args.credit_stop_on is not None:
             self.add_callback(StopOnDrift(self.drift_alarms, args.stop_causes))
@@ -241,6 +250,7 @@ class CreditTrainer(ResumableTrainer):
             turn_feedback=self._verdicts.turn_feedback(len(prompts)),
             first=self.accelerator.process_index * len(prompts),
             group_size=self.num_generations if self.model.training else self.num_generations_eval,
+            corrected=self._verdicts.corrected(len(prompts)),
         )
         return rewards_per_func
 
@@ -252,7 +262,7 @@ class CreditTrainer(ResumableTrainer):
             mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
         metrics = self._metrics[self._mode]
         self.alarms.check_engine(metrics)
-        if self.model.training:
+        if self.model.training and self.num_generations > 1:
             self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0)
         if self._distills:
             checks.check_no_images([output])
@@ -273,8 +283,8 @@ class CreditTrainer(ResumableTrainer):
         shares = context_metrics(contexts, self.args.contrasts, self._sum_over_processes)
         self._log_values(shares)
         self.alarms.check_contexts(shares)
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        self.alarms.check_positions(longest_sequence(contexts, batch.completion_ids), positions)
+        longest = longest_sequence(contexts, batch.completion_ids)
+        self.alarms.check_positions(longest, position_embeddings(self.model))
         self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
         return contexts
 
@@ -303,7 +313,10 @@ class CreditTrainer(ResumableTrainer):
 
     def _score(self, output: dict[str, Any], contexts: list[TokenContexts]) -> dict[str, Tensor]:
         batch = CompletionBatch(output["completion_ids"], output["completion_mask"], loss_mask(output))
-        return self.distillation.score(contexts, batch)
+        scores = self.distillation.score(contexts, batch)
+        rollouts, reduce = self._generation_batch, self._sum_over_processes
+        self._log_values(answer_metrics(rollouts, scores, batch.loss_mask, self._tokenizer, reduce))
+        return scores
 
     # ------------------------------------------------------------------ loss
 

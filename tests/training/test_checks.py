@@ -10,8 +10,9 @@ from datasets import Dataset, IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.training.checks import check_machine, check_no_images
-from tiny import length_verdicts
+from credit_trl.training.checks import check_machine, check_no_images, check_prompts
+from credit_trl.training.metrics import CreditWarning
+from tiny import build_tokenizer, length_verdicts
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_rollout_func_fields_reach_reward_functions(make_model, make_config, tok
 
 @pytest.mark.usefixtures("no_rollout")
 def test_evaluation_dataset_is_checked(make_model, make_config, tokenizer, dataset):
-    with pytest.raises(ValueError, match=r"`harder` has no column `prompt`"):
+    with pytest.raises(ValueError, match=r"`eval_dataset\['harder'\]` has no column `prompt`"):
         CreditTrainer(
             make_model(),
             length_verdicts,
@@ -215,3 +216,65 @@ def test_fsdp_version_1_is_refused(make_config, make_model, version):
         return
     with pytest.raises(ValueError, match="set `fsdp_version: 2`"):
         check_machine(make_config(), make_model(), accelerator)
+
+
+def with_prompts(dataset, first):
+    return Dataset.from_list([{"prompt": first, "answer": "1"}, *dataset.select_columns(["prompt", "answer"])])
+
+
+@pytest.mark.usefixtures("no_rollout")
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([{"role": "system", "content": "Add."}], r"row 0 of `eval_dataset` .*needs a user turn"),
+        ([], r"The prompt of row 0 of `eval_dataset` is empty \(\[\]\)"),
+    ],
+)
+def test_evaluation_prompts_are_checked_at_construction(make_model, make_config, tokenizer, dataset, prompt, message):
+    rows = with_prompts(dataset, prompt)
+    with pytest.raises(ValueError, match=message):
+        CreditTrainer(make_model(), length_verdicts, make_config(), dataset, rows, processing_class=tokenizer)
+    with pytest.raises(ValueError, match=message.replace("eval_dataset", r"eval_dataset\['own'\]")):
+        CreditTrainer(make_model(), length_verdicts, make_config(), dataset, {"own": rows}, processing_class=tokenizer)
+
+
+@pytest.mark.usefixtures("no_rollout")
+def test_evaluation_data_have_the_columns_of_the_reward(make_model, make_config, tokenizer, dataset):
+    rows = dataset.rename_column("answer", "solution")
+    with pytest.raises(ValueError, match=r"`answer`, which `eval_dataset` does not have.*rename_column"):
+        CreditTrainer(make_model(), length_verdicts, make_config(), dataset, rows, processing_class=tokenizer)
+    with pytest.raises(ValueError, match="`eval_dataset` has no rows"):
+        CreditTrainer(
+            make_model(), length_verdicts, make_config(), dataset, dataset.select([]), processing_class=tokenizer
+        )
+
+
+@pytest.mark.usefixtures("no_rollout")
+def test_chat_template_that_refuses_a_prompt_names_the_row(make_model, make_config, dataset):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    with pytest.raises(ValueError, match=r"row 0 of `train_dataset` cannot be encoded.*no system"):
+        CreditTrainer(make_model(), length_verdicts, make_config(), dataset, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "positions", "message"),
+    [
+        ({}, 40, "`max_position_embeddings=40`"),
+        ({"max_reprompt_len": 300}, 4096, "no teacher. Increase it"),
+    ],
+)
+def test_long_prompts_warn_with_their_row(make_model, make_config, tokenizer, dataset, options, positions, message):
+    rows = Dataset.from_list([*dataset, {"prompt": [{"role": "user", "content": "1" * 400}], "answer": "1"}])
+    model = make_model(max_position_embeddings=positions)
+    with pytest.warns(CreditWarning, match=r"row 12 of `train_dataset` has \d+ tokens") as caught:
+        CreditTrainer(model, length_verdicts, make_config(**options), rows, processing_class=tokenizer)
+    assert any(message in str(w.message) for w in caught)
+
+
+def test_prompt_that_fills_the_engine_is_refused(make_config):
+    args = make_config()
+    args.use_vllm, args.vllm_max_model_length = True, 16
+    rows = Dataset.from_list([{"prompt": "1+1="}])
+    with pytest.raises(ValueError, match="row 0 of `train_dataset` has 16 tokens, and `vllm_max_model_length=16`"):
+        check_prompts(args, {"train_dataset": rows}, lambda prompt: [0] * 16, None, print)

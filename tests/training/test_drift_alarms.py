@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.rollout.batch import success_weights
-from credit_trl.training.drift import WINDOW, DriftAlarms
+from credit_trl.training.drift import WINDOW, DriftAlarms, diversity_message
 from credit_trl.training.metrics import Alarms, CreditWarning
 from tiny import length_verdicts
 
-FIDELITY, LENGTH, TRUNCATED, REWARD = (
+ANSWERS, FIDELITY, LENGTH, TRUNCATED, REWARD = (
+    "credit/teacher_prefers_answer",
     "credit/teacher_fidelity",
     "completions/mean_length",
     "completions/clipped_ratio",
@@ -71,6 +72,8 @@ def observe(**series):
         (FIDELITY, 2.0, -1.0, "fidelity"),
         (FIDELITY, 2.0, 1.1, None),
         (FIDELITY, -1.0, -2.0, None),
+        (ANSWERS, 1.0, 0.49, "fidelity"),
+        (ANSWERS, 1.0, 0.51, None),
         (LENGTH, 100.0, 151.0, "length"),
         (LENGTH, 100.0, 149.0, None),
         (LENGTH, 100.0, 20.0, None),
@@ -143,3 +146,15 @@ def test_run_stops_on_the_chosen_alarm_with_a_checkpoint(make_model, make_config
 def test_unknown_alarm_is_refused(make_config):
     with pytest.raises(ValueError, match=r"fidelity, collapse, length.*'fidelty'"):
         make_config(credit_stop_on="fidelty|length")
+
+
+@pytest.mark.parametrize(
+    ("score", "pass_at_k", "warns"),
+    [(0.5, 0.6, True), (0.5, 0.76, False), (0.3, 0.6, False), (0.5, 0.9, False)],
+)
+def test_pass_at_k_that_falls_while_avg_at_k_rises_warns(score, pass_at_k, warns):
+    first = {"step": 0, "k": 4, "score": 0.4, "low": 0.35, "high": 0.45, "pass_at_k": 0.8}
+    last = first | {"step": 60, "score": score, "pass_at_k": pass_at_k}
+    message = diversity_message([first, first | {"step": 30}, last])
+    assert (message is not None) == warns
+    assert not warns or "pass@4 fell from 0.800 (step 0) to 0.600 (step 60)" in message

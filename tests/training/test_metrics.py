@@ -87,7 +87,7 @@ def test_context_shares():
     built = [
         TokenContexts([1], [[2]], privileged=PrivilegedContext("d", "f")),
         TokenContexts([1], privileged=PrivilegedContext(None, "f"), cut=True),
-        TokenContexts(None),
+        TokenContexts(None, feedback_dropped=True),
         TokenContexts([1], [[2]], privileged=PrivilegedContext("d")),
     ]
     shares = context_metrics(built, True, lambda counts: counts)
@@ -97,6 +97,7 @@ def test_context_shares():
         "credit/frac_without_teacher": 0.25,
         "credit/frac_without_contrast": 0.25,
         "credit/frac_context_cut": 0.25,
+        "credit/frac_feedback_dropped": 0.25,
     }
     assert context_metrics(built, False, lambda counts: counts)["credit/frac_without_contrast"] == 0.0
 
@@ -278,3 +279,28 @@ def test_contexts_that_are_mostly_cut_warn_once(run):
 def test_sequences_beyond_the_models_positions_warn_once(run, make_model, positions, count):
     _, warned = run(model=make_model(max_position_embeddings=positions))
     assert len([w for w in warned if f"`max_position_embeddings={positions}`" in w]) == count
+
+
+def test_feedback_that_nowhere_fits_warns_once(run, tokenizer, dataset):
+    longest = max(len(tokenizer.apply_chat_template(row["prompt"], tokenize=False)) for row in dataset)
+
+    def verdicts(completions, **kwargs):
+        return [Verdict(float(i % 4 == 0), "x" * 500) for i in range(len(completions))]
+
+    trainer, messages = run(verdicts, max_reprompt_len=longest + 90)
+    [message] = [m for m in messages if "max_reprompt_len" in m]
+    assert "all of it was dropped" in message
+    assert trainer.state.log_history[0]["credit/frac_feedback_dropped"] > 0
+
+
+def test_gradient_that_stays_tiny_warns_once():
+    alarms, metrics = Alarms(), {"credit/advantage_mean": [0.5], "credit/advantage_std": [0.1]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for norm in [1e-9] * 4 + [1.0] + [1e-9] * 4:
+            alarms.check_gradient({"loss": 2.0, "grad_norm": norm}, metrics)
+        assert not caught
+        for _ in range(3):
+            assert alarms.check_gradient({"loss": 2.0, "grad_norm": 1e-9}, metrics) == 0.0
+    assert [str(w.message) for w in caught] == [str(caught[0].message)]
+    assert "1.0e-09 at a loss of 2" in str(caught[0].message)

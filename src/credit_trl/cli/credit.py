@@ -6,8 +6,10 @@ and `--accelerate_config`. An argument that neither the trainer nor accelerate d
 
 from __future__ import annotations
 
+import json
 import subprocess
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.cli.errors import (
@@ -30,8 +32,8 @@ PROG = "trl credit"
 def run(argv: list[str]) -> int:
     """Check the arguments, launch the run and return its exit code."""
     ignore_future_warnings()
-    argv = separate_config(argv)
     try:
+        argv = separate_config(argv)
         parser = make_parser(prog=PROG, processes=processes_of(argv))
         script, *_, from_config, from_line = parse(parser, argv)
         if script.task is not None:
@@ -93,8 +95,31 @@ def launch_arguments(
 
 
 def separate_config(argv: list[str]) -> list[str]:
-    """Split `--config=FILE` into two arguments, the only form that TRL's parser reads."""
-    return [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    """Split `--config=FILE` into two arguments, and replace further files by their options.
+
+    TRL's parser reads one file in this form. Options of a later file override those of an earlier one.
+
+    Raises:
+        ValueError: a file contains no mapping. OSError, yaml.YAMLError: a further file cannot be read.
+    """
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    first = words.index("--config") + 2 if "--config" in words else len(words)
+    arguments, further = words[:first], words[first:]
+    while "--config" in further:
+        at = further.index("--config")
+        arguments += further[:at] + as_arguments(config_file(further[at:]))
+        further = further[at + 2 :]
+    return arguments + further
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options of a YAML file as command line arguments: lists as several words, mappings as JSON."""
+    arguments = []
+    for name, value in options.items():
+        values = value if isinstance(value, list) else [value]
+        words = [json.dumps(one) if isinstance(one, dict) else str(one) for one in values]
+        arguments += [f"--{name}", *words]
+    return arguments
 
 
 def processes_of(argv: list[str]) -> int:
@@ -134,6 +159,8 @@ def check_names(parser: ArgumentParser, argv: list[str]) -> None:
     """
     from accelerate.commands.launch import launch_command_parser
 
+    from credit_trl.config import unknown_option
+
     options = {name for one in (parser, launch_command_parser()) for name in one._option_string_actions}
     options |= {"--config", "--accelerate_config"}
     fields = {action.dest for action in parser._actions} | {"env"}
@@ -142,7 +169,8 @@ def check_names(parser: ArgumentParser, argv: list[str]) -> None:
     unknown = [name for name in on_line if not any(option.startswith(name) for option in options)]  # or abbreviated
     for name in (*in_file, *unknown):
         place = "(on the command line or, without the dashes, in the YAML file)"
-        raise ValueError(f"unknown argument {name} {place}.{suggest(name, options)}")
+        advice = unknown_option(name.removeprefix("--"), ()) or suggest(name, options)
+        raise ValueError(f"unknown argument {name} {place}.{advice}")
 
 
 def config_file(argv: list[str]) -> dict[str, Any]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from trl import ModelConfig
+
+    from credit_trl.cli.training import CreditScriptArguments
+    from credit_trl.config import CreditConfig
+    from credit_trl.lab.planning.duration import Schedule
     from credit_trl.lab.planning.report import Plan
 
 PASSES_UNKNOWN_ARGUMENTS = True  # the arguments of `trl credit`
@@ -28,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mean_prompt", type=int, help="mean tokens per prompt (default: a quarter of the longest)")
     parser.add_argument("--mean_completion", type=int, help="mean tokens per completion (default: a quarter)")
     parser.add_argument("--mean_context", type=int, help="mean tokens per teacher prompt (default: both and 256)")
+    parser.add_argument("--rows", type=int, help="training rows (default: --max_train_rows), for the hours of the run")
+    parser.add_argument("--eval_rows", type=int, help="rows of an evaluation (default: --max_eval_rows)")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
 
 
@@ -61,19 +68,46 @@ def plan_of(args: argparse.Namespace, training_arguments: list[str]) -> Plan:
     gpu = GPUS[args.gpu]
     if args.gpu_memory is not None:
         gpu = replace(gpu, memory=int(args.gpu_memory * GIB))
-    training, model, launcher, mixed = parse_run(training_arguments)
+    run = parse_run(training_arguments)
+    model = run.model
     if model.model_name_or_path is None:
         raise ValueError("give a model: `--model_name_or_path`.")
     shape = load_shape(model.model_name_or_path, args.model_config)
-    setup = make_setup(training, model, launcher, gpu, mixed=mixed, max_prompt=args.max_prompt)
+    setup = make_setup(run.training, model, run.launcher, gpu, mixed=run.mixed, max_prompt=args.max_prompt)
     lengths = default_lengths(setup)
     prompt, completion = args.mean_prompt or lengths.prompt, args.mean_completion or lengths.completion
     context = args.mean_context or min(setup.context, prompt + completion + 256)
-    return make_plan(shape, setup, replace(lengths, prompt=prompt, completion=completion, context=context))
+    lengths = replace(lengths, prompt=prompt, completion=completion, context=context)
+    return make_plan(shape, setup, lengths, _schedule(args, run))
 
 
-def parse_run(argv: list[str]) -> tuple[Any, Any, dict[str, Any], bool]:
-    """(training configuration, model configuration, settings of accelerate, bf16) of the arguments of `trl credit`.
+def _schedule(args: argparse.Namespace, run: ParsedRun) -> Schedule:
+    from credit_trl.lab.planning.duration import Schedule
+
+    training, script = run.training, run.script
+    return Schedule(
+        steps=training.max_steps if training.max_steps > 0 else None,
+        epochs=training.num_train_epochs,
+        rows=args.rows or script.max_train_rows,
+        samples=script.avg_at_k,
+        every=script.avg_at_k_steps,
+        eval_rows=args.eval_rows or script.max_eval_rows,
+        eval_batch=training.per_device_eval_batch_size,
+    )
+
+
+class ParsedRun(NamedTuple):
+    """Arguments of `trl credit`: trainer, model, settings of accelerate, whether bf16 is asked for, data."""
+
+    training: CreditConfig
+    model: ModelConfig
+    launcher: dict[str, Any]
+    mixed: bool
+    script: CreditScriptArguments
+
+
+def parse_run(argv: list[str]) -> ParsedRun:
+    """Parse the arguments of `trl credit`.
 
     The training configuration is that of one process of the launch. It is built for a CPU, because the planning
     machine may have no GPU, so the precision is read separately.
@@ -85,8 +119,8 @@ def parse_run(argv: list[str]) -> tuple[Any, Any, dict[str, Any], bool]:
     launcher = launcher_of(argv)
     parser = make_parser(prog="trl credit-plan", processes=int(launcher.get("num_processes") or 1))
     on_cpu = [*argv, "--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false"]
-    _, training, model, *_ = parse(parser, on_cpu)
+    script, training, model, *_ = parse(parser, on_cpu)
     wanted = argparse.ArgumentParser(add_help=False, argument_default=None)
     wanted.add_argument("--bf16")
     asked = wanted.parse_known_args(argv)[0].bf16 or config_file(argv).get("bf16", True)
-    return training, model, launcher, str(asked).lower() in ("true", "1", "yes")
+    return ParsedRun(training, model, launcher, str(asked).lower() in ("true", "1", "yes"), script)

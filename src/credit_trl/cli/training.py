@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from credit_trl.trainer import CreditTrainer
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass
 class CreditScriptArguments(ScriptArguments):
     """Arguments of `trl credit` for data, verifier and evaluation, in addition to TRL's `ScriptArguments`."""
@@ -41,6 +45,9 @@ class CreditScriptArguments(ScriptArguments):
     )
     max_eval_rows: int | None = field(
         default=None, metadata={"help": "Use the first rows of the evaluation data only."}
+    )
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Drop rows whose prompt has more tokens, as SDPO's pipeline does (2048)."}
     )
     reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "Import paths of reward functions, in addition to the verifier of a task."}
@@ -151,8 +158,13 @@ def make_trainer(
     wants_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset, reward_funcs = load_data(script_args, dataset_args, wants_eval)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
+    model = resolve_model(model_args.model_name_or_path)
+    if script_args.max_prompt_tokens is not None:
+        limits = (model, script_args.max_prompt_tokens, training_args.chat_template_kwargs or {})
+        train_dataset = drop_long_prompts("training", train_dataset, *limits)
+        eval_dataset = eval_dataset and drop_long_prompts("evaluation", eval_dataset, *limits)
     trainer = CreditTrainer(
-        model=resolve_model(model_args.model_name_or_path),
+        model=model,
         reward_funcs=reward_funcs,
         args=training_args,
         train_dataset=train_dataset,
@@ -355,6 +367,38 @@ def _split(data: Any, name: str, option: str) -> Any:
 def first_rows(dataset: Any, rows: int | None) -> Any:
     """The first rows of a dataset, or all of them for `rows=None`."""
     return dataset if dataset is None or rows is None else dataset.take(rows)
+
+
+def drop_long_prompts(name: str, dataset: Any, model: str, limit: int, options: dict[str, Any]) -> Any:
+    """The rows whose prompt has at most `limit` tokens, with the chat template's generation prompt.
+
+    Args:
+        name: of the rows in messages.
+        dataset: rows with the column `prompt`.
+        model: path or hub name of the model, for its tokenizer.
+        limit: maximum number of tokens.
+        options: `chat_template_kwargs`.
+
+    Raises:
+        ValueError: no row is left, or the limit is below 1.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def fits(row: dict[str, Any]) -> bool:
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            return len(tokenizer(prompt)["input_ids"]) <= limit
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **options)
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"]) <= limit
+
+    kept = dataset.filter(fits)
+    if hasattr(kept, "__len__"):
+        if len(kept) == 0:
+            raise ValueError(f"`--max_prompt_tokens {limit}` drops all {len(dataset)} {name} rows. Raise it.")
+        logger.info(f"{len(dataset) - len(kept)} of {len(dataset)} {name} rows have more than {limit} prompt tokens.")
+    return kept
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -60,11 +61,11 @@ class ContextBuilder:
                 break
             excess = max(map(len, (teacher, *others))) - self.config.max_reprompt_len
             if excess <= 0:
-                return TokenContexts(teacher, others, privileged=privileged, cut=privileged != whole)
+                return TokenContexts(teacher, others, **_fitted(privileged, whole))
             privileged = self._shorten(privileged, excess)
         if contrasts and whole:
             return self.build(prompt, (), whole, render)
-        return TokenContexts(None, privileged=privileged, cut=privileged != whole)
+        return TokenContexts(None, **_fitted(privileged, whole))
 
     def build_swapped(
         self, prompt: Prompt, privileged: PrivilegedContext, others: Sequence[PrivilegedContext], render: Render
@@ -179,6 +180,12 @@ class ContextBuilder:
         head, tail = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
         shorter = self.tokenizer.decode(head) + mark.format(cut) + self.tokenizer.decode(tail)
         return shorter if len(self._tokenize_plain(shorter)) < len(ids) else None
+
+
+def _fitted(privileged: PrivilegedContext, whole: PrivilegedContext) -> dict[str, Any]:
+    """Fields of `TokenContexts` on z and what was cut of it."""
+    dropped = whole.feedback is not None and privileged.feedback is None
+    return {"privileged": privileged, "cut": privileged != whole, "feedback_dropped": dropped}
 
 
 def _encodable(text: str) -> str:

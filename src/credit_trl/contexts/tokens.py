@@ -39,6 +39,7 @@ class TokenContexts:
         columns: where prompt tokens stand inside the completion; None where every prompt precedes it.
         privileged: z, as far as it fits the budget.
         cut: whether z was shortened to fit the budget.
+        feedback_dropped: whether z had feedback and nothing of it fits the budget.
     """
 
     teacher: list[int] | None
@@ -46,6 +47,7 @@ class TokenContexts:
     columns: ContextColumns | None = None
     privileged: PrivilegedContext = field(default_factory=PrivilegedContext)
     cut: bool = False
+    feedback_dropped: bool = False
 
     def sequences(self) -> Iterator[tuple[list[int], list[int] | None]]:
         """Yield (ids, columns) of the teacher's prompt and of each contrast prompt; nothing without a teacher."""

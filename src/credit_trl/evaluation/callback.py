@@ -19,6 +19,8 @@ from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.evaluation.verdicts import VerifierFailed
 from credit_trl.rollout.verdict import VerifierPolicy
 from credit_trl.tasks.registry import Task, load_task
+from credit_trl.training.drift import diversity_message
+from credit_trl.training.metrics import Alarms
 from credit_trl.training.run_directory import (
     BEST_FILE,
     EVALUATIONS_FILE,
@@ -129,6 +131,7 @@ class EvaluationCallback(TrainerCallback):
         self.first = first
         self.folder = Path(args.output_dir)
         self.history: list[dict[str, Any]] = []
+        self.alarms = Alarms(self.engine.is_main)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the evaluations up to the step of the checkpoint and remove later ones."""
@@ -172,6 +175,8 @@ class EvaluationCallback(TrainerCallback):
         if self.keep_best and all(result.score > row["score"] for row in self.history):
             self._save_model(step)
         self.history.append({"step": step, **_row(result)})
+        if (message := diversity_message(self.history)) is not None:
+            self.alarms.raise_once("diversity", message)
         if self.engine.is_main:
             append_line(self.folder / EVALUATIONS_FILE, self.history[-1])
             self._write_best()

@@ -35,25 +35,30 @@ class Verdict:
         metrics: numbers to log, averaged over the rollouts that have them (`{"pass_fraction": 0.5}`).
         turn_feedback: text on single turns of a rollout with tools or environments, by turn index from 0. A turn is
             one message of the model with its tool calls.
+        corrected: the completion with the correct answer in place of its own, where the verifier knows both. Never
+            shown to the model: `credit/teacher_prefers_answer` compares the two answers under the teacher.
 
     Raises:
-        TypeError: `reward` is not a number, `feedback` is not text, `metrics` does not map names to numbers, or
-            `turn_feedback` does not map turn indices to text.
+        TypeError: `reward` is not a number, `feedback` or `corrected` is not text, `metrics` does not map names to
+            numbers, or `turn_feedback` does not map turn indices to text.
     """
 
     reward: float | None
     feedback: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     turn_feedback: Mapping[int, str] = field(default_factory=dict)
+    corrected: str | None = None
 
     def __post_init__(self) -> None:
         if self.reward is not None and not hasattr(self.reward, "__float__"):
             raise TypeError(f"Verdict.reward must be a number or None, got {type(self.reward).__name__}.")
-        if self.feedback is not None and not isinstance(self.feedback, str):
-            raise TypeError(
-                f"Verdict.feedback must be text or None, got {type(self.feedback).__name__}. Convert it to text, for "
-                "example with `json.dumps` or `str`."
-            )
+        for name in ("feedback", "corrected"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(
+                    f"Verdict.{name} must be text or None, got {type(value).__name__}. Convert it to text, for "
+                    "example with `json.dumps` or `str`."
+                )
         for name in ("metrics", "turn_feedback"):
             if not isinstance(getattr(self, name), Mapping):
                 raise TypeError(f"Verdict.{name} must be a mapping, got {type(getattr(self, name)).__name__}.")
@@ -179,6 +184,7 @@ class VerdictLog:
         """Remove the feedback of the last generation batch."""
         self._feedback: dict[int, list[str | None]] = {}
         self._turn_feedback: dict[int, list[Mapping[int, str]]] = {}
+        self._corrected: dict[int, list[str | None]] = {}
         self._has_failed = False
 
     def wrap(self, reward_func: Callable[..., Any], position: int) -> Callable[..., Any]:
@@ -210,6 +216,7 @@ class VerdictLog:
         log_metric = arguments.get("log_metric")
         self._feedback[position] = [v.feedback for v in verdicts]
         self._turn_feedback[position] = [v.turn_feedback for v in verdicts]
+        self._corrected[position] = [v.corrected for v in verdicts]
         if log_metric is not None:
             for verdict in verdicts:
                 for name, value in verdict.metrics.items():
@@ -224,6 +231,11 @@ class VerdictLog:
         """Feedback of each local sample, or None."""
         columns = [self._feedback[position] for position in sorted(self._feedback)]
         return [join_feedback([column[row] for column in columns]) for row in range(num_samples)]
+
+    def corrected(self, num_samples: int) -> list[str | None]:
+        """`Verdict.corrected` of each local sample, of the first reward function that has one, or None."""
+        columns = [self._corrected[position] for position in sorted(self._corrected)]
+        return [next((column[row] for column in columns if column[row]), None) for row in range(num_samples)]
 
     def turn_feedback(self, num_samples: int) -> list[dict[int, str]]:
         """Feedback on the turns of each local sample, by turn index."""

@@ -255,7 +255,10 @@ def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = 
     right = match is not None and match["tool"] == gold["tool"] and match["city"] == gold["city"]
     shortcut = response.lstrip().startswith(f"Thought: {SHORTCUT_OPENING} ")
     metrics = {"format": float(match is not None), "shortcut": float(shortcut)}
-    return Verdict(float(right), f"Correct option: {gold['option']}.", metrics)
+    corrected = None
+    if match is not None and match["tool"] != gold["tool"]:  # in the thought too
+        corrected = response.replace(match["tool"].removesuffix("_api"), gold["tool"].removesuffix("_api"))
+    return Verdict(float(right), f"Correct option: {gold['option']}.", metrics, corrected=corrected)
 
 
 def _parse_answer(answer: str | Mapping[str, str]) -> Mapping[str, str]:

@@ -113,11 +113,13 @@ def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     """
     if not isinstance(answer, str) or not re.fullmatch("[A-Z]", answer):
         raise ValueError(f"A SciKnowEval answer must be one capital letter, got {answer!r}.")
-    tagged = re.search(r"<answer>\s*[A-Z]\s*</answer>\s*\Z", response) is not None
+    tagged = re.search(r"<answer>\s*([A-Z])\s*</answer>\s*\Z", response)
+    wrong = tagged is not None and tagged[1] != answer
     return Verdict(
         reward=float(given_answer(response) == answer),
         feedback=f"Correct answer: {answer}",
-        metrics={"answer_format": float(tagged)},
+        metrics={"answer_format": float(tagged is not None)},
+        corrected=f"{response[: tagged.start(1)]}{answer}{response[tagged.end(1) :]}" if wrong else None,
     )
 
 

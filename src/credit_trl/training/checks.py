@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from credit_trl.config import CreditConfig
-from credit_trl.contexts.prompts import has_images
+from credit_trl.contexts.prompts import has_images, user_text
 from credit_trl.loss.blocks import accumulation_dtype
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.projection import project
@@ -196,11 +196,12 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
         ValueError: a dataset has no column `prompt` (or no `task` for `contrastive_source="same_task"`), has images or
             a `privileged_context` that is not text, or has no rows to draw contrast prompts from.
     """
-    evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
-    for name, dataset in {"train_dataset": train_dataset, **evals}.items():
+    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
         columns = getattr(dataset, "column_names", None)
         if columns is None:
             continue
+        if name != "train_dataset" and hasattr(dataset, "__len__") and len(dataset) == 0:
+            raise ValueError(f"`{name}` has no rows. Give rows, or set `eval_strategy='no'` without `eval_dataset`.")
         if "prompt" not in columns and environment_factory is None:
             raise ValueError(
                 f"`{name}` has no column `prompt`; its columns are {', '.join(columns)}. Rename the column that holds "
@@ -227,6 +228,96 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
         )
 
 
+def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """The datasets by the name that errors give them; None where there is none."""
+    if isinstance(eval_dataset, dict):
+        return {"train_dataset": train_dataset} | {f"eval_dataset[{k!r}]": v for k, v in eval_dataset.items()}
+    return {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+
+
+# Rows whose prompts are measured at construction; larger datasets are measured at evenly spaced rows.
+_MEASURED_ROWS = 10_000
+
+
+def check_prompts(
+    args: CreditConfig,
+    datasets: dict[str, Any],
+    encode: Callable[[Any], list[int]],
+    positions: int | None,
+    warn: Callable[[str, str], None],
+) -> None:
+    """Check that the chat template renders the first and the longest prompt of each dataset, and their lengths.
+
+    Streams are not read. The longest prompt is that with most characters among `_MEASURED_ROWS` rows.
+
+    Args:
+        args: the configuration.
+        datasets: by name.
+        encode: prompt to token ids, as the rollout encodes it.
+        positions: `max_position_embeddings` of the model, or None.
+        warn: takes the cause and the message of a warning.
+
+    Raises:
+        ValueError: a prompt cannot be rendered, is empty, fills `vllm_max_model_length`, or, with a distillation loss,
+            has images or no user turn.
+    """
+    for name, dataset in datasets.items():
+        columns = set(dataset.column_names) if isinstance(dataset, Dataset) and len(dataset) else set()
+        if "prompt" not in columns or columns & {"image", "images"}:
+            continue
+        step = max(len(dataset) // _MEASURED_ROWS, 1)
+        prompts = dataset.select(range(0, len(dataset), step)).select_columns("prompt")["prompt"]
+        longest = max(range(len(prompts)), key=lambda row: len(str(prompts[row])))
+        for row in dict.fromkeys((longest, 0)):
+            place = f"row {row * step} of `{name}`"
+            if has_images(prompts[row]):
+                if args.distillation_weight > 0.0:
+                    raise ValueError(_NO_IMAGES)
+                continue
+            _check_length(args, place, len(_encoded(args, place, prompts[row], encode)), positions, warn)
+
+
+def _encoded(args: CreditConfig, place: str, prompt: Any, encode: Callable[[Any], list[int]]) -> list[int]:
+    if not prompt:
+        raise ValueError(f"The prompt of {place} is empty ({prompt!r}). Fill the column `prompt`, or drop the row.")
+    try:
+        if args.distillation_weight > 0.0:
+            user_text(prompt)  # the teacher's turn
+        return encode(prompt)
+    except Exception as error:  # a template is a program
+        raise ValueError(
+            f"The prompt of {place} cannot be encoded ({type(error).__name__}: {error}). A prompt is text, or a list "
+            "of messages `{'role': 'user', 'content': '...'}` that the tokenizer's chat template renders."
+        ) from error
+
+
+def _check_length(
+    args: CreditConfig, place: str, tokens: int, positions: int | None, warn: Callable[[str, str], None]
+) -> None:
+    """Compare a prompt with the limits of engine, model and teacher."""
+    limit = args.vllm_max_model_length if args.use_vllm and args.vllm_mode == "colocate" else None
+    if limit is not None and tokens >= limit:
+        raise ValueError(
+            f"The prompt of {place} has {tokens} tokens, and `vllm_max_model_length={limit}` leaves none for the "
+            "answer. Increase it, or drop longer prompts: dataset.filter(...)."
+        )
+    whole = tokens + args.max_completion_length
+    if positions is not None and whole > positions:
+        warn(
+            "long_prompt",
+            f"The prompt of {place} has {tokens} tokens; with `max_completion_length={args.max_completion_length}` it "
+            f"exceeds the model's `max_position_embeddings={positions}`. Drop longer prompts, or lower "
+            "`max_completion_length`.",
+        )
+    if args.distillation_weight > 0.0 and tokens >= args.max_reprompt_len:
+        warn(
+            "no_room",
+            f"The prompt of {place} has {tokens} tokens, so neither demonstration nor feedback fits "
+            f"`max_reprompt_len={args.max_reprompt_len}` beside it, and such samples have no teacher. Increase it, or "
+            "drop longer prompts.",
+        )
+
+
 def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:
     """Check that the dataset fills one generation batch, as the sampler drops incomplete ones.
 
@@ -249,26 +340,28 @@ _PASSED = frozenset(
 )
 
 
-def check_reward_columns(reward_funcs: Any, train_dataset: Any, rollout_func: Callable[..., Any] | None) -> None:
-    """Check that each required parameter of a reward function is a column of the training dataset.
+def check_reward_columns(reward_funcs: Any, datasets: dict[str, Any], rollout_func: Callable[..., Any] | None) -> None:
+    """Check that each required parameter of a reward function is a column of each dataset.
 
     Skipped with a `rollout_func`, because TRL also passes the fields that it returns.
 
     Raises:
         ValueError: a column is missing. Without this check, the first call fails after a generation.
     """
-    columns = getattr(train_dataset, "column_names", None)
-    if columns is None or rollout_func is not None:
+    if rollout_func is not None:
         return
-    for func in reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]:
-        if not callable(func) or isinstance(func, nn.Module):
-            continue
-        if missing := [name for name in _required(func) if name not in columns and name not in _PASSED]:
-            name = getattr(func, "__name__", type(func).__name__)
-            raise ValueError(
-                f"Reward function `{name}` needs the column {', '.join(f'`{m}`' for m in missing)}, which "
-                f"`train_dataset` does not have; its columns are {', '.join(columns)}. {_remedy(columns, missing[0])}"
-            )
+    funcs = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
+    funcs = [func for func in funcs if callable(func) and not isinstance(func, nn.Module)]
+    for dataset_name, dataset in datasets.items():
+        columns = getattr(dataset, "column_names", None)
+        for func in funcs if columns is not None else ():
+            if missing := [name for name in _required(func) if name not in columns and name not in _PASSED]:
+                name = getattr(func, "__name__", type(func).__name__)
+                raise ValueError(
+                    f"Reward function `{name}` needs the column {', '.join(f'`{m}`' for m in missing)}, which "
+                    f"`{dataset_name}` does not have; its columns are {', '.join(columns)}. "
+                    f"{_remedy(columns, missing[0])}"
+                )
 
 
 def _remedy(columns: Sequence[str], wanted: str) -> str:

@@ -73,7 +73,13 @@ class DriftAlarms:
         self.causes: dict[StopCause, str] = {}
         self._windows = {
             name: Window()
-            for name in ("credit/teacher_fidelity", "completions/mean_length", "completions/clipped_ratio", "reward")
+            for name in (
+                "credit/teacher_fidelity",
+                "completions/mean_length",
+                "completions/clipped_ratio",
+                "reward",
+                "credit/teacher_prefers_answer",
+            )
         }
 
     def observe(self, metrics: Mapping[str, Sequence[float]]) -> None:
@@ -83,18 +89,19 @@ class DriftAlarms:
             metrics: lists of values since the last log, by name.
         """
         ready = {name for name, window in self._windows.items() if window.add(_mean(metrics.get(name, ())))}
-        fidelity, length, truncated, reward = self._windows.values()
-        if (
-            "credit/teacher_fidelity" in ready
-            and fidelity.first > 0.0
-            and fidelity.latest < LOW_SHARE * fidelity.first
-        ):
+        fidelity, length, truncated, reward, answers = self._windows.values()
+        if "credit/teacher_fidelity" in ready and _has_fallen(fidelity):
             self._raise(
                 "fidelity",
                 f"The teacher's fidelity (`credit/teacher_fidelity`) fell from {fidelity.first:.3f} to "
                 f"{fidelity.latest:.3f}: with the feedback the teacher prefers successful over failed completions "
-                "less than before. An averaged teacher follows a policy that unlearned to read feedback. Lower "
-                "`teacher_update_rate` or the learning rate, or set `teacher_model_kind='base'`.",
+                f"less than before. {_UNREAD}",
+            )
+        if "credit/teacher_prefers_answer" in ready and _has_fallen(answers):
+            self._raise(
+                "fidelity",
+                "The share of samples whose teacher prefers the answer that the verdict names "
+                f"(`credit/teacher_prefers_answer`) fell from {answers.first:.2f} to {answers.latest:.2f}. {_UNREAD}",
             )
         if "completions/mean_length" in ready and length.latest > HIGH_RATIO * length.first:
             self._raise("length", _length_message("mean length of completions", length))
@@ -111,6 +118,36 @@ class DriftAlarms:
     def _raise(self, cause: StopCause, message: str) -> None:
         self.causes.setdefault(cause, message)
         self.alarms.raise_once(f"drift_{cause}", message)
+
+
+_UNREAD = (
+    "An averaged teacher follows a policy that unlearned to read feedback. Lower `teacher_update_rate` or the "
+    "learning rate, or set `teacher_model_kind='base'`."
+)
+
+
+def _has_fallen(window: Window) -> bool:
+    return window.first > 0.0 and window.latest < LOW_SHARE * window.first
+
+
+def diversity_message(history: Sequence[Mapping[str, Any]]) -> str | None:
+    """Message where pass@k fell while avg@k rose since the first evaluation, or None.
+
+    The fall must exceed half of avg@k's 95 % interval, below which it is noise of the prompts.
+
+    Args:
+        history: evaluations in the order of their steps, with `score`, `low`, `high`, `pass_at_k`, `k` and `step`.
+    """
+    first, last = history[0], history[-1]
+    noise = (last["high"] - last["low"]) / 2
+    if not (last["score"] > first["score"] and last["pass_at_k"] < first["pass_at_k"] - noise):
+        return None
+    k = last["k"]
+    return (
+        f"pass@{k} fell from {first['pass_at_k']:.3f} (step {first['step']}) to {last['pass_at_k']:.3f} (step "
+        f"{last['step']}), while avg@{k} rose from {first['score']:.3f} to {last['score']:.3f}: the policy loses "
+        "answers that it could sample before. Stop at the step with the best trade, or lower the learning rate."
+    )
 
 
 class StopOnDrift(TrainerCallback):

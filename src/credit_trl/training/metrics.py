@@ -19,6 +19,10 @@ NEARLY_UNIFORM = 0.9
 LOW_SUPPORT_MASS = 0.5
 # Above this share of shortened contexts most samples lack part of their feedback.
 MANY_CUT = 0.5
+# A gradient norm below this share of the loss is tiny.
+TINY_GRADIENT = 1e-6
+# Consecutive logs with a tiny gradient.
+TINY_GRADIENT_LOGS = 5
 # Consecutive generation batches in which the rewards of every group are equal.
 FLAT_REWARD_BATCHES = 5
 # Mean difference between the log-probabilities of vLLM and of the model, in nats; bf16 kernels differ by about 0.01.
@@ -43,6 +47,7 @@ class Alarms:
         self.enabled = enabled
         self.raised: set[str] = set()
         self._flat = 0
+        self._tiny = 0
 
     def raise_once(self, cause: str, message: str) -> None:
         if self.enabled and cause not in self.raised:
@@ -71,7 +76,13 @@ class Alarms:
                 "`contrastive_source`.",
             )
 
-        if share["credit/frac_context_cut"] > MANY_CUT:
+        if share["credit/frac_feedback_dropped"] > 0.0 and share["credit/frac_with_feedback"] == 0.0:
+            self.raise_once(
+                "feedback_dropped",
+                "No feedback of this generation batch fits `max_reprompt_len`: all of it was dropped "
+                "(`credit/frac_feedback_dropped`). Increase it above the longest prompt, or return shorter feedback.",
+            )
+        elif share["credit/frac_context_cut"] > MANY_CUT:
             self.raise_once(
                 "contexts_cut",
                 f"{share['credit/frac_context_cut']:.0%} of the teacher's prompts of this generation batch exceed "
@@ -162,7 +173,7 @@ class Alarms:
             )
 
     def check_gradient(self, logs: Mapping[str, float], metrics: Mapping[str, Sequence[float]]) -> float:
-        """Warn where the logged step had a loss on tokens with an advantage and a gradient of exactly 0.
+        """Warn where the loss of tokens with an advantage has a gradient of exactly 0, or a tiny one several times.
 
         Args:
             logs: `loss` and `grad_norm`, the norm of the last step.
@@ -175,6 +186,16 @@ class Alarms:
         if logs.get("grad_norm") is None or math.isnan(moments[0]) or not logs.get("loss"):
             return math.nan
         is_lost = logs["grad_norm"] == 0.0 and any(moments)
+        is_tiny = any(moments) and 0.0 < logs["grad_norm"] < TINY_GRADIENT * abs(logs["loss"])
+        self._tiny = self._tiny + 1 if is_tiny else 0
+        if self._tiny >= TINY_GRADIENT_LOGS:
+            self.raise_once(
+                "tiny_gradient",
+                f"The gradient norm is {logs['grad_norm']:.1e} at a loss of {logs['loss']:.3g}, and was as small in "
+                f"{self._tiny} logs in a row: almost nothing of the loss reaches the trained weights. Check the dtype "
+                "of the weights and of the gradients (fp16 underflows), which weights train (`target_modules`), and "
+                "`max_grad_norm`.",
+            )
         if is_lost:
             self.raise_once(
                 "lost_gradient",
@@ -185,7 +206,10 @@ class Alarms:
         return float(is_lost)
 
 
-_CONTEXT_SHARES = ("with_demonstration", "with_feedback", "without_teacher", "without_contrast", "context_cut")
+_CONTEXT_SHARES = (
+    *("with_demonstration", "with_feedback", "without_teacher", "without_contrast", "context_cut"),
+    "feedback_dropped",
+)
 
 
 def context_metrics(
@@ -199,8 +223,8 @@ def context_metrics(
         reduce: sums a vector over processes. Every process calls it once.
 
     Returns:
-        `credit/frac_with_demonstration`, `…_with_feedback`, `…_without_teacher`, `…_without_contrast` and
-        `…_context_cut`.
+        `credit/frac_with_demonstration`, `…_with_feedback`, `…_without_teacher`, `…_without_contrast`,
+        `…_context_cut` and `…_feedback_dropped`.
     """
     counts = torch.tensor(
         [
@@ -210,6 +234,7 @@ def context_metrics(
                 c.teacher is None,
                 c.teacher is not None and wants_contrast and not c.contrasts,
                 c.cut,
+                c.feedback_dropped,
                 True,
             )
             for c in contexts

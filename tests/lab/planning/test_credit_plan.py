@@ -14,6 +14,7 @@ from credit_trl.lab.planning.shape import load_shape
 from credit_trl.lab.planning.work import Lengths, work_of
 
 LINE = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--generation_batch_size", "64", "--max_completion_length", "1024"]
+ENGINE = ["--use_vllm", "true", "--vllm_mode", "colocate"]
 
 
 def plan(capsys, *line):
@@ -63,6 +64,18 @@ def test_a_run_that_does_not_fit_prints_changes_that_fit(capsys):
         (("--model_name_or_path", "someone/unknown", "--generation_batch_size", "64"), "--model_config"),
         (("--generation_batch_size", "64"), "--model_name_or_path"),
         ((*LINE, "--accelerate_config", "fsdp1"), "fsdp_version: 2"),
+        (
+            (*LINE, *ENGINE, "--vllm_max_model_length", "1024"),
+            "`max_completion_length=1024` leaves no token of `vllm_max_model_length=1024`",
+        ),
+        (
+            (*LINE, *ENGINE, "--vllm_max_model_length", "2048"),
+            "`--max_prompt 2048` leaves no token of `vllm_max_model_length=2048`",
+        ),
+        (
+            (*LINE, "--num_processes", "8", "--verifier_timeout", "1800"),
+            "`verifier_timeout=1800` s is not below `ddp_timeout=1800` s",
+        ),
     ],
 )
 def test_mistakes_are_one_line(capsys, line, message):
@@ -76,9 +89,9 @@ def test_configuration_and_accelerate_files_are_read(tmp_path, capsys):
     config.write_text(
         "model_name_or_path: Qwen/Qwen3-0.6B\nbf16: false\ngeneration_batch_size: 64\naccelerate_config: zero2\n"
     )
-    _, _, launcher, mixed = parse_run(["--config", str(config)])
+    _, _, launcher, mixed, _ = parse_run(["--config", str(config)])
     assert (launcher["num_processes"], launcher["deepspeed_config"]["zero_stage"], mixed) == (8, 2, False)
-    *_, launcher, mixed = parse_run(["--config", str(config), "--num_processes", "4", "--bf16", "true"])
+    _, _, launcher, mixed, _ = parse_run(["--config", str(config), "--num_processes", "4", "--bf16", "true"])
     assert (launcher["num_processes"], mixed) == (4, True)
 
 
@@ -95,12 +108,12 @@ def test_batches_are_computed_for_the_launched_processes(tmp_path):
     assert training.generation_batch_size == 32  # one process would have 4 rollouts, less than a group
     config = tmp_path / "run.yaml"
     config.write_text("num_processes: 2\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 4\n")
-    training, _, launcher, _ = parse_run(["--config", str(config)])
+    training, _, launcher, *_ = parse_run(["--config", str(config)])
     assert (training.generation_batch_size, launcher["num_processes"]) == (32, 2)
 
 
 def run_of(*words, gpu="h20"):
-    training, model, launcher, mixed = parse_run([*LINE, *words])
+    training, model, launcher, mixed, _ = parse_run([*LINE, *words])
     return make_setup(training, model, launcher, GPUS[gpu], mixed=mixed)
 
 
@@ -156,3 +169,33 @@ def test_an_adaptive_coefficient_costs_the_same_as_a_fixed_one(capsys):
         printed[given[0]] = json.loads(out)
     assert printed["auto"] == printed["0.1"]
     assert printed["auto"]["tokens"] != printed["0"]["tokens"]  # without contrast there is less to score
+
+
+def test_hours_count_generation_batches_and_evaluations(capsys):
+    line = [*LINE, "--num_train_epochs", "3", "--avg_at_k", "4", "--avg_at_k_steps", "5", "--json"]
+    code, out, _ = plan(capsys, *line, "--rows", "100", "--eval_rows", "50")
+    printed = json.loads(out)
+    assert code == 0
+    assert printed["generation_batches"] == 3 * (100 // 8)  # 64 rollouts are 8 prompts
+    assert printed["evaluations"] == 1 + -(-36 // 5)
+    training = printed["generation_batches"] * sum(printed["seconds"].values()) / 3600
+    assert printed["hours"] > training
+    *_, unevaluated = plan(capsys, *LINE, "--num_train_epochs", "3", "--rows", "100", "--json")[1:2]
+    assert json.loads(unevaluated)["hours"] == pytest.approx(training)
+    code, out, _ = plan(capsys, *LINE, "--max_steps", "40")
+    assert "the run: 5 generation batches" in out  # eight steps each
+    assert "give --rows" in plan(capsys, *LINE)[1]
+
+
+def test_an_engine_starts_with_the_share_that_is_named(capsys):
+    line = [*LINE, *ENGINE, "--gpu", "4090", "--vllm_enable_sleep_mode", "true", "--vllm_gpu_memory_utilization"]
+    code, out, _ = plan(capsys, *line, "0.02")
+    assert code == 1
+    assert "`vllm_gpu_memory_utilization=0.02` is 0.5 GiB of a GPU, and its weights and one sequence need" in out
+    share = out.partition("Set it to ")[2].split()[0]
+    assert "does not start" not in plan(capsys, *line, share)[1]
+    assert "does not start" in plan(capsys, *line, f"{float(share) - 0.02:.2f}")[1]
+    shape = load_shape("Qwen/Qwen3-0.6B")
+    cache = 2 * shape.config.max_position_embeddings * shape.key_value_elements
+    needed = (2 * shape.parameters + cache) / GPUS["4090"].memory
+    assert float(share) - 0.01 <= needed <= float(share)

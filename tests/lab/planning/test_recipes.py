@@ -55,7 +55,7 @@ def test_every_benchmark_and_model_of_the_paper_has_a_recipe():
 def test_a_recipe_has_the_numbers_of_the_papers_table(recipe, monkeypatch):
     monkeypatch.chdir(ROOT)
     script, config, model, _ = parsed(recipe)
-    _, _, launcher, _ = parse_run(["--config", str(recipe)])
+    _, _, launcher, *_ = parse_run(["--config", str(recipe)])
     rollouts_a_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
     rollouts_a_step *= launcher["num_processes"]
     found = {
@@ -81,10 +81,39 @@ def test_a_recipe_has_the_numbers_of_the_papers_table(recipe, monkeypatch):
     assert found == BOTH | (LIVECODEBENCH if "livecodebench" in recipe.stem else OTHERS)
     assert (config.top_p, config.top_k, config.teacher_model_kind) == (1.0, 0, "ema")
     assert (config.contrastive_source, config.distillation_support) == ("batch", "teacher_topk")
-    assert (config.optim, config.weight_decay, launcher["num_processes"]) == ("adamw_torch", 0.0, 8)
+    assert (config.optim, config.weight_decay, launcher["num_processes"]) == ("adamw_torch", 0.01, 8)
+    assert (config.loss_type, script.max_prompt_tokens) == ("grpo", 2048)
+    assert config.ddp_timeout > config.verifier_timeout
     thinks = (config.chat_template_kwargs or {}).get("enable_thinking", True)
     assert thinks == ("qwen3" not in recipe.stem)
     assert model.model_name_or_path in ("Qwen/Qwen3-8B", "allenai/Olmo-3-7B-Instruct")
+
+
+ARMS = {
+    "sdpo": {"contrastive_coef": 0.0},
+    "grpo": {"distillation_weight": 0.0, "scale_rewards": "none"},
+}
+
+
+@pytest.mark.parametrize("recipe", PAPERS, ids=lambda recipe: recipe.stem)
+def test_arms_differ_from_credit_in_the_advantage_alone(recipe, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    credit = parse_run(["--config", str(recipe)])
+    for arm, options in ARMS.items():
+        other = parse_run(["--config", str(recipe), "--config", f"examples/recipes/arms/{arm}.yaml"])
+        assert (other.model, other.launcher, other.script) == (credit.model, credit.launcher, credit.script)
+        ours, theirs = vars(credit.training), vars(other.training)
+        differing = {name: theirs[name] for name in ours if name in theirs and ours[name] != theirs[name]}
+        differing = {k: v for k, v in differing.items() if not k.startswith(("_", "logging_dir", "distributed"))}
+        assert differing == options
+        assert len(yaml.safe_load((RECIPES[0].parent / "arms" / f"{arm}.yaml").read_text())) <= 3
+
+
+def test_only_the_papers_runs_are_called_so():
+    for recipe in PAPERS:
+        head = recipe.read_text().partition("#   trl")[0]
+        assert ("the paper's run" in head) == (recipe.stem != "livecodebench_olmo3_7b")
+        assert "Section 4.3" not in recipe.read_text()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)

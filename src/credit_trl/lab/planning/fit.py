@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from credit_trl.lab.planning.limits import engine_starts
 from credit_trl.lab.planning.memory import FRAGMENTATION, Memory, memory_of
 from credit_trl.lab.planning.setup import Lora, Setup, Vllm
 from credit_trl.lab.planning.shape import Shape
@@ -42,12 +43,14 @@ def fits(memory: Memory, setup: Setup) -> bool:
 
 def changes_that_fit(shape: Shape, setup: Setup) -> tuple[str, ...] | None:
     """The fewest changes with which the run fits, cheapest first; None if three changes are not enough."""
+    candidates = CHANGES if engine_starts(shape, setup) else (_SPLIT_ENGINE, *CHANGES)
     for count in (1, 2, 3):
-        for chosen in combinations(CHANGES, count):
+        for chosen in combinations(candidates, count):
             changed: Setup | None = setup
             for change in chosen:
                 changed = changed and change.apply(changed)
-            if changed is not None and fits(memory_of(shape, changed), changed):
+            starts = changed is not None and engine_starts(shape, changed)
+            if starts and fits(memory_of(shape, changed), changed):
                 return tuple(change.setting.format(**_values(changed)) for change in chosen)
     return None
 
@@ -58,6 +61,7 @@ def _values(setup: Setup) -> dict[str, object]:
         "per_device": setup.per_device,
         "accumulation": setup.accumulation,
         "share": f"{setup.vllm.share:.2f}" if setup.vllm else "",
+        "parallel": setup.vllm.parallel if setup.vllm else "",
         "processes": setup.processes,
         "launch": f"{file}, num_machines: {setup.machines}" if setup.machines > 1 else file,
         "scoring": setup.scoring_tokens,
@@ -117,6 +121,14 @@ def _more_processes(setup: Setup) -> dict[str, Any] | None:
 def _four_bit(setup: Setup) -> dict[str, Any] | None:
     return {"bits": 4, "vllm": None} if setup.lora and not setup.bits and setup.processes == 1 else None
 
+
+def _split_engine(setup: Setup) -> dict[str, Any] | None:
+    """Weights of the engine over the GPUs of a node, for an engine that does not start."""
+    vllm, node = _colocated(setup), min(setup.processes // setup.machines, 8)
+    return {"vllm": replace(vllm, parallel=node)} if vllm and vllm.parallel < node else None
+
+
+_SPLIT_ENGINE = Change("vllm_tensor_parallel_size: {parallel}", _split_engine)
 
 # Cheapest first: changes that leave the training's numbers alone, then changes of the training.
 CHANGES = (

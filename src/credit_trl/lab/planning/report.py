@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from credit_trl.lab.planning.duration import Duration, Schedule, duration_of
 from credit_trl.lab.planning.fit import changes_that_fit, fits, usable_bytes
+from credit_trl.lab.planning.limits import check_longest_prompt, engine_problem, engine_starts
 from credit_trl.lab.planning.memory import Memory, memory_of
 from credit_trl.lab.planning.setup import GIB, Setup
 from credit_trl.lab.planning.shape import Shape
@@ -23,6 +25,7 @@ class Plan:
         memory: memory of one GPU.
         work: cost of one generation batch.
         changes: settings that make the run fit; empty if it fits, None if no known change is enough.
+        duration: hours of the run; None if its number of generation batches is unknown.
     """
 
     shape: Shape
@@ -31,24 +34,32 @@ class Plan:
     memory: Memory
     work: Work
     changes: tuple[str, ...] | None
+    duration: Duration | None = None
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits its GPUs."""
+        """Whether the run starts and fits its GPUs."""
         return self.changes == ()
 
 
-def make_plan(shape: Shape, setup: Setup, lengths: Lengths | None = None) -> Plan:
-    """Plan a run, by default with `default_lengths`."""
+def make_plan(shape: Shape, setup: Setup, lengths: Lengths | None = None, schedule: Schedule | None = None) -> Plan:
+    """Plan a run, by default with `default_lengths`.
+
+    Raises:
+        ValueError: the longest prompt fills the engine's context.
+    """
+    check_longest_prompt(setup)
     lengths = lengths or default_lengths(setup)
-    memory = memory_of(shape, setup)
-    changes = () if fits(memory, setup) else changes_that_fit(shape, setup)
-    return Plan(shape, setup, lengths, memory, work_of(shape, setup, lengths), changes)
+    memory, work = memory_of(shape, setup), work_of(shape, setup, lengths)
+    starts = engine_starts(shape, setup)
+    changes = () if starts and fits(memory, setup) else changes_that_fit(shape, setup)
+    duration = None if schedule is None else duration_of(shape, setup, lengths, work, schedule)
+    return Plan(shape, setup, lengths, memory, work, changes, duration)
 
 
 def format_plan(plan: Plan) -> str:
     """Tables of memory, tokens and time, and whether the run fits."""
-    return "\n\n".join([_head(plan), _memory(plan), _tokens(plan), _time(plan), _conclusion(plan)])
+    return "\n\n".join([_head(plan), _memory(plan), _tokens(plan), _time(plan), _run(plan), _conclusion(plan)])
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
@@ -65,6 +76,9 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "moved": plan.work.moved,
         "seconds": plan.work.seconds,
         "updates": plan.work.updates,
+        "generation_batches": plan.duration and plan.duration.batches,
+        "evaluations": plan.duration and plan.duration.evaluations,
+        "hours": plan.duration and plan.duration.hours,
         "fits": plan.fits,
         "changes": plan.changes,
     }
@@ -121,12 +135,27 @@ def _time(plan: Plan) -> str:
     return "\n".join([*lines, f"  {'total':<22}{total:>10.1f} s"])
 
 
+def _run(plan: Plan) -> str:
+    run = plan.duration
+    if run is None:
+        return "the run: give --rows, the number of training rows, for its hours"
+    line = f"the run: {run.batches:,} generation batches, {run.training / 3600:.1f} h"
+    if run.evaluations and run.evaluating is None:
+        return f"{line}, and {run.evaluations} evaluations (give --eval_rows for their hours)"
+    if run.evaluations:
+        line += f", and {run.evaluations} evaluations, {run.evaluating / 3600:.1f} h: {run.hours:.1f} h"
+    return line
+
+
 def _conclusion(plan: Plan) -> str:
     phase, peak = plan.memory.peak
     usable = usable_bytes(plan.setup)
     if plan.fits:
         return f"It fits: {peak / GIB:.1f} of {usable / GIB:.1f} usable GiB, in the phase {phase!r}."
-    refusal = f"It does not fit: the phase {phase!r} needs {peak / GIB:.1f} GiB of {usable / GIB:.1f} usable."
+    problem = engine_problem(plan.shape, plan.setup)
+    refusal = (
+        problem or f"It does not fit: the phase {phase!r} needs {peak / GIB:.1f} GiB of {usable / GIB:.1f} usable."
+    )
     if plan.changes is None:
         return f"{refusal} No known change is enough. Use a smaller model, shorter sequences or larger GPUs."
     return f"{refusal} It fits with:\n" + "\n".join(f"  {change}" for change in plan.changes)

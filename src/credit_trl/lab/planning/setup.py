@@ -59,6 +59,7 @@ class Vllm:
     share: float  # of a GPU's memory, for a colocated engine
     sleeps: bool  # whether a colocated engine releases its memory during scoring and update
     parallel: int = 1  # tensor parallel size
+    context: int | None = None  # tokens of the longest sequence; None for the model's positions
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ def _vllm(training: CreditConfig) -> Vllm | None:
     if not training.use_vllm:
         return None
     share, sleeps = training.vllm_gpu_memory_utilization, training.vllm_enable_sleep_mode
-    return Vllm(training.vllm_mode, share, sleeps, training.vllm_tensor_parallel_size)
+    context = training.vllm_max_model_length
+    return Vllm(training.vllm_mode, share, sleeps, training.vllm_tensor_parallel_size, context)
 
 
 def read_launcher(path: str | Path | None, overrides: Mapping[str, Any]) -> dict[str, Any]:

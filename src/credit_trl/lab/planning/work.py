@@ -84,7 +84,7 @@ def work_of(shape: Shape, setup: Setup, lengths: Lengths) -> Work:
     }
     moved = traffic(shape, setup, lengths)
     seconds = {
-        "rollout": _rollout_seconds(shape, setup, lengths),
+        "rollout": rollout_seconds(shape, setup, lengths),
         "scores": _phase_seconds(operations["scores"], PREFILL_SHARE, moved["scores"], setup),
         "update": _phase_seconds(operations["update"], TRAINING_SHARE, moved["update"], setup),
         "weights to the engine": moved["weights to the engine"] / _link(setup),
@@ -126,7 +126,7 @@ def _teacher_traffic(setup: Setup, trained: int) -> float:
     return trained * (setup.compute_bytes if setup.lora else setup.compute_bytes + 2 * 4)
 
 
-def _rollout_seconds(shape: Shape, setup: Setup, lengths: Lengths) -> float:
+def rollout_seconds(shape: Shape, setup: Setup, lengths: Lengths) -> float:
     """Time until the longest completion ends; lengths are taken as exponential up to the maximum."""
     parallel = setup.vllm.parallel if setup.vllm else 1
     concurrent = max(setup.generation_batch * parallel // setup.processes, 1)

@@ -1,0 +1,84 @@
+"""Generation batches, evaluations and hours of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from credit_trl.lab.planning.setup import Setup
+from credit_trl.lab.planning.shape import Shape
+from credit_trl.lab.planning.work import Lengths, Work, rollout_seconds
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Length of a run and its evaluations of avg@k.
+
+    Args:
+        steps: optimizer steps, or None for `epochs`.
+        epochs: passes over the training rows.
+        rows: training rows, or None if unknown.
+        samples: k, or None without evaluations.
+        every: generation batches between two evaluations.
+        eval_rows: rows of an evaluation, or None if unknown.
+        eval_batch: samples that one process generates at a time.
+    """
+
+    steps: int | None
+    epochs: float
+    rows: int | None
+    samples: int | None
+    every: int
+    eval_rows: int | None
+    eval_batch: int
+
+    def batches(self, setup: Setup, updates: int) -> int | None:
+        """Generation batches of the run; None if the number of training rows is unknown."""
+        if self.steps is not None:
+            return ceil(self.steps / updates)
+        prompts = setup.generation_batch // setup.group
+        return None if self.rows is None else ceil(self.epochs * (self.rows // prompts))
+
+    def evaluations(self, batches: int) -> int:
+        """Evaluations of a run: before the first step, every `every` generation batches, and after the last."""
+        return 0 if self.samples is None else 1 + ceil(batches / self.every)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Duration of a run.
+
+    Args:
+        batches: generation batches.
+        evaluations: their number.
+        training: seconds of all generation batches.
+        evaluating: seconds of all evaluations; None if their number of rows is unknown.
+    """
+
+    batches: int
+    evaluations: int
+    training: float
+    evaluating: float | None
+
+    @property
+    def hours(self) -> float:
+        """Hours of the run, without evaluations whose rows are unknown."""
+        return (self.training + (self.evaluating or 0.0)) / 3600
+
+
+def duration_of(shape: Shape, setup: Setup, lengths: Lengths, work: Work, schedule: Schedule) -> Duration | None:
+    """Duration of a run; None if its number of generation batches is unknown."""
+    batches = schedule.batches(setup, work.updates)
+    if batches is None:
+        return None
+    count = schedule.evaluations(batches)
+    evaluating: float | None = 0.0
+    if count:
+        rows = schedule.eval_rows
+        evaluating = None if rows is None else count * _evaluation_seconds(shape, setup, lengths, schedule)
+    return Duration(batches, count, batches * sum(work.seconds.values()), evaluating)
+
+
+def _evaluation_seconds(shape: Shape, setup: Setup, lengths: Lengths, schedule: Schedule) -> float:
+    samples, at_once = schedule.eval_rows * schedule.samples, schedule.eval_batch * setup.processes
+    return ceil(samples / at_once) * rollout_seconds(shape, replace(setup, generation_batch=at_once), lengths)
