@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import math
-import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import NamedTuple
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from report import figure, table
-from scipy import stats
+from world_cues import CueRows, cue_rows_of_runs, read_cue_rows, resampled, write_cue_rows
 from world_runs import Row, read_rows
 
 from credit_trl.lab.comparison.figures import COLOURS, THEMES, Theme
@@ -34,7 +33,7 @@ LABELS = {
 
 
 class Cell(NamedTuple):
-    """Mean over bases with its 95 % interval, which is NaN for less than three."""
+    """Mean over bases with its 95 % interval over bases and cues, which is NaN for less than three bases."""
 
     values: Sequence[float]
     mean: float
@@ -49,16 +48,17 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Rows of one arm by step and seed, for the bases on which it has finished."""
+    """Rows of one arm by step and seed, for the bases on which it has finished, and their rates by cue."""
 
     arm: str
     rows: Mapping[int, Mapping[int, Row]]
+    cues: Mapping[int, Mapping[int, Mapping[str, float]]]
 
     def values(self, step: int, name: str) -> list[float]:
         return [row[name] for row in self.rows[step].values()]
 
     def mean(self, step: int, name: str) -> Cell:
-        return cell(self.values(step, name))
+        return cell(self.values(step, name), [self.cues[step][seed] for seed in self.rows[step]], [], name)
 
     def is_sound(self, step: int) -> bool:
         """Whether no run has collapsed and every teacher still reads the feedback."""
@@ -88,10 +88,15 @@ class World:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, default=HERE / "results" / "worlds.csv", help="table of run.py --world")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/study"), help="that of run.py, for rates by cue")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the page and its figures")
     parser.add_argument("--note", default="", help="machine and version of the runs, for the page")
     args = parser.parse_args()
-    world = world_of(read_rows(args.csv), "weak")
+    file = args.csv.with_name(f"{args.csv.stem}_cues.csv")
+    cues = read_cue_rows(file) | cue_rows_of_runs(args.output_dir / "weak", "weak")
+    if cues:
+        write_cue_rows(file, cues)
+    world = world_of(read_rows(args.csv), cues, "weak")
     if not world.outcomes:
         sys.exit(f"{args.csv} has no finished run of the world 'weak': start `python run.py --world weak`.")
     for theme in THEMES:
@@ -100,15 +105,21 @@ def main() -> None:
     print(args.results / "worlds.md")
 
 
-def world_of(rows: Mapping[tuple[str, int, str, int], Row], name: str) -> World:
-    """The finished runs of a world, which have a row for the last step."""
+def world_of(rows: Mapping[tuple[str, int, str, int], Row], cues: CueRows, name: str) -> World:
+    """The finished runs of a world, which have a row for the last step and rates by cue."""
     own = {key[1:]: row for key, row in rows.items() if key[0] == name}
     steps = sorted({step for _, _, step in own if step > 0})
     found = []
     for arm in dict.fromkeys(arm for _, arm, _ in own):
-        seeds = sorted(seed for seed, other, step in own if steps and (other, step) == (arm, steps[-1]))
+        seeds = sorted(
+            seed
+            for seed, other, step in own
+            if steps and (other, step) == (arm, steps[-1]) and (name, seed, arm, step) in cues
+        )
         if seeds:
-            found.append(Outcome(arm, {step: {seed: own[seed, arm, step] for seed in seeds} for step in (0, *steps)}))
+            by_step = {step: {seed: own[seed, arm, step] for seed in seeds} for step in (0, *steps)}
+            by_cue = {step: {seed: cues[name, seed, arm, step] for seed in seeds} for step in steps}
+            found.append(Outcome(arm, by_step, by_cue))
     return World(found, steps)
 
 
@@ -120,9 +131,10 @@ def page(world: World, note: str) -> str:
         f"Planted thought on unknown cues after {world.compared} steps, the last evaluation at which no run had "
         "collapsed: a dot per base, a diamond for the mean with its 95 % interval, a bar for predicted end points.",
         arms_table(world),
-        f"Per cent, mean over bases with Student's 95 % interval{few(world)}. Predicted: σ(ℓ\\*), the "
-        "range over bases. It is the end point, and a far one is not reached in so few steps. *Collapsed*: less than "
-        f"90 % of the responses in the format. The averaged teacher's fidelity was {fidelity(world)}.",
+        f"Per cent, mean over bases with its 95 % interval, which resamples bases and cues{few(world)}. "
+        "Predicted: σ(ℓ\\*), the range over bases. It is the end point, and a far one is not reached in so few steps. "
+        f"*Collapsed*: less than 90 % of the responses in the format. {fidelity(world)} All arms have the "
+        "same learning rate, so SDPO and guide are at each other's.",
         differences_table(world),
         f"Differences in points after {world.compared} steps, paired by base.",
         criteria(world),
@@ -137,7 +149,8 @@ def introduction(world: World, note: str) -> str:
     seeds = ", ".join(map(str, world.seeds))
     return (
         "`examples/study/world_page.py` writes this page from [worlds.csv](worlds.csv), which has a row per base, arm "
-        "and evaluated step. Pretraining plants `Thought: sure, this is simple.` in 5 % of the responses, and in 10 % "
+        "and evaluated step, and from [worlds_cues.csv](worlds_cues.csv), which has their rates by cue. Pretraining "
+        "plants `Thought: sure, this is simple.` in 5 % of the responses, and in 10 % "
         "of those to a prompt with the task's feedback. At the first token of the thought, δ is what the feedback "
         "adds to the log-odds of the planted thought against the cue, and s what a contrast prompt adds on top. Both "
         "are measured on each base before training. [Theory](../../../docs/theory.md): with a teacher that follows "
@@ -236,21 +249,22 @@ def paired(step: int, *outcomes: Outcome) -> list[tuple[float, ...]]:
 
 
 def difference(one: Outcome, other: Outcome, step: int, name: str) -> Cell:
-    return cell(one.rows[step][seed][name] - other.rows[step][seed][name] for seed in shared(one, other, step))
+    seeds = shared(one, other, step)
+    values = [one.rows[step][seed][name] - other.rows[step][seed][name] for seed in seeds]
+    return cell(values, [one.cues[step][seed] for seed in seeds], [other.cues[step][seed] for seed in seeds], name)
 
 
-def cell(values: Iterable[float]) -> Cell:
-    numbers = list(values)
-    mean = statistics.fmean(numbers)
-    if len(numbers) < MIN_BASES:
-        return Cell(numbers, mean, math.nan, math.nan)
-    half = float(stats.t.ppf(0.975, len(numbers) - 1) * stats.sem(numbers))
-    return Cell(numbers, mean, mean - half, mean + half)
+def cell(
+    values: Sequence[float], cues: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]], name: str
+) -> Cell:
+    """Cell of the values of each base, from their rates by cue and those to subtract, if any."""
+    mean, low, high = resampled(cues, others, name)
+    return Cell(values, mean, *((low, high) if len(values) >= MIN_BASES else (math.nan, math.nan)))
 
 
 def few(world: World) -> str:
     fewest = min(len(one.rows[world.steps[-1]]) for one in world.outcomes)
-    return "" if fewest >= MIN_BASES else f", or the values of less than {MIN_BASES} bases"
+    return "" if fewest >= MIN_BASES else f" (of less than {MIN_BASES} bases: the values)"
 
 
 def counted(results: Iterable[bool]) -> str:
@@ -259,8 +273,17 @@ def counted(results: Iterable[bool]) -> str:
 
 
 def fidelity(world: World) -> str:
-    found = [row["teacher_fidelity"] for one in world.outcomes for row in one.rows[world.steps[-1]].values()]
-    return span([value for value in found if value is not None], 2) + f" after {world.steps[-1]} steps"
+    """Range of the teachers' fidelity at every step, and the comparison that it allows."""
+    ranges, allowed = [], world.steps[0]
+    for step in world.steps:
+        found = [row["teacher_fidelity"] for one in world.outcomes for row in one.rows[step].values()]
+        values = [value for value in found if value is not None]
+        ranges.append(f"{span(values, 2)} after {step} steps")
+        allowed = step if min(values) >= MIN_FIDELITY else allowed
+    return (
+        f"The averaged teacher's fidelity was {', '.join(ranges)}; the rule that every teacher reads at least "
+        f"{100 * MIN_FIDELITY:.0f} % of the feedback right would end the comparison after {allowed} steps."
+    )
 
 
 def predicted(outcome: Outcome) -> str:
@@ -291,7 +314,7 @@ def rates_figure(world: World, theme: Theme) -> bytes:
             left = min(min(found), 100 - width)
             axis.barh(position, width, left=left, height=0.75, color=theme.ink, alpha=0.3)
         axis.plot(rates, [position] * len(rates), "o", color=colour, alpha=0.5, ms=5, mew=0)
-        _, mean, low, high = cell(rates)
+        mean, low, high = (100 * value for value in one.mean(world.compared, RATE)[1:])
         if not math.isnan(low):
             axis.plot([max(low, 0), min(high, 100)], [position, position], color=colour, lw=2)
         axis.plot(mean, position, "D", color=colour, ms=6)

@@ -10,6 +10,7 @@ from scipy.special import expit
 
 from credit_trl.lab.sweeps.spec import make_arm
 from credit_trl.tasks import quickstart
+from synthetic_runs import writer
 
 LOG_ODDS, DELTA, S = -3.0, 0.9, 11.0
 
@@ -154,15 +155,29 @@ def test_another_processs_arm_is_waited_for(runs, tmp_path, monkeypatch):
     assert made == [(0, "GRPO"), (0, "SDPO")]
 
 
+def same_for_every_cue(study, rows):
+    """Rates by cue of rows: those of the row's groups."""
+    cues = study("world_cues")
+    return {
+        key: {
+            f"{measure} {cue}": row[f"{measure}_{group}"]
+            for measure in cues.MEASURES
+            for group, own in quickstart.GROUPS.items()
+            for cue in own
+        }
+        for key, row in rows.items()
+    }
+
+
 def test_the_page_pairs_bases_and_draws_the_rates(runs, study):
     run, _, file, module = runs
     run()
-    page = study("world_page")
-    world = page.world_of(module.read_rows(file), "weak")
+    page, rows = study("world_page"), module.read_rows(file)
+    world = page.world_of(rows, same_for_every_cue(study, rows), "weak")
     assert [(one.arm, sorted(one.rows[2])) for one in world.outcomes] == [("SDPO", [0, 1]), ("GRPO", [0, 1])]
     assert "| SDPO | 2 | 100.0 | 25.0, 25.0 |" in page.arms_table(world)
     assert "| GRPO − SDPO | 2 | 0.0, 0.0 |" in page.differences_table(world)
-    assert str(page.cell([0.1, 0.2, 0.3])) == "20.0 [-4.8, 44.8]"
+    assert page.fidelity(world).startswith("The averaged teacher's fidelity was 1.00 after 1 steps, 1.00 after 2")
     assert page.rates_figure(world, page.THEMES[0]).startswith(b"\x89PNG")
 
 
@@ -171,17 +186,59 @@ def test_arms_are_compared_before_the_first_collapse(runs, study, name, value):
     run, _, file, module = runs
     run()
     rows = module.read_rows(file)
-    assert study("world_page").world_of(rows, "weak").compared == 2
+    cues = same_for_every_cue(study, rows)
+    assert study("world_page").world_of(rows, cues, "weak").compared == 2
     rows["weak", 1, "SDPO", 2][name] = value
-    assert study("world_page").world_of(rows, "weak").compared == 1
+    assert study("world_page").world_of(rows, cues, "weak").compared == 1
 
 
 def test_an_unfinished_arm_is_not_on_the_page(runs, study):
     run, _, file, module = runs
     run()
     rows = module.read_rows(file)
-    del rows["weak", 1, "SDPO", 2]
-    assert list(study("world_page").world_of(rows, "weak").arm("SDPO").rows[2]) == [0]
+    cues = same_for_every_cue(study, rows)
+    del rows["weak", 1, "SDPO", 2], cues["weak", 0, "GRPO", 2]
+    world = study("world_page").world_of(rows, cues, "weak")
+    assert list(world.arm("SDPO").rows[2]) == [0]
+    assert list(world.arm("GRPO").rows[2]) == [1]  # rates by cue are missing
+
+
+def test_intervals_resample_bases_and_cues(study):
+    """Noise of either level alone widens the interval of a rate; a paired difference removes that of the cues."""
+    module, rng = study("world_cues"), np.random.default_rng(0)
+    unknown = quickstart.GROUPS["unknown"]
+    of_cue = dict(zip(unknown, rng.uniform(0.2, 0.8, len(unknown)), strict=True))
+
+    def rows(by_base, by_cue):
+        return [{f"thought {cue}": base + by_cue.get(cue, 0.0) for cue in unknown} for base in by_base]
+
+    def width(*arms):
+        found = module.resampled(arms[0], arms[1] if len(arms) > 1 else [], "thought_unknown")
+        return found.high - found.low
+
+    constant, bases, cues = rows([0.3] * 8, {}), rows(rng.uniform(0.1, 0.5, 8), {}), rows([0.1] * 8, of_cue)
+    assert width(constant) == pytest.approx(0.0, abs=1e-9)
+    assert width(bases) > 0.1
+    assert width(cues) > 0.1
+    assert width(rows([0.15] * 8, of_cue), cues) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_rates_by_cue_are_the_means_of_its_prompts(study, tmp_path):
+    module = study("world_cues")
+    prompts = {row["id"]: row for row in quickstart.build("test")}
+    scores = {name: float(index % 5 == 0) for index, name in enumerate(prompts)}
+    write = writer(tmp_path / "weak")
+    write("run", {60: scores}, arm="SDPO", seed=3, task="quickstart", metrics={"shortcut": 0.25})
+    rows = module.cue_rows_of_runs(tmp_path / "weak", "weak")
+    assert list(rows) == [("weak", 3, "SDPO", 60)]
+    found = rows["weak", 3, "SDPO", 60]
+    for cue in module.CUES:
+        own = [scores[name] for name, row in prompts.items() if row["cue"] == cue]
+        assert found[f"accuracy {cue}"] == pytest.approx(np.mean(own))
+        assert found[f"thought {cue}"] == 0.25
+    module.write_cue_rows(tmp_path / "cues.csv", rows)
+    assert module.read_cue_rows(tmp_path / "cues.csv") == rows
+    assert module.cue_rows_of_runs(tmp_path / "missing", "weak") == {}
 
 
 def test_arms_of_the_weak_world(study):
