@@ -222,6 +222,11 @@ def test_training_process_reports_user_errors_alike(folder, capsys, line, messag
     assert message in capsys.readouterr().err
 
 
+def test_errors_spell_control_characters_out(capsys):
+    assert errors.report_user_error("trl credit", ValueError("a\x1b[2J\nb\r\u202e"), 3) == 3
+    assert capsys.readouterr().err == "trl credit: error: a⟨U+001B⟩[2J\nb⟨U+000D⟩⟨U+202E⟩\n"
+
+
 def test_bug_in_a_verifier_keeps_its_traceback(folder):
     from credit_trl.cli import training
 

@@ -4,6 +4,7 @@ import builtins
 import importlib.util
 import resource
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -210,6 +211,41 @@ def test_expensive_answers_fail_within_their_limit(monkeypatch):
 
 def address_space(worker) -> int:
     return int(Path(f"/proc/{worker.process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@needs_math_verify
+def test_worker_imports_nothing_of_the_working_directory(tmp_path, monkeypatch):
+    for name in ("math_verify", "json", "credit_trl"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.syspath_prepend(".")
+    worker = math_worker.Worker()
+    try:
+        assert worker.compare("1/2", "0.5", 60.0) == "equal"
+    finally:
+        worker.close()
+    assert not (tmp_path / "imported").exists()
+
+
+@needs_math_verify
+def test_worker_starts_within_limits(monkeypatch):
+    """Its own limits, or lower ones that it inherits."""
+    popen, limited = subprocess.Popen, ["bash", "-c", 'ulimit -v 1900000 -n 32 && exec "$@"', "bash"]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: popen([*limited, *command], **options))
+    worker = math_worker.Worker()
+    try:
+        limits = {
+            name: resource.prlimit(worker.process.pid, getattr(resource, f"RLIMIT_{name}"))
+            for name in ("AS", "NOFILE", "FSIZE", "CORE", "CPU")
+        }
+        assert worker.compare("1/2", "0.5", 60.0) == "equal"
+    finally:
+        worker.close()
+    assert limits["AS"] == (1_900_000 * 1024,) * 2
+    assert limits["NOFILE"] == (32, 32)
+    assert limits["FSIZE"] == limits["CORE"] == (0, 0)
+    assert limits["CPU"][0] == math_worker.START_SECONDS
 
 
 @needs_math_verify

@@ -49,6 +49,19 @@ def test_json_values_are_read_without_type_inference(tmp_path):
     assert [type(answer) for answer in read] == [type(answer) for answer in answers]
 
 
+def test_control_characters_of_parquet_files_are_spelled_out(tmp_path, capsys):
+    Dataset.from_list([{"ques\x1b[2Jtion": "x"}]).to_parquet(tmp_path / "rows\x1b.parquet")
+    [row] = read_rows(tmp_path / "rows\x1b.parquet")
+    with pytest.raises(RowError) as caught:
+        row.text("question")
+    assert str(caught.value).isprintable()
+    assert "U+001B" in str(caught.value)
+    (tmp_path / "bad\x1b.parquet").write_bytes(b"PAR1 and then something else PAR1")
+    with pytest.raises(ValueError, match=r"U\+001B") as caught:
+        list(read_rows(tmp_path / "bad\x1b.parquet"))
+    assert str(caught.value).isprintable()
+
+
 def test_parquet_rows_equal_what_was_written(tmp_path):
     """Paths with the characters of a glob pattern included."""
     rows = [example(number) | {"n": number, "tags": ["x"] * number} for number in range(70)]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
+from credit_trl.tasks.printable import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     folders = plan_sweep(spec, output_dir, write=not args.dry_run)
     if args.dry_run:
         for folder in folders:
-            print(f"{'done   ' if is_done(folder) else 'missing'}  {folder}")
+            print(f"{'done   ' if is_done(folder) else 'missing'}  {printable(str(folder))}")
         return 0
     report = run_sweep(spec, output_dir)
     print(report)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from yaml import YAMLError
 
 from credit_trl.sandbox import SandboxError
+from credit_trl.tasks.printable import printable_lines
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -49,7 +50,7 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
     if os.environ.get(TRACEBACK) == "1":
         raise error
     place = _user_line(error)
-    print(f"{command}: error: {error}{f' ({place})' if place else ''}", file=sys.stderr)
+    print(f"{command}: error: {printable_lines(str(error))}{f' ({place})' if place else ''}", file=sys.stderr)
     return code
 
 
@@ -75,7 +76,7 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
     rank = min(error.failures, key=order)
     failure = error.failures[rank]
     reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
-    print(f"{command}: error: process {rank} failed: {reason}", file=sys.stderr)
+    print(f"{command}: error: process {rank} failed: {printable_lines(reason)}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 

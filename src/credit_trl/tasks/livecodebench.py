@@ -24,6 +24,7 @@ from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_ans
 from credit_trl.tasks.lcb_checker import same_output, same_value
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
+from credit_trl.tasks.printable import printable
 from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
 from credit_trl.tasks.task import TaskOption
 
@@ -292,9 +293,10 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
     is_hub = not names.isdisjoint(FILES.values())
     missing = set(files) - names if is_hub else set()
     if missing or not own:
+        held = printable(", ".join(file.name for file in own)) or "none"
         raise FileNotFoundError(
-            f"{path} lacks {', '.join(sorted(missing)) or 'data files'} for {release}; it holds "
-            f"{', '.join(file.name for file in own) or 'none'}. Add them, use another release, or pass one file."
+            f"{path} lacks {', '.join(sorted(missing)) or 'data files'} for {release}; it holds {held}. Add them, use "
+            "another release, or pass one file."
         )
     return (row for file in own if not is_hub or file.name in files for row in read_rows(file))
 

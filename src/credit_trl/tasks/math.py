@@ -17,6 +17,7 @@ from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.completions import response_text
 from credit_trl.tasks.math_operations import finished_part
 from credit_trl.tasks.math_worker import Equivalence, equivalent
+from credit_trl.tasks.printable import printable
 from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _file_of(path: Path, split: str) -> Path:
     if len(found) != 1:
         raise FileNotFoundError(
             f"{path} has {len(found)} files named {split}.jsonl, .json or .parquet (it contains "
-            f"{', '.join(file.name for file in files) or 'no data file'}); pass one file."
+            f"{', '.join(printable(file.name) for file in files) or 'no data file'}); pass one file."
         )
     return found[0]
 

@@ -86,11 +86,18 @@ class Worker:
     def __init__(self) -> None:
         self.is_spent = False
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "credit_trl.tasks.math_worker"],
+            [
+                sys.executable,
+                "-P",
+                "-s",
+                "-m",
+                "credit_trl.tasks.math_worker",
+            ],  # imports nothing of the working directory
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"PATH": os.defpath, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUTF8": "1"},
+            env=_environment(),
+            cwd="/",
             bufsize=0,
             start_new_session=True,  # Ctrl-C in the terminal goes to the trainer alone
         )
@@ -194,6 +201,12 @@ def as_tex(text: str) -> str:
     return text if number is None else rf"{number[1]}\times 10^{{{number[2]}}}"
 
 
+def _environment() -> dict[str, str]:
+    """Environment of a worker: this process's import path, without entries that depend on the working directory."""
+    path = os.pathsep.join(filter(os.path.isabs, sys.path))
+    return {"PATH": os.defpath, "PYTHONPATH": path, "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
 def _serve() -> None:
     """Main loop of a worker: reads JSON lines [gold, given, seconds, bytes] and writes lines `true` or `false`.
 
@@ -201,8 +214,11 @@ def _serve() -> None:
     """
     import resource
 
-    resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for kind, most in (("AS", WORKER_BYTES), ("CORE", 0), ("FSIZE", 0), ("NOFILE", 64), ("CPU", int(START_SECONDS))):
+        number = getattr(resource, f"RLIMIT_{kind}")
+        hard = resource.getrlimit(number)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(number, (most, hard if kind == "CPU" else most))
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     sys.stdout = sys.stderr  # output of libraries must not look like a result
     from math_verify import parse, verify

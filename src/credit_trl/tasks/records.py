@@ -252,9 +252,10 @@ def hub_rows(repository: str, split: str, name: str | None = None, **options: An
     try:
         rows = load_dataset(repository, split=split, **options)
     except Exception as error:
+        reason = printable(f"{type(error).__name__}: {error}")
         raise ValueError(
-            f"Could not load {name!r} from the hub ({type(error).__name__}: {error}). Without network, pass `path=` "
-            f"({PATH_OPTIONS}): a file or folder with the same rows as JSON, JSONL or parquet."
+            f"Could not load {name!r} from the hub ({reason}). Without network, pass `path=` ({PATH_OPTIONS}): a "
+            "file or folder with the same rows as JSON, JSONL or parquet."
         ) from error
     return (_row(f"{name}[{split}]", number, data) for number, data in enumerate(rows, 1))
 
@@ -267,7 +268,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         rows = load_dataset("parquet", data_files=glob.escape(str(path)), split="train", streaming=True)
         yield from (_row(str(path), number, data) for number, data in enumerate(rows, 1))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
+        raise ValueError(printable(f"{path} cannot be read as parquet: {error}")) from error
 
 
 def _json_rows(path: Path) -> Iterator[Row]:

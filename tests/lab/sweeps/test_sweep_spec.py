@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import yaml
 
-from credit_trl.lab.sweeps.launch import plan_sweep
+from credit_trl.lab.sweeps.launch import _job, plan_sweep
 from credit_trl.lab.sweeps.spec import METHODS, SweepSpec, make_arm, read_spec
 
 MINIMAL = {"model": "m", "task": "quickstart", "grid": {"method": ["SDPO"]}, "seeds": [1]}
@@ -97,6 +99,15 @@ def test_directory_names_are_ascii():
         ({"launcher": "slurm"}, "process, inline, accelerate"),
         ({"config": {"output_dir": "x"}}, "set by the sweep"),
         ({"data": {"split": "train"}}, "not split"),
+        ({"grid": {"contrastive_coef": [n / 2000 for n in range(1001)]}}, "1,001 combinations"),
+        (
+            {"grid": {"learning_rate": [0.1] * 9_999, "contrastive_coef": [0.1] * 9_999, "seed": [1] * 9}},
+            "899,820,009",
+        ),
+        ({"seeds": list(range(10_001))}, "10,001 jobs"),
+        ({"model": "{seed.__class__.__mro__}"}, "no other braces"),
+        ({"model": "{seed:999999999d}"}, "no other braces"),
+        ({"model": "m-{seed}{}"}, "no other braces"),
     ],
 )
 def test_invalid_specs_are_errors(change, message):
@@ -126,14 +137,41 @@ def test_file_errors_name_the_field_and_yaml_builds_no_objects(tmp_path):
         assert "sweep.yaml" in str(raised.value)
 
 
-@pytest.mark.parametrize("form", ["grid: *l8", "config: {options: *l8}"])
+@pytest.mark.parametrize("form", ["grid: *l4", "config: {options: *l4}"])
 def test_a_file_whose_anchors_expand_exponentially_is_an_error(tmp_path, form):
-    levels = [f"l0: &l0 [{', '.join('1' * 10)}]"]
-    levels += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 9)]
+    levels = [f"l0: &l0 [{', '.join('1' * 20)}]"]
+    levels += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 20)}]" for n in range(1, 5)]
     path = tmp_path / "bomb.yaml"
     path.write_text("\n".join([*levels, "model: m", "task: t", "seeds: [1]", form]))
     with pytest.raises(ValueError, match=r"bomb\.yaml expands to more than 100,000 values"):
         read_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 5_000, "nested too deeply|not YAML"),
+        ("config: {a: " + "[" * 12 + "1" + "]" * 12 + "}", "nested more than 8 levels"),
+        ("a: &a [*a]", "nested more than 8 levels"),
+        ("a: &a {x: 1}\n" + "\n".join(f"{n}: &{n} {{<<: [{'*a, ' * 9}*a]}}" for n in "bcdefghi"), "merge keys"),
+        ("# " + "x" * 1_000_000, "more than 32,768 bytes"),
+        ("- 1\n" * 8_000, "not a mapping"),
+        ('"\\e]0;title\\a": 1', "unknown field"),
+    ],
+)
+def test_hostile_files_are_refused_at_once(tmp_path, text, message):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    started = time.process_time()
+    with pytest.raises(ValueError, match=message) as raised:
+        read_spec(path)
+    assert time.process_time() - started < 1
+    assert str(raised.value).replace("\n", "").isprintable()
+
+
+def test_seed_is_the_only_field_of_the_model():
+    spec = SweepSpec(**{**MINIMAL, "model": "base-{seed}/{seed}"})
+    assert _job(spec, spec.arms()[0], 7)["model"] == "base-7/7"
 
 
 def test_an_invalid_arm_is_an_error_before_directories_are_made(tmp_path):

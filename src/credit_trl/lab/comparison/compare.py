@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from credit_trl.evaluation.statistics import N_RESAMPLES, Difference, Interval, holm, paired_bootstrap, two_level_ci
 from credit_trl.lab.comparison.runs import SCORE, Run, differing, differing_settings, find_runs, has_one_base
+from credit_trl.tasks.printable import printable
 from credit_trl.training.run_directory import RESULT_FILE, RUN_FILE
 
 BASE = "Base"
@@ -292,7 +293,7 @@ def _arm_names(runs: Sequence[Run], wanted: Sequence[str] | None) -> list[str]:
         order = ["GRPO", "SDPO"]
         return sorted(found, key=lambda arm: (order.index(arm) if arm in order else len(order), _natural(arm)))
     if unknown := [arm for arm in wanted if arm not in found]:
-        raise ValueError(f"No run of arm {', '.join(unknown)}; there are {', '.join(found)}.")
+        raise ValueError(printable(f"No run of arm {', '.join(unknown)}; there are {', '.join(found)}."))
     return list(wanted)
 
 
@@ -338,7 +339,7 @@ def _baseline(arms: Sequence[str], wanted: str | None) -> str:
     if wanted is None:
         return "SDPO" if "SDPO" in arms else arms[0]
     if wanted not in arms:
-        raise ValueError(f"No run of the baseline {wanted!r}; there are {', '.join(arms)}.")
+        raise ValueError(printable(f"No run of the baseline {wanted!r}; there are {', '.join(arms)}."))
     return wanted
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from credit_trl.lab.sweeps.spec import OPTION_LABELS
+from credit_trl.tasks.printable import printable
 from credit_trl.training.run_directory import (
     EVALUATIONS_FILE,
     EVALUATIONS_FOLDER,
@@ -107,9 +108,8 @@ class Run:
             )
         if missing:
             metrics = sorted({name for prompt in prompts for name in prompt["metrics"]})
-            raise ValueError(
-                f"{self.folder} has no measure {measure!r}; it has {', '.join([SCORE, MAJORITY, *metrics])}."
-            )
+            names = ", ".join([SCORE, MAJORITY, *metrics])
+            raise ValueError(printable(f"{self.folder} has no measure {measure!r}; it has {names}."))
         return values
 
     def series(self, name: str) -> tuple[list[int], list[float]]:

@@ -22,6 +22,7 @@ from credit_trl.config import CreditConfig
 from credit_trl.evaluation.callback import EvaluationCallback, check_options
 from credit_trl.lab.sweeps.job import BUSY_FILE, DONE_FILE, JobBusy, drop_checkpoints, is_done, read_job, run_job
 from credit_trl.lab.sweeps.spec import Arm, SweepSpec
+from credit_trl.tasks.printable import printable
 from credit_trl.tasks.registry import load_task
 from credit_trl.training.run_directory import EVALUATIONS_FOLDER, JOB_FILE, RESULT_FILE, write_atomically, write_json
 
@@ -43,7 +44,7 @@ class SweepReport:
 
     def __str__(self) -> str:
         lines = [f"{len(self.done)} jobs done, {len(self.failed)} failed"]
-        return "\n".join(lines + [f"  failed: {folder} (see {ERROR_FILE})" for folder in self.failed])
+        return "\n".join(lines + [f"  failed: {printable(str(folder))} (see {ERROR_FILE})" for folder in self.failed])
 
 
 def plan_sweep(spec: SweepSpec, output_dir: str | Path, *, write: bool = True) -> list[Path]:
@@ -132,7 +133,7 @@ def _job(spec: SweepSpec, arm: Arm, seed: int) -> dict[str, Any]:
         "arm": arm.name,
         "method": arm.method,
         "seed": seed,
-        "model": spec.model.format(seed=seed),
+        "model": spec.model.replace("{seed}", str(seed)),
         "task": spec.task,
         "data": dict(spec.data),
         "config": {**_CONFIG, **spec.config, **arm.options},

@@ -18,6 +18,7 @@ CREDIT with λ = 0 is SDPO, and an option at its default or at its value in `con
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from credit_trl.tasks.printable import printable, printable_lines
 
 # Options of CreditConfig that select a method; the last three methods are controls.
 METHODS: dict[str, dict[str, Any]] = {
@@ -50,7 +53,11 @@ OPTION_LABELS = {
     "teacher_context": "context",
 }
 
-_MAX_VALUES = 100_000  # in one file
+MAX_ARMS = 1_000  # combinations of a sweep, before those that train the same are merged
+MAX_JOBS = 10_000  # combinations times seeds
+# Of one file. PyYAML reads this many bytes in less than a second.
+_MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 32_768, 100_000, 8
+_BRACKETS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _IGNORED_PREFIXES = {"GRPO": ("contrastive_", "distillation_", "teacher_"), "SDPO": ("contrastive_",)}
 _JOB_OPTIONS = ("output_dir", "seed", "resume_from_checkpoint", "overwrite_output_dir")  # set by the sweep
 _DATA_OPTIONS = ("train_split", "path", "max_train_rows")
@@ -120,7 +127,8 @@ class SweepSpec:
             raise ValueError(f"`config.{own[0]}` is set by the sweep for every job; remove it.")
         if unknown := sorted(set(self.data) - set(_DATA_OPTIONS)):
             raise ValueError(f"`data` has the options {', '.join(_DATA_OPTIONS)}, not {', '.join(unknown)}.")
-        self.arms()
+        if (jobs := len(self.arms()) * len(self.seeds)) > MAX_JOBS:
+            raise ValueError(f"The sweep has {jobs:,} jobs; at most {MAX_JOBS:,} are allowed. Divide it.")
 
     def _check_types(self) -> None:
         """Raise for fields of the wrong type; `reprlib` shortens the value in the message."""
@@ -132,23 +140,29 @@ class SweepSpec:
         seeds = self.seeds
         if not isinstance(seeds, list | tuple) or not seeds or not all(isinstance(seed, int) for seed in seeds):
             raise ValueError(f"`seeds` must be a list of at least one integer, got {reprlib.repr(seeds)}.")
-        try:
-            self.model.format(seed=0)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"`model` may contain {{seed}} and no other braces, got {self.model!r}.") from error
+        if {"{", "}"} & set(self.model.replace("{seed}", "")):
+            raise ValueError(f"`model` may contain {{seed}} and no other braces, got {reprlib.repr(self.model)}.")
 
     def arms(self) -> list[Arm]:
         """The arms of all grids in order, each once.
 
         Raises:
-            ValueError: an unknown method, a grid that is not a mapping, or two arms with the same directory name.
+            ValueError: an unknown method, a grid that is not a mapping, more than `MAX_ARMS` combinations, or two arms
+                with the same directory name.
         """
+        grids = [self.grid] if isinstance(self.grid, Mapping) else self.grid
+        if (count := sum(map(_combinations, grids))) > MAX_ARMS:
+            raise ValueError(f"`grid` has {count:,} combinations; a sweep has at most {MAX_ARMS:,}.")
+        usual = _usual_options(self.config)
         arms: dict[str, Arm] = {}
-        for grid in [self.grid] if isinstance(self.grid, Mapping) else self.grid:
+        trained: list[dict[str, Any]] = []
+        for grid in grids:
             for point in _product(grid):
                 arm = make_arm(point, self.config)
-                if any(_is_same_training(arm, other, self.config) for other in arms.values()):
+                own = {name: value for name, value in arm.options.items() if value != usual.get(name)}
+                if own in trained:
                     continue
+                trained.append(own)
                 same = arms.setdefault(arm.slug, arm)
                 if same != arm:
                     raise ValueError(
@@ -167,16 +181,27 @@ def read_spec(path: str | Path) -> SweepSpec:
         ValueError: not YAML, or not a sweep; the message names the file and the field.
     """
     path = Path(path)
+    with path.open("rb") as file:
+        raw = file.read(_MAX_BYTES + 1)
+    if len(raw) > _MAX_BYTES:
+        raise ValueError(f"{path} has more than {_MAX_BYTES:,} bytes, which a sweep does not need.")
+    # PyYAML's time grows with the square of the depth, so brackets are counted before it reads them.
+    if max(itertools.accumulate((_BRACKETS.get(byte, 0) for byte in raw), initial=0)) > 2 * _MAX_DEPTH:
+        raise ValueError(f"{path} is nested too deeply.")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+        content = yaml.load(raw.decode("utf-8"), _Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is not YAML: {printable_lines(str(error))}") from error
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply.") from None
     _check_size(content, path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a mapping of a sweep's fields.")
     known = {one.name: one.default is MISSING and one.default_factory is MISSING for one in fields(SweepSpec)}
-    if unknown := sorted(content.keys() - known):
-        raise ValueError(f"{path}: unknown field {', '.join(unknown)}; a sweep has {', '.join(sorted(known))}.")
+    if unknown := sorted(content.keys() - known, key=str):
+        raise ValueError(
+            f"{path}: unknown field {printable(', '.join(map(str, unknown)))}; a sweep has {', '.join(sorted(known))}."
+        )
     if missing := [name for name, required in known.items() if required and name not in content]:
         raise ValueError(f"{path}: {', '.join(missing)} missing.")
     try:
@@ -185,14 +210,26 @@ def read_spec(path: str | Path) -> SweepSpec:
         raise ValueError(f"{path}: {error}") from error
 
 
+class _Loader(yaml.SafeLoader):
+    """Builds plain values only, without merge keys (`<<`), whose expansion grows exponentially as it is read."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, "merge keys (<<) are refused", key.start_mark)
+
+
 def _check_size(content: Any, path: Path) -> None:
-    """Raise for a file whose anchors expand to too many values."""
-    waiting, count = [content], 0
+    """Raise for a file that is nested too deeply, or whose anchors expand to too many values."""
+    waiting, count = [(content, 1)], 0
     while waiting:
-        value, count = waiting.pop(), count + 1
+        (value, depth), count = waiting.pop(), count + 1
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"{path} is nested more than {_MAX_DEPTH} levels deep.")
         if count > _MAX_VALUES:
             raise ValueError(f"{path} expands to more than {_MAX_VALUES:,} values; remove nested anchors.")
-        waiting += [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+        inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+        waiting += [(one, depth + 1) for one in inner]
 
 
 def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
@@ -218,18 +255,21 @@ def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
     return Arm(" ".join([method, *shown]), method, {**METHODS[method], **kept})
 
 
-def _is_same_training(one: Arm, other: Arm, common: Mapping[str, Any]) -> bool:
-    """Whether two arms have equal options, with common options and defaults for those that an arm does not set."""
+def _usual_options(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an arm that sets none. Arms that differ from them in the same way train the same."""
     from credit_trl.config import CreditConfig
 
-    usual = {known.name: known.default for known in fields(CreditConfig)} | dict(common)
-    names = one.options.keys() | other.options.keys()
-    return all(one.options.get(n, usual.get(n)) == other.options.get(n, usual.get(n)) for n in names)
+    return {known.name: known.default for known in fields(CreditConfig)} | dict(common)
+
+
+def _combinations(grid: Mapping[str, Any]) -> int:
+    """Number of points of a grid."""
+    if not isinstance(grid, Mapping):
+        raise ValueError(f"A grid maps options to lists of values, got {reprlib.repr(grid)}.")
+    return math.prod(len(value) if isinstance(value, list | tuple) else 1 for value in grid.values())
 
 
 def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    if not isinstance(grid, Mapping):
-        raise ValueError(f"A grid maps options to lists of values, got {reprlib.repr(grid)}.")
     values = [value if isinstance(value, list | tuple) else [value] for value in grid.values()]
     for chosen in itertools.product(*values):
         yield dict(zip(grid, chosen, strict=True))
