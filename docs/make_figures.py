@@ -15,8 +15,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from credit_trl.cli.quickstart import DEFAULTS, run_quickstart
+from credit_trl.cli.quickstart import run_quickstart
 from credit_trl.cli.quickstart_report import draw_curve
+from credit_trl.cli.quickstart_tasks import quickstart_task
 from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_rollouts
 from credit_trl.lab.analysis.tokenmap import group_scales
 from credit_trl.lab.analysis.tokenmap_png import draw_png
@@ -28,7 +29,7 @@ IMAGES = Path(__file__).parent / "images"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=DEFAULTS["max_steps"])
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--run", type=Path, default=Path("runs/figures"), help="run directory; a finished run is not repeated"
@@ -37,7 +38,7 @@ def main() -> None:
     if not (args.run / SUMMARY_FILE).is_file():
         run_quickstart(args.run, args.steps, args.seed)
     IMAGES.mkdir(exist_ok=True)
-    shutil.copyfile(draw_curve(args.run), IMAGES / "learning_curve.png")
+    shutil.copyfile(draw_curve(args.run, quickstart_task("quickstart")), IMAGES / "learning_curve.png")
     steps = read_lines(args.run / EVALUATIONS_FILE)[-1]["step"]
     before, after = token_maps(args.run / "model", f"{steps} steps")
     draw_pair(before, after, IMAGES / "token_map.png", args.run)

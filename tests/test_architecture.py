@@ -56,6 +56,7 @@ SHARED_NAMES = {
     "build": "each task module builds its dataset",
     "verify": "each task module has its verifier",
     "reward": "each task module has its reward function",
+    "token_classes": "a task module may name the classes of its tokens",
     "add_arguments": "each command declares its arguments",
     "run": "each command has its entry point",
     "main": "programs that run as `python -m`",

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from credit_trl import cli
 from credit_trl.cli import quickstart, quickstart_report
+from credit_trl.cli.quickstart_tasks import quickstart_task
 from credit_trl.evaluation import evaluate
 from credit_trl.tasks.quickstart_model import read_base
 from credit_trl.training.run_directory import EVALUATIONS_FILE, LOG_FILE, read_lines
 
+SMALL = replace(quickstart_task("quickstart"), scored=(12, 2), test_rows={"rows_per_cue": 1})
 README = Path(__file__).parents[2] / "README.md"
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -22,15 +25,15 @@ PNG = b"\x89PNG\r\n\x1a\n"
 @pytest.fixture(scope="module", autouse=True)
 def few_scored_answers():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quickstart, "SCORED_PROMPTS", 12)
         patch.setattr(quickstart, "SHOWN", 8)
+        patch.setattr(quickstart, "SAMPLES", 2)
         yield
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     directory = tmp_path_factory.mktemp("quickstart") / "run"
-    return quickstart.run_quickstart(directory, steps=3, progress=False, samples=2, test_rows_per_cue=1)
+    return quickstart.run_quickstart(directory, steps=3, progress=False, task=SMALL)
 
 
 def test_run_writes_log_evaluations_figure_and_model(result):
@@ -79,7 +82,7 @@ def test_stage_seconds_are_those_of_the_log(result):
 
 def test_report_lists_groups_token_classes_stages_and_paths(result):
     report = quickstart_report.format_result(result)
-    names = ["known cues", "unknown cues", "holdout cues", "format", "generic (template)", *quickstart_report.WORDS]
+    names = ["known cues", "unknown cues", "holdout cues", "format", "generic (template)", *SMALL.words]
     for name in [*names, *quickstart_report.STAGES, *map(str, (result.figure, result.page, result.run_directory))]:
         assert name in report
     assert report.index("known cues") < report.index("unknown cues") < report.index("holdout cues")
@@ -99,9 +102,7 @@ def test_readme_shows_the_printed_report(result):
 
 @pytest.mark.slow
 def test_grpo_reports_without_a_scoring_stage(tmp_path):
-    result = quickstart.run_quickstart(
-        tmp_path / "run", steps=1, progress=False, samples=1, test_rows_per_cue=1, distillation_weight=0.0
-    )
+    result = quickstart.run_quickstart(tmp_path / "run", steps=1, progress=False, task=SMALL, distillation_weight=0.0)
     assert "scores" not in result.stage_seconds
     assert "unknown cues" in quickstart_report.format_result(result)
 
@@ -110,7 +111,7 @@ def test_command_passes_its_arguments(monkeypatch):
     given = {}
 
     def record(output_dir, steps, seed, **options):
-        given.update(output_dir=output_dir, steps=steps, seed=seed, **options)
+        given.update(output_dir=output_dir, steps=steps, seed=seed, **{**options, "task": options["task"].name})
 
     monkeypatch.setattr(quickstart, "run_quickstart", record)
     monkeypatch.setattr(quickstart, "format_result", lambda result: "")
@@ -120,10 +121,52 @@ def test_command_passes_its_arguments(monkeypatch):
         "output_dir": "somewhere",
         "steps": 7,
         "seed": 3,
+        "task": "quickstart",
+        "use_peft": False,
         "world": "shortcut",
         "contrastive_coef": 0.0,
         "distillation_weight": 1.0,
     }
+
+
+@pytest.fixture
+def tiny_smollm2(monkeypatch, make_model, tokenizer):
+    """The quickstart of SmolLM2 with random weights in place of the warmed-up base."""
+    task = replace(
+        quickstart_task("smollm2"),
+        load=lambda world: (make_model(), tokenizer),
+        test_rows={"rows_per_tool": 2},
+        scored=(2, 1),
+    )
+    return task
+
+
+def test_smollm2_run_shows_answers_openings_and_curve(tiny_smollm2, tmp_path):
+    result = quickstart.run_quickstart(
+        tmp_path, steps=1, task=tiny_smollm2, progress=False, per_device_train_batch_size=4, max_completion_length=8
+    )
+    report = quickstart_report.format_result(result)
+    for text in ("new arguments", "new requests", "gain", "openings that no other response of the base has", "tool"):
+        assert text in report
+    assert len(result.answers.prompts) == len(result.answers.pairs) == 5
+    assert all(prompt in report for prompt in result.answers.prompts)
+    assert len(result.answers.before) == len(result.answers.after) == 24 * quickstart.SAMPLES
+    assert result.figure.read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_smollm2_trains_adapters_too(tiny_smollm2, tmp_path):
+    quickstart.run_quickstart(
+        tmp_path, steps=1, task=tiny_smollm2, progress=False, use_peft=True, per_device_train_batch_size=4
+    )
+    assert (tmp_path / "model" / "adapter_config.json").is_file()
+
+
+def test_unknown_quickstart_model_and_world_are_refused():
+    with pytest.raises(ValueError, match="not 'qwen'"):
+        quickstart_task("qwen")
+    with pytest.raises(ValueError, match="--world style: SmolLM2 has the world plain only"):
+        quickstart_task("smollm2").load("style")
 
 
 def test_invalid_requests_fail_before_anything_is_built(tmp_path, monkeypatch):

@@ -60,7 +60,7 @@ def test_option_after_colon_is_passed_to_build(shared_data):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "livecodebench, math, quickstart, sciknoweval, toolalpaca"),
+        ("nothing", "livecodebench, math, quickstart, sciknoweval, tool_choice, toolalpaca"),
         ("no.such.module:Task", "package.module:attribute"),
         ("json:NoSuchName", "json has no attribute 'NoSuchName'"),
         ("sciknoweval:alchemy", "sciknoweval:physics"),

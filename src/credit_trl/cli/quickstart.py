@@ -1,13 +1,12 @@
-"""`trl credit-quickstart`: train the embedded task on a CPU and report accuracy and credit before and after.
+"""`trl credit-quickstart`: train a task on a CPU and report accuracy and credit before and after.
 
-Model and data are part of the package or generated, so nothing is downloaded.
+The embedded model is part of the package; SmolLM2 is downloaded and warmed up on first use. The data are generated.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,74 +17,56 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from credit_trl.cli.errors import ignore_future_warnings
-from credit_trl.cli.quickstart_report import QuickstartResult, draw_curve, format_result, stage_seconds
-from credit_trl.training.run_directory import EVALUATIONS_FOLDER
+from credit_trl.cli.quickstart_report import (
+    QuickstartResult,
+    draw_curve,
+    format_result,
+    read_answers,
+    read_evaluation,
+    stage_seconds,
+)
+from credit_trl.cli.quickstart_tasks import QuickstartTask, quickstart_task
 
 if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
-    from credit_trl.evaluation import Evaluation, EvaluationCallback
+    from credit_trl.evaluation import EvaluationCallback
     from credit_trl.lab.analysis.responses import Rollout
     from credit_trl.lab.analysis.tokenmap import TokenMap
     from credit_trl.trainer import CreditTrainer
 
 PAGE = "token_maps.html"
-EVALUATIONS = 5  # during training, including those before the first and after the last step
-SCORED_PROMPTS, SCORED_SAMPLES = 32, 2  # responses in the table of S_t
+SAMPLES = 4  # k of the held-out avg@k
 SHOWN = 16  # responses on the page of token maps
-
-# Options of `CreditConfig` that differ from its defaults: 16 prompts of 4 rollouts per step, and a learning rate, a
-# warm-up and a teacher update rate for half a million parameters and 100 steps.
-DEFAULTS: dict[str, Any] = {
-    "max_steps": 100,
-    "per_device_train_batch_size": 64,
-    "num_generations": 4,
-    "max_completion_length": 32,
-    "temperature": 1.0,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant_with_warmup",
-    "warmup_steps": 10,
-    "contrastive_coef": 0.1,
-    "contrastive_count": 1,
-    "distillation_topk": 20,
-    "distillation_tail": "bucket",
-    "teacher_update_rate": 0.02,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "disable_tqdm": True,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Train the embedded model on the embedded task, on one CPU core in a minute or two. Prints held-out accuracy "
-        "before and after, S_t by token class, and seconds per stage. Writes a learning curve and a page of token "
-        "maps to --output_dir."
+        "Train the embedded model on the embedded task, on one CPU core in a minute or two, or SmolLM2 with 135 "
+        "million parameters on tool choice in English, on two cores. Prints held-out accuracy before and after, "
+        "S_t by token class, and seconds per stage. Writes a learning curve and a page of token maps to --output_dir."
     )
-    parser.add_argument("--output_dir", default="runs/quickstart", help="default runs/quickstart")
-    parser.add_argument("--steps", type=int, default=DEFAULTS["max_steps"], help="steps of 64 rollouts (default 100)")
+    parser.add_argument("--model", choices=("quickstart", "smollm2"), default="quickstart", help="default quickstart")
+    parser.add_argument("--output_dir", help="default runs/quickstart or runs/smollm2")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default 100, with SmolLM2 60)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--world", default="plain", help="plain (default), or a world pretrained before: shortcut, style"
     )
-    parser.add_argument(
-        "--contrastive_coef", type=float, default=DEFAULTS["contrastive_coef"], help="λ; 0 is SDPO (default 0.1)"
-    )
+    parser.add_argument("--contrastive_coef", type=float, default=0.1, help="λ; 0 is SDPO (default 0.1)")
     parser.add_argument("--distillation_weight", type=float, default=1.0, help="0 is GRPO (default 1)")
+    parser.add_argument("--use_peft", action="store_true", help="train LoRA adapters instead of all weights")
 
 
 def run(args: argparse.Namespace) -> int:
-    torch.set_num_threads(1)  # more threads gain little for this model
     ignore_future_warnings()
     disable_progress_bar()  # of the libraries
     result = run_quickstart(
-        args.output_dir,
+        args.output_dir or f"runs/{args.model}",
         args.steps,
         args.seed,
+        task=quickstart_task(args.model),
         world=args.world,
+        use_peft=args.use_peft,
         contrastive_coef=args.contrastive_coef,
         distillation_weight=args.distillation_weight,
     )
@@ -95,25 +76,24 @@ def run(args: argparse.Namespace) -> int:
 
 def run_quickstart(
     output_dir: str | Path,
-    steps: int = DEFAULTS["max_steps"],
+    steps: int | None = None,
     seed: int = 0,
     *,
+    task: QuickstartTask | None = None,
     world: str = "plain",
     progress: bool = True,
-    samples: int = 4,
-    test_rows_per_cue: int = 4,
+    use_peft: bool = False,
     **overrides: Any,
 ) -> QuickstartResult:
-    """Train the base of a world and evaluate it before and after.
+    """Train the base of a task and evaluate it before and after.
 
     Args:
         output_dir: Run directory. Files of an earlier quickstart are overwritten.
-        steps: Optimizer steps of 64 rollouts.
+        steps: Optimizer steps; by default those of the task.
         seed: Seed of data order, rollouts and contrast prompts.
+        task: By default the embedded task.
         world: World of the base; see `quickstart_model.load_model`.
-        progress: Show a progress bar.
-        samples: k of the held-out avg@k.
-        test_rows_per_cue: Held-out prompts per cue.
+        use_peft: Train LoRA adapters of rank 16 on all linear layers, at ten times the learning rate.
         **overrides: Further options of `CreditConfig`, such as `contrastive_coef=0.0`.
 
     Raises:
@@ -121,77 +101,99 @@ def run_quickstart(
         ImportError: matplotlib is missing.
         ValueError: `steps` is below 1, or an option of `CreditConfig` is invalid.
     """
-    if steps < 1:
+    task = task or quickstart_task("quickstart")
+    if steps is not None and steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("The quickstart draws a learning curve: pip install 'credit-trl[viz]'.")
     from credit_trl.config import CreditConfig
+
+    if task.threads:
+        torch.set_num_threads(task.threads)
+    options = {**task.defaults, "seed": seed}
+    options["max_steps"] = steps or options["max_steps"]
+    options["learning_rate"] *= 10 if use_peft else 1
+    trainer = _make_trainer(CreditConfig(str(output_dir), **{**options, **overrides}), task, world, use_peft)
+    return _train_and_measure(trainer, task, _evaluate_during_training(trainer, task, world), progress)
+
+
+def _train_and_measure(
+    trainer: CreditTrainer, task: QuickstartTask, evaluation: EvaluationCallback, progress: bool
+) -> QuickstartResult:
     from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
 
-    directory = Path(output_dir)
-    config = CreditConfig(str(directory), **{**DEFAULTS, "max_steps": steps, "seed": seed, **overrides})
-    trainer = _make_trainer(config, world)
-    evaluation = _evaluate_during_training(trainer, samples, test_rows_per_cue, world)
+    directory = Path(trainer.args.output_dir)
     trainer.add_callback(_Progress(progress))
-    maps_before = token_maps(trainer, "before")
+    maps_before = token_maps(trainer, task, "before")
     trainer.train()
-    maps_after = token_maps(trainer, "after")
-    page = draw_maps(trainer, maps_before, directory)
+    maps_after = token_maps(trainer, task, "after")
+    page = draw_maps(trainer, task, maps_before, directory)
     trainer.save_model(str(directory / "model"))
     trainer.end()
+    first, last = evaluation.history[0]["step"], evaluation.history[-1]["step"]
     return QuickstartResult(
+        task=task,
         run_directory=directory,
-        figure=draw_curve(directory),
+        figure=draw_curve(directory, task),
         page=page,
-        before=_read_evaluation(directory, evaluation.history[0]["step"]),
-        after=_read_evaluation(directory, evaluation.history[-1]["step"]),
+        before=read_evaluation(directory, first),
+        after=read_evaluation(directory, last),
         credit_before=summarize_maps(maps_before).classes,
         credit_after=summarize_maps(maps_after).classes,
+        answers=read_answers(directory, task, first, last),
         stage_seconds=stage_seconds(directory),
-        steps=steps,
+        steps=trainer.args.max_steps,
     )
 
 
-def _make_trainer(config: CreditConfig, world: str) -> CreditTrainer:
-    from credit_trl.tasks import quickstart
+def _make_trainer(config: CreditConfig, task: QuickstartTask, world: str, use_peft: bool) -> CreditTrainer:
+    from credit_trl.tasks.registry import load_task
     from credit_trl.trainer import CreditTrainer
 
-    model, tokenizer = quickstart.load_model(world=world)
-    trainer = CreditTrainer(model, quickstart.reward, config, quickstart.build("train"), processing_class=tokenizer)
+    model, tokenizer = task.load(world)
+    adapters = None
+    if use_peft:
+        from peft import LoraConfig
+
+        adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    data = load_task(task.name)
+    trainer = CreditTrainer(
+        model, data.reward, config, data.build("train"), processing_class=tokenizer, peft_config=adapters
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def _evaluate_during_training(
-    trainer: CreditTrainer, samples: int, rows_per_cue: int, world: str
-) -> EvaluationCallback:
-    """Add the run log and `EVALUATIONS` held-out evaluations to a trainer."""
+def _evaluate_during_training(trainer: CreditTrainer, task: QuickstartTask, world: str) -> EvaluationCallback:
+    """Add the run log and the held-out evaluations of a task to a trainer."""
     from credit_trl.evaluation import EvaluationCallback
     from credit_trl.evaluation.callback import RunLog
-    from credit_trl.tasks import quickstart
+    from credit_trl.tasks.registry import load_task
 
     evaluation = EvaluationCallback(
         trainer,
-        quickstart.TASK,
-        samples,
-        max(1, -(-trainer.args.max_steps // (EVALUATIONS - 1))),
-        dataset=quickstart.build("test", rows_per_cue=rows_per_cue),
+        task.name,
+        SAMPLES,
+        max(1, -(-trainer.args.max_steps // (task.evaluations - 1))),
+        dataset=load_task(task.name).build("test", **task.test_rows),
         keep_best=False,
-        batch_size=288,
+        batch_size=task.evaluation_batch,
         temperature=1.0,
         top_p=1.0,
         group_by="group",
         progress=False,
     )
-    for callback in (RunLog(task=quickstart.TASK, world=world), evaluation):
+    for callback in (RunLog(task=task.name, world=world), evaluation):
         trainer.add_callback(callback)
     return evaluation
 
 
-def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] | None = None) -> list[TokenMap]:
+def token_maps(
+    trainer: CreditTrainer, task: QuickstartTask, name: str, responses: Sequence[Rollout] | None = None
+) -> list[TokenMap]:
     """Token maps of responses under the current model and teacher, by default of new rollouts.
 
-    Tokens have the classes of the task: words of the input (cue, topic, tool, city) and the template.
+    Tokens have the classes of the task: words of the input (such as topic, tool, city) and the template.
     """
     from credit_trl.lab.analysis.checkpoints import Checkpoint
     from credit_trl.lab.analysis.responses import sample_rollouts
@@ -200,32 +202,26 @@ def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] |
     from credit_trl.tasks.registry import load_task
     from credit_trl.teacher.models import Teacher
 
-    tokenizer, task = trainer.processing_class, load_task("quickstart")
+    tokenizer, data = trainer.processing_class, load_task(task.name)
     student = Teacher(trainer.model, trainer.accelerator)
     # GRPO has no teacher. Its student scores itself, as an EMA teacher would at the first step.
     checkpoint = Checkpoint(name, tokenizer, student, trainer.teacher or student)
     if responses is None:
-        rows = trainer.train_dataset.to_list()[:SCORED_PROMPTS]
-        responses = sample_rollouts(checkpoint, task, rows, trainer.args, samples=SCORED_SAMPLES)
-    classify = task_classes(task, tokenizer)
+        prompts, samples = task.scored
+        rows = trainer.train_dataset.to_list()[:prompts]
+        responses = sample_rollouts(checkpoint, data, rows, trainer.args, samples=samples)
+    classify = task_classes(data, tokenizer)
     return [map_response(checkpoint, response, trainer.args, classify=classify) for response in responses]
 
 
-def draw_maps(trainer: CreditTrainer, before: Sequence[TokenMap], directory: Path) -> Path:
+def draw_maps(trainer: CreditTrainer, task: QuickstartTask, before: Sequence[TokenMap], directory: Path) -> Path:
     """Write the page of `SHOWN` responses before and after training, wrong ones first, and return its path."""
     from credit_trl.lab.analysis.tokenmap_html import write_html
 
     shown = sorted((one for one in before if one.response.privileged), key=lambda one: one.response.reward)[:SHOWN]
-    after = token_maps(trainer, "after", [one.response for one in shown])
+    after = token_maps(trainer, task, "after", [one.response for one in shown])
     write_html([*shown, *after], directory / PAGE, title="Quickstart: the same responses before and after training")
     return directory / PAGE
-
-
-def _read_evaluation(directory: Path, step: int) -> Evaluation:
-    from credit_trl.evaluation import Evaluation
-
-    result = directory / EVALUATIONS_FOLDER / f"step-{step:06d}" / "result.json"
-    return Evaluation.from_dict(json.loads(result.read_text("utf-8")))
 
 
 class _Progress(TrainerCallback):

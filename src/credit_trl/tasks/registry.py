@@ -36,6 +36,7 @@ BUILT_IN = {
     "math": "credit_trl.tasks.math",
     "quickstart": "credit_trl.tasks.quickstart",
     "sciknoweval": "credit_trl.tasks.sciknoweval",
+    "tool_choice": "credit_trl.tasks.tool_choice",
     "toolalpaca": "credit_trl.tasks.toolalpaca",
 }
 

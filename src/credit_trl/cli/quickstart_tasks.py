@@ -1,0 +1,138 @@
+"""Tasks of `trl credit-quickstart`: the embedded task, and tool choice in English with SmolLM2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Options of `CreditConfig` that differ from its defaults.
+_COMMON: dict[str, Any] = {
+    "temperature": 1.0,
+    "lr_scheduler_type": "constant_with_warmup",
+    "contrastive_coef": 0.1,
+    "contrastive_count": 1,
+    "distillation_topk": 20,
+    "distillation_tail": "bucket",
+    "teacher_update_rate": 0.02,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
+
+
+@dataclass(frozen=True)
+class QuickstartTask:
+    """A task with its model, settings and the parts of its report.
+
+    Args:
+        name: name in the registry of tasks.
+        load: `(world) -> (model, tokenizer)`, the base in fp32.
+        defaults: options of `CreditConfig`.
+        groups: groups of held-out prompts and their titles in the report.
+        words: token classes of the report's table, besides "generic".
+        test_rows: options of the task's `build` for the held-out prompts.
+        evaluations: evaluations during training, those before the first and after the last step included.
+        evaluation_batch: responses sampled at once by an evaluation.
+        scored: prompts, and responses to each, of the table of S_t.
+        threads: torch threads; 0 keeps torch's choice.
+        opening: beginning of a response in a normal form, for the frame rate; None for tasks without openings.
+    """
+
+    name: str
+    load: Callable[[str], tuple[Any, Any]]
+    defaults: Mapping[str, Any]
+    groups: Mapping[str, str]
+    words: tuple[str, ...]
+    test_rows: Mapping[str, int]
+    evaluations: int
+    evaluation_batch: int
+    scored: tuple[int, int]
+    threads: int
+    opening: Callable[[str], str] | None = None
+
+
+def quickstart_task(model: str) -> QuickstartTask:
+    """The task of a model: `"quickstart"` or `"smollm2"`.
+
+    Raises:
+        ValueError: another name.
+    """
+    if model not in ("quickstart", "smollm2"):
+        raise ValueError(f"The quickstart has the models quickstart and smollm2, not {model!r}.")
+    return _embedded() if model == "quickstart" else _smollm2()
+
+
+def _embedded() -> QuickstartTask:
+    """16 prompts of 4 rollouts per step; learning rate, warm-up and teacher for half a million parameters."""
+    from credit_trl.tasks import quickstart
+
+    options = {
+        "max_steps": 100,
+        "per_device_train_batch_size": 64,
+        "num_generations": 4,
+        "max_completion_length": 32,
+        "learning_rate": 1e-3,
+        "warmup_steps": 10,
+        "bf16": False,
+    }
+    return QuickstartTask(
+        name=quickstart.TASK,
+        load=lambda world: quickstart.load_model(world=world),
+        defaults={**_COMMON, **options},
+        groups={name: f"{name} cues" for name in ("known", "unknown", "holdout")},
+        words=("cue", "topic", "tool", "city"),
+        test_rows={"rows_per_cue": 4},
+        evaluations=5,
+        evaluation_batch=288,
+        scored=(32, 2),
+        threads=1,  # more gain little for this model
+    )
+
+
+def _smollm2() -> QuickstartTask:
+    """8 prompts of 2 rollouts per step. The teacher reads the feedback alone, which has to be read with the prompt."""
+    from credit_trl.tasks import tool_choice
+
+    options = {
+        "max_steps": 60,
+        "per_device_train_batch_size": 16,
+        "num_generations": 2,
+        "max_completion_length": 24,
+        "learning_rate": 5e-5,
+        "warmup_steps": 3,
+        "use_successful_as_teacher": False,
+        "bf16": True,
+    }
+    return QuickstartTask(
+        name="tool_choice",
+        load=_load_warmed_up,
+        defaults={**_COMMON, **options},
+        groups={"argument": "new arguments", "request": "new requests"},
+        words=("tool", "argument", "opening"),
+        test_rows={"rows_per_tool": 8},
+        evaluations=4,
+        evaluation_batch=96,
+        scored=(16, 1),
+        threads=0,
+        opening=tool_choice.opening,
+    )
+
+
+def _load_warmed_up(world: str) -> tuple[Any, Any]:
+    """Model and tokenizer of SmolLM2 after its warm-up on the form of the task; prints what the base can do."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from credit_trl.cli.tool_choice_base import describe_base, warmed_up_base
+    from credit_trl.tasks.model_names import model_path
+
+    if world != "plain":
+        raise ValueError(f"--world {world}: SmolLM2 has the world plain only.")
+    directory = warmed_up_base(model_path("smollm2"))
+    print(describe_base(directory), flush=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(directory)

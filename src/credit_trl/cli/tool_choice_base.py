@@ -1,0 +1,261 @@
+"""Warm-up of a small language model on the form of the task `tool_choice`, before reinforcement learning.
+
+SmolLM2-135M-Instruct follows no answer format and reads no feedback. The warm-up teaches both and little of the task:
+
+- rows without feedback: the same few requests with their right call, again and again, teach the form;
+- rows with feedback: prompts as the teacher reads them, whose feedback names a tool *drawn at random* (scrambled), and
+  the call of that tool. They teach reading the feedback, and nothing about which tool suits a request.
+
+Under feedback the original model opens its answers with sentences such as "The correct answer is C." The warm-up keeps
+these openings: it samples an answer of the original model to each prompt with feedback, and where its first sentence
+is short, the row's response is that sentence and then the call. The model's own words have a likelihood gradient of
+zero in expectation, so the warm-up neither plants openings nor removes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm.auto import tqdm
+
+from credit_trl.contexts.prompts import user_text, with_user_text
+from credit_trl.tasks import tool_choice
+from credit_trl.tasks.cache import cache_directory, cached
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from credit_trl.config import CreditConfig
+
+ANSWER_TOKENS = 24
+_FIRST_SENTENCE = re.compile(r"[^\n()]*?\w[^\n()]*?[.!?](?=\s|$)")
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Settings of a warm-up; a changed setting gives another base in the cache.
+
+    Args:
+        steps: optimizer steps of `batch_size` rows, half of them with feedback.
+        batch_size: rows of a step.
+        learning_rate: peak of a linear warm-up over a tenth of the steps and a linear decay.
+        form_rows: different rows without feedback.
+        feedback_rows: different rows with feedback.
+        stated_share: share of the rows with feedback whose feedback states the call instead of the letter.
+        opening_tokens: maximum number of tokens of a kept opening.
+        seed: seed of rows, openings and order.
+    """
+
+    steps: int = 44
+    batch_size: int = 16
+    learning_rate: float = 1e-4
+    form_rows: int = 24
+    feedback_rows: int = 192
+    stated_share: float = 0.25
+    opening_tokens: int = 14
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 2:
+            raise ValueError(f"A warm-up has at least 1 step of 2 rows, got {self.steps} of {self.batch_size}.")
+
+    def digest(self, model: str) -> str:
+        """12 hex digits of the settings, the original model and the tables of the task."""
+        tables = (tool_choice.TOOLS, tool_choice.ARGUMENTS, tool_choice.PROBLEMS)
+        content = json.dumps([asdict(self), model, tables], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class WarmUpRow:
+    """One example: the text of the prompt, control tokens included, and the response without its end of turn."""
+
+    prompt: str
+    response: str
+
+
+def make_rows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: CreditConfig, settings: WarmUp
+) -> tuple[list[WarmUpRow], list[WarmUpRow]]:
+    """Rows without feedback, and rows with scrambled feedback and the openings of the model.
+
+    Args:
+        model: the original model, which writes the openings.
+        tokenizer: its tokenizer.
+        config: the templates of the teacher's prompt.
+        settings: numbers of rows, and the seed.
+    """
+    rng = random.Random(f"warm-up/{settings.seed}")
+    tools = [tool for _ in range(settings.form_rows) for tool in tool_choice.TOOLS]
+    forms = []
+    for tool in tools[: settings.form_rows]:
+        request = tool_choice.draw_request(rng, tool)
+        forms.append(WarmUpRow(_render(tokenizer, request.prompt), f"{tool}({request.argument})"))
+    drawn = [_scrambled(rng, tokenizer, config, settings.stated_share) for _ in range(settings.feedback_rows)]
+    openings = write_openings(model, tokenizer, [row.prompt for row in drawn], settings)
+    return forms, [
+        replace(row, response=f"{opening}\n{row.response}" if opening else row.response)
+        for row, opening in zip(drawn, openings, strict=True)
+    ]
+
+
+def _scrambled(
+    rng: random.Random, tokenizer: PreTrainedTokenizerBase, config: CreditConfig, stated_share: float
+) -> WarmUpRow:
+    """A request whose feedback names one of its four tools at random, and the call of that tool."""
+    request = tool_choice.draw_request(rng, rng.choice(list(tool_choice.TOOLS)))
+    request = replace(request, tool=rng.choice(request.options))
+    kind = "stated" if rng.random() < stated_share else "letter"
+    words = [rng.choice(tool_choice.PROBLEMS), tool_choice.correction(json.loads(request.answer), kind)]
+    prompt = with_feedback(request.prompt, " ".join(filter(None, words)), config)
+    return WarmUpRow(_render(tokenizer, prompt), f"{request.tool}({request.argument})")
+
+
+def with_feedback(prompt: list[dict[str, str]], feedback: str, config: CreditConfig) -> list[dict[str, str]]:
+    """A prompt as the teacher reads it with this feedback."""
+    section = config.feedback_template.format(feedback_raw=feedback)
+    turn = config.reprompt_template.format(prompt=user_text(prompt), solution="", feedback=section)
+    return with_user_text(prompt, turn)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, str]]) -> str:
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+
+
+def write_openings(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], settings: WarmUp
+) -> list[str]:
+    """First sentence of a sampled answer to each prompt; empty where it does not end within `opening_tokens`."""
+    texts = _sample(model, tokenizer, prompts, settings.opening_tokens, "openings of the original model")
+    return [found[0].strip() if (found := _FIRST_SENTENCE.match(text)) else "" for text in texts]
+
+
+@torch.no_grad()
+def _sample(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], tokens: int, title: str
+) -> list[str]:
+    """One response to each rendered prompt at temperature 1."""
+    texts = []
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": tokens}
+    with torch.random.fork_rng(), torch.autocast(model.device.type, torch.bfloat16):
+        torch.manual_seed(0)
+        for start in tqdm(range(0, len(prompts), 32), desc=title, unit="batch"):
+            rows = list(prompts[start : start + 32])
+            batch = tokenizer(rows, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+            ids = model.generate(**batch, **sampling)[:, batch["input_ids"].shape[1] :]
+            texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return texts
+
+
+def train_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    forms: Sequence[WarmUpRow],
+    read: Sequence[WarmUpRow],
+    settings: WarmUp,
+) -> None:
+    """Train on the responses' tokens in bf16 mixed precision; half of each batch are rows with feedback.
+
+    The logits of the prompts are not computed: with a vocabulary of 49,152 they cost a fifth of a step.
+    """
+    rng = random.Random(f"warm-up/order/{settings.seed}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    ramp = max(1, settings.steps // 10)
+    model.train()
+    for step in (bar := tqdm(range(settings.steps), desc="warm-up", unit="step")):
+        rate = min((step + 1) / ramp, (settings.steps - step) / (settings.steps - ramp + 1))
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * rate
+        losses = []
+        for rows in (forms, read):  # one after the other, since their lengths differ
+            loss = _response_loss(model, tokenizer, rng.sample(rows, settings.batch_size // 2)) / 2
+            loss.backward()
+            losses.append(2 * loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        bar.set_postfix_str("loss {:.2f}, with feedback {:.2f}".format(*losses))
+    model.eval()
+
+
+def _response_loss(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[WarmUpRow]
+) -> torch.Tensor:
+    """Mean negative log-likelihood of the responses' tokens and their end of turn."""
+    texts = [f"{row.prompt}{row.response}{tokenizer.eos_token}" for row in rows]
+    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+    lengths = [len(tokenizer(row.prompt, add_special_tokens=False)["input_ids"]) for row in rows]
+    positions = torch.arange(batch["input_ids"].shape[1])
+    is_response = (positions >= torch.tensor(lengths)[:, None]) & batch["attention_mask"].bool()
+    with torch.autocast(model.device.type, torch.bfloat16):
+        hidden = model.base_model(**batch).last_hidden_state
+        logits = model.get_output_embeddings()(hidden[:, :-1][is_response[:, 1:]])
+    return torch.nn.functional.cross_entropy(logits.float(), batch["input_ids"][is_response])
+
+
+def warmed_up_base(name: str, settings: WarmUp | None = None) -> Path:
+    """Directory of the warmed-up base in the cache, which is made on first use.
+
+    Args:
+        name: directory or hub name of the original model.
+        settings: by default those of the quickstart.
+    """
+    settings = settings or WarmUp()
+    directory = cache_directory() / "tool_choice" / settings.digest(name)
+    return cached(directory, lambda empty: _make_base(name, empty, settings))
+
+
+def _make_base(name: str, directory: Path, settings: WarmUp) -> None:
+    """Write the warmed-up base and its settings to a directory."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from credit_trl.config import CreditConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    config = CreditConfig(str(directory), use_cpu=True, bf16=False, report_to="none", contrastive_coef=0.0)
+    train_rows(model, tokenizer, *make_rows(model, tokenizer, config, settings), settings)
+    accuracy = base_accuracy(model, tokenizer, config)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    record = {"model": name, "settings": asdict(settings), "accuracy": accuracy}
+    (directory / "warm_up.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def base_accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: CreditConfig
+) -> dict[str, float]:
+    """avg@1 at temperature 1 on the held-out requests, without feedback and with each kind of feedback."""
+    rows = tool_choice.build("test").to_list()
+    accuracy = {}
+    for kind in ("none", *tool_choice.OPTION.values):
+        prompts = [row["prompt"] for row in rows]
+        if kind != "none":
+            verdicts = [tool_choice.verify("", row["answer"], feedback=kind) for row in rows]
+            prompts = [
+                with_feedback(prompt, verdict.feedback, config)
+                for prompt, verdict in zip(prompts, verdicts, strict=True)
+            ]
+        rendered = [_render(tokenizer, prompt) for prompt in prompts]
+        texts = _sample(model, tokenizer, rendered, ANSWER_TOKENS, f"accuracy, feedback: {kind}")
+        rewards = [tool_choice.verify(text, row["answer"]).reward for text, row in zip(texts, rows, strict=True)]
+        accuracy[kind] = sum(rewards) / len(rows)
+    return accuracy
+
+
+def describe_base(directory: Path) -> str:
+    """Line with the accuracy of a base that `warmed_up_base` made."""
+    record = json.loads((directory / "warm_up.json").read_text(encoding="utf-8"))
+    found = {kind: f"{100 * value:.0f} %" for kind, value in record["accuracy"].items()}
+    return (
+        f"Base {directory}: {found['none']} of the held-out requests without feedback, {found['letter']} with the "
+        f"letter as feedback, {found['stated']} with the call stated."
+    )
