@@ -12,7 +12,7 @@ from trl.experimental.sdft import SDFTConfig
 from trl.experimental.sdpo import SDPOConfig
 
 from credit_trl import CreditConfig
-from credit_trl.config import OTHER_TRAINERS
+from credit_trl.config import OTHER_TRAINERS, check_combinations
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.privileged import PrivilegedContext
 
@@ -40,7 +40,7 @@ from credit_trl.contexts.privileged import PrivilegedContext
         ({"max_reprompt_len": 0}, "`max_reprompt_len` must be at least 1"),
         ({"distillation_support": "topk"}, "must be one of teacher_topk, student_topk, full, sampled"),
         ({"distillation_tail": "drop"}, "must be one of bucket, renormalize"),
-        ({"contrastive_source": "web"}, "must be one of batch, dataset, hard, same_task, none"),
+        ({"contrastive_source": "web"}, "must be one of batch, dataset, hard, same_task, none, wrong_feedback"),
         ({"contrastive_coef": 2.0}, "best; only `contrastive_form='guide'` takes more than 1"),
         ({"contrastive_form": "guide", "contrastive_coef": -1.0}, "must be finite and at least 0"),
         ({"contrastive_form": "guide", "contrastive_coef": float("inf")}, "must be finite and at least 0"),
@@ -54,7 +54,7 @@ from credit_trl.contexts.privileged import PrivilegedContext
             "contrastive_source='dataset'` or `'none'`",
         ),
         ({"contrastive_source": "none", "contrastive_swap": "hint"}, "set `contrastive_source='batch'`"),
-        ({"teacher_model_kind": "old"}, "must be one of ema, live, base"),
+        ({"teacher_model_kind": "old"}, "must be one of ema, live, base, model"),
         ({"teacher_context": "all"}, "must be one of solution, think, think"),
         ({"distillation_support": "sampled", "distillation_alpha": 0.5}, "needs `distillation_alpha=1`"),
         ({"per_device_train_batch_size": 4}, "holds one prompt.*contrastive_source='dataset'"),
@@ -72,6 +72,45 @@ from credit_trl.contexts.privileged import PrivilegedContext
         ({"enable_jit_checkpoint": True}, "saves inside a step.*save_steps"),
         ({"torch_compile": True}, "nothing would be compiled. Set `torch_compile=False`"),
         ({"off_policy_mask_threshold": 0.5}, "`off_policy_mask_threshold=0.5` is an option of GRPO's loss"),
+        ({"credit_use": "route", "distillation_weight": 0.0}, "has no credit to use.*`credit_use='distill'` for GRPO"),
+        ({"credit_use": "modulate", "distillation_weight": 0.0}, "has no credit to use.*`credit_use='distill'` for"),
+        ({"credit_use": "modulate", "reward_weights": [0.0]}, "needs the verifier's rewards, but `reward_weights`"),
+        ({"credit_weight": "s"}, "no meaning for `credit_use='distill'`. Set `credit_use='modulate'`"),
+        ({"credit_use": "modulate", "credit_weight": "entropy"}, "Set `credit_use='route'`"),
+        ({"credit_use": "modulate", "credit_weight": "s", "contrastive_coef": 0.0}, "needs contrasts.*'delta_v'"),
+        (
+            {"credit_use": "modulate", "contrastive_coef": 0.3},
+            "`contrastive_coef=0.3` has no effect with `credit_use=",
+        ),
+        (
+            {"credit_use": "modulate", "distillation_alpha": 0.5},
+            "`distillation_alpha=0.5` has no.*default, 1.0",
+        ),
+        ({"credit_use": "modulate", "contrastive_count": 2}, "no effect with `credit_weight='delta_v'`"),
+        ({"credit_use": "modulate", "credit_stop_on": "fidelity"}, "Remove it from `credit_stop_on`"),
+        ({"credit_weight_clip": 0.5}, "`credit_weight_clip=0.5` has no effect.*other than `'modulate'`"),
+        ({"credit_use": "route", "credit_weight_temperature": 0.5}, "no effect with `credit_weight=None`"),
+        (
+            {"credit_use": "route", "credit_weight": "entropy", "distillation_support": "full"},
+            "stores none. Set `distillation_support='teacher_topk'`",
+        ),
+        ({"credit_use": "modulate", "credit_weight_clip": 0.0}, r"`credit_weight_clip` must be in \(0, 1\]"),
+        ({"credit_use": "modulate", "credit_weight_temperature": 0.0}, "`credit_weight_temperature` must be positive"),
+        ({"teacher_model_kind": "model"}, "needs `teacher_model_name_or_path`"),
+        ({"teacher_model_name_or_path": "a/b"}, "`teacher_model_kind='ema'` makes.*Set `teacher_model_kind='model'`"),
+        ({"teacher_adapter_name_or_path": "a/b"}, "no effect with `teacher_model_kind` other than `'model'`"),
+        (
+            {"teacher_model_kind": "model", "teacher_model_name_or_path": "a", "teacher_update_rate": 0.1},
+            "`teacher_update_rate=0.1` has no effect with `teacher_model_kind='model'`",
+        ),
+        ({"teacher_prompt": "student", "reprompt_style": "paper"}, "no effect with `teacher_prompt='student'`"),
+        (
+            {"teacher_prompt": "student", "teacher_model_kind": "live", "contrastive_coef": 0.0},
+            "makes the policy its own target",
+        ),
+        ({"teacher_prompt": "student", "contrastive_source": "wrong_feedback"}, "exchanges the privileged context"),
+        ({"contrastive_source": "wrong_feedback", "contrastive_swap": "self"}, "no effect with `contrastive_source"),
+        ({"dynamic_sampling_rounds": -1}, "`dynamic_sampling_rounds` must be at least 0"),
         (
             {"use_successful_as_teacher": False, "include_environment_feedback": False},
             "would have no privileged context",
@@ -227,3 +266,10 @@ def test_one_rollout_per_prompt_needs_feedback_and_weight_one(make_config):
         make_config(num_generations=1, distillation_weight=0.5)
     with pytest.raises(ValueError, match=r"`num_generations=1` gives no other rollout.*Set `include_environment_fe"):
         make_config(num_generations=1, include_environment_feedback=False)
+
+
+def test_dynamic_sampling_needs_whole_groups_on_each_process(make_config):
+    config = make_config(dynamic_sampling_rounds=1)
+    config.per_device_train_batch_size = 6  # of two processes; one process cannot have a part of a group
+    with pytest.raises(ValueError, match=r"its 6 rollouts .* no multiple of `num_generations=4`"):
+        check_combinations(config)

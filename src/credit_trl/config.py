@@ -67,7 +67,8 @@ class CreditConfig(GRPOConfig):
             Source of the contrast prompts: the global generation batch (`"batch"`, the paper), its most similar
             prompts (`"hard"`), its prompts of the same `task` column (`"same_task"`, for mixed runs), the whole
             `"dataset"` (for batches with few prompts), or `"none"`: one contrast, the system messages with an empty
-            user turn.
+            user turn. `"wrong_feedback"` keeps the prompt and exchanges z: demonstration and feedback are those of
+            failed rollouts of the same group (RLCSD).
         contrastive_baseline (`"mean_log"` or `"log_mean"`, *optional*, defaults to `"mean_log"`):
             Average over the contrasts: the mean of their logs (the paper), or the log of their mean, which makes Ŝ the
             paper's pCMI. Equal for C = 1.
@@ -76,10 +77,38 @@ class CreditConfig(GRPOConfig):
             prompt of the batch (as in RLCSD), or nothing (`"self"`): x' = x, so Ĝ = f and the target is the flattened
             teacher (1 − λ) f. `"hint"` and `"self"` are controls for experiments.
 
+        > The use of the credit
+
+        credit_use (`"distill"`, `"modulate"` or `"route"`, *optional*, defaults to `"distill"`):
+            `"distill"` moves the policy to the target. `"modulate"` multiplies GRPO's advantage, whose sign is the
+            verifier's, by a bounded weight a token (RLSD, RLCSD). `"route"` distils failures and leaves the other
+            samples to GRPO (SRPO).
+        credit_weight (`"delta_v"`, `"s"` or `"entropy"`, *optional*):
+            Quantity that weights tokens: ΔV_t or S_t for `"modulate"`, the teacher's entropy for `"route"` (SRPO's
+            dynamic weight). `None`: `"delta_v"` for `"modulate"`, no weight for `"route"`.
+        credit_weight_form (`"ratio"` or `"residual"`, *optional*, defaults to `"ratio"`):
+            Weight of a token of `"modulate"` with credit c and advantage A: `exp(sign(A) c/τ)` in [1 − ε, 1 + ε]
+            (RLSD), or `1 + ε tanh(c/τ) / A`, at least 0 (RLCSD).
+        credit_weight_clip (`float`, *optional*, defaults to `0.2`):
+            ε in (0, 1].
+        credit_weight_temperature (`float`, *optional*, defaults to `1.0`):
+            τ > 0. For `"entropy"` the weight is `exp(−H/τ)`, divided by its mean over the distilled tokens.
+        credit_weight_norm (`bool`, *optional*, defaults to `True`):
+            Whether the weights of a sample are divided by their mean (`"modulate"`), so that the weights change where
+            it learns and not how much.
+
+        > Dynamic sampling
+
+        dynamic_sampling_rounds (`int`, *optional*, defaults to `0`):
+            Maximum number of times that groups without any signal are replaced by rollouts of other prompts of the
+            training dataset. A group has a signal where a sample has a teacher or where GRPO's loss is used and the
+            rewards differ.
+
         > The distillation loss
 
         distillation_weight (`float`, *optional*, defaults to `1.0`):
-            In [0, 1]: `(1 − w) · GRPO loss + w · distillation loss`.
+            w in [0, 1]: `(1 − w) · GRPO loss + w · distillation loss`. For `"modulate"` the share of the weights,
+            `A (1 + w (w_t − 1))`; for `"route"` the coefficient of the distillation loss. 0 is GRPO.
         distillation_alpha (`float`, *optional*, defaults to `1.0`):
             α in [0, 1]: 1 reverse KL (Algorithm 1), 0 forward KL, 0.5 Jensen-Shannon.
         distillation_support (`str`, *optional*, defaults to `"teacher_topk"`):
@@ -108,8 +137,23 @@ class CreditConfig(GRPOConfig):
 
         > The teacher π_ref
 
-        teacher_model_kind (`"ema"`, `"live"` or `"base"`, *optional*, defaults to `"ema"`):
-            The teacher: an exponential moving average of the policy, the policy itself, or the initial policy.
+        teacher_model_kind (`"ema"`, `"live"`, `"base"` or `"model"`, *optional*, defaults to `"ema"`):
+            The teacher: an exponential moving average of the policy, the policy itself, the initial policy, or the
+            `"model"` that the next four options name.
+        teacher_model_name_or_path (`str`, *optional*):
+            Name or path of a causal LM with the policy's vocabulary, such as a larger or a fine-tuned model. A
+            checkpoint stores its name and revision, not its weights.
+        teacher_model_revision (`str`, *optional*):
+            Branch, tag or commit of that model.
+        teacher_model_init_kwargs (`dict`, *optional*):
+            Keyword arguments of its `from_pretrained`, such as `dtype`, `attn_implementation` or
+            `quantization_config`. The dtype defaults to that of its files. It is sharded as the policy is.
+        teacher_adapter_name_or_path (`str`, *optional*):
+            PEFT adapter of that model.
+        teacher_prompt (`"privileged"` or `"student"`, *optional*, defaults to `"privileged"`):
+            Prompt of the teacher: (x, z), or the student's own x. With `"student"` every sample has a teacher, and
+            `teacher_model_kind="model"` is plain on-policy distillation (GKD with `lmbda=1`, TRL's
+            `DistillationTrainer`).
         teacher_update_rate (`float`, *optional*, defaults to `0.01`):
             In (0, 1]: `teacher ← (1 − rate) · teacher + rate · student`.
         teacher_sync_steps (`int`, *optional*):
@@ -168,6 +212,8 @@ class CreditConfig(GRPOConfig):
         ValueError: at construction, where a value is out of range or a combination cannot train.
     """
 
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]  # noqa: RUF012, as in TRL
+
     contrastive_coef: Coefficient = field(
         default=0.1, metadata={"help": "λ in [0, 1] (Eq. 8), any λ >= 0 for 'guide', or auto."}
     )
@@ -187,15 +233,35 @@ class CreditConfig(GRPOConfig):
         default=0.0, metadata={"help": "Contrast where the total variation to the contrast exceeds it; 0 is off."}
     )
     contrastive_count: int = field(default=1, metadata={"help": "C >= 1, contrast prompts per sample."})
-    contrastive_source: Literal["batch", "dataset", "hard", "same_task", "none"] = field(
+    contrastive_source: Literal["batch", "dataset", "hard", "same_task", "none", "wrong_feedback"] = field(
         default="batch",
-        metadata={"help": "Contrast prompts: of the batch (all, most similar, same task), the dataset, or none."},
+        metadata={
+            "help": "Contrasts: prompts of the batch (all, similar, same task) or dataset, none, or wrong feedback."
+        },
     )
     contrastive_baseline: Literal["mean_log", "log_mean"] = field(
         default="mean_log", metadata={"help": "Average contrasts as the mean of logs (the paper) or log of the mean."}
     )
     contrastive_swap: Literal["input", "hint", "self"] = field(
         default="input", metadata={"help": "Exchange the prompt, the privileged context or nothing (controls)."}
+    )
+
+    credit_use: Literal["distill", "modulate", "route"] = field(
+        default="distill", metadata={"help": "Distil the credit, weight GRPO's tokens with it, or distil failures."}
+    )
+    credit_weight: Literal["delta_v", "s", "entropy"] | None = field(
+        default=None, metadata={"help": "Quantity that weights tokens; None for the default of the use."}
+    )
+    credit_weight_form: Literal["ratio", "residual"] = field(
+        default="ratio", metadata={"help": "Weight of a token: exp(sign(A) c), or 1 + e tanh(c) / A."}
+    )
+    credit_weight_clip: float = field(default=0.2, metadata={"help": "Bound e of the weights, in (0, 1]."})
+    credit_weight_temperature: float = field(default=1.0, metadata={"help": "Temperature of the weights."})
+    credit_weight_norm: bool = field(
+        default=True, metadata={"help": "Whether the weights of a sample are divided by their mean."}
+    )
+    dynamic_sampling_rounds: int = field(
+        default=0, metadata={"help": "Maximum redraws of groups without any signal; 0 for none."}
     )
 
     distillation_weight: float = field(
@@ -227,8 +293,20 @@ class CreditConfig(GRPOConfig):
         default=False, metadata={"help": "Score without padding; needs attention with variable lengths."}
     )
 
-    teacher_model_kind: Literal["ema", "live", "base"] = field(
-        default="ema", metadata={"help": "The teacher: an average of the policy, the policy, or the initial policy."}
+    teacher_model_kind: Literal["ema", "live", "base", "model"] = field(
+        default="ema",
+        metadata={"help": "The teacher: an average of the policy, the policy, the initial policy, or another model."},
+    )
+    teacher_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Name or path of the teacher of the kind 'model'."}
+    )
+    teacher_model_revision: str | None = field(default=None, metadata={"help": "Revision of that model."})
+    teacher_model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments of that model's `from_pretrained`."}
+    )
+    teacher_adapter_name_or_path: str | None = field(default=None, metadata={"help": "PEFT adapter of that model."})
+    teacher_prompt: Literal["privileged", "student"] = field(
+        default="privileged", metadata={"help": "The teacher reads the privileged context, or the student's prompt."}
     )
     teacher_update_rate: float = field(default=0.01, metadata={"help": "Update rate of the EMA teacher."})
     teacher_sync_steps: int | None = field(
@@ -304,15 +382,20 @@ class CreditConfig(GRPOConfig):
 
     def _post_init_of_trl(self) -> None:
         """TRL's settlement and checks. One rollout per prompt passes where no advantage of GRPO is computed."""
-        alone = self.num_generations == 1 and self.distillation_weight == 1.0
+        alone = self.num_generations == 1 and self.distillation_weight == 1.0 and self.credit_use == "distill"
         self.num_generations = _OneRollout(1) if alone else self.num_generations
         super().__post_init__()
         self.num_generations = int(self.num_generations)
 
     @property
     def contrasts(self) -> bool:
-        """Whether contrast prompts are used: λ is not 0."""
-        return self.contrastive_coef != 0.0
+        """Whether contrasts are used: λ is not 0, or S_t is the weight of a token."""
+        return self.token_weight == "s" if self.credit_use == "modulate" else self.contrastive_coef != 0.0
+
+    @property
+    def token_weight(self) -> str | None:
+        """Quantity that weights tokens: `credit_weight`, or the default of the use."""
+        return "delta_v" if self.credit_use == "modulate" and self.credit_weight is None else self.credit_weight
 
     @property
     def stop_causes(self) -> tuple[str, ...]:
@@ -357,9 +440,6 @@ OTHER_TRAINERS = {
     "seq_kd": "All completions are sampled from the policy.",
     "generate_from_teacher": "All completions are sampled from the policy.",
     "use_teacher_server": "The teacher runs in the training process.",
-    "teacher_model_name_or_path": "Set `teacher_model_kind`: 'ema', 'live' or 'base' of the policy itself.",
-    "teacher_model_init_kwargs": "Set `model_init_kwargs`, which the teacher shares.",
-    "teacher_model_revision": "Set `model_revision`, which the teacher shares.",
     "diagnostics_warning_interval": "Warnings are raised once and need no option.",
     "diagnostics_flat_tolerance": "Warnings are raised once and need no option.",
 }
@@ -412,13 +492,17 @@ _CHOICES = {
     "distillation_tail": ("bucket", "renormalize"),
     "distillation_kernels": ("torch", "triton"),
     "contrastive_form": ("subtract", "guide"),
-    "contrastive_source": ("batch", "dataset", "hard", "same_task", "none"),
+    "contrastive_source": ("batch", "dataset", "hard", "same_task", "none", "wrong_feedback"),
     "contrastive_baseline": ("mean_log", "log_mean"),
     "contrastive_auto_quantity": ("kl", "s"),
     "contrastive_swap": ("input", "hint", "self"),
     "reprompt_style": ("sdpo", "paper"),
     "teacher_hint": ("own", "foreign"),
-    "teacher_model_kind": ("ema", "live", "base"),
+    "teacher_model_kind": ("ema", "live", "base", "model"),
+    "teacher_prompt": ("privileged", "student"),
+    "credit_use": ("distill", "modulate", "route"),
+    "credit_weight": (None, "delta_v", "s", "entropy"),
+    "credit_weight_form": ("ratio", "residual"),
     "teacher_context": ("solution", "think", "think+solution"),
     "on_verifier_error": ("raise", "skip"),
 }
@@ -449,7 +533,7 @@ def check_values(config: CreditConfig) -> None:
     _check_json(config)
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
-            raise ValueError(f"`{name}` must be one of {', '.join(choices)}; got {getattr(config, name)!r}.")
+            raise ValueError(f"`{name}` must be one of {', '.join(map(str, choices))}; got {getattr(config, name)!r}.")
     if config.distillation_kernels == "triton" and find_spec("triton") is None:
         raise ValueError(
             "`distillation_kernels='triton'` needs the package triton, which is not installed. torch's CUDA builds "
@@ -464,8 +548,13 @@ def check_values(config: CreditConfig) -> None:
             f"`contrastive_gate` must be in [0, 1), got {config.contrastive_gate}: no total variation exceeds 1. To "
             "disable the contrast set `contrastive_coef=0`."
         )
-    if not 0.0 < config.teacher_update_rate <= 1.0:
-        raise ValueError(f"`teacher_update_rate` must be in (0, 1], got {config.teacher_update_rate}.")
+    for name in ("teacher_update_rate", "credit_weight_clip"):
+        if not 0.0 < getattr(config, name) <= 1.0:
+            raise ValueError(f"`{name}` must be in (0, 1], got {getattr(config, name)}.")
+    if not (config.credit_weight_temperature > 0.0 and math.isfinite(config.credit_weight_temperature)):
+        raise ValueError(f"`credit_weight_temperature` must be positive, got {config.credit_weight_temperature}.")
+    if config.dynamic_sampling_rounds < 0:
+        raise ValueError(f"`dynamic_sampling_rounds` must be at least 0, got {config.dynamic_sampling_rounds}.")
     for name in ("contrastive_count", "distillation_topk", "max_reprompt_len", "scoring_batch_tokens"):
         if getattr(config, name) < 1:
             raise ValueError(f"`{name}` must be at least 1, got {getattr(config, name)}.")
@@ -580,8 +669,13 @@ def check_combinations(config: CreditConfig) -> None:
             "match, so that a resumed run differs. Set it to False and save often (`save_steps`)."
         )
     _check_limits(config)
+    _check_use(config)
+    if config.dynamic_sampling_rounds:
+        _check_dynamic_sampling(config)
     if config.distillation_weight == 0.0:
         return
+    _check_teacher(config)
+    _check_effects(config)
     if config.torch_compile:
         raise ValueError(
             "`torch_compile=True` compiles the model's forward pass, but a distillation loss calls the backbone "
@@ -599,18 +693,20 @@ def check_combinations(config: CreditConfig) -> None:
         _check_contrast(config)
     if config.teacher_hint == "foreign":
         _check_batch_has_other_problems(config)
-    if not config.use_successful_as_teacher and not config.include_environment_feedback:
+    has_privileged = config.use_successful_as_teacher or config.include_environment_feedback
+    if config.teacher_prompt == "privileged" and not has_privileged:
         raise ValueError(
             "The teacher would have no privileged context: set `include_environment_feedback=True` or "
             "`use_successful_as_teacher=True`."
         )
-    if config.num_generations == 1 and not config.include_environment_feedback:
+    is_plain = config.teacher_prompt == "student"
+    if config.num_generations == 1 and not (config.include_environment_feedback or is_plain):
         raise ValueError(
             "`num_generations=1` gives no other rollout to demonstrate with, and `include_environment_feedback=False` "
             "ignores feedback, so no sample has a teacher. Set `include_environment_feedback=True`, or more "
             "generations."
         )
-    if config.distillation_weight == 1.0:
+    if config.distillation_weight == 1.0 and config.credit_use == "distill":
         _check_policy_terms_are_off(config)
 
 
@@ -628,6 +724,174 @@ def _check_limits(config: CreditConfig) -> None:
             f"`verifier_timeout={config.verifier_timeout:g}` s is not below `ddp_timeout={config.ddp_timeout}` s: "
             "while one process waits for its verifier, the collectives of the others time out and end the run. Lower "
             f"`verifier_timeout`, or set `ddp_timeout` to {2 * int(config.verifier_timeout)}."
+        )
+
+
+def _check_use(config: CreditConfig) -> None:
+    """Check the use of the credit and the quantity that weights its tokens."""
+    use, weight = config.credit_use, config.credit_weight
+    if use != "distill" and config.distillation_weight == 0.0:
+        raise ValueError(
+            f"`credit_use={use!r}` with `distillation_weight=0` has no credit to use. Set `distillation_weight` above "
+            "0, or `credit_use='distill'` for GRPO."
+        )
+    if use != "distill" and config.reward_weights is not None and not any(config.reward_weights):
+        raise ValueError(
+            f"`credit_use={use!r}` needs the verifier's rewards, but `reward_weights` are all 0. Set one above 0, or "
+            "`credit_use='distill'`, which needs none."
+        )
+    allowed = {"distill": (None,), "modulate": (None, "delta_v", "s"), "route": (None, "entropy")}[use]
+    if weight not in allowed:
+        fixes = {"delta_v": "modulate", "s": "modulate", "entropy": "route"}
+        raise ValueError(
+            f"`credit_weight={weight!r}` has no meaning for `credit_use={use!r}`. Set `credit_use={fixes[weight]!r}`, "
+            "or `credit_weight=None`."
+        )
+    if weight == "entropy" and config.distillation_support in ("full", "student_topk"):
+        raise ValueError(
+            "`credit_weight='entropy'` reads the stored entropy of the teacher, and `distillation_support="
+            f"{config.distillation_support!r}` stores none. Set `distillation_support='teacher_topk'`."
+        )
+    if weight == "s" and config.contrastive_coef == 0.0:
+        raise ValueError(
+            "`credit_weight='s'` needs contrasts, but `contrastive_coef=0`. Leave `contrastive_coef` at its default "
+            "(λ itself is not used), or set `credit_weight='delta_v'`."
+        )
+
+
+def _check_dynamic_sampling(config: CreditConfig) -> None:
+    local = config.per_device_train_batch_size * config.steps_per_generation
+    if local % config.num_generations:
+        raise ValueError(
+            f"`dynamic_sampling_rounds` replaces whole groups of a process, but its {local} rollouts "
+            f"(`per_device_train_batch_size` · `steps_per_generation`) are no multiple of `num_generations="
+            f"{config.num_generations}`. Change one of them, or set `dynamic_sampling_rounds=0`."
+        )
+    if config.credit_use == "distill" and config.distillation_weight == 1.0 and config.teacher_prompt == "student":
+        raise ValueError(
+            "`dynamic_sampling_rounds` replaces groups without a teacher, and with `teacher_prompt='student'` every "
+            "sample has one. Set `dynamic_sampling_rounds=0`."
+        )
+
+
+def _check_teacher(config: CreditConfig) -> None:
+    """Check the teacher's model and prompt."""
+    name, kind = config.teacher_model_name_or_path, config.teacher_model_kind
+    if kind == "model" and name is None:
+        raise ValueError("`teacher_model_kind='model'` needs `teacher_model_name_or_path`, the model that teaches.")
+    if kind != "model" and name is not None:
+        raise ValueError(
+            f"`teacher_model_name_or_path={name!r}` names another model, but `teacher_model_kind={kind!r}` makes the "
+            "teacher from the policy. Set `teacher_model_kind='model'`, or remove the name."
+        )
+    if (
+        config.teacher_prompt == "student"
+        and kind == "live"
+        and config.credit_use == "distill"
+        and not config.contrasts
+    ):
+        raise ValueError(
+            "`teacher_prompt='student'` with `teacher_model_kind='live'` makes the policy its own target, so nothing "
+            "is learned. Set `teacher_prompt='privileged'` or another teacher."
+        )
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """Options that one setting leaves without effect.
+
+    Args:
+        setting: the setting, as the message words it.
+        holds: whether a configuration has it.
+        options: names of the options.
+        allowed: values besides the default that are accepted.
+    """
+
+    setting: str
+    holds: Callable[[CreditConfig], bool]
+    options: tuple[str, ...]
+    allowed: tuple[object, ...] = ()
+
+
+_TARGET = ("contrastive_form", "contrastive_gate")
+_DRAWS = ("contrastive_count", "contrastive_source", "contrastive_baseline", "contrastive_swap")
+_PRIVILEGED = (
+    "teacher_hint",
+    "include_environment_feedback",
+    "environment_feedback_only_without_solution",
+    "use_successful_as_teacher",
+    "dont_reprompt_on_self_success",
+    "teacher_context",
+    "remove_thinking_from_demonstration",
+    "max_reprompt_len",
+    "reprompt_style",
+    *TEMPLATE_PLACEHOLDERS,
+)
+
+# Each is an error at construction. Pairs that are accepted, because sweeps and recipes contain them, are in
+# docs/options.md.
+NEUTRAL = (
+    Neutral(
+        "`credit_use='modulate'`",
+        lambda c: c.credit_use == "modulate",
+        (
+            "distillation_alpha",
+            "distillation_support",
+            "distillation_topk",
+            "distillation_tail",
+            "distillation_is_clip",
+            *_TARGET,
+        ),
+    ),
+    Neutral("`credit_use='modulate'`", lambda c: c.credit_use == "modulate", ("contrastive_coef",), (0.0,)),
+    Neutral("`credit_weight='delta_v'`", lambda c: c.token_weight == "delta_v", _DRAWS),
+    Neutral(
+        "`credit_use` other than `'modulate'`",
+        lambda c: c.credit_use != "modulate",
+        ("credit_weight_form", "credit_weight_clip", "credit_weight_norm"),
+    ),
+    Neutral("`credit_weight=None`", lambda c: c.token_weight is None, ("credit_weight_temperature",)),
+    Neutral(
+        "`teacher_model_kind` other than `'model'`",
+        lambda c: c.teacher_model_kind != "model",
+        ("teacher_model_revision", "teacher_model_init_kwargs", "teacher_adapter_name_or_path"),
+    ),
+    Neutral(
+        "`teacher_model_kind='model'`",
+        lambda c: c.teacher_model_kind == "model",
+        ("teacher_update_rate", "teacher_sync_steps"),
+    ),
+    Neutral("`teacher_prompt='student'`", lambda c: c.teacher_prompt == "student", _PRIVILEGED),
+    Neutral(
+        "`teacher_prompt='student'`, which has no z,",
+        lambda c: c.teacher_prompt == "student" and c.contrasts,
+        ("contrastive_swap",),
+        ("self",),
+    ),
+    Neutral(
+        "`contrastive_source='wrong_feedback'`",
+        lambda c: c.contrastive_source == "wrong_feedback" and c.contrasts,
+        ("contrastive_swap",),
+    ),
+)
+
+
+def _check_effects(config: CreditConfig) -> None:
+    """Raise for options that another one leaves without effect."""
+    for rule in NEUTRAL:
+        if not rule.holds(config):
+            continue
+        for name in rule.options:
+            value, default = getattr(config, name), type(config).__dataclass_fields__[name].default
+            if value != default and value not in rule.allowed:
+                raise ValueError(
+                    f"`{name}={value!r}` has no effect with {rule.setting}. Leave it at its default, {default!r}, or "
+                    "change that setting."
+                )
+    if config.stop_causes and "fidelity" in config.stop_causes and config.credit_use != "distill":
+        raise ValueError(
+            f"`credit_stop_on='fidelity'` needs the distillation loss of successes and failures, which `credit_use="
+            f"{config.credit_use!r}` does not compute. Remove it from `credit_stop_on`."
         )
 
 
@@ -654,6 +918,11 @@ def _check_contrast(config: CreditConfig) -> None:
         raise ValueError(
             "`contrastive_source='none'` has one contrast, the prompt without its question: set "
             f"`contrastive_count=1`, got {config.contrastive_count}."
+        )
+    if config.contrastive_source == "wrong_feedback" and config.teacher_prompt == "student":
+        raise ValueError(
+            "`contrastive_source='wrong_feedback'` exchanges the privileged context, and `teacher_prompt='student'` "
+            "has none. Set `teacher_prompt='privileged'`, or `contrastive_source='batch'`."
         )
     if config.contrastive_source in _FROM_BATCH and config.contrastive_swap != "self":
         _check_batch_has_other_problems(config)

@@ -7,7 +7,9 @@ Symbols (natural logs, of a token or bucket `v` at position `t`):
     Ĝ_t(v)   = (1/C) Σ_k g_k,t(v)               input-generic baseline                  `generic_logps`
     p_t(v)   = π_θ(v | x, y_<t)                 student                                 `student_logps`
 
-Not in the paper are the contrasts of `docs/contrast.md`: the form `"guide"`, the baseline `"log_mean"` and the gate.
+Not in the paper are the contrasts of `docs/contrast.md`: the form `"guide"`, the baseline `"log_mean"` and the gate;
+and the functions below `credit_rewards`, which use the credit beside a verifier's reward, each from the paper that it
+cites.
 
 The last dimension is the vocabulary, or the buckets of a truncated support: K tokens and, with a tail bucket, one
 bucket for the rest. Leading dimensions are free. The first dimension of `contrast_logps` is C.
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 # Upper bound on the log-probability of the support, so that `log(1 - Σp)` stays finite.
@@ -28,6 +30,7 @@ _MAX_LOG_MASS = -1e-7
 
 Form = Literal["subtract", "guide"]
 Baseline = Literal["mean_log", "log_mean"]
+WeightForm = Literal["ratio", "residual"]
 
 
 @dataclass(frozen=True)
@@ -215,3 +218,87 @@ def _target(
 ) -> Float[Tensor, "*b"]:
     """`credit_target` of scalars, each with its own λ."""
     return credit_target(values.unsqueeze(-1), generic.unsqueeze(-1), coef, form).squeeze(-1)
+
+
+# ---------------------------------------------------------------------- the credit beside a verifier's reward
+
+
+def ratio_weights(
+    credit: Float[Tensor, "b t"], advantages: Float[Tensor, " b"], clip: float, temperature: float = 1.0
+) -> Float[Tensor, "b t"]:
+    """w_t = clip(exp(sign(A) c_t / τ), 1 − ε, 1 + ε): RLSD (Yang et al., 2026, arXiv:2604.03128).
+
+    With c = ΔV and τ = 1 it is the paper's `(P_T / P_S)^sign(A)` with `epsilon_w` = ε. It is 1 where A is 0.
+
+    Args:
+        credit: c, ΔV_t or S_t at the sampled tokens, nats.
+        advantages: A, GRPO's advantage of each sample.
+        clip: ε in (0, 1].
+        temperature: τ.
+    """
+    signed = advantages.sign().unsqueeze(-1) * credit / temperature
+    return signed.exp().clamp(1.0 - clip, 1.0 + clip)
+
+
+def residual_weights(
+    credit: Float[Tensor, "b t"], advantages: Float[Tensor, " b"], clip: float, temperature: float = 1.0
+) -> Float[Tensor, "b t"]:
+    """w_t = max(1 + ε tanh(c_t / τ) / A, 0): RLCSD (Pan et al., 2026, arXiv:2606.11709).
+
+    `A w_t` is the paper's `A + ρ_t` with the bounded residual `ρ_t = ε tanh(c_t / τ)`, cut where it would change the
+    sign of A; ε is the product of its β and λ. The paper's c is Ŝ with the baseline `"log_mean"` over wrong contexts.
+    It is 1 where A is 0. The dead zone of ρ and the separate averages of its two sets of tokens are not included.
+
+    Args:
+        credit: see `ratio_weights`, as `advantages` and `temperature`.
+        advantages: A.
+        clip: ε in (0, 1], the bound of the residual.
+        temperature: τ.
+    """
+    advantages = advantages.unsqueeze(-1)
+    is_zero = advantages == 0
+    weights = 1.0 + clip * (credit / temperature).tanh() / advantages.masked_fill(is_zero, 1.0)
+    return weights.clamp(min=0.0).masked_fill(is_zero, 1.0)
+
+
+def normalize_weights(weights: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+    """Weights divided by their mean over the masked tokens of each sample, so that this mean is 1.
+
+    Samples without a positive weight keep theirs.
+    """
+    counts = mask.sum(-1, keepdim=True)
+    mean = (weights * mask).sum(-1, keepdim=True) / counts.clamp(min=1)
+    return weights / mean.where(mean > 0, torch.ones_like(mean))
+
+
+def modulated_advantages(
+    advantages: Float[Tensor, " b"], weights: Float[Tensor, "b t"], share: float = 1.0
+) -> Float[Tensor, "b t"]:
+    """A_t = A (1 + s (w_t − 1)): RLSD's `A ((1 − λ) + λ w_t)` with s = λ. Where w_t = 1 it is A, bit for bit.
+
+    Args:
+        advantages: A.
+        weights: w.
+        share: s in [0, 1].
+    """
+    return advantages.unsqueeze(-1) * (1.0 + share * (weights - 1.0))
+
+
+def routed(is_successful: Bool[Tensor, " b"], has_teacher: Bool[Tensor, " b"]) -> Bool[Tensor, " b"]:
+    """z = (1 − c) m, the samples that distillation takes over from GRPO: SRPO (Li et al., 2026, arXiv:2604.02288).
+
+    Args:
+        is_successful: c.
+        has_teacher: m; a failure without a teacher stays with GRPO.
+    """
+    return ~is_successful & has_teacher
+
+
+def entropy_weights(teacher_entropy: Float[Tensor, "*t"], temperature: float = 1.0) -> Float[Tensor, "*t"]:
+    """exp(−H_t / τ), SRPO's weight of a distilled token before its division by the mean; β = 1/τ.
+
+    Args:
+        teacher_entropy: H, nats.
+        temperature: τ.
+    """
+    return (-teacher_entropy / temperature).exp()

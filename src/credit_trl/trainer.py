@@ -28,6 +28,7 @@ from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss, loss_
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.loss.scoring import ScoringConfig
 from credit_trl.loss.terms import LossConfig
+from credit_trl.loss.uses import UseConfig, route_contexts, use_credit
 from credit_trl.loss.weights import Reduction, token_weights
 from credit_trl.rollout.batch import (
     GenerationBatch,
@@ -45,17 +46,19 @@ from credit_trl.teacher.causal_lm import (
     position_embeddings,
     use_fp32_lm_head,
 )
-from credit_trl.teacher.models import TeacherUpdate, make_teacher
-from credit_trl.teacher.passes import PassConfig, check_packing
+from credit_trl.teacher.external import build_teacher
+from credit_trl.teacher.models import TeacherUpdate
+from credit_trl.teacher.passes import PassConfig
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import checks
 from credit_trl.training.adaptive import CoefficientUpdate, make_adaptive
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms, StopOnDrift
+from credit_trl.training.dynamic_sampling import Rollouts, redraw
 from credit_trl.training.metrics import Alarms, context_metrics, drop_undefined, token_metrics
 from credit_trl.training.reading import answer_metrics
 from credit_trl.training.timing import StageClock
-from credit_trl.training.trl_compat import check_trl
+from credit_trl.training.trl_compat import check_trl, sampled_logps
 
 check_trl()  # for imports of this module that do not go through the package
 
@@ -144,6 +147,7 @@ class CreditTrainer(ResumableTrainer):
         self.drift_alarms = DriftAlarms(self.alarms)
         if args.credit_stop_on is not None:
             self.add_callback(StopOnDrift(self.drift_alarms, args.stop_causes))
+        self.use = UseConfig.of(args)
         if self._distills:
             self._init_distillation()
 
@@ -154,11 +158,11 @@ class CreditTrainer(ResumableTrainer):
     def _init_distillation(self) -> None:
         args = self.args
         checks.check_machine(args, self.model, self.accelerator)
-        support = self._support(checks.check_vocabulary(args, self.model))
-        self.teacher = make_teacher(args.teacher_model_kind, self.model, self.accelerator, args.teacher_offload)
+        vocabulary = checks.check_vocabulary(args, self.model)
+        support = self.use.support(self._support(vocabulary))
+        self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         checks.check_model(self.model, self.accelerator)
-        if args.scoring_packed:
-            check_packing(self.model)
+        checks.check_teacher(args, self.teacher, self.accelerator)
         self.distillation = DistillationLoss(
             self.teacher,
             self.accelerator,
@@ -169,6 +173,7 @@ class CreditTrainer(ResumableTrainer):
                 PassConfig(args.scoring_batch_tokens, args.scoring_packed),
                 args.distillation_kernels,
                 args.distillation_chunk_size,
+                vocabulary,
             ),
             LossConfig(
                 support,
@@ -191,7 +196,10 @@ class CreditTrainer(ResumableTrainer):
         config = SupportConfig(
             self.args.distillation_support, self.args.distillation_topk, self.args.distillation_tail
         )
-        return SupportConfig("full") if config.is_topk and config.topk == vocabulary else config
+        is_whole = (
+            config.is_topk and config.topk == vocabulary and self.use.weight is None
+        )  # weights need stored scores
+        return SupportConfig("full") if is_whole else config
 
     @property
     def contrastive_coef(self) -> float:
@@ -254,32 +262,47 @@ class CreditTrainer(ResumableTrainer):
         )
         return rewards_per_func
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if self._distills:
-            checks.check_no_images(inputs)
+    def _rollouts(self, inputs: list[dict[str, Any]]) -> Rollouts:
+        """Generate and grade one rollout of each row."""
         output = super()._generate_and_score_completions(inputs)
         if self.args.on_verifier_error == "skip":
             mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
+        batch = self._generation_batch.with_turns(loss_mask(output))
+        return Rollouts(output, batch, self._batch_environments if self.environment_factories is not None else ())
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._distills:
+            checks.check_no_images(inputs)
+        rollouts = self._rollouts(inputs)
+        if self.model.training and self.args.dynamic_sampling_rounds:
+            rollouts, counts = redraw(self, rollouts)
+            self._log_values(counts)
+        output, self._generation_batch = rollouts.output, rollouts.batch
         metrics = self._metrics[self._mode]
         self.alarms.check_engine(metrics)
         if self.model.training and self.num_generations > 1:
             self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0)
         if self._distills:
             checks.check_no_images([output])
-            self._generation_batch = self._generation_batch.with_turns(loss_mask(output))
             with self.clock.stage("contexts"):
                 contexts = self._build_contexts(self._generation_batch)
+                contexts = route_contexts(contexts, self._generation_batch, self.use)
                 output["success_weights"] = self._success_weights(self._generation_batch, contexts)
             with self.clock.stage("scores"):
-                output.update(self._score(output, contexts))
+                mask = loss_mask(output)
+                completions = CompletionBatch(output["completion_ids"], output["completion_mask"], mask)
+                output.update(self.distillation.score(contexts, completions))
+                logps = partial(sampled_logps, self, output)
+                replaced, use_metrics = use_credit(output, mask, logps, self._sum_over_processes, self.use)
+                output.update(replaced)
+                self._log_values(use_metrics)
         return output
 
     # ------------------------------------------------------------------ contexts, teacher
 
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
         """Teacher and contrast contexts of the local samples."""
-        decode = partial(self.processing_class.batch_decode, skip_special_tokens=True)
-        contexts = build_contexts(batch, self.context_builder, self._renderer, self._contrast_source(), decode)
+        contexts = build_contexts(batch, self.context_builder, self._renderer, self._contrast_source(), self._decode)
         shares = context_metrics(contexts, self.args.contrasts, self._sum_over_processes)
         self._log_values(shares)
         self.alarms.check_contexts(shares)
@@ -296,11 +319,18 @@ class CreditTrainer(ResumableTrainer):
         own = torch.tensor(weights, device=self.accelerator.device)
         return own * (self.args.steps_per_generation if self.model.training else 1)
 
+    @property
+    def batch_index(self) -> int:
+        """Index of the training generation batch."""
+        return self._step // (self.args.steps_per_generation * self.num_iterations)
+
+    def _decode(self, ids: list[list[int]]) -> list[str]:
+        return self.processing_class.batch_decode(ids, skip_special_tokens=True)
+
     def _contrast_source(self) -> ContrastSource:
         """Rows and random stream of the contrast prompts of this generation batch."""
         if self.model.training:
-            step = self._step // (self.args.steps_per_generation * self.num_iterations)
-            return ContrastSource(self.train_dataset, step)
+            return ContrastSource(self.train_dataset, self.batch_index)
         self._eval_batches += 1
         has_rows = isinstance(self.eval_dataset, Dataset)
         return ContrastSource(self.eval_dataset if has_rows else self.train_dataset, _EVAL_STREAM + self._eval_batches)
@@ -312,26 +342,29 @@ class CreditTrainer(ResumableTrainer):
         return chat_renderer(self.processing_class, self._is_vlm, tools, self.chat_template, self.chat_template_kwargs)
 
     def _score(self, output: dict[str, Any], contexts: list[TokenContexts]) -> dict[str, Tensor]:
-        batch = CompletionBatch(output["completion_ids"], output["completion_mask"], loss_mask(output))
-        scores = self.distillation.score(contexts, batch)
-        rollouts, reduce = self._generation_batch, self._sum_over_processes
-        self._log_values(answer_metrics(rollouts, scores, batch.loss_mask, self._tokenizer, reduce))
-        return scores
+        mask, logps, reduce = loss_mask(output), partial(sampled_logps, self, output), self._sum_over_processes
+        scores = self.distillation.score(
+            contexts, CompletionBatch(output["completion_ids"], output["completion_mask"], mask)
+        )
+        replaced, metrics = use_credit(output | scores, mask, logps, reduce, self.use)
+        self._log_values(metrics | answer_metrics(self._generation_batch, scores, mask, self._tokenizer, reduce))
+        return scores | replaced
 
     # ------------------------------------------------------------------ loss
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        weight = self.args.distillation_weight
-        if weight == 0.0:
+        policy, distillation = self.use.shares
+        if distillation == 0.0:
             return super()._compute_loss(model, inputs)
         loss = self._distillation_loss(model, inputs)
-        if weight == 1.0:
+        if policy == 0.0:
             return loss
-        return weight * loss + (1.0 - weight) * super()._compute_loss(model, inputs)
+        return distillation * loss + policy * super()._compute_loss(model, inputs)
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         mask = loss_mask(inputs)
         weights = token_weights(inputs, mask, self._reduction(), loss_dtype(self.model))
+        weights = weights * inputs.get("credit_weights", 1.0)
         result = self.distillation(model, inputs, mask, weights, self.contrastive_coef)
         loss = result.terms.loss
         if result.aux_loss is not None:
@@ -366,7 +399,7 @@ class CreditTrainer(ResumableTrainer):
             if self.model.training:
                 self.adaptive_coef.observe(metrics.values[self.adaptive_coef.metric], metrics.contrasted_tokens)
             self._log_values({"credit/contrastive_coef": self.adaptive_coef.value})
-        if self.args.distillation_weight == 1.0:  # otherwise GRPO logs its own
+        if self.use.shares[0] == 0.0:  # otherwise GRPO logs its own
             self._log_values({"entropy": metrics.entropy})
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:

@@ -163,6 +163,8 @@ def make_trainer(
         limits = (model, script_args.max_prompt_tokens, training_args.chat_template_kwargs or {})
         train_dataset = drop_long_prompts("training", train_dataset, *limits)
         eval_dataset = eval_dataset and drop_long_prompts("evaluation", eval_dataset, *limits)
+    if training_args.teacher_model_name_or_path is not None:
+        training_args.teacher_model_name_or_path = resolve_model(training_args.teacher_model_name_or_path)
     trainer = CreditTrainer(
         model=model,
         reward_funcs=reward_funcs,

@@ -6,8 +6,13 @@ from collections.abc import Callable, Sequence
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import ContrastSource, draw_contrasts, draw_privileged_contexts
-from credit_trl.contexts.privileged import PrivilegedContext, gather_privileged_contexts
+from credit_trl.contexts.contrast import (
+    ContrastSource,
+    draw_contrasts,
+    draw_privileged_contexts,
+    draw_wrong_contexts,
+)
+from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text, gather_privileged_contexts
 from credit_trl.contexts.prompts import Render
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.contexts.turns import TurnFormat, place_turns
@@ -34,15 +39,25 @@ def build_contexts(
         decode: sampled ids to texts without special tokens.
 
     Raises:
-        ValueError: turn feedback cannot be placed, or is combined with `contrastive_swap="hint"`.
+        ValueError: turn feedback cannot be placed, or is combined with a contrast that exchanges z.
     """
     config = builder.config
+    if config.teacher_prompt == "student":
+        draws = draw_contrasts(batch, config, source)
+        return [
+            builder.build_plain(prompt, others, renderer(i))
+            for i, (prompt, others) in enumerate(zip(batch.prompts, draws, strict=True))
+        ]
     privileged = gather_privileged_contexts(batch, config, decode)
     if config.teacher_hint == "foreign":
         drawn = draw_privileged_contexts(batch, privileged, 1, seed=config.seed, step=source.step + _FOREIGN_STREAM)
         privileged = [others[0] if others else PrivilegedContext() for others in drawn]
-    if config.contrastive_swap == "hint" and config.contrasts:
-        contexts = _swap_privileged(batch, privileged, builder, renderer, source.step)
+    if config.contrasts and (config.contrastive_swap == "hint" or config.contrastive_source == "wrong_feedback"):
+        drawn = _draw_other_contexts(batch, privileged, config, source.step, decode)
+        contexts = [
+            builder.build_swapped(prompt, z, others, renderer(i))
+            for i, (prompt, z, others) in enumerate(zip(batch.prompts, privileged, drawn, strict=True))
+        ]
     else:
         draws = draw_contrasts(batch, config, source)
         contexts = [
@@ -52,25 +67,24 @@ def build_contexts(
     return [_place(batch, i, own, builder, renderer) for i, own in enumerate(contexts)]
 
 
-def _swap_privileged(
+def _draw_other_contexts(
     batch: GenerationBatch,
     privileged: Sequence[PrivilegedContext],
-    builder: ContextBuilder,
-    renderer: Callable[[int], Render],
+    config: CreditConfig,
     step: int,
-) -> list[TokenContexts]:
-    """Contexts whose contrasts keep x and exchange z (`contrastive_swap="hint"`)."""
-    config: CreditConfig = builder.config
+    decode: Callable[[list[list[int]]], list[str]],
+) -> list[list[PrivilegedContext]]:
+    """Privileged contexts of the contrasts that keep x: of other prompts, or of failed rollouts of the group."""
     if any(z.turns for z in privileged):
         raise ValueError(
-            "`contrastive_swap='hint'` exchanges whole privileged contexts, and feedback on single turns belongs to "
-            "one rollout. Set `contrastive_swap='input'`, or return no `Verdict.turn_feedback`."
+            f"`contrastive_swap={config.contrastive_swap!r}` with `contrastive_source={config.contrastive_source!r}` "
+            "exchanges whole privileged contexts, and feedback on single turns belongs to one rollout. Set "
+            "`contrastive_swap='input'` and `contrastive_source='batch'`, or return no `Verdict.turn_feedback`."
         )
-    drawn = draw_privileged_contexts(batch, privileged, config.contrastive_count, seed=config.seed, step=step)
-    return [
-        builder.build_swapped(prompt, z, others, renderer(i))
-        for i, (prompt, z, others) in enumerate(zip(batch.prompts, privileged, drawn, strict=True))
-    ]
+    if config.contrastive_source == "wrong_feedback":
+        texts = [demonstration_text(text, config.teacher_context) for text in decode(batch.completion_ids)]
+        return draw_wrong_contexts(batch, privileged, texts, config, step)
+    return draw_privileged_contexts(batch, privileged, config.contrastive_count, seed=config.seed, step=step)
 
 
 def _place(

@@ -87,6 +87,17 @@ class ContextBuilder:
         contrasts = [other.teacher for other in swapped]
         return replace(own, contrasts=contrasts, cut=any(built.cut for built in (own, *swapped)))
 
+    def build_plain(self, prompt: Prompt, contrasts: Sequence[Prompt], render: Render) -> TokenContexts:
+        """Contexts without z: the student's prompt x, and x'_1, …, x'_C; no contrasts where one has no token.
+
+        Args:
+            prompt: x.
+            contrasts: x'_1, …, x'_C.
+            render: as in `build`.
+        """
+        teacher, *others = (self.encode(one, PrivilegedContext(), render) for one in (prompt, *contrasts))
+        return TokenContexts(teacher, others if all(others) else [])
+
     def encode(self, prompt: Prompt, privileged: PrivilegedContext, render: Render) -> list[int]:
         """Token ids of one context, of any length."""
         return self._encode_pieces(self._pieces(prompt, privileged, render), first=isinstance(prompt, str))

@@ -19,7 +19,7 @@ from datasets import Dataset
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, user_text, without_question
-from credit_trl.rollout.batch import GenerationBatch, prompt_key
+from credit_trl.rollout.batch import GenerationBatch, is_successful, prompt_key
 
 
 def draw_from_batch(
@@ -231,6 +231,57 @@ def draw_privileged_contexts(
     eligible = [bool(one) for one in everyone]
     draws = draw_from_batch(keys, batch.indices, count, seed=seed, step=step, eligible=eligible)
     return [[everyone[i] for i in drawn] for drawn in draws]
+
+
+def draw_wrong_contexts(
+    batch: GenerationBatch,
+    privileged: Sequence[PrivilegedContext],
+    texts: Sequence[str | None],
+    config: CreditConfig,
+    step: int,
+) -> list[list[PrivilegedContext]]:
+    """Draw C privileged contexts of failed rollouts of the same group for each local sample, never the sample's own.
+
+    Each has the parts that z has, so that it differs in content only: the completion of a failed rollout in place of
+    the demonstration, its feedback in place of the feedback. Every process must call it.
+
+    Args:
+        batch: the generation batch.
+        privileged: z of each local sample.
+        texts: what a demonstration shows of each local completion; None where that is empty.
+        config: C, the success threshold and the seed.
+        step: index of the generation batch.
+
+    Returns:
+        Lists of C, with repetition where fewer exist; empty where the group has none.
+    """
+    texts, feedback = gather_object(list(texts)), gather_object(batch.feedback)
+    has_failed = [
+        reward == reward and not ok for reward, ok in zip(batch.rewards, _successes(batch, config), strict=True)
+    ]
+    draws = []
+    for index, z in zip(batch.indices, privileged, strict=True):
+        start = index // batch.group_size * batch.group_size
+        group = range(start, min(start + batch.group_size, len(batch.rewards)))
+        siblings = [i for i in group if has_failed[i] and i != index] if z else []
+        wrong = [
+            PrivilegedContext(
+                None if z.demonstration is None else texts[i], None if z.feedback is None else feedback[i]
+            )
+            for i in siblings
+        ]
+        wrong = [other for other in wrong if other != z and _parts(other) == _parts(z)]
+        rng = np.random.default_rng([config.seed, step, index])
+        draws.append([wrong[i] for i in _rounds(rng, len(wrong), config.contrastive_count)])
+    return draws
+
+
+def _successes(batch: GenerationBatch, config: CreditConfig) -> list[bool]:
+    return is_successful(batch.rewards, config.success_reward_threshold)
+
+
+def _parts(z: PrivilegedContext) -> tuple[bool, bool]:
+    return z.demonstration is not None, z.feedback is not None
 
 
 def _group_keys(prompts: Sequence[Prompt], group_size: int) -> list[str]:

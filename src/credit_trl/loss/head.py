@@ -125,6 +125,10 @@ class LMHead:
         """The head on a device; FSDP2 may keep its weights in main memory."""
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
 
+    def first(self, size: int) -> LMHead:
+        """The head of the first ids; a larger model of a family may pad its embeddings to more rows."""
+        return replace(self, weight=self.weight[:size], bias=None if self.bias is None else self.bias[:size])
+
     def detached(self) -> LMHead:
         """The head without gradients."""
         return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())

@@ -32,6 +32,7 @@ class ScoringConfig:
         passes: size and layout of the forward passes.
         kernels: implementation of the passes over rows of logits, see `LMHead`.
         chunk_size: tokens per logits chunk; None picks from free memory.
+        vocabulary: V of the policy; rows of the teacher's head beyond it are padding.
     """
 
     support: SupportConfig = field(default_factory=SupportConfig)
@@ -40,6 +41,7 @@ class ScoringConfig:
     passes: PassConfig = field(default_factory=PassConfig)
     kernels: Kernels = "torch"
     chunk_size: int | None = None
+    vocabulary: int | None = None
 
 
 def score_completions(
@@ -121,4 +123,5 @@ def stored_layout(support: SupportConfig, dtype: torch.dtype) -> list[tuple[str,
 
 def _teacher_head(teacher: Teacher, model: nn.Module, config: ScoringConfig, batch: CompletionBatch) -> LMHead:
     head = lm_head(teacher.unwrapped(model), config.temperature, config.kernels)
-    return head.gathered().detached().on(batch.ids.device)
+    head = head.gathered().detached().on(batch.ids.device)
+    return head if config.vocabulary is None else head.first(config.vocabulary)

@@ -126,12 +126,34 @@ def sharded_copy(model: PreTrainedModel, accelerator: Accelerator, *, precise: b
     """
     if is_zero3(accelerator):
         return _zero3_copy(model, accelerator, precise)
-    copied = frozen_copy(model, precise=precise)
-    if accelerator.distributed_type == "FSDP":  # by layer, as the model; TRL's function gathers the whole copy
-        return fsdp2_prepare_model(accelerator, copied)
+    return place_frozen(frozen_copy(model, precise=precise), accelerator)
+
+
+def place_frozen(model: PreTrainedModel, accelerator: Accelerator) -> nn.Module:
+    """Place or shard a model without gradients as the accelerator will do with the policy.
+
+    Args:
+        model: a causal LM that is not wrapped yet; ZeRO-3 has partitioned it during loading.
+        accelerator: the trainer's accelerator.
+    """
+    if accelerator.distributed_type == "FSDP":  # by layer, as the policy; TRL's function gathers the whole model
+        return fsdp2_prepare_model(accelerator, model)
+    if is_zero3(accelerator):
+        return _zero3_engine(model, accelerator, is_precise=model.dtype == torch.float32)
     if accelerator.distributed_type == "DEEPSPEED":  # stages 1 and 2 shard only optimizer states and gradients
-        return copied.to(accelerator.device)
-    return accelerator.prepare_model(copied, evaluation_mode=True)
+        return model.to(accelerator.device)
+    return accelerator.prepare_model(model, evaluation_mode=True)
+
+
+def _zero3_config(accelerator: Accelerator, is_precise: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration, without its precision where the model keeps fp32."""
+    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    return {name: value for name, value in config.items() if not (is_precise and name in ("bf16", "fp16"))}
+
+
+def _zero3_engine(model: PreTrainedModel, accelerator: Accelerator, is_precise: bool) -> nn.Module:
+    plugin = SimpleNamespace(deepspeed_config=_zero3_config(accelerator, is_precise))
+    return prepare_deepspeed(model, SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
 
 
 def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool) -> nn.Module:
@@ -140,9 +162,7 @@ def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool)
     from transformers.initialization import no_init_weights
     from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
-    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
-    if precise:
-        config = {name: value for name, value in config.items() if name not in ("bf16", "fp16")}
+    config = _zero3_config(accelerator, precise)
     with no_init_weights(), prevent_arange_dtype_change(), deepspeed.zero.Init(config_dict_or_path=config):
         copied = type(model)(copy.deepcopy(model.config))
     copied.requires_grad_(False)
@@ -155,5 +175,4 @@ def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool)
                 parameter.copy_(named[name])
         for name, buffer in copied.named_buffers():  # not partitioned; some route tokens to experts
             buffer.copy_(buffers[name])
-    plugin = SimpleNamespace(deepspeed_config=config)
-    return prepare_deepspeed(copied, SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
+    return _zero3_engine(copied, accelerator, precise)

@@ -20,7 +20,9 @@ from credit_trl.loss.blocks import accumulation_dtype
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.projection import project
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
-from credit_trl.teacher.models import eval_mode
+from credit_trl.teacher.external import ModelTeacher
+from credit_trl.teacher.models import Teacher, eval_mode
+from credit_trl.teacher.passes import check_packing
 from credit_trl.teacher.sharding import full_shape
 
 
@@ -115,6 +117,19 @@ def _check_padding(model: nn.Module, accelerator: Accelerator) -> None:
             "trained on another distribution than the one it samples from. Use a model with rotary or relative "
             "positions, or TRL's `GRPOTrainer`."
         )
+
+
+def check_teacher(args: CreditConfig, teacher: Teacher, accelerator: Accelerator) -> None:
+    """Check the model that scores: the logits of an external one, and whether packed passes are correct for it.
+
+    Raises:
+        ValueError: see `check_logits` and `teacher.passes.check_packing`.
+    """
+    model = teacher.model if isinstance(teacher, ModelTeacher) else teacher.student
+    if isinstance(teacher, ModelTeacher):
+        check_logits(teacher.unwrapped(model), accelerator)
+    if args.scoring_packed:
+        check_packing(model)
 
 
 @contextmanager
@@ -218,6 +233,11 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             feature = (getattr(dataset, "features", None) or {}).get("privileged_context")
             if feature is not None and getattr(feature, "dtype", None) not in ("string", "large_string", "null"):
                 raise ValueError(f"`{name}` column `privileged_context` must hold text, but holds {feature}.")
+    if args.dynamic_sampling_rounds and not isinstance(train_dataset, Dataset):
+        raise ValueError(
+            "`dynamic_sampling_rounds` draws prompts by row, which needs a `datasets.Dataset` for training. Set it to "
+            "0, or load the dataset without streaming."
+        )
     contrasts = args.distillation_weight > 0.0 and args.contrasts
     has_rows = isinstance(train_dataset, Dataset) and "prompt" in train_dataset.column_names
     if contrasts and args.contrastive_source == "dataset" and not has_rows:

@@ -1,4 +1,4 @@
-"""Check of TRL's version and of the private names that this package overrides and reads.
+"""Check of TRL's version and of the private names that this package overrides, calls and reads.
 
 A minor version of TRL may rename or change a private method, which would silently disable the override. The check runs
 when the trainer is imported: a difference is an error, an untested minor version without a difference a warning.
@@ -11,11 +11,16 @@ import inspect
 import warnings
 from functools import cache
 from importlib.metadata import version
+from typing import Any
 
+import torch
+from jaxtyping import Float
 from packaging.version import Version
+from torch import Tensor
 from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import RepeatSampler
 
 TESTED_TRL = ("1.15", "1.16")
@@ -59,7 +64,7 @@ HOOKS = {
 # Class of TRL -> attributes that this package reads or sets.
 ATTRIBUTES = {
     GRPOTrainer: tuple(
-        "_batch_environments _buffered_inputs _dist _env_tools _is_vlm _last_loaded_step _metrics _signature_columns "
+        "_batch_environments _buffered_inputs _dist _env_tools _get_per_token_logps_and_entropies _is_vlm _last_loaded_step _metrics _signature_columns "
         "_step _tokenizer accelerator args aux_loss_enabled chat_template chat_template_kwargs control "
         "current_gradient_accumulation_steps environment_factories environments eos_token_ids eval_dataset loss_type "
         "max_completion_length model model_wrapped num_generations num_generations_eval num_iterations "
@@ -136,3 +141,27 @@ def _warn_untested(installed: str) -> None:
         f'TRL={installed}` in a checkout, or install a tested version: pip install "trl=={TESTED_TRL[-1]}.*".'
     )
     warnings.warn_explicit(message, UserWarning, "credit_trl", 0)  # no source line in the output
+
+
+@torch.no_grad()
+def sampled_logps(trainer: GRPOTrainer, batch: dict[str, Any]) -> Float[Tensor, "B T"]:
+    """Log-probabilities of the sampled tokens under the policy that sampled them, as TRL computes them.
+
+    Args:
+        trainer: the trainer, before the policy moves.
+        batch: its generation batch; `old_per_token_logps` is returned where TRL has computed it.
+    """
+    if "old_per_token_logps" in batch:
+        return batch["old_per_token_logps"]
+    train, args = trainer.model.training, trainer.args
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
+        logps, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            ids,
+            mask,
+            batch["completion_ids"].shape[1],
+            batch_size=args.per_device_train_batch_size if train else args.per_device_eval_batch_size,
+        )
+    return logps

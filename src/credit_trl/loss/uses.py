@@ -1,0 +1,193 @@
+"""Uses of the credit: distil it, modulate GRPO's advantage with it, or route failures to it.
+
+Each use decides three things: the samples that the teacher scores (`route_contexts`), tensors of the generation batch
+that it replaces (`use_credit`), and the coefficients of the two losses (`UseConfig.shares`). The formulas are in
+`objective`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from credit_trl import objective
+from credit_trl.config import CreditConfig
+from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.loss.scores import SupportConfig
+from credit_trl.rollout.batch import GenerationBatch, is_successful
+
+
+@dataclass(frozen=True)
+class UseConfig:
+    """How the credit enters the update.
+
+    Args:
+        use: `"distill"`, `"modulate"` or `"route"`.
+        weight: credit that forms the weight of a token, or None.
+        form: see `objective.ratio_weights` and `objective.residual_weights`.
+        clip: ε of the form.
+        temperature: τ.
+        normalizes: whether the weights of a sample have mean 1.
+        share: w: `(1 − w) · GRPO + w · distillation`; the share of the weights for `"modulate"`; the coefficient of
+            the distillation loss for `"route"`.
+        threshold: lowest reward of a success.
+    """
+
+    use: Literal["distill", "modulate", "route"] = "distill"
+    weight: Literal["delta_v", "s", "entropy"] | None = None
+    form: objective.WeightForm = "ratio"
+    clip: float = 0.2
+    temperature: float = 1.0
+    normalizes: bool = True
+    share: float = 1.0
+    threshold: float = 1.0
+
+    @classmethod
+    def of(cls, config: CreditConfig) -> UseConfig:
+        return cls(
+            config.credit_use,
+            config.token_weight,
+            config.credit_weight_form,
+            config.credit_weight_clip,
+            config.credit_weight_temperature,
+            config.credit_weight_norm,
+            config.distillation_weight,
+            config.success_reward_threshold,
+        )
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Coefficients of GRPO's loss and of the distillation loss."""
+        if self.use == "modulate":
+            return 1.0, 0.0
+        return (1.0 if self.use == "route" else 1.0 - self.share), self.share
+
+    def support(self, configured: SupportConfig) -> SupportConfig:
+        """Support of the scores; weights need the sampled token only."""
+        return SupportConfig("sampled") if self.use == "modulate" else configured
+
+
+def route_contexts(
+    contexts: Sequence[TokenContexts], batch: GenerationBatch, config: UseConfig
+) -> list[TokenContexts]:
+    """Contexts of the samples that are distilled; with `"route"` successes have none, so that no pass scores them."""
+    if config.use != "route":
+        return list(contexts)
+    successes = torch.tensor(is_successful([batch.rewards[i] for i in batch.indices], config.threshold))
+    keeps = objective.routed(successes, torch.tensor([c.teacher is not None for c in contexts]))
+    return [c if kept else replace(c, teacher=None, contrasts=[]) for c, kept in zip(contexts, keeps, strict=True)]
+
+
+def silent_groups(batch: GenerationBatch, has_teacher: Sequence[bool], config: UseConfig) -> list[int]:
+    """Indices of the local groups without any signal.
+
+    A group has a signal where GRPO's loss is used and its rewards differ, or where a sample that would be distilled
+    has a teacher.
+
+    Args:
+        batch: the generation batch, with whole groups on each process.
+        has_teacher: local.
+        config: the use.
+    """
+    policy, distillation = config.shares
+    rewards = [batch.rewards[i] for i in batch.indices]
+    is_distilled = [not ok or config.use != "route" for ok in is_successful(rewards, config.threshold)]
+    silent = []
+    for start in range(0, len(rewards), batch.group_size):
+        group = range(start, start + batch.group_size)
+        differ = len({rewards[i] for i in group if not math.isnan(rewards[i])}) > 1
+        teaches = any(has_teacher[i] and is_distilled[i] for i in group)
+        if not ((policy > 0.0 and differ) or (distillation > 0.0 and teaches)):
+            silent.append(start // batch.group_size)
+    return silent
+
+
+def use_credit(
+    batch: dict[str, Tensor],
+    mask: Bool[Tensor, "B T"],
+    policy_logps: Callable[[], Float[Tensor, "B T"]],
+    reduce: Callable[[Tensor], Tensor],
+    config: UseConfig,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Tensors of the generation batch that a use replaces, and its metrics. Every process must call it.
+
+    Args:
+        batch: TRL's generation batch with `teacher_mask`, `contrast_mask` and the stored scores.
+        mask: True on the policy's own tokens.
+        policy_logps: log-probabilities of the sampled tokens under the policy that sampled them.
+        reduce: sums a vector over processes.
+        config: the use.
+
+    Returns:
+        `advantages` (B, T) for `"modulate"`; for `"route"` `advantages` (B,), 0 for distilled samples, and
+        `credit_weights` (B, T) where tokens are weighted.
+    """
+    if config.use == "modulate":
+        return _modulate(batch, mask, policy_logps, reduce, config)
+    if config.use == "route":
+        return _route(batch, mask, reduce, config)
+    return {}, {}
+
+
+def _modulate(
+    batch: dict[str, Tensor],
+    mask: Bool[Tensor, "B T"],
+    policy_logps: Callable[[], Float[Tensor, "B T"]],
+    reduce: Callable[[Tensor], Tensor],
+    config: UseConfig,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """GRPO's advantages times the weights of `config`; samples without the credit keep theirs."""
+    advantages, f = batch["advantages"], batch["teacher_token_logps"]
+    if config.weight == "s":
+        credit, scored = f - batch["generic_token_logps"], batch["teacher_mask"] & batch["contrast_mask"]
+    else:
+        credit, scored = f - policy_logps().to(f.dtype), batch["teacher_mask"]
+    scored = mask & scored[:, None]
+    credit = credit.masked_fill(~scored, 0.0)
+    form = objective.ratio_weights if config.form == "ratio" else objective.residual_weights
+    weights = form(credit, advantages.to(f.dtype), config.clip, config.temperature)
+    if config.normalizes:
+        weights = objective.normalize_weights(weights, scored)
+    weights = weights.masked_fill(~scored, 1.0)
+    changed = objective.modulated_advantages(advantages, weights.to(advantages.dtype), config.share)
+    moments = _moments(reduce, scored, credit, weights)
+    return {"advantages": changed}, {
+        f"credit/{config.weight}_mean": moments[0][0],
+        "credit/token_weight_std": moments[1][1],
+    }
+
+
+def _route(
+    batch: dict[str, Tensor], mask: Bool[Tensor, "B T"], reduce: Callable[[Tensor], Tensor], config: UseConfig
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Advantages of the samples that GRPO keeps, and the weights of the distilled tokens."""
+    is_routed = batch["teacher_mask"]
+    count, total = reduce(torch.tensor([is_routed.sum(), len(is_routed)], dtype=torch.float32)).tolist()
+    replaced = {"advantages": batch["advantages"].masked_fill(is_routed, 0.0)}
+    metrics = {"credit/frac_routed": count / total}
+    if config.weight == "entropy":
+        scored = mask & is_routed[:, None]
+        weights = objective.entropy_weights(batch["teacher_entropy"], config.temperature)
+        ((mean, _),) = _moments(reduce, scored, weights)
+        replaced["credit_weights"] = (weights / mean if mean > 0.0 else weights).masked_fill(~scored, 1.0)
+        metrics["credit/token_weight_std"] = _moments(reduce, scored, replaced["credit_weights"])[0][1]
+    return replaced, metrics
+
+
+def _moments(
+    reduce: Callable[[Tensor], Tensor], mask: Bool[Tensor, "B T"], *values: Float[Tensor, "B T"]
+) -> list[tuple[float, float]]:
+    """Mean and standard deviation of each of `values` over the masked tokens of all processes; NaN without tokens."""
+    picked = [x[mask].to(torch.float32) for x in values]
+    sums = [torch.stack([x.sum(), x.pow(2).sum()]) for x in picked]
+    *totals, count = reduce(torch.cat([*sums, mask.sum().to(torch.float32)[None]])).tolist()
+    if not count:
+        return [(torch.nan, torch.nan)] * len(values)
+    pairs = zip(totals[::2], totals[1::2], strict=True)
+    return [(total / count, max(square / count - (total / count) ** 2, 0.0) ** 0.5) for total, square in pairs]

@@ -1,0 +1,197 @@
+"""Another model as the teacher, with its own dtype, quantisation and adapter."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from credit_trl.config import CreditConfig
+from credit_trl.teacher.models import Teacher, make_teacher
+from credit_trl.teacher.sharding import full_shape, place_frozen, reshard
+
+SOURCE_FILE = "teacher.json"
+
+
+@dataclass(frozen=True)
+class TeacherSource:
+    """Where the weights of an external teacher come from.
+
+    Args:
+        name: name on the hub, or path.
+        revision: branch, tag or commit; None for the default branch.
+        adapter: PEFT adapter, or None.
+        init_kwargs: keyword arguments of `from_pretrained`.
+        trust_remote_code: whether the repository's own code may run.
+    """
+
+    name: str
+    revision: str | None = None
+    adapter: str | None = None
+    init_kwargs: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, config: CreditConfig) -> TeacherSource:
+        return cls(
+            config.teacher_model_name_or_path,
+            config.teacher_model_revision,
+            config.teacher_adapter_name_or_path,
+            dict(config.teacher_model_init_kwargs or {}),
+            config.trust_remote_code,
+        )
+
+    def load(self, accelerator: Accelerator) -> PreTrainedModel:
+        """Load the model in the dtype of its files, unless `init_kwargs` has another, without gradients."""
+        options = {"dtype": "auto", "trust_remote_code": self.trust_remote_code, **self.init_kwargs}
+        if "quantization_config" in options:  # quantised weights cannot be moved between devices
+            options.setdefault("device_map", {"": accelerator.device})
+        model = AutoModelForCausalLM.from_pretrained(self.name, revision=self.revision, **options)
+        if self.adapter is not None:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, self.adapter)
+        return model.requires_grad_(False)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer beside the weights."""
+        return AutoTokenizer.from_pretrained(
+            self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
+
+
+class ModelTeacher(Teacher):
+    """Teacher with weights of its own that never change.
+
+    It computes in its own dtype; under FSDP2 and DeepSpeed in that of the run's configuration. A checkpoint stores
+    where the weights come from.
+
+    Args:
+        student: the unwrapped policy.
+        accelerator: places or shards the model in the same way as the policy.
+        source: where the weights come from.
+        offload: keep the model in main memory between scoring phases.
+    """
+
+    def __init__(
+        self, student: nn.Module, accelerator: Accelerator, source: TeacherSource, offload: bool = False
+    ) -> None:
+        super().__init__(student, accelerator)
+        self.source, self.offload = source, offload
+        model = source.load(accelerator)
+        self.commit = getattr(model.config, "_commit_hash", None)
+        self.model = model.to("cpu") if offload else place_frozen(model, accelerator)
+        self.model.eval()  # not chained: DeepSpeed's `eval` returns None
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        if self.offload:
+            self.model.to(self.accelerator.device)
+        try:
+            yield self.model
+        finally:
+            reshard(self.model)
+            if self.offload:
+                self.model.to("cpu")
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return torch.autocast(self.accelerator.device.type, enabled=False)
+
+    def drift(self) -> float:
+        """NaN: the parameters of another model have no counterpart in the policy."""
+        return math.nan
+
+    def save(self, directory: str | Path) -> None:
+        if self.accelerator.is_main_process:
+            (Path(directory) / SOURCE_FILE).write_text(json.dumps(self._identity()))
+
+    def load(self, directory: str | Path) -> None:
+        path = Path(directory) / SOURCE_FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"The checkpoint {directory} has no {SOURCE_FILE}: its run had another `teacher_model_kind`. Resume "
+                "with that, or start a new run from its weights."
+            )
+        saved, own = json.loads(path.read_text()), self._identity()
+        for name in own.keys() & saved.keys():
+            if saved[name] != own[name] and (name != "commit" or None not in (saved[name], own[name])):
+                raise ValueError(
+                    f"{path} was saved with the teacher's {name} {saved[name]!r}, and this run has {own[name]!r}. "
+                    "Resume with the checkpoint's `teacher_model_name_or_path` and `teacher_model_revision`."
+                )
+
+    def _identity(self) -> dict[str, Any]:
+        identity = {name: asdict(self.source)[name] for name in ("name", "revision", "adapter")}
+        return identity | {"commit": self.commit}
+
+
+def build_teacher(
+    config: CreditConfig, student: nn.Module, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase
+) -> Teacher:
+    """The teacher of a configuration, before the policy is wrapped for distributed training.
+
+    Raises:
+        ValueError: see `make_teacher` and `check_same_vocabulary`.
+    """
+    kind, offload = config.teacher_model_kind, config.teacher_offload
+    if kind != "model":
+        return make_teacher(kind, student, accelerator, offload)
+    if offload and accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
+        raise ValueError(
+            "`teacher_offload=True` needs an unsharded teacher, and FSDP and DeepSpeed shard it (use their "
+            "configuration to offload it). Set `teacher_offload=False`."
+        )
+    source = TeacherSource.of(config)
+    check_same_vocabulary(tokenizer, _tokenizer_of(source), source.name)
+    teacher = ModelTeacher(student, accelerator, source, offload)
+    own, others = (
+        full_shape(m.get_output_embeddings().weight)[0] for m in (student, teacher.unwrapped(teacher.model))
+    )
+    if others < own:
+        raise ValueError(
+            f"The teacher {source.name!r} has {others} rows in its output embeddings, fewer than the policy's {own}. "
+            "Use a teacher with at least the policy's vocabulary."
+        )
+    return teacher
+
+
+def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:
+    """Check that two tokenizers give every id the same token.
+
+    Args:
+        own: tokenizer of the policy.
+        other: tokenizer of the teacher.
+        name: the teacher, for the message.
+
+    Raises:
+        ValueError: they differ; the message has the first differing id.
+    """
+    ours, theirs = ({i: token for token, i in one.get_vocab().items()} for one in (own, other))
+    differing = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
+    if differing:
+        first = min(differing)
+        raise ValueError(
+            f"The teacher {name!r} has another vocabulary than the policy: the first differing id is {first}, "
+            f"{ours.get(first)!r} for the policy and {theirs.get(first)!r} for the teacher ({len(differing)} of "
+            f"{len(ours)} ids differ). Use a teacher with the policy's tokenizer, or TRL's GOLD, which distils across "
+            "tokenizers."
+        )
+
+
+def _tokenizer_of(source: TeacherSource) -> PreTrainedTokenizerBase:
+    try:
+        return source.tokenizer()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"The teacher {source.name!r} has no tokenizer that loads ({error}), so its vocabulary cannot be compared "
+            "with the policy's. Save the tokenizer beside its weights."
+        ) from error

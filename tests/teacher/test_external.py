@@ -1,0 +1,172 @@
+"""Another model as the teacher: TRL's on-policy distillation, its own dtype, adapter and vocabulary, resuming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from trl import DistillationConfig, DistillationTrainer
+
+from credit_trl import CreditTrainer
+from test_trainer_parity import assert_close, loss_and_gradients, prepared
+from tiny import length_verdicts
+
+
+@pytest.fixture
+def save_teacher(make_model, tokenizer, tmp_path):
+    def save(name="teacher", tokens=tokenizer, **options):
+        path = tmp_path / name
+        make_model(**{"seed": 5, "hidden_size": 48, **options}).save_pretrained(path)
+        tokens.save_pretrained(path)
+        return str(path)
+
+    return save
+
+
+@pytest.fixture
+def make_trainer(make_model, make_config, tokenizer, dataset):
+    def make(path, model=None, **options):
+        config = make_config(teacher_model_kind="model", teacher_model_name_or_path=path, **options)
+        model = make_model() if model is None else model
+        return CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
+
+    return make
+
+
+PLAIN = {"teacher_prompt": "student", "contrastive_coef": 0.0}
+
+
+@pytest.mark.parametrize(
+    "support", ["full", *(pytest.param(s, marks=pytest.mark.slow) for s in ("teacher_topk", "student_topk"))]
+)
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_plain_distillation_equals_trls(
+    make_trainer, make_model, save_teacher, tokenizer, dataset, tmp_path, alpha, support
+):
+    path = save_teacher()
+    options = {"distillation_support": support, "distillation_topk": 20 if support == "full" else len(tokenizer)}
+    ours = make_trainer(path, distillation_alpha=alpha, temperature=0.8, **options, **PLAIN)
+    config = DistillationConfig(
+        output_dir=str(tmp_path / "theirs"),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        gradient_checkpointing=False,
+        beta=alpha,
+        temperature=0.8,
+        teacher_model_init_kwargs={"dtype": "float32"},
+    )
+    theirs = DistillationTrainer(
+        make_model(), path, config, dataset.select_columns("prompt"), processing_class=tokenizer
+    )
+    theirs.model.train()
+    inputs = prepared(ours)
+    assert_close(loss_and_gradients(ours, inputs), loss_and_gradients(theirs, inputs), 1e-5, 1e-7)
+
+
+def test_the_students_prompt_is_read_token_for_token(make_trainer, save_teacher):
+    trainer = make_trainer(save_teacher(), distillation_support="full", **PLAIN)
+    inputs = prepared(trainer)
+    assert inputs["teacher_mask"].all()
+    for i, length in enumerate(inputs["context_lengths"][:, 0]):
+        own = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()]
+        assert torch.equal(inputs["context_ids"][i, 0, :length], own)
+
+
+def test_a_plain_text_prompt_is_read_token_for_token(make_model, make_config, tokenizer, dataset, save_teacher):
+    rows = dataset.map(lambda row: {"prompt": row["prompt"][-1]["content"]})
+    config = make_config(
+        teacher_model_kind="model",
+        teacher_model_name_or_path=save_teacher(),
+        distillation_support="full",
+        **PLAIN,
+    )
+    verifier = lambda completions, **kwargs: [0.0] * len(completions)  # noqa: E731
+    trainer = CreditTrainer(make_model(), verifier, config, rows, processing_class=tokenizer)
+    inputs = prepared(trainer)
+    for i, length in enumerate(inputs["context_lengths"][:, 0]):
+        own = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()]
+        assert torch.equal(inputs["context_ids"][i, 0, :length], own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [PLAIN, {}, {"credit_use": "modulate"}, {"credit_use": "route"}])
+@pytest.mark.parametrize("offload", [False, True])
+def test_every_use_trains_and_leaves_the_teacher_as_it_was(make_trainer, save_teacher, options, offload):
+    trainer = make_trainer(save_teacher(dtype=torch.bfloat16), teacher_offload=offload, **options)
+    before = {name: p.clone() for name, p in trainer.teacher.model.named_parameters()}
+    trainer.train()
+    assert all(torch.equal(p, before[n]) for n, p in trainer.teacher.model.named_parameters())
+    assert {p.dtype for p in trainer.teacher.model.parameters()} == {torch.bfloat16}
+    assert not any("credit/teacher_drift" in row for row in trainer.state.log_history)
+
+
+def test_init_kwargs_set_the_dtype(make_trainer, save_teacher):
+    trainer = make_trainer(save_teacher(), teacher_model_init_kwargs={"dtype": "bfloat16"}, **PLAIN)
+    assert trainer.teacher.model.dtype == torch.bfloat16
+
+
+def test_an_adapter_of_the_teacher_changes_its_scores(make_trainer, make_model, save_teacher, tmp_path):
+    path = save_teacher()
+    adapted = get_peft_model(
+        make_model(seed=5, hidden_size=48), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    plain, other = (
+        make_trainer(path, teacher_adapter_name_or_path=a, **PLAIN) for a in (None, str(tmp_path / "adapter"))
+    )
+    scores = [prepared(t)["teacher_token_logps"] for t in (plain, other)]
+    assert not torch.allclose(*scores)
+    assert not any(p.requires_grad for p in other.teacher.model.parameters())
+
+
+def test_padded_rows_of_a_larger_head_get_no_probability(make_trainer, save_teacher, tokenizer):
+    trainer = make_trainer(save_teacher(vocab_size=len(tokenizer) + 5), distillation_support="full", **PLAIN)
+    inputs = prepared(trainer)
+    assert torch.isfinite(loss_and_gradients(trainer, inputs)[0])
+
+
+def test_a_smaller_head_is_refused(make_trainer, make_model, save_teacher, tokenizer):
+    path = save_teacher()
+    with pytest.raises(
+        ValueError, match=rf"has {len(tokenizer)} rows .* fewer than the policy's {len(tokenizer) + 3}"
+    ):
+        make_trainer(path, model=make_model(vocab_size=len(tokenizer) + 3), **PLAIN)
+
+
+def test_another_vocabulary_is_an_error_with_the_first_differing_id(make_trainer, save_teacher, tmp_path):
+    path = Path(save_teacher()) / "tokenizer.json"
+    saved = json.loads(path.read_text())
+    vocab = saved["model"]["vocab"]
+    vocab["B"], vocab["C"] = vocab["C"], vocab["B"]
+    path.write_text(json.dumps(saved))
+    first = min(vocab["B"], vocab["C"])
+    with pytest.raises(ValueError, match=rf"first differing id is {first}, 'B' for the policy and 'C'.*2 of .*GOLD"):
+        make_trainer(str(path.parent), **PLAIN)
+
+
+def test_a_teacher_whose_tokenizer_does_not_load_is_an_error(make_trainer, save_teacher):
+    path = save_teacher()
+    (Path(path) / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="Save the tokenizer beside its weights"):
+        make_trainer(path, **PLAIN)
+
+
+@pytest.mark.slow
+def test_resuming_checks_the_name_and_stores_no_weights(make_trainer, save_teacher, tmp_path):
+    path = save_teacher()
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, **PLAIN}
+    whole = make_trainer(path, **options)
+    whole.train()
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    assert (checkpoint / "teacher.json").is_file()
+    assert not (checkpoint / "teacher.safetensors").exists()
+    resumed = make_trainer(path, **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+    other = make_trainer(save_teacher("other", seed=6), **options)
+    with pytest.raises(ValueError, match=r"saved with the teacher's name .* Resume with the checkpoint's"):
+        other.train(resume_from_checkpoint=str(checkpoint))
