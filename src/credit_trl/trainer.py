@@ -275,8 +275,7 @@ class CreditTrainer(ResumableTrainer):
             checks.check_no_images(inputs)
         rollouts = self._rollouts(inputs)
         if self.model.training and self.args.dynamic_sampling_rounds:
-            rollouts, counts = redraw(self, rollouts)
-            self._log_values(counts)
+            rollouts = redraw(self, rollouts)
         output, self._generation_batch = rollouts.output, rollouts.batch
         metrics = self._metrics[self._mode]
         self.alarms.check_engine(metrics)
@@ -289,13 +288,7 @@ class CreditTrainer(ResumableTrainer):
                 contexts = route_contexts(contexts, self._generation_batch, self.use)
                 output["success_weights"] = self._success_weights(self._generation_batch, contexts)
             with self.clock.stage("scores"):
-                mask = loss_mask(output)
-                completions = CompletionBatch(output["completion_ids"], output["completion_mask"], mask)
-                output.update(self.distillation.score(contexts, completions))
-                logps = partial(sampled_logps, self, output)
-                replaced, use_metrics = use_credit(output, mask, logps, self._sum_over_processes, self.use)
-                output.update(replaced)
-                self._log_values(use_metrics)
+                output.update(self._score(output, contexts))
         return output
 
     # ------------------------------------------------------------------ contexts, teacher

@@ -60,10 +60,10 @@ class Redraws:
         return self.rows[int(rng.integers(len(self.rows)))]
 
 
-def redraw(trainer: Any, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]]:
+def redraw(trainer: Any, rollouts: Rollouts) -> Rollouts:
     """`replace_silent_groups` for a `CreditTrainer`. Every process must call it.
 
-    Metrics besides the returned counts stay those of the first rollouts: the rewards of redrawn groups are selected.
+    Logs the counts; other metrics stay those of the first rollouts: the rewards of redrawn groups are selected.
     """
     args, decode = trainer.args, trainer._decode
 
@@ -87,7 +87,8 @@ def redraw(trainer: Any, rollouts: Rollouts) -> tuple[Rollouts, dict[str, float]
     metrics.update(kept)
     if rollouts.environments:
         trainer._batch_environments = rollouts.environments
-    return rollouts, counts
+    trainer._log_values(counts)
+    return rollouts
 
 
 def replace_silent_groups(
