@@ -25,7 +25,6 @@ from credit_trl.contexts.privileged import ignored_feedback
 from credit_trl.contexts.prompts import Render, chat_renderer
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, longest_sequence
 from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss, loss_dtype
-from credit_trl.loss.scores import SupportConfig
 from credit_trl.loss.scoring import ScoringConfig
 from credit_trl.loss.terms import LossConfig
 from credit_trl.loss.uses import UseConfig, route_contexts, use_credit
@@ -159,7 +158,7 @@ class CreditTrainer(ResumableTrainer):
         args = self.args
         checks.check_machine(args, self.model, self.accelerator)
         vocabulary = checks.check_vocabulary(args, self.model)
-        support = self.use.support(self._support(vocabulary))
+        support = self.use.support(args, vocabulary)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         checks.check_model(self.model, self.accelerator)
         checks.check_teacher(args, self.teacher, self.accelerator)
@@ -190,16 +189,6 @@ class CreditTrainer(ResumableTrainer):
         if args.contrastive_coef == "auto":
             self.adaptive_coef = make_adaptive(args)
             self.add_callback(CoefficientUpdate(self.adaptive_coef))
-
-    def _support(self, vocabulary: int) -> SupportConfig:
-        """Tokens that carry the loss; a top-K support of the whole vocabulary is `"full"`."""
-        config = SupportConfig(
-            self.args.distillation_support, self.args.distillation_topk, self.args.distillation_tail
-        )
-        is_whole = (
-            config.is_topk and config.topk == vocabulary and self.use.weight is None
-        )  # weights need stored scores
-        return SupportConfig("full") if is_whole else config
 
     @property
     def contrastive_coef(self) -> float:

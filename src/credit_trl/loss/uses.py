@@ -68,9 +68,20 @@ class UseConfig:
             return 1.0, 0.0
         return (1.0 if self.use == "route" else 1.0 - self.share), self.share
 
-    def support(self, configured: SupportConfig) -> SupportConfig:
-        """Support of the scores; weights need the sampled token only."""
-        return SupportConfig("sampled") if self.use == "modulate" else configured
+    def support(self, config: CreditConfig, vocabulary: int) -> SupportConfig:
+        """Tokens that carry the loss; weights of `"modulate"` need the sampled token only.
+
+        A top-K support of the whole vocabulary is `"full"`, except where weights need stored scores.
+
+        Args:
+            config: the configured support.
+            vocabulary: V.
+        """
+        if self.use == "modulate":
+            return SupportConfig("sampled")
+        chosen = SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail)
+        is_whole = chosen.is_topk and chosen.topk == vocabulary and self.weight is None
+        return SupportConfig("full") if is_whole else chosen
 
 
 def route_contexts(

@@ -149,7 +149,7 @@ def _merge(rollouts: Rollouts, drawn: Rollouts, silent: list[list[int]], pad_tok
         for k, group in enumerate(groups):
             start, new = process * len(batch.prompts) + group * size, (process * most + k) * size
             rewards[start : start + size] = drawn.batch.rewards[new : new + size]
-    lists = ("rows", "prompts", "completion_ids", "verdict_feedback", "turn_feedback")
+    lists = tuple("rows prompts completion_ids verdict_feedback turn_feedback turn_starts corrected".split())
     replaced = {name: _pick(getattr(batch, name), getattr(drawn.batch, name), source) for name in lists}
     output = {
         name: _pick_rows(name, values, drawn.output[name], source, pad_token_id)

@@ -65,8 +65,8 @@ HOOKS = {
 ATTRIBUTES = {
     GRPOTrainer: tuple(
         "_batch_environments _buffered_inputs _dist _env_tools _get_per_token_logps_and_entropies _is_vlm "
-        "_last_loaded_step _metrics _signature_columns "
-        "_step _tokenizer accelerator args aux_loss_enabled chat_template chat_template_kwargs control "
+        "_last_loaded_step _metrics _signature_columns _step "
+        "_tokenize_prompts _tokenizer accelerator args aux_loss_enabled chat_template chat_template_kwargs control "
         "current_gradient_accumulation_steps environment_factories environments eos_token_ids eval_dataset loss_type "
         "max_completion_length model model_wrapped num_generations num_generations_eval num_iterations "
         "processing_class reward_funcs reward_weights router_aux_loss_coef shuffle_dataset state temperature tools "
