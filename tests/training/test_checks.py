@@ -60,6 +60,12 @@ def test_missing_reward_function_column_is_refused(build, dataset):
 
 
 @pytest.mark.usefixtures("no_rollout")
+def test_dropping_a_reward_functions_column_is_refused(build):
+    with pytest.raises(ValueError, match=r"`remove_unused_columns=True` drops the column `answer`.*Set it to False"):
+        build(remove_unused_columns=True)
+
+
+@pytest.mark.usefixtures("no_rollout")
 def test_too_few_rows_for_generation_batch_are_refused(build, dataset):
     assert len(dataset) == 12
     trainer = build(per_device_train_batch_size=8, gradient_accumulation_steps=8)  # 64 rollouts of 16 prompts

@@ -358,15 +358,20 @@ def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:
 _PASSED = frozenset(
     "prompts completions completion_ids trainer_state log_extra log_metric environments truncated".split()
 )
+# Columns that `remove_unused_columns` keeps.
+_KEPT = frozenset("prompt image images privileged_context task".split())
 
 
-def check_reward_columns(reward_funcs: Any, datasets: dict[str, Any], rollout_func: Callable[..., Any] | None) -> None:
-    """Check that each required parameter of a reward function is a column of each dataset.
+def check_reward_columns(
+    reward_funcs: Any, datasets: dict[str, Any], rollout_func: Callable[..., Any] | None, remove_unused: bool
+) -> None:
+    """Check that each required parameter of a reward function is a column of each dataset that reaches it.
 
     Skipped with a `rollout_func`, because TRL also passes the fields that it returns.
 
     Raises:
-        ValueError: a column is missing. Without this check, the first call fails after a generation.
+        ValueError: a column is missing, or `remove_unused_columns` drops it. Without this check, the first call fails
+            after a generation.
     """
     if rollout_func is not None:
         return
@@ -381,6 +386,12 @@ def check_reward_columns(reward_funcs: Any, datasets: dict[str, Any], rollout_fu
                     f"Reward function `{name}` needs the column {', '.join(f'`{m}`' for m in missing)}, which "
                     f"`{dataset_name}` does not have; its columns are {', '.join(columns)}. "
                     f"{_remedy(columns, missing[0])}"
+                )
+            dropped = [name for name in _required(func) if name not in _KEPT | _PASSED]
+            if remove_unused and dropped:
+                raise ValueError(
+                    f"`remove_unused_columns=True` drops the column `{dropped[0]}`, which reward function "
+                    f"`{getattr(func, '__name__', type(func).__name__)}` needs. Set it to False, TRL's default."
                 )
 
 

@@ -1,0 +1,309 @@
+"""Every option of TRL's `GRPOConfig` at a value other than its default: GRPO's weights bit for bit at weight 0, and at
+weights 1 and 0.5 training, an error that names the fix, or a place in the documented list of options without effect.
+
+The options are read from the installed TRL, so a new one joins by itself. Its value follows from its type; one whose
+type says too little fails `test_every_option_has_a_value_or_a_reason` until it has an entry in `VALUES` or `NOT_RUN`.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import re
+import types
+import warnings
+from dataclasses import MISSING, fields
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from credit_trl import CreditConfig, CreditTrainer, Verdict
+
+ROOT = Path(__file__).parents[1]
+BASE = {
+    "use_cpu": True,
+    "bf16": False,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 4,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 6,
+    "max_steps": 2,  # of one generation batch, so that the second is off-policy
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "seed": 1,
+}
+
+# Options whose type does not say what another value is, or whose derived value is one that nothing accepts.
+VALUES: dict[str, Any] = {
+    "accelerator_config": {"even_batches": False},
+    "activation_checkpointing_kwargs": {"use_reentrant": True},
+    "cache_implementation": "static",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "dataloader_multiprocessing_context": "fork",
+    "debug": "underflow_overflow",
+    "generation_batch_size": 16,
+    "generation_kwargs": {"top_k": 3},
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "hub_model_id": "nobody/nothing",
+    "hub_revision": "other",
+    "hub_token": "none",
+    "importance_sampling_level": "sequence",
+    "include_for_metrics": ["inputs"],
+    "include_num_input_tokens_seen": "all",
+    "label_names": ["labels"],
+    "length_column_name": "size",
+    "liger_kernel_config": {"rope": False},
+    "loss_type": "grpo",
+    "lr_scheduler_kwargs": {"num_cycles": 2},
+    "metric_for_best_model": "loss",
+    "model_init_kwargs": {"dtype": "float32"},
+    "multi_objective_aggregation": "normalize_then_sum",
+    "num_generations_eval": 2,
+    "optim_args": "fused=False",
+    "optim_target_modules": ["q_proj"],
+    "project": "another",
+    "report_to": "tensorboard",
+    "resume_from_checkpoint": "latest",
+    "reward_weights": [0.5],
+    "run_name": "another",
+    "scale_rewards": "batch",
+    "torch_compile_backend": "eager",
+    "torch_compile_mode": "default",
+    "trackio_bucket_id": "nobody/nothing",
+    "trackio_space_id": "nobody/nothing",
+    "trackio_static_space_id": "nobody/nothing",
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_mode": "server",
+    "vllm_model_impl": "transformers",
+    "vllm_server_base_url": "http://127.0.0.1:1",
+    "vllm_server_host": "127.0.0.1",
+    "vllm_structured_outputs_regex": "[0-9]",
+}
+
+# Options that are not run, each with its reason.
+NOT_RUN = {
+    "deepspeed": "needs DeepSpeed and a launcher: tests/distributed/test_deepspeed.py",
+    "fsdp": "needs a launcher: tests/distributed/test_processes.py",
+    "fsdp_config": "as fsdp",
+    "local_rank": "set by the launcher",
+    "log_completions_hub_repo": "uploads to the hub",
+    "output_dir": "each run has its own",
+    "parallelism_config": "needs several processes",
+    "push_to_hub": "uploads to the hub: tests/training/test_checkpoints.py",
+    "torch_compile": "compiles for minutes at weight 0; refused above it: test_torch_compile_is_refused",
+    "torch_compile_backend": "as torch_compile, which it switches on",
+    "torch_compile_mode": "as torch_compile, which it switches on",
+    "transformers_continuous_batching_config": "runs beside use_transformers_continuous_batching",
+    "use_vllm": "needs vLLM: tests/vllm_engine",
+}
+
+# Options that act only beside others.
+BESIDE: dict[str, dict[str, Any]] = {
+    "activation_checkpointing_kwargs": {"gradient_checkpointing": True},
+    "gradient_checkpointing_kwargs": {"gradient_checkpointing": True},
+    "dataloader_persistent_workers": {"dataloader_num_workers": 1},
+    "dataloader_prefetch_factor": {"dataloader_num_workers": 1},
+    "dataloader_multiprocessing_context": {"dataloader_num_workers": 1},
+    "eval_delay": {"eval_strategy": "steps", "eval_steps": 1},
+    "eval_steps": {"eval_strategy": "steps"},
+    "load_best_model_at_end": {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "metric_for_best_model": "eval_reward",
+    },
+    "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_restarts"},
+    "log_unique_prompts": {"log_completions": True},
+    "num_completions_to_print": {"log_completions": True},
+    "sapo_temperature_neg": {"loss_type": "sapo"},
+    "sapo_temperature_pos": {"loss_type": "sapo"},
+    "use_transformers_continuous_batching": {  # without limits its cache takes most of the memory
+        "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64}
+    },
+    **{f"vespo_{name}": {"loss_type": "vespo"} for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+}
+# Options whose effect on two steps is a matter of chance.
+BY_CHANCE = {"load_best_model_at_end": "the last checkpoint may be the best"}
+FIX = re.compile(r"\b(set|lower|increase|use|install|train|give|remove|write)\b", re.IGNORECASE)
+
+
+def rewards(completions, **kwargs):
+    return [float(len(c[-1]["content"].encode()) % 3 == 0) for c in completions]
+
+
+def verdicts(completions, answer, **kwargs):
+    return [Verdict(r, f"The answer is {a}.") for r, a in zip(rewards(completions), answer, strict=True)]
+
+
+@cache
+def options() -> dict[str, Any]:
+    """Option of the installed `GRPOConfig` -> its value in the grid; `MISSING` where none can be derived."""
+    hints = get_type_hints(GRPOConfig)
+    found = {}
+    for one in fields(GRPOConfig):
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        choices = one.metadata.get("choices")
+        found[one.name] = VALUES.get(one.name, derive(hints[one.name], BASE.get(one.name, default), choices))
+    return found
+
+
+def derive(declared: Any, current: Any, choices: Any = None) -> Any:
+    """A value of a type other than the current one, or `MISSING`."""
+    if get_origin(declared) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(declared) if kind is not type(None)]
+    else:
+        kinds = [declared]
+    literals = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    members = [m.value for kind in kinds if isinstance(kind, enum.EnumMeta) for m in kind]
+    for value in [*(choices or ()), *literals, *members]:
+        if value != getattr(current, "value", current):
+            return value
+    if bool in kinds:
+        return not current
+    if float in kinds:
+        return current / 2 if current else 0.1
+    if int in kinds:
+        return 2 * current if isinstance(current, int) and current > 0 else 2
+    return MISSING
+
+
+class Trained(enum.Enum):
+    """TRL's trainer, or ours with a weight of the distillation."""
+
+    TRL = "GRPOTrainer"
+    ZERO = 0.0
+    ONE = 1.0
+    HALF = 0.5
+
+
+@pytest.fixture(scope="module")
+def train(tokenizer, tmp_path_factory):
+    """Weights after the steps of a trainer with options, or the error that refused them; each run is made once."""
+    from datasets import Dataset
+
+    from tiny import build_model
+
+    rows = Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
+            for a in range(3)
+            for b in (1, 2)
+        ]
+    )
+    gc.freeze()  # each run collects garbage, and most of the time would pass over the modules
+    done: dict[tuple[Trained, str], dict[str, torch.Tensor] | Exception] = {}
+
+    def run(which: Trained, given: dict[str, Any]) -> dict[str, torch.Tensor] | Exception:
+        key = (which, repr(sorted(given.items())))
+        if key not in done:
+            try:
+                done[key] = weights(which, given)
+            except Exception as error:
+                done[key] = error
+        return done[key]
+
+    def weights(which: Trained, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+        given = {**BASE, "output_dir": str(tmp_path_factory.mktemp("run")), **given}
+        model = build_model(tokenizer)
+        if which is Trained.TRL:
+            trainer = GRPOTrainer(model, rewards, GRPOConfig(**given), rows, rows, processing_class=tokenizer)
+        else:
+            config = CreditConfig(**given, distillation_weight=which.value)
+            trainer = CreditTrainer(model, verdicts, config, rows, rows, processing_class=tokenizer)
+        trainer.train()
+        assert trainer.state.global_step == trainer.state.max_steps
+        return {name: parameter.detach().clone() for name, parameter in trainer.model.state_dict().items()}
+
+    yield run
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def global_state():
+    """Restore what some options change in torch, in transformers and in the environment."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+            patch.setenv(name, "")
+        yield
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def without_effect() -> list[str]:
+    """Patterns of the documented options that a distillation loss ignores."""
+    page = (ROOT / "docs" / "options.md").read_text("utf-8")
+    section = page.partition("## TRL options without effect")[2].partition("\n## ")[0]
+    listed = re.search(r"have no effect and are accepted, because recipes contain them: (.*?)\.\s", section, re.DOTALL)
+    return re.findall(r"`([\w*]+)`", listed[1])
+
+
+def test_every_option_has_a_value_or_a_reason():
+    assert [name for name, value in options().items() if value is MISSING and name not in NOT_RUN] == []
+    assert sorted({*VALUES, *NOT_RUN, *BESIDE, *BY_CHANCE} - options().keys()) == []
+
+
+def test_values_differ_from_the_defaults():
+    assert derive(bool | None, None) is True
+    assert derive(Literal["a", "b"], "a") == "b"
+    assert derive(float | None, 0.2) == 0.1
+    assert derive(int, 4) == 8
+    assert derive(str, "x", ["x", "y"]) == "y"
+    assert derive(str, "x") is derive(dict[str, int] | str | None, None) is MISSING
+
+
+def test_documented_options_without_effect_exist():
+    for pattern in without_effect():
+        assert any(fnmatch(name, pattern) for name in options()), pattern
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in options() if name not in NOT_RUN])
+def test_every_option_at_each_weight(train, make_model, name):
+    start = make_model().state_dict()
+    beside = BESIDE.get(name, {})
+    given = {**beside, name: options()[name]}
+    theirs, ours = train(Trained.TRL, given), train(Trained.ZERO, given)
+    if isinstance(theirs, Exception):  # TRL refuses it
+        assert type(ours) is type(theirs), ours
+    elif isinstance(ours, Exception):
+        assert_names_the_fix(ours, name)
+    else:
+        assert equal(ours, theirs)
+    for weight in (Trained.ONE, Trained.HALF):
+        distilled = train(weight, given)
+        if isinstance(distilled, Exception):
+            if not isinstance(theirs, Exception):
+                assert_names_the_fix(distilled, *given)
+            continue
+        assert all(torch.isfinite(value).all() for value in distilled.values())
+        assert isinstance(theirs, Exception) or equal(theirs, start) or not equal(distilled, start)
+    distilled = train(Trained.ONE, given)
+    if isinstance(distilled, Exception) or isinstance(ours, Exception) or name in BY_CHANCE:
+        return
+    acts_on_grpo = not equal(ours, train(Trained.ZERO, beside))
+    acts_on_distillation = not equal(distilled, train(Trained.ONE, beside))
+    is_documented = any(fnmatch(name, pattern) for pattern in without_effect())
+    assert not (acts_on_grpo and not acts_on_distillation and not is_documented), f"{name} is ignored: document it"
+    assert not (is_documented and acts_on_distillation), f"{name} has an effect: remove it from the list"
+
+
+def assert_names_the_fix(error: Exception, *names: str) -> None:
+    assert isinstance(error, ValueError), repr(error)
+    assert any(f"`{name}" in str(error) for name in names), error
+    assert FIX.search(str(error)), error
