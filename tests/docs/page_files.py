@@ -59,6 +59,9 @@ CLOCK_TEST = CLOCK | {
 }
 FILES = {
     "questions.jsonl": QUESTIONS,
+    "conversations.jsonl": [
+        {"messages": [*row["prompt"], {"role": "assistant", "content": row["answer"]}]} for row in QUESTIONS
+    ],
     "mine.jsonl": [json.loads(block.text) for block in of_language("json")],
     "my/capitals/train.jsonl": CAPITALS,
     "data/physics.jsonl": science("Physics"),
