@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from blocks import ROOT
 from page_files import write_files
 
 from tiny import save_model
@@ -20,7 +21,8 @@ def tiny_model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def page_folder(tmp_path, monkeypatch) -> Path:
-    """Working directory with the files that the pages name."""
+    """Working directory with the files that the pages name, and the examples."""
     write_files(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path

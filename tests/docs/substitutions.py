@@ -10,6 +10,7 @@ from blocks import Command
 # Beginning of a line → why it is not run. Its script still parses the line.
 NOT_RUN = {
     "python benchmarks/update_phase.py --preset gpu": "it measures GPUs",
+    "vllm serve Qwen/Qwen3-8B --host 127.0.0.1": "it needs four GPUs; the other flags, of docs/vllm.md, run",
 }
 HUB_ROWS = "data/sciknoweval"  # synthetic rows
 OPTIONS = {
@@ -30,7 +31,6 @@ OPTIONS = {
         "the problems are on the hub: the eight of the package, four per batch",
     ),
     "transformers": ("--use_vllm false", "vLLM needs an environment of its own: tests/vllm_engine runs it"),
-    "attention": ("--attn_implementation sdpa", "flash attention is for GPUs"),
     "processes": ("--num_processes 2", "two CPU processes in place of the file's eight GPUs"),
     "whole": ("--load_in_4bit false", "without bitsandbytes; `make test-slow` trains QLoRA with it"),
     "pairs": ("--max_steps 2", "two steps in place of thirty: seconds, not a minute"),
@@ -52,7 +52,7 @@ OPTIONS = {
 _TRAINED = ("cpu", "model", "step", "output")
 LINES = {  # beginning of a line → names in OPTIONS; the longest match counts
     "trl credit --task sciknoweval:chemistry": (*_TRAINED, "rows", "processes"),
-    "sbatch": (*_TRAINED, "rollouts", "score", "problems", "transformers", "attention"),
+    "sbatch": (*_TRAINED, "rollouts", "score", "problems", "transformers"),
     "accelerate launch examples/livecodebench.py": (*_TRAINED, "rollouts", "score", "problems"),
     "accelerate launch examples/multi_turn_tools.py": (*_TRAINED, "rollouts", "transformers"),
     "accelerate launch examples/sciknoweval.py": (*_TRAINED, "rollouts", "score", "rows"),

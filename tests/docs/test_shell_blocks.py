@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -180,13 +181,57 @@ LAUNCHES = [command for command in calling("accelerate", "sbatch", "trl") if is_
 @pytest.mark.slow
 @pytest.mark.parametrize("command", LAUNCHES, ids=str)
 def test_documented_launches_train_a_step(command, tiny_model, page_folder, tmp_path):
-    (page_folder / "examples").symlink_to(ROOT / "examples")
     variables = environment(tmp_path, STAND_INS, SLURM_JOB_ID=str(free_job()))
     output = bash(" ".join([command.text, *appended(command, tiny_model)]), page_folder, variables)
+    if command.program == "sbatch":
+        (log,) = (page_folder / "runs").glob("*.log")
+        output += log.read_text("utf-8")
     assert STEP_MADE in output
     assert list((page_folder / "run").rglob("model.safetensors"))
     if command.program == "sbatch":
-        assert output.count("Training completed.") == 2  # once per machine
+        assert output.count("Training completed.") == 1 + ("--nodes=2" in command.words)  # once per machine
+
+
+SLURM_SCRIPT = ROOT / "examples" / "slurm" / "credit.sbatch"
+# In place of `trl`: a run that saves on SIGTERM, as a checkpoint at the end of the step does.
+SAVING_RUN = """
+trap 'sleep 0.5; echo "saved by node $SLURM_NODEID"; exit 143' TERM
+echo "started node $SLURM_NODEID"
+while true; do sleep 0.05; done
+"""
+
+
+def slurm_job(folder: Path, run: str) -> tuple[subprocess.Popen, Path]:
+    """A job of two nodes that runs `run` in place of `trl`, and its log."""
+    (folder / "programs").mkdir()
+    put(folder / "programs" / "trl", run)
+    (folder / "recipe.yaml").write_text("per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n")
+    variables = environment(folder, folder / "programs", STAND_INS, SLURM_JOB_ID="7", SLURM_JOB_NAME="credit")
+    variables |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_NODELIST": "node-[1-2]"}
+    job = subprocess.Popen(["bash", str(SLURM_SCRIPT), "recipe.yaml"], cwd=folder, env=variables)
+    return job, folder / "runs" / "credit-7.log"
+
+
+def test_slurm_job_saves_and_is_requeued_on_sigterm(tmp_path):
+    job, log = slurm_job(tmp_path, SAVING_RUN)
+    try:
+        while not (log.is_file() and log.read_text().count("started") == 2):
+            assert job.poll() is None
+            time.sleep(0.05)
+        job.terminate()
+        job.wait(timeout=60)
+    finally:
+        job.kill()
+    ended = [line for line in log.read_text().splitlines() if line.startswith(("saved", "requeued"))]
+    assert ended[-1] == "requeued 7"
+    assert sorted(ended[:-1]) == ["saved by node 0", "saved by node 1"]
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_slurm_job_that_ends_by_itself_is_not_requeued(tmp_path, status):
+    job, log = slurm_job(tmp_path, f"exit {status}")
+    assert job.wait(timeout=60) == status
+    assert "requeued" not in log.read_text()
 
 
 def test_every_substitution_matches_a_documented_line():

