@@ -24,7 +24,7 @@ from credit_trl.sandbox.probe import probe
 def no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with neither bubblewrap nor Landlock."""
 
-    def refuse(tier: str, workers: int, python: str | None) -> PoolSandbox:
+    def refuse(tier: str, workers: int, python: str | None, packages: tuple = ()) -> PoolSandbox:
         if tier == "unprotected":
             return PoolSandbox(tier, workers, python)
         raise SandboxError(f"no {tier} on this machine")
@@ -49,7 +49,7 @@ def test_auto_opens_first_working_tier() -> None:
 
 
 def test_auto_falls_back_to_landlock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def without_bubblewrap(tier: str, workers: int, python: str | None) -> PoolSandbox:
+    def without_bubblewrap(tier: str, workers: int, python: str | None, packages: tuple = ()) -> PoolSandbox:
         if tier == "bubblewrap":
             raise SandboxError("bubblewrap (bwrap) is not installed")
         return PoolSandbox(tier, workers, python)
@@ -72,7 +72,7 @@ def test_no_tier_raises_with_reasons_and_remedies(no_tier: None) -> None:
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Environment variables of the choices, restored after the test."""
-    for name in (package.CHOICE, package.UNPROTECTED):
+    for name in (package.CHOICE, package.UNPROTECTED, package.PACKAGES):
         monkeypatch.setenv(name, "")
 
 
@@ -179,7 +179,7 @@ def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -
     closed = []
 
     class Leaky(PoolSandbox):
-        def __init__(self, tier: str, workers: int, python: str | None) -> None:
+        def __init__(self, tier: str, workers: int, python: str | None, packages: tuple = ()) -> None:
             super().__init__("unprotected", workers, python)
             self.tier = tier
 

@@ -64,9 +64,12 @@ class CreditScriptArguments(ScriptArguments):
     allow_unsandboxed: bool = field(
         default=False, metadata={"help": "Without a sandbox, run model-written programs with resource limits only."}
     )
+    sandbox_packages: list[str] | None = field(
+        default=None, metadata={"help": "Installed packages that model-written programs may import, such as numpy."}
+    )
 
     def __post_init__(self) -> None:
-        choose_sandbox(self.sandbox, self.allow_unsandboxed)
+        choose_sandbox(self.sandbox, self.allow_unsandboxed, self.sandbox_packages)
 
 
 def make_parser(prog: str | None = None, processes: int | None = None) -> TrlParser:

@@ -10,10 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from credit_trl.sandbox.batch import Sandbox
 from credit_trl.sandbox.cores import worker_count
 from credit_trl.sandbox.protocol import STATUSES, Limits, Outcome, Program, SandboxError, Status
+
+if TYPE_CHECKING:
+    from credit_trl.sandbox.pool import PoolSandbox
 
 TIERS = ("auto", "bubblewrap", "landlock", "unprotected", "remote")
 
@@ -29,6 +34,7 @@ What helps, best first:
 
 # Environment variables with the defaults of `open_sandbox`, inherited by child processes.
 CHOICE, UNPROTECTED = "CREDIT_TRL_SANDBOX", "CREDIT_TRL_ALLOW_UNSANDBOXED"
+PACKAGES = "CREDIT_TRL_SANDBOX_PACKAGES"  # separated by commas
 
 _logger = logging.getLogger(__name__)
 
@@ -39,6 +45,7 @@ def open_sandbox(
     allow_unsandboxed: bool | None = None,
     url: str | None = None,
     python: str | None = None,
+    packages: Sequence[str] | None = None,
 ) -> Sandbox:
     """Open a sandbox after probing that its isolation works on this machine.
 
@@ -56,11 +63,14 @@ def open_sandbox(
             CREDIT_TRL_ALLOW_UNSANDBOXED is `1`.
         url: address of a remote sandbox, e.g. `"http://127.0.0.1:8080"`.
         python: interpreter for the programs. Default: the one of this process.
+        packages: names of installed distributions, such as `numpy`, that programs may import in addition to the
+            standard library. Their dependencies are not added. `None` reads names separated by commas from the
+            environment variable CREDIT_TRL_SANDBOX_PACKAGES. A remote sandbox has its own packages.
 
     Raises:
         SandboxError: no tier works; the message lists the reasons and what to install.
-        ValueError: an unknown tier, `"remote"` without `url`, `"unprotected"` without `allow_unsandboxed=True`, or
-            fewer than one worker.
+        ValueError: an unknown tier, `"remote"` without `url`, `"unprotected"` without `allow_unsandboxed=True`,
+            packages of a remote sandbox, or fewer than one worker.
     """
     tier, url = _choice(tier, url)
     if allow_unsandboxed is None:
@@ -69,6 +79,8 @@ def open_sandbox(
         raise ValueError(f"Unknown sandbox tier {tier!r}; choose one of {', '.join(TIERS)}.")
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
+    if url is not None and packages:
+        raise ValueError("packages= is for local sandboxes; a remote one has the packages of its service.")
     if url is not None and tier in ("auto", "remote"):
         from credit_trl.sandbox.remote import RemoteSandbox
 
@@ -79,15 +91,18 @@ def open_sandbox(
         raise ValueError(f'url= and tier={tier!r} exclude each other; use tier="auto".')
     if tier == "unprotected" and not allow_unsandboxed:
         raise ValueError('tier="unprotected" runs model-written programs unprotected; confirm allow_unsandboxed=True.')
-    return _open_local(tier, workers or worker_count(), allow_unsandboxed, python)
+    return _open_local(tier, allow_unsandboxed, _opener(workers or worker_count(), python, packages))
 
 
-def choose_sandbox(sandbox: str | None = None, allow_unsandboxed: bool = False) -> None:
+def choose_sandbox(
+    sandbox: str | None = None, allow_unsandboxed: bool = False, packages: Sequence[str] | None = None
+) -> None:
     """Set the defaults of `open_sandbox` for this process and its child processes.
 
     Args:
         sandbox: a tier, or the address of a remote sandbox; `None` leaves the default as it is.
         allow_unsandboxed: as in `open_sandbox`; `False` leaves the default as it is.
+        packages: as in `open_sandbox`; `None` leaves the default as it is.
 
     Raises:
         ValueError: neither a tier nor an address, or `"unprotected"` without `allow_unsandboxed`.
@@ -109,6 +124,8 @@ def choose_sandbox(sandbox: str | None = None, allow_unsandboxed: bool = False) 
         os.environ[CHOICE] = sandbox
     if allow_unsandboxed:
         os.environ[UNPROTECTED] = "1"
+    if packages is not None:
+        os.environ[PACKAGES] = ",".join(packages)
 
 
 def _choice(tier: str | None, url: str | None) -> tuple[str, str | None]:
@@ -123,24 +140,37 @@ def _is_address(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
-def _open_local(tier: str, workers: int, allow_unsandboxed: bool, python: str | None) -> Sandbox:
+def _opener(workers: int, python: str | None, packages: Sequence[str] | None) -> Callable[[str], PoolSandbox]:
+    """Function that opens a tier with these arguments of `open_sandbox`, not probed."""
     if not sys.platform.startswith("linux"):
         raise SandboxError(
             'The local sandbox needs Linux. Use a remote one on other systems: open_sandbox(url="http://...").'
         )
+    from credit_trl.sandbox.packages import find_packages
     from credit_trl.sandbox.pool import PoolSandbox
+
+    if packages is None:
+        packages = list(filter(None, (name.strip() for name in os.environ.get(PACKAGES, "").split(","))))
+    find_packages(packages, python)  # raises before any tier is tried
+    return lambda tier: PoolSandbox(tier, workers, python, packages)
+
+
+def _open_local(tier: str, allow_unsandboxed: bool, open_tier: Callable[[str], PoolSandbox]) -> Sandbox:
+    from credit_trl.sandbox.packages import PackageError
     from credit_trl.sandbox.probe import probe
 
     reasons: list[str] = []
     candidates = {"auto": ("bubblewrap", "landlock"), "unprotected": ()}.get(tier, (tier,))
     for candidate in candidates:
         try:
-            sandbox = PoolSandbox(candidate, workers, python)
+            sandbox = open_tier(candidate)
             try:
                 probe(sandbox)
             except BaseException:
                 sandbox.close()
                 raise
+        except PackageError:
+            raise
         except SandboxError as error:
             reasons.append(f"{candidate}: {error}")
             continue
@@ -153,7 +183,7 @@ def _open_local(tier: str, workers: int, allow_unsandboxed: bool, python: str | 
             "Model-written programs run UNPROTECTED: resource limits only, with this machine's files and network. %s",
             " ".join(reasons),
         )
-        return PoolSandbox("unprotected", workers, python)
+        return open_tier("unprotected")
     listed = "\n".join(f"  - {reason}" for reason in reasons)
     raise SandboxError(f"No sandbox holds on this machine:\n{listed}\n{_REMEDIES}")
 

@@ -7,6 +7,7 @@ home, no network interface but a loopback that is down, and no process but its o
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -15,10 +16,13 @@ import subprocess
 from credit_trl.sandbox import seccomp
 from credit_trl.sandbox.interpreter import Interpreter, package_directories
 from credit_trl.sandbox.launch import Isolation
+from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.protocol import Program, SandboxError
 
 _SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64")
 _DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
+_NO_PACKAGES = Packages()
+_PACKAGES = "/packages"  # where the packages that programs may import are mounted
 _INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora)."
 
 
@@ -31,8 +35,9 @@ class Bubblewrap(Isolation):
 
     own_tasks = 1  # the reaper, process 1 of the namespace
 
-    def __init__(self, interpreter: Interpreter, driver: bytes) -> None:
+    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages = _NO_PACKAGES) -> None:
         super().__init__(interpreter, driver)
+        self.modules = packages.modules(_PACKAGES)
         path = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
         if path is None:
             raise SandboxError(f"bubblewrap (bwrap) is not installed. {_INSTALL}")
@@ -48,7 +53,9 @@ class Bubblewrap(Isolation):
         self._namespaces = [path, *_namespaces()]
         for name, value in interpreter.environment:
             self._namespaces += ["--setenv", name, value]
-        self._mounts = [*_mounts(interpreter), "--remount-ro", "/", "--seccomp", "5"]
+        places = [("--ro-bind", path, f"{_PACKAGES}/{os.path.basename(path)}") for path in packages.paths]
+        mounts = [*_mounts(interpreter), *itertools.chain.from_iterable(places)]
+        self._mounts = [*mounts, "--remount-ro", "/", "--seccomp", "5"]
 
     def command(self, program: Program) -> tuple[list[str], dict[str, str]]:
         scratch: list[str] = []

@@ -105,7 +105,7 @@ def run(prelude, source, fn_name, arguments, report):
 
 def main():
     with REQUEST:
-        limits, prelude, source, fn_name, arguments = marshal.load(REQUEST)
+        limits, modules, prelude, source, fn_name, arguments = marshal.load(REQUEST)
     if fn_name is not None:
         import json
 
@@ -116,12 +116,33 @@ def main():
             os._exit(1)
     os.set_inheritable(4, False)
     sys.argv[:] = ["program.py"]
+    if modules:
+        sys.meta_path.append(PackageFinder(modules))
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):  # each thread reserves memory
+            os.environ[name] = "1"
     for limit, soft, hard in limits:
         resource.setrlimit(limit, (soft, hard))
     if not os.read(4, 1):
         os._exit(1)
     os.write(4, b"B")
     run(prelude, source, fn_name, arguments, report)
+
+
+class PackageFinder:
+    """Finds the installed packages that programs may import, whose directory may not be listed."""
+
+    def __init__(self, modules):
+        self.modules = modules
+
+    def find_spec(self, name, path=None, target=None):
+        from importlib.util import spec_from_file_location
+
+        place = self.modules.get(name)
+        if place is None:
+            return None
+        if place.endswith((".py", ".so")):
+            return spec_from_file_location(name, place)
+        return spec_from_file_location(name, place + "/__init__.py", submodule_search_locations=[place])
 
 
 def report(kind, text):

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 from credit_trl.sandbox import kernel, seccomp
 from credit_trl.sandbox.interpreter import Interpreter, package_directories
 from credit_trl.sandbox.launch import Isolation
+from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.protocol import SandboxError
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -29,6 +30,7 @@ _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _NETWORK_RIGHTS = 0b11  # bind and connect TCP, from version 4
 _SCOPES = 0b11  # abstract Unix sockets and signals, from version 6
 
+_NO_PACKAGES = Packages()
 _READABLE = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
 
@@ -112,8 +114,8 @@ class Landlock(Isolation):
         SandboxError: the kernel has no Landlock, or the seccomp table lacks this architecture.
     """
 
-    def __init__(self, interpreter: Interpreter, driver: bytes) -> None:
-        super().__init__(interpreter, driver)
+    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages = _NO_PACKAGES) -> None:
+        super().__init__(interpreter, driver, packages)
         abi = version()
         if not abi:
             raise SandboxError(
@@ -125,7 +127,7 @@ class Landlock(Isolation):
         self._filter = seccomp.landlock_filter(truncation_mediated=abi >= 3)
         system = [path for path in _READABLE if os.path.exists(path)]
         self._ruleset = Ruleset(
-            readable=[*interpreter.paths, *system],
+            readable=[*interpreter.paths, *system, *packages.paths],
             executable=[interpreter.executable, *_loaders()],
             devices=_DEVICES,
             hidden=package_directories(map(os.path.realpath, (*system, *interpreter.paths, *interpreter.stdlib))),

@@ -19,9 +19,11 @@ from importlib.resources import files
 
 from credit_trl.sandbox import accounts, kernel
 from credit_trl.sandbox.interpreter import Interpreter
+from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError
 from credit_trl.sandbox.running import Process
 
+_NO_PACKAGES = Packages()
 _SIGNALS = 256  # queued signals and timers, which hold memory of the kernel
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -64,8 +66,10 @@ class Isolation(ABC):
     Args:
         interpreter: the interpreter of the programs.
         driver: see `compiled_driver`.
+        packages: installed packages that programs may import.
 
     Attributes:
+        modules: paths by the names of the modules of those packages, as programs see them.
         description: the tier's name and version.
         own_tasks: processes that the isolation itself adds to each program.
         counts_own_users: whether the kernel counts the processes of a program apart from all others, so that
@@ -78,8 +82,9 @@ class Isolation(ABC):
     counts_own_users = False
     scratch: str | None = None
 
-    def __init__(self, interpreter: Interpreter, driver: bytes) -> None:
+    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages = _NO_PACKAGES) -> None:
         self.driver = driver
+        self.modules = packages.modules()
         self._command = interpreter_command(interpreter)
         self._environment = dict(interpreter.environment)
 
@@ -180,7 +185,8 @@ def _request(isolation: Isolation, program: Program, has_own_user: bool) -> byte
     limits = resource_limits(program.limits, isolation, has_own_user)
     arguments = program.arguments if program.arguments is not None else "[]"
     # Every interpreter from 3.8 on reads version 2 of marshal's format.
-    return isolation.driver + marshal.dumps((limits, program.prelude, program.source, program.fn_name, arguments), 2)
+    call = (program.prelude, program.source, program.fn_name, arguments)
+    return isolation.driver + marshal.dumps((limits, isolation.modules, *call), 2)
 
 
 def resource_limits(limits: Limits, isolation: Isolation, has_own_user: bool) -> list[tuple[int, int, int]]:

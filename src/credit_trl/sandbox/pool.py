@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -46,13 +47,12 @@ class _ServerGone(Exception):
 class _Server:
     """A server process, the channel to it, and the programs that it has: `running` maps their numbers to indices."""
 
-    def __init__(self, tier: str, workers: int, python: str | None, until: float = math.inf) -> None:
+    def __init__(self, settings: dict[str, Any], until: float = math.inf) -> None:
         ours, theirs = socket.socketpair()
         package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        settings = json.dumps({"tier": tier, "workers": workers, "python": python})
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, package, settings],
+                [sys.executable, "-I", "-S", "-c", _BOOT, package, json.dumps(settings)],
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
                 env=_server_environment(),
@@ -60,18 +60,20 @@ class _Server:
             )
         finally:
             theirs.close()
-        self.workers = workers
+        self.workers: int = settings["workers"]
         self.running: dict[int, int] = {}
         self.channel = Channel(ours)
-        self.description = self._await_start(min(until, time.monotonic() + _START_SECONDS))
+        ready = self._await_start(min(until, time.monotonic() + _START_SECONDS))
+        self.description: str = ready["description"]
+        self.modules: list[str] = ready["modules"]
 
-    def _await_start(self, give_up: float) -> str:
+    def _await_start(self, give_up: float) -> dict[str, Any]:
         while time.monotonic() < give_up and not self.channel.closed:
             wait([self.channel], give_up - time.monotonic())
             self.channel.pump()
             for message in self.channel.messages():
                 if "ready" in message:
-                    return message["ready"]["description"]
+                    return message["ready"]
                 self.close()
                 raise SandboxError(message["refused"])
         self.close(at_once=True)
@@ -98,14 +100,16 @@ class PoolSandbox(Sandbox):
         tier: `"bubblewrap"`, `"landlock"` or `"unprotected"`.
         workers: number of programs that run at the same time.
         python: interpreter for the programs.
+        packages: names of installed distributions that programs may import.
 
     Raises:
         SandboxError: this machine lacks what the tier needs; the message says what to install.
     """
 
-    def __init__(self, tier: str, workers: int, python: str | None = None) -> None:
+    def __init__(self, tier: str, workers: int, python: str | None = None, packages: Sequence[str] = ()) -> None:
         self.tier = tier
         self.workers = workers
+        self.packages = tuple(packages)
         self._python = python
         self._owner = os.getpid()
         self._lock = threading.Lock()
@@ -114,6 +118,7 @@ class PoolSandbox(Sandbox):
         self._servers: list[_Server] = []
         self._start_servers()
         self.description = self._servers[0].description
+        self.modules = self._servers[0].modules  # of the packages
 
     @property
     def server_pids(self) -> list[int]:
@@ -223,7 +228,8 @@ class PoolSandbox(Sandbox):
         try:
             for number in range(count):
                 share = self.workers // count + (number < self.workers % count)
-                self._servers.append(_Server(self.tier, share, self._python, until))
+                settings = {"tier": self.tier, "workers": share, "python": self._python, "packages": self.packages}
+                self._servers.append(_Server(settings, until))
         except BaseException:
             self._drop_servers(at_once=True)
             raise

@@ -12,6 +12,7 @@ import socket
 import tempfile
 from dataclasses import replace
 
+from credit_trl.sandbox.packages import PackageError
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.protocol import MIB, Limits, Program, SandboxError
 
@@ -102,6 +103,7 @@ def probe(sandbox: PoolSandbox) -> None:
 
     Raises:
         SandboxError: a program could not be started, escaped, or exceeded a limit; the message lists the faults.
+        PackageError: a program could not import a package that it may import.
     """
     with (
         tempfile.TemporaryDirectory(prefix="credit-trl-canary-") as bait,
@@ -147,3 +149,7 @@ def probe(sandbox: PoolSandbox) -> None:
             faults.append(f"slept past its limit ({sleeper.status})")
     if faults:
         raise SandboxError(f"It does not isolate programs: {'; '.join(dict.fromkeys(faults))}.")
+    modules = [name for name in sandbox.modules if not name.startswith("_")]
+    for name, outcome in zip(modules, sandbox.run([Program(f"import {name}") for name in modules]), strict=True):
+        if not outcome.ok:
+            raise PackageError(f"Programs cannot import {name}: {outcome.error}")

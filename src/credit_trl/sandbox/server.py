@@ -29,7 +29,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from credit_trl.sandbox import accounts, kernel, observe
 from credit_trl.sandbox.bubblewrap import Bubblewrap
@@ -37,6 +37,7 @@ from credit_trl.sandbox.frames import Channel
 from credit_trl.sandbox.interpreter import find_interpreter, public_copy
 from credit_trl.sandbox.landlock import Landlock
 from credit_trl.sandbox.launch import Isolation, Unprotected, compiled_driver, start
+from credit_trl.sandbox.packages import find_packages, public_packages
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError, Status
 from credit_trl.sandbox.running import GROUP_STOPPED, Job, RunningProgram, processor_limit
 
@@ -285,7 +286,7 @@ class Server:
                         os.kill(child, signal.SIGKILL)
 
 
-def main(tier: str, workers: int, python: str | None) -> None:
+def main(tier: str, workers: int, python: str | None, packages: Sequence[str] = ()) -> None:
     """Entry point of the server process. Standard input is the socket to the client."""
     sys.setrecursionlimit(500)  # limits the nesting of returned JSON to what every client can parse
     channel = Channel(socket.socket(fileno=os.dup(0)))
@@ -300,7 +301,10 @@ def main(tier: str, workers: int, python: str | None) -> None:
         interpreter = find_interpreter(python)
         if os.geteuid() == 0:
             interpreter = public_copy(interpreter)
-        isolation = ISOLATIONS[tier](interpreter, compiled_driver(interpreter))
+        chosen = find_packages(packages, python)
+        if os.geteuid() == 0:
+            chosen = public_packages(chosen)
+        isolation = ISOLATIONS[tier](interpreter, compiled_driver(interpreter), chosen)
         users, claims = accounts.claim(2 * workers) if os.geteuid() == 0 else ([None] * 2 * workers, [])
     except (SandboxError, OSError) as error:
         channel.send({"refused": str(error)})
@@ -308,7 +312,8 @@ def main(tier: str, workers: int, python: str | None) -> None:
         return
     kernel.adopt_orphans()
     note = "" if observe.measures_run_delay() else ", wall-clock limits include waits for a processor"
-    channel.send({"ready": {"description": f"{isolation.description}, Python {interpreter.version}{note}"}})
+    description = f"{isolation.description}, Python {interpreter.version}{note}"
+    channel.send({"ready": {"description": description, "modules": sorted(isolation.modules)}})
     channel.flush()
     Server(channel, isolation, workers, users).serve()
     for claim in claims:
