@@ -63,7 +63,7 @@ FILES = {
         {"messages": [*row["prompt"], {"role": "assistant", "content": row["answer"]}]} for row in QUESTIONS
     ],
     "mine.jsonl": [json.loads(block.text) for block in of_language("json")],
-    "my/capitals/train.jsonl": CAPITALS,
+    "capitals.jsonl": CAPITALS,
     "data/physics.jsonl": science("Physics"),
     "data/chemistry.jsonl": science("Chemistry"),
     "data/sciknoweval/physics.jsonl": science("Physics"),

@@ -12,6 +12,14 @@ NOT_RUN = {
     "python benchmarks/update_phase.py --preset gpu": "it measures GPUs",
     "vllm serve Qwen/Qwen3-8B --host 127.0.0.1": "it needs four GPUs; the other flags, of docs/vllm.md, run",
 }
+# Beginning of a command within a sentence of a page that new users copy from → why no test runs it as it stands.
+NOT_RUN_INLINE = {
+    "hf download": "it downloads gigabytes from the hub",
+    "pip install flash-attn": "it needs a GPU and CUDA's compiler",
+    "pip install kernels": "its kernels run on GPUs",
+    'pip install "credit_trl-0.2.0': "tests/packaging installs the wheel",
+    "python3 -m venv": "test_installation.py makes the environment",
+}
 HUB_ROWS = "data/sciknoweval"  # synthetic rows
 OPTIONS = {
     "cpu": ("--use_cpu true --bf16 false", "there is no GPU"),

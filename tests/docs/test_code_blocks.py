@@ -49,7 +49,7 @@ from blocks import (
 )
 from datasets import Dataset
 from page_files import MODULES, QUESTIONS, named_blocks
-from substitutions import HUB_ROWS, is_not_run
+from substitutions import HUB_ROWS, NOT_RUN_INLINE, is_not_run
 
 import credit_trl
 from credit_trl import cli
@@ -103,6 +103,31 @@ def test_every_kind_of_block_is_run():
         assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text("utf-8"), re.MULTILINE), place
     assert len(BLOCKS) >= 40
     assert len(COMMANDS) >= 40
+
+
+# Where a new user comes from → the page to copy from, and its section that reaches a training step.
+NEW_USERS = {
+    "GRPO": ("docs/moving_over.md", "From TRL's GRPO"),
+    "SDPO": ("docs/moving_over.md", "From TRL's SDPO"),
+    "GKD or DistillationTrainer": ("docs/moving_over.md", "From TRL's DistillationTrainer or GKD"),
+    "own JSONL and verifier": ("docs/verifiers.md", "From the command line"),
+    "a node of eight GPUs": ("docs/first_node.md", "First step"),
+}
+
+
+@pytest.mark.parametrize("user", NEW_USERS)
+def test_each_new_user_reaches_a_step_on_one_page(user):
+    """Other tests run the blocks; this one shows that they train, and that no other command is on the page."""
+    page, section = NEW_USERS[user]
+    text = (ROOT / page).read_text("utf-8")
+    part = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    blocks = list(blocks_of(part, page))
+    commands = [command for block in blocks if block.language == "bash" for command in commands_of(block)]
+    trains = any("trainer.train()" in block.text for block in blocks if block.language == "python")
+    assert trains or any(command.words[:2] == ("trl", "credit") and not is_not_run(command) for command in commands)
+    programs = "|".join(sorted({command.program for command in COMMANDS} | {"hf", "python3"}))
+    inline = re.findall(rf"`((?:{programs}) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    assert [command for command in inline if not command.startswith((*NOT_RUN_INLINE, "trl credit-plan"))] == []
 
 
 class Parsed(Exception):
