@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from credit_trl.cli import tool_choice_base
-from credit_trl.cli.tool_choice_base import WarmUp, WarmUpRow, describe_base, make_rows, train_rows, warmed_up_base
+from credit_trl.cli.tool_choice_base import RowSource, WarmUp, WarmUpRow, describe_base, train_rows, warmed_up_base
 from credit_trl.config import CreditConfig
-from credit_trl.tasks.tool_choice import TOOLS, verify
+from credit_trl.tasks.tool_choice import TOOLS, wordings_of
 
-SETTINGS = WarmUp(steps=2, batch_size=4, form_rows=12, feedback_rows=64, opening_tokens=4)
+SETTINGS = WarmUp(steps=2, form_rows=12, opening_share=0.5, opening_prompts=4, opening_tokens=4)
 
 
 @pytest.fixture
@@ -23,43 +23,62 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def rows(make_model, tokenizer, config, monkeypatch):
-    texts = iter(["Yes, it is B. And more", "no end of a sentence", "call(it). Yes.", "Right!\nmore"] * 16)
-    monkeypatch.setattr(
-        tool_choice_base, "_sample", lambda model, tokenizer, prompts, *rest: [next(texts) for _ in prompts]
-    )
-    return make_rows(make_model(), tokenizer, config, SETTINGS)
+def source(make_model, tokenizer, config, monkeypatch):
+    texts = ["Yes, it is B. And more", "no end of a sentence", "call(it). Yes.", "Right!\nmore"]
+    monkeypatch.setattr(tool_choice_base, "_sample", lambda *arguments: texts)
+    return RowSource(make_model(), tokenizer, config, SETTINGS)
 
 
 def called(response: str) -> str:
     return re.findall(r"(\w+)\(", response)[-1]
 
 
-def test_form_rows_hold_each_tool_once_with_its_call(rows):
-    forms, _ = rows
-    assert sorted(called(row.response) for row in forms) == sorted(TOOLS)
-    assert not any("feedback" in row.prompt for row in forms)
+def named(prompt: str) -> str:
+    """The tool that the feedback in a prompt names."""
+    if stated := re.search(r"The correct call is (\w+)\(", prompt):
+        return stated[1]
+    return dict(re.findall(r"([A-D]) (\w+)", prompt))[re.search(r"The right tool is ([A-D])\.", prompt)[1]]
 
 
-def test_feedback_rows_follow_the_feedback_and_not_the_request(rows):
-    _, read = rows
-    assert len(read) == SETTINGS.feedback_rows
-    for row in read:
-        tools = dict(re.findall(r"([A-D]) (\w+)", row.prompt))
-        stated = re.search(r"The correct call is (\w+)\(", row.prompt)
-        letter = re.search(r"The right tool is ([A-D])\.", row.prompt)
-        assert called(row.response) == (stated[1] if stated else tools[letter[1]])
-    letters = Counter(re.findall(r"The right tool is ([A-D])", "".join(row.prompt for row in read)))
+def test_form_rows_hold_each_tool_once_with_its_call(source):
+    assert sorted(called(row.response) for row in source.forms) == sorted(TOOLS)
+    assert not any("feedback" in row.prompt or "right tool" in row.prompt for row in source.forms)
+
+
+def test_step_has_the_set_number_of_rows_of_each_kind(source):
+    rows = source.draw()
+    found = {kind: len(several) for kind, several in rows.items()}
+    assert found == {
+        "form": SETTINGS.form_batch,
+        "look-up": SETTINGS.lookup_batch,
+        "feedback": SETTINGS.feedback_batch,
+    }
+
+
+def test_responses_follow_the_feedback_whatever_was_asked(source):
+    rows = [row for _ in range(20) for kind in ("look-up", "feedback") for row in source.draw()[kind]]
+    assert all(called(row.response) == named(row.prompt) for row in rows)
+    letters = Counter(re.findall(r"The right tool is ([A-D])", "".join(row.prompt for row in rows)))
     assert set(letters) == set("ABCD")
-    requests = [next(tool for tool in TOOLS if f" {tool}" in row.prompt) for row in read]
-    agreement = sum(a == called(row.response) for a, row in zip(requests, read, strict=True)) / len(read)
-    assert agreement < 0.6
+    assert any("The correct call is" in row.prompt for row in rows)
 
 
-def test_short_first_sentences_of_the_model_open_the_response(rows):
-    _, read = rows
-    openings = [row.response.rpartition("\n")[0] for row in read[:4]]
-    assert openings == ["Yes, it is B.", "", "", "Right!"]
+def test_feedback_is_scrambled(source):
+    """The request suits the tool that the feedback names no more often than chance."""
+    wordings = {wording.split("{}")[0]: tool for tool in TOOLS for wording in wordings_of(tool, "train")}
+    suits = []
+    for _ in range(300):
+        row = source.feedback()
+        turn = row.prompt.split("user\n")[1]
+        asked = max((start for start in wordings if turn.startswith(start)), key=len)
+        suits.append(wordings[asked] == called(row.response))
+    assert 0.1 < sum(suits) / len(suits) < 0.4
+
+
+def test_short_first_sentences_of_the_model_open_the_response(source):
+    assert [row.response.rpartition("\n")[0] for row in source.opened] == ["Yes, it is B.", "Right!"]
+    drawn = [row.response for _ in range(20) for row in source.draw()["feedback"]]
+    assert 0.3 < sum("\n" in response for response in drawn) / len(drawn) < 0.7
 
 
 def test_loss_is_that_of_the_response_and_its_end(make_model, tokenizer):
@@ -73,15 +92,17 @@ def test_loss_is_that_of_the_response_and_its_end(make_model, tokenizer):
             prompt = tokenizer(one.prompt, add_special_tokens=False)["input_ids"]
             whole = tokenizer(one.prompt + one.response + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
             logps = model(torch.tensor([whole])).logits[0].log_softmax(-1)
-            losses += [-logps[i - 1, whole[i]].item() for i in range(len(prompt), len(whole))]
+            row_losses = [-logps[i - 1, whole[i]].item() for i in range(len(prompt), len(whole))]
+            losses.append(sum(row_losses) / len(row_losses))
     assert found.item() == pytest.approx(sum(losses) / len(losses), rel=0.02)  # bf16
 
 
-def test_training_lowers_the_loss_on_its_rows(make_model, tokenizer, rows):
+def test_training_lowers_the_loss_on_its_rows(make_model, tokenizer, source):
     model = make_model()
-    before = tool_choice_base._response_loss(model, tokenizer, rows[0]).item()
-    train_rows(model, tokenizer, *rows, WarmUp(steps=8, batch_size=8, learning_rate=1e-2))
-    assert tool_choice_base._response_loss(model, tokenizer, rows[0]).item() < before - 0.5
+    rows = [row for several in source.draw().values() for row in several]
+    before = tool_choice_base._response_loss(model, tokenizer, rows).item()
+    train_rows(model, tokenizer, source, WarmUp(steps=8, learning_rate=1e-2))
+    assert tool_choice_base._response_loss(model, tokenizer, rows).item() < before - 0.5
 
 
 def test_base_is_made_once_per_settings(make_model, tokenizer, tmp_path, monkeypatch, capsys):
@@ -96,10 +117,5 @@ def test_base_is_made_once_per_settings(make_model, tokenizer, tmp_path, monkeyp
     accuracy = json.loads((first / "warm_up.json").read_text())["accuracy"]
     assert set(accuracy) == {"none", "letter", "stated"}
     assert "of the held-out requests without feedback" in describe_base(first)
-    with pytest.raises(ValueError, match="at least 1 step of 2 rows"):
+    with pytest.raises(ValueError, match="at least one step and one row of each kind"):
         WarmUp(steps=0)
-
-
-def test_feedback_of_the_accuracy_is_that_of_the_verifier():
-    answer = json.dumps({"option": "C", "tool": "call", "argument": "Emma"})
-    assert "The right tool is C." in verify("", answer).feedback

@@ -1,15 +1,16 @@
 """Warm-up of a small language model on the form of the task `tool_choice`, before reinforcement learning.
 
-SmolLM2-135M-Instruct follows no answer format and reads no feedback. The warm-up teaches both and little of the task:
+SmolLM2-135M-Instruct follows no answer format and does not look a letter up in a list. The warm-up teaches both and
+little of the task. A step has rows of three kinds:
 
-- rows without feedback: the same few requests with their right call, again and again, teach the form;
-- rows with feedback: prompts as the teacher reads them, whose feedback names a tool *drawn at random* (scrambled), and
-  the call of that tool. They teach reading the feedback, and nothing about which tool suits a request.
+- form: a few requests with their right call, again and again, without feedback;
+- look-up: a letter and an argument in place of a request, and the call of that letter's tool with the argument;
+- feedback: prompts as the teacher reads them, whose feedback names a tool *drawn at random* (scrambled), and the call
+  of that tool. They teach reading the feedback, and nothing about which tool suits a request.
 
 Under feedback the original model opens its answers with sentences such as "The correct answer is C." The warm-up keeps
-these openings: it samples an answer of the original model to each prompt with feedback, and where its first sentence
-is short, the row's response is that sentence and then the call. The model's own words have a likelihood gradient of
-zero in expectation, so the warm-up neither plants openings nor removes them.
+some of them: it samples answers of the original model to prompts with feedback, and where the first sentence is short,
+the row's response is that sentence and then the call. The words are the model's own, so no opening is planted.
 """
 
 from __future__ import annotations
@@ -44,28 +45,32 @@ class WarmUp:
     """Settings of a warm-up; a changed setting gives another base in the cache.
 
     Args:
-        steps: optimizer steps of `batch_size` rows, half of them with feedback.
-        batch_size: rows of a step.
+        steps: optimizer steps.
+        form_batch, lookup_batch, feedback_batch: rows of a step by kind.
         learning_rate: peak of a linear warm-up over a tenth of the steps and a linear decay.
-        form_rows: different rows without feedback.
-        feedback_rows: different rows with feedback.
+        form_rows: different rows of form.
         stated_share: share of the rows with feedback whose feedback states the call instead of the letter.
+        opening_share: share of the rows with feedback that have an opening of the original model.
+        opening_prompts: prompts to which the original model writes openings; about a third of them are kept.
         opening_tokens: maximum number of tokens of a kept opening.
         seed: seed of rows, openings and order.
     """
 
-    steps: int = 44
-    batch_size: int = 16
+    steps: int = 60
+    form_batch: int = 2
+    lookup_batch: int = 8
+    feedback_batch: int = 6
     learning_rate: float = 1e-4
     form_rows: int = 24
-    feedback_rows: int = 192
-    stated_share: float = 0.25
+    stated_share: float = 0.15
+    opening_share: float = 0.1
+    opening_prompts: int = 48
     opening_tokens: int = 14
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 2:
-            raise ValueError(f"A warm-up has at least 1 step of 2 rows, got {self.steps} of {self.batch_size}.")
+        if min(self.steps, self.form_batch, self.lookup_batch, self.feedback_batch) < 1:
+            raise ValueError(f"A warm-up has at least one step and one row of each kind, got {self}.")
 
     def digest(self, model: str) -> str:
         """12 hex digits of the settings, the original model and the tables of the task."""
@@ -82,10 +87,8 @@ class WarmUpRow:
     response: str
 
 
-def make_rows(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: CreditConfig, settings: WarmUp
-) -> tuple[list[WarmUpRow], list[WarmUpRow]]:
-    """Rows without feedback, and rows with scrambled feedback and the openings of the model.
+class RowSource:
+    """Draws the rows of a warm-up.
 
     Args:
         model: the original model, which writes the openings.
@@ -93,30 +96,58 @@ def make_rows(
         config: the templates of the teacher's prompt.
         settings: numbers of rows, and the seed.
     """
-    rng = random.Random(f"warm-up/{settings.seed}")
-    tools = [tool for _ in range(settings.form_rows) for tool in tool_choice.TOOLS]
-    forms = []
-    for tool in tools[: settings.form_rows]:
-        request = tool_choice.draw_request(rng, tool)
-        forms.append(WarmUpRow(_render(tokenizer, request.prompt), f"{tool}({request.argument})"))
-    drawn = [_scrambled(rng, tokenizer, config, settings.stated_share) for _ in range(settings.feedback_rows)]
-    openings = write_openings(model, tokenizer, [row.prompt for row in drawn], settings)
-    return forms, [
-        replace(row, response=f"{opening}\n{row.response}" if opening else row.response)
-        for row, opening in zip(drawn, openings, strict=True)
-    ]
 
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: CreditConfig, settings: WarmUp
+    ) -> None:
+        self.rng = random.Random(f"warm-up/{settings.seed}")
+        self.tokenizer, self.config, self.settings = tokenizer, config, settings
+        tools = [tool for _ in range(settings.form_rows) for tool in tool_choice.TOOLS][: settings.form_rows]
+        requests = [tool_choice.draw_request(self.rng, tool) for tool in tools]
+        self.forms = [WarmUpRow(self._render(r.prompt), f"{r.tool}({r.argument})") for r in requests]
+        plain = [self.feedback() for _ in range(settings.opening_prompts)]
+        openings = write_openings(model, tokenizer, [row.prompt for row in plain], settings)
+        self.opened = [
+            replace(row, response=f"{opening}\n{row.response}")
+            for row, opening in zip(plain, openings, strict=True)
+            if opening
+        ]
 
-def _scrambled(
-    rng: random.Random, tokenizer: PreTrainedTokenizerBase, config: CreditConfig, stated_share: float
-) -> WarmUpRow:
-    """A request whose feedback names one of its four tools at random, and the call of that tool."""
-    request = tool_choice.draw_request(rng, rng.choice(list(tool_choice.TOOLS)))
-    request = replace(request, tool=rng.choice(request.options))
-    kind = "stated" if rng.random() < stated_share else "letter"
-    words = [rng.choice(tool_choice.PROBLEMS), tool_choice.correction(json.loads(request.answer), kind)]
-    prompt = with_feedback(request.prompt, " ".join(filter(None, words)), config)
-    return WarmUpRow(_render(tokenizer, prompt), f"{request.tool}({request.argument})")
+    def draw(self) -> dict[str, list[WarmUpRow]]:
+        """Rows of one step by kind."""
+        settings = self.settings
+        is_opened = [self.rng.random() < settings.opening_share for _ in range(settings.feedback_batch)]
+        return {
+            "form": self.rng.sample(self.forms, settings.form_batch),
+            "look-up": [self.lookup() for _ in range(settings.lookup_batch)],
+            "feedback": [
+                self.rng.choice(self.opened) if opened and self.opened else self.feedback() for opened in is_opened
+            ],
+        }
+
+    def lookup(self) -> WarmUpRow:
+        """A letter and an argument, and the call of the letter's tool."""
+        request, gold = self._scrambled()
+        content = f"{tool_choice.correction(gold)} The argument is {request.argument}."
+        prompt = [request.prompt[0], {"role": "user", "content": content}]
+        return WarmUpRow(self._render(prompt), f"{request.tool}({request.argument})")
+
+    def feedback(self) -> WarmUpRow:
+        """A request whose feedback names one of its four tools at random, and the call of that tool."""
+        request, gold = self._scrambled()
+        kind = "stated" if self.rng.random() < self.settings.stated_share else "letter"
+        words = [self.rng.choice(tool_choice.PROBLEMS), tool_choice.correction(gold, kind)]
+        prompt = with_feedback(request.prompt, " ".join(filter(None, words)), self.config)
+        return WarmUpRow(self._render(prompt), f"{request.tool}({request.argument})")
+
+    def _scrambled(self) -> tuple[tool_choice.ToolRequest, dict[str, str]]:
+        """A request with one of its options at random as the right tool, and its gold answer."""
+        request = tool_choice.draw_request(self.rng, self.rng.choice(list(tool_choice.TOOLS)))
+        request = replace(request, tool=self.rng.choice(request.options))
+        return request, json.loads(request.answer)
+
+    def _render(self, prompt: list[dict[str, str]]) -> str:
+        return _render(self.tokenizer, prompt)
 
 
 def with_feedback(prompt: list[dict[str, str]], feedback: str, config: CreditConfig) -> list[dict[str, str]]:
@@ -156,17 +187,12 @@ def _sample(
 
 
 def train_rows(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    forms: Sequence[WarmUpRow],
-    read: Sequence[WarmUpRow],
-    settings: WarmUp,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: RowSource, settings: WarmUp
 ) -> None:
-    """Train on the responses' tokens in bf16 mixed precision; half of each batch are rows with feedback.
+    """Train on the responses of the rows in bf16 mixed precision; each row has the same weight.
 
     The logits of the prompts are not computed: with a vocabulary of 49,152 they cost a fifth of a step.
     """
-    rng = random.Random(f"warm-up/order/{settings.seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     ramp = max(1, settings.steps // 10)
     model.train()
@@ -174,22 +200,24 @@ def train_rows(
         rate = min((step + 1) / ramp, (settings.steps - step) / (settings.steps - ramp + 1))
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * rate
-        losses = []
-        for rows in (forms, read):  # one after the other, since their lengths differ
-            loss = _response_loss(model, tokenizer, rng.sample(rows, settings.batch_size // 2)) / 2
-            loss.backward()
-            losses.append(2 * loss.item())
+        kinds = source.draw()
+        count = sum(map(len, kinds.values()))
+        losses = {}
+        for kind, rows in kinds.items():  # one after the other, since their lengths differ
+            loss = _response_loss(model, tokenizer, rows)
+            (loss * len(rows) / count).backward()
+            losses[kind] = loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        bar.set_postfix_str("loss {:.2f}, with feedback {:.2f}".format(*losses))
+        bar.set_postfix({kind: f"{loss:.2f}" for kind, loss in losses.items()})
     model.eval()
 
 
 def _response_loss(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[WarmUpRow]
 ) -> torch.Tensor:
-    """Mean negative log-likelihood of the responses' tokens and their end of turn."""
+    """Mean over rows of the mean negative log-likelihood of a response's tokens and its end of turn."""
     texts = [f"{row.prompt}{row.response}{tokenizer.eos_token}" for row in rows]
     batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
     lengths = [len(tokenizer(row.prompt, add_special_tokens=False)["input_ids"]) for row in rows]
@@ -198,7 +226,9 @@ def _response_loss(
     with torch.autocast(model.device.type, torch.bfloat16):
         hidden = model.base_model(**batch).last_hidden_state
         logits = model.get_output_embeddings()(hidden[:, :-1][is_response[:, 1:]])
-    return torch.nn.functional.cross_entropy(logits.float(), batch["input_ids"][is_response])
+    losses = torch.nn.functional.cross_entropy(logits.float(), batch["input_ids"][is_response], reduction="none")
+    weights = is_response / is_response.sum(1, keepdim=True)
+    return (losses * weights[is_response]).sum() / len(rows)
 
 
 def warmed_up_base(name: str, settings: WarmUp | None = None) -> Path:
@@ -222,7 +252,7 @@ def _make_base(name: str, directory: Path, settings: WarmUp) -> None:
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     config = CreditConfig(str(directory), use_cpu=True, bf16=False, report_to="none", contrastive_coef=0.0)
-    train_rows(model, tokenizer, *make_rows(model, tokenizer, config, settings), settings)
+    train_rows(model, tokenizer, RowSource(model, tokenizer, config, settings), settings)
     accuracy = base_accuracy(model, tokenizer, config)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
