@@ -14,7 +14,7 @@ from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss import CreditLoss
 from credit_trl.loss.distillation import MicroBatchLoss
-from credit_trl.training.metrics import Alarms, CreditWarning, context_metrics, token_metrics
+from credit_trl.training.metrics import GENERIC_BATCHES, Alarms, CreditWarning, context_metrics, token_metrics
 from tiny import length_verdicts
 
 ZERO = torch.tensor(0.0)
@@ -44,6 +44,7 @@ def test_token_metrics_are_moments_at_the_sampled_tokens():
         "credit/s_std": specific.std(correction=0),
         "credit/generic_mean": g[::2].mean(),
         "credit/delta_v_mean": (f - p).mean(),
+        "credit/delta_v_std": (f - p).std(correction=0),
         "credit/kl_to_target": given.kl_to_target.mean(),
         "credit/support_mass_student": given.student_mass.mean(),
         "credit/support_mass_teacher": given.teacher_mass.mean(),
@@ -184,6 +185,27 @@ def test_a_low_support_mass_is_warned_about_once(run):
 def test_a_nearly_uniform_teacher_is_warned_about(run, make_model):
     _, warned = run(model=make_model(initializer_range=0.01), distillation_topk=200, max_steps=1)
     assert len([w for w in warned if "nearly uniform" in w]) == 1
+
+
+@pytest.mark.parametrize(
+    ("specific", "delta_v", "batches", "warns"),
+    [
+        ((0.0, 0.05), (-0.2, 2.0), GENERIC_BATCHES, True),
+        ((0.0, 0.05), (-0.2, 2.0), GENERIC_BATCHES - 1, False),
+        ((1.0, 0.05), (-0.2, 2.0), 20, False),
+        ((0.0, 1.0), (-0.2, 2.0), 20, False),
+        ((0.0, 0.0), (0.0, 0.05), 20, False),
+        ((math.nan, math.nan), (-0.2, 2.0), 20, False),  # no token is contrasted
+    ],
+)
+def test_credit_that_is_not_input_specific_warns(specific, delta_v, batches, warns):
+    alarms = Alarms()
+    names = ("credit/s_mean", "credit/s_std", "credit/delta_v_mean", "credit/delta_v_std")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(batches):
+            alarms.check_tokens(dict(zip(names, (*specific, *delta_v), strict=True)), 200)
+    assert ["S_t is near zero while ΔV_t is not" in str(w.message) for w in caught] == [True] * warns
 
 
 def test_closed_gate_warns_and_leaves_sdpo(run):

@@ -25,6 +25,11 @@ TINY_GRADIENT = 1e-6
 TINY_GRADIENT_LOGS = 5
 # Consecutive generation batches in which the rewards of every group are equal.
 FLAT_REWARD_BATCHES = 5
+# Root mean square of S_t as a share of that of ΔV_t, below which the credit is not input-specific; and the root mean
+# square of ΔV_t in nats above which there is credit at all.
+LOW_SPECIFIC_SHARE, SOME_CREDIT = 0.1, 0.1
+# Consecutive micro-batches with such credit.
+GENERIC_BATCHES = 10
 # Mean difference between the log-probabilities of vLLM and of the model, in nats; bf16 kernels differ by about 0.01.
 ENGINE_MISMATCH = 0.1
 
@@ -48,6 +53,7 @@ class Alarms:
         self.raised: set[str] = set()
         self._flat = 0
         self._tiny = 0
+        self._generic = 0
 
     def raise_once(self, cause: str, message: str) -> None:
         if self.enabled and cause not in self.raised:
@@ -147,7 +153,8 @@ class Alarms:
             )
 
     def check_tokens(self, metrics: dict[str, float], vocabulary: int) -> None:
-        """Warn about a teacher close to uniform, a support with little probability, and a gate that is always closed.
+        """Warn about a teacher close to uniform, a support with little probability, a gate that is always closed, and
+        credit that is not input-specific.
 
         Args:
             metrics: `TokenMetrics.values`.
@@ -170,6 +177,21 @@ class Alarms:
                 "gate_shut",
                 "No position of this batch exceeds `contrastive_gate`, so no position is contrasted. Lower it; "
                 "`credit/frac_gated` logs the share of positions below it.",
+            )
+        specific, credit = (
+            math.hypot(metrics.get(f"credit/{name}_mean", math.nan), metrics.get(f"credit/{name}_std", math.nan))
+            for name in ("s", "delta_v")
+        )
+        if not math.isnan(specific):
+            is_generic = credit > SOME_CREDIT and specific < LOW_SPECIFIC_SHARE * credit
+            self._generic = self._generic + 1 if is_generic else 0
+        if self._generic >= GENERIC_BATCHES:
+            self.raise_once(
+                "generic_credit",
+                f"S_t is near zero while ΔV_t is not (root mean squares {specific:.3f} and {credit:.3f} nats) in "
+                f"{self._generic} batches in a row: the feedback makes the same tokens likely under any prompt, so λ "
+                "lowers the reward of the answer itself. Return feedback that is read together with the prompt, such "
+                "as a letter, a position or a failing check, instead of the answer; or set `contrastive_coef=0`.",
             )
 
     def check_gradient(self, logs: Mapping[str, float], metrics: Mapping[str, Sequence[float]]) -> float:
@@ -295,16 +317,17 @@ def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tens
     per_contrast = {name: values[contrasted] for name, values in per_contrast.items()}
     dtype = torch.float32 if f.device.type == "mps" else torch.float64
     sums = [x.to(dtype).sum() for x in (*per_token.values(), *per_contrast.values())]
-    squares = [x.to(dtype).pow(2).sum() for x in (terms.advantages, per_contrast["s_mean"])]
+    squares = [x.to(dtype).pow(2).sum() for x in (terms.advantages, f - student, per_contrast["s_mean"])]
     sums.append(loss.fidelity.to(dtype))
     counts = [torch.tensor(len(f), dtype=dtype, device=f.device), contrasted.to(dtype).sum()]
     reduced = reduce(torch.stack([*sums, *squares, *counts])).tolist()
-    *totals, fidelity, square, specific_square, tokens, contrasts = reduced
+    *totals, fidelity, square, delta_square, specific_square, tokens, contrasts = reduced
     divisors = [tokens] * len(per_token) + [contrasts] * len(per_contrast)
     names = (*per_token, *per_contrast)
     means = {name: _ratio(total, count) for name, total, count in zip(names, totals, divisors, strict=True)}
     entropy, means["advantage_mean"] = means.pop("student_entropy"), means.pop("advantage")
     means["advantage_std"] = _std(means["advantage_mean"], _ratio(square, tokens))
+    means["delta_v_std"] = _std(means["delta_v_mean"], _ratio(delta_square, tokens))
     means["s_std"] = _std(means["s_mean"], _ratio(specific_square, contrasts))
     means["teacher_fidelity"] = fidelity
     dropped = _NOT_SAMPLED if is_sampled else ()

@@ -1,0 +1,129 @@
+"""Study with SmolLM2: arms, resumption, rows, general damage, real requests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from credit_trl import CreditConfig
+from credit_trl.cli.quickstart_tasks import quickstart_task
+
+
+@pytest.fixture(scope="module")
+def study(example):
+    return example("study")
+
+
+@pytest.fixture(scope="module")
+def unrelated(example):
+    return example("unrelated")
+
+
+def test_every_arm_is_a_valid_configuration(study, tmp_path):
+    defaults = {**quickstart_task("smollm2").defaults, "bf16": False}
+    configs = {
+        arm: CreditConfig(str(tmp_path), **{**defaults, **{k: v for k, v in options.items() if k != "task"}})
+        for arm, options in study.ARMS.items()
+    }
+    assert configs["sdpo"].contrastive_coef == 0.0
+    assert configs["grpo"].distillation_weight == 0.0
+    assert configs["temper-only"].contrastive_swap == "self"
+    assert "Previous assessment" in configs["sdpo-paper"].feedback_template
+
+
+def arguments(study, tmp_path, **options):
+    defaults = {"arms": ["sdpo", "grpo"], "seeds": [10, 11], "hours": 1.0, "steps": 1, "real": None}
+    files = {"results": tmp_path / "results" / "runs.csv", "output_dir": tmp_path}
+    return argparse.Namespace(**{**defaults, **files, **options})
+
+
+def test_interrupted_study_repeats_no_run(study, tmp_path, monkeypatch):
+    started = []
+
+    def run(arm, seed, *rest):
+        if len(started) == 3:
+            raise KeyboardInterrupt
+        started.append((arm, seed))
+        return {"arm": arm, "seed": seed, "accuracy_before": 0.3, "accuracy_after": 0.3 + seed / 100}
+
+    monkeypatch.setattr(study, "run_arm", run)
+    args = arguments(study, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        study.run_missing(args)
+    monkeypatch.setattr(
+        study, "run_arm", lambda arm, seed, *rest: started.append((arm, seed)) or {"arm": arm, "seed": seed, "kl": 0.1}
+    )
+    study.run_missing(args)
+    assert started == [("sdpo", 10), ("grpo", 10), ("sdpo", 11), ("grpo", 11)]
+    rows = study.read_rows(args.results)
+    assert [row["kl"] for row in rows] == ["", "", "", "0.1"]
+
+
+def test_no_run_starts_that_would_end_too_late(study, tmp_path, monkeypatch):
+    clock = iter(range(0, 10**6, 1500))
+    monkeypatch.setattr(study.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(study, "run_arm", lambda arm, seed, *rest: {"arm": arm, "seed": seed})
+    args = arguments(study, tmp_path)
+    study.run_missing(args)
+    assert len(study.read_rows(args.results)) == 1
+
+
+def test_summary_has_means_over_seeds(study):
+    rows = [
+        {"arm": "sdpo", "accuracy_before": "0.3", "accuracy_after": after, "frames_before": "0", "frames_after": "0.1"}
+        for after in ("0.5", "0.7")
+    ]
+    line = study.summary(rows).splitlines()[2]
+    assert line.startswith("| sdpo | 2 | 0.300 [0.")
+    assert "| 0.600 [" in line
+
+
+def test_unrelated_prompts_are_two_hundred(unrelated):
+    assert len(set(unrelated.PROMPTS)) == 200
+
+
+def test_damage_is_zero_for_the_base_and_the_kl_of_another_model(unrelated, make_model, tokenizer):
+    base, other = make_model().eval(), make_model().eval()
+    with torch.no_grad():
+        other.get_input_embeddings().weight.mul_(1.5)
+    pairs = unrelated.answer_prompts(base, tokenizer, unrelated.PROMPTS[:3], tokens=5, batch_size=2)
+    same = unrelated.measure_damage(base, base, pairs)
+    assert same.kl == pytest.approx(0.0, abs=1e-6)
+    assert same.perplexity == pytest.approx(same.base_perplexity)
+    found = unrelated.measure_damage(base, other, pairs, batch_size=2)
+    kl, nll = [], []
+    for prompt, answer in pairs:
+        assert len(answer) <= 5
+        ids = torch.tensor([prompt + answer])
+        with torch.no_grad():
+            own, new = (model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in (base, other))
+        kl += F.kl_div(new, own, log_target=True, reduction="none").sum(-1).tolist()
+        nll += (-new[torch.arange(len(answer)), torch.tensor(answer)]).tolist()
+    assert found.kl == pytest.approx(sum(kl) / len(kl), rel=1e-3)
+    assert found.perplexity == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-3)
+
+
+def test_real_requests_have_four_functions_and_the_golden_one(example, tmp_path):
+    names = ["getRate", "getHistory", "listCodes", "convert", "status"]
+    documentation = "".join(f'{name}: Does it.\nParameters: {{"a": "string"}}\nOutput: x\n' for name in names)
+    records = [
+        {
+            "prompt": f"Tools:\n{documentation}\nBegin!\nQuestion: What is the rate?",
+            "answer": json.dumps([{"Action": a}]),
+        }
+        for a in ("getRate", "unknown")
+    ]
+    several = {**records[0], "answer": json.dumps([{"Action": "getRate"}] * 2)}
+    path = tmp_path / "real.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in (*records, several)))
+    real = example("real_requests")
+    (row,) = real.build("test", path).to_list()
+    assert row["prompt"][1]["content"] == "What is the rate?"
+    assert row["answer"] == "getRate"
+    assert "getRate" in row["prompt"][0]["content"]
+    assert [real.verify(text, "getRate").reward for text in ("getRate(x)", "convert(1)", "none")] == [1.0, 0.0, 0.0]
