@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 STAGES = ("rollout", "verdict", "contexts", "scores", "update")
 SHOWN_ANSWERS = 5
 FIGURE = "learning_curve.png"
+CHANCE = 0.25  # accuracy of a guess among the offered tools
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def draw_curve(directory: Path, task: QuickstartTask) -> Path:
         axes.errorbar(steps, [one.mean for one in found], yerr=errors, marker=marker, capsize=2, label=title)
     formats = [evaluation.metrics["format"] for evaluation in evaluations]
     axes.plot(steps, formats, color="black", linestyle=":", label="format")
-    axes.axhline(0.25, color="0.6", linewidth=0.8, linestyle="--")
+    axes.axhline(CHANCE, color="0.6", linewidth=0.8, linestyle="--")
+    axes.annotate(f"chance, {CHANCE:.0%}", (steps[-1], CHANCE), ha="right", va="bottom", color="0.4", fontsize="small")
     title = f"Task {task.name}"
     axes.set(xlabel="step", ylabel="held-out avg@k, temperature 1", ylim=(0, 1.03), title=title)
     figure.legend(fontsize="small", loc="outside lower center", ncols=5, frameon=False)

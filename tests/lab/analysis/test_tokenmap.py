@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from drawn import drawn_map
@@ -18,7 +19,7 @@ from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import PAPER, CreditFormula, CreditSettings
 from credit_trl.lab.analysis.responses import rollout_contexts
 from credit_trl.lab.analysis.token_classes import default_classes
-from credit_trl.lab.analysis.tokenmap import QUANTITIES, SATURATION, colour_strength, group_scales, map_response
+from credit_trl.lab.analysis.tokenmap import QUANTITIES, colour_strength, group_scales, map_response
 from credit_trl.lab.analysis.tokenmap_html import render_html, shown_numbers
 from credit_trl.lab.analysis.tokenmap_parquet import read_parquet, write_parquet
 from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
@@ -132,15 +133,27 @@ def test_group_shares_its_scale_and_keeps_signs():
     for quantity in QUANTITIES:
         together = torch.cat([m.values(quantity) for m in maps]).double()
         scale = scales[maps[0].response.group][quantity]
-        assert scale == pytest.approx(together.square().mean().sqrt().item())
+        assert scale == pytest.approx(np.quantile(together.abs().numpy(), 0.99))
         strength = colour_strength(maps[0].values(quantity), scale)
         assert torch.equal(strength.sign(), maps[0].values(quantity).sign())
-        expected = (maps[0].values(quantity) / (SATURATION * scale)).clamp(-1, 1)
+        expected = (maps[0].values(quantity) / scale).clamp(-1, 1)
         torch.testing.assert_close(strength, expected)
 
 
+def test_large_values_before_and_after_have_different_colours():
+    """Few tokens carry most of S_t, and their change in training is visible."""
+    few = [8.0, 13.0, *[0.01] * 18]
+    before, after = drawn_map(["a"] * 20), drawn_map(["a"] * 20, checkpoint="after")
+    for token_map, first in ((before, 8.14), (after, 5.64)):
+        contrast = token_map.scores.teacher_logps - torch.tensor([first, *few[1:]])
+        object.__setattr__(token_map.scores, "contrast_logps", contrast[None])
+    scale = group_scales([before, after])[before.response.group]["specific"]
+    strengths = [colour_strength(m.values("specific"), scale)[0].item() for m in (before, after)]
+    assert strengths[0] - strengths[1] > 0.15
+
+
 def test_missing_values_have_no_colour():
-    assert colour_strength(torch.tensor([math.nan, -math.inf, math.inf, 1.0]), 1.0).tolist() == [0.0, -1.0, 1.0, 0.5]
+    assert colour_strength(torch.tensor([math.nan, -math.inf, math.inf, 1.0]), 1.0).tolist() == [0.0, -1.0, 1.0, 1.0]
     alone = drawn_map(["a"], contrasts=0)
     assert group_scales([alone])[alone.response.group]["specific"] == 1.0
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from credit_trl.evaluation.statistics import holm, paired_bootstrap, two_level_ci
-from credit_trl.lab.comparison import compare, find_runs, read_run
+from credit_trl.lab.comparison import compare, find_runs, read_run, write_report
 from credit_trl.lab.comparison.compare import BASE, BEST, FINAL
 from credit_trl.lab.comparison.report import tables_markdown
 from credit_trl.lab.comparison.runs import differing_options, method_of
@@ -28,9 +28,9 @@ def scores(mean: float, seed: int, spread: float = 0.1) -> dict[str, float]:
 
 @pytest.fixture
 def three_arms(write_run, tmp_path):
-    """GRPO, SDPO and CREDIT with two seeds: final means .4, .5, .6; SDPO scores best in the middle."""
+    """GRPO, SDPO and CREDIT with three seeds: final means .4, .5, .6; SDPO scores best in the middle."""
     for position, (arm, final) in enumerate({"GRPO": 0.4, "SDPO": 0.5, "CREDIT λ=0.1": 0.6}.items()):
-        for seed in (1, 2):
+        for seed in (1, 2, 3):
             middle = 0.7 if arm == "SDPO" else 0.3
             write_run(
                 f"{arm}-{seed}",
@@ -54,12 +54,12 @@ def test_cells_have_best_and_final_scores_with_intervals(three_arms):
     matrix = [[run.per_prompt(10)[p] for p in PROMPTS] for run in runs]
     assert cell.interval == two_level_ci(matrix)
     assert cell.by_seed == pytest.approx([np.mean(row) for row in matrix])
-    assert cell.steps == [10, 10]
+    assert cell.steps == [10] * 3
     best = result.cells["SDPO", "letters", BEST]
-    assert best.steps == [5, 5]
+    assert best.steps == [5] * 3
     assert best.interval.mean > cell.interval.mean + 0.15
     base = result.cells[BASE, "letters", FINAL]
-    assert base.seeds == 2  # one per seed, not one per run
+    assert base.seeds == 3  # one per seed, not one per run
     assert base.interval.mean == pytest.approx(0.2, abs=0.05)
 
 
@@ -87,6 +87,41 @@ def test_differences_are_paired_by_prompt_and_seed(three_arms):
     assert contrast.paired_seeds
     assert contrast.difference.low < 0.1 < contrast.difference.high
     assert not compare([three_arms], arms=["SDPO"]).contrasts
+
+
+@pytest.mark.parametrize(("seeds", "has_interval"), [((1,), True), ((1, 2), False), ((1, 2, 3), True)])
+def test_two_seeds_have_points_and_no_interval(write_run, tmp_path, seeds, has_interval):
+    for arm, mean in (("SDPO", 0.3), ("CREDIT", 0.5)):
+        for seed in seeds:
+            write_run(f"{arm}{seed}", {10: scores(mean + 0.05 * seed, seed)}, arm=arm, seed=seed)
+    result = compare([tmp_path])
+    cell, contrast = result.cells["CREDIT", "letters", FINAL], result.contrasts[0]
+    assert cell.interval.mean == pytest.approx(sum(cell.by_seed) / len(seeds))
+    assert contrast.difference.difference == pytest.approx(sum(contrast.by_seed) / len(seeds))
+    for value in (cell.interval.low, contrast.difference.low, contrast.difference.p_value, contrast.adjusted_p):
+        assert math.isnan(value) != has_interval
+    table, row = score_markdown(result, FINAL), contrast_row(contrast)
+    assert ("±" in table) == has_interval
+    if not has_interval:
+        first, second = cell.by_seed
+        assert f"({100 * first:.1f} {100 * second:.1f})" in table
+        assert row[3:] == [", ".join(f"{100 * one:+.1f}" for one in contrast.by_seed), "–", "–"]
+
+
+def test_runs_without_evaluations_are_compared_by_curves(write_run, tmp_path):
+    for arm in ("SDPO", "CREDIT"):
+        log = [{"step": step, "reward": 0.1 * step, "credit/s_mean": 0.2} for step in (1, 2, 3)]
+        write_run(arm, {}, arm=arm, log=log, finished=False)
+    result = compare([tmp_path])
+    assert result.arms == ["SDPO", "CREDIT"]
+    assert {(curve.arm, curve.title) for curve in result.curves} == {
+        (arm, title) for arm in result.arms for title in ("Reward of the rollouts", "S_t, mean (nats)")
+    }
+    assert not result.cells
+    assert "Without an evaluation, so curves only" in tables_markdown(result)
+    page = write_report(result, tmp_path / "report").read_text()
+    assert "Training dynamics" in page
+    assert "Final score" not in page
 
 
 def test_arms_with_different_seeds_are_not_paired_by_seed(write_run, tmp_path):
@@ -183,18 +218,18 @@ def test_only_shared_prompts_count_and_at_least_one_is_needed(write_run, tmp_pat
 def test_steps_to_a_score_are_listed_for_each_run(three_arms):
     result = compare([three_arms], targets=[0.55])
     steps = {row.arm: row.steps for row in result.steps_to}
-    assert steps == {"GRPO": [None, None], "SDPO": [5, 5], "CREDIT λ=0.1": [10, 10]}
-    assert steps_row(result.steps_to[0])[2:] == ["55 %", "never, never", "never"]
-    assert steps_row(result.steps_to[1])[3:] == ["5, 5", "5"]
+    assert steps == {"GRPO": [None] * 3, "SDPO": [5] * 3, "CREDIT λ=0.1": [10] * 3}
+    assert steps_row(result.steps_to[0])[2:] == ["55 %", "never, never, never", "never"]
+    assert steps_row(result.steps_to[1])[3:] == ["5, 5, 5", "5"]
 
 
 def test_curves_are_means_and_ranges_over_seeds(three_arms):
     curves = {(c.arm, c.title): c for c in compare([three_arms]).curves}
     entropy = curves["SDPO", "Entropy (nats)"]
     assert entropy.steps == [1, 2, 10]
-    assert entropy.mean == pytest.approx([1.75, 2.75, 10.75])
+    assert entropy.mean == pytest.approx([2.0, 3.0, 11.0])
     assert entropy.low == pytest.approx([1.5, 2.5, 10.5])
-    assert entropy.high == pytest.approx([2.0, 3.0, 11.0])
+    assert entropy.high == pytest.approx([2.5, 3.5, 11.5])
     assert curves["GRPO", "Score (avg@k)"].steps == [0, 5, 10]
     assert ("SDPO", "Response length (tokens)") not in curves
 
@@ -378,7 +413,7 @@ def test_best_step_follows_the_reward_for_every_measure(write_run, tmp_path):
 def test_errors_name_missing_and_damaged_runs(tmp_path, write_run):
     with pytest.raises(FileNotFoundError, match="credit-eval"):
         compare([tmp_path])
-    folder = write_run("a", {}, log=[{"step": 1, "loss": 1.0}])
+    folder = write_run("a", {})
     with pytest.raises(ValueError, match="EvaluationCallback"):
         compare([folder])
     write_run("b", {10: scores(0.5, 1)}, arm="B")

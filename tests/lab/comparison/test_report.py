@@ -29,7 +29,7 @@ def runs(tmp_path_factory) -> Path:
     write_run = writer(root)
     rng = np.random.default_rng(0)
     for arm, gain in {"GRPO": 0.2, "SDPO": 0.35, "CREDIT λ=0.1 C=1": 0.4, HOSTILE: 0.1}.items():
-        for seed in (1, 2):
+        for seed in (1, 2, 3):
             by_step = {
                 step: {p: float(np.clip(0.2 + gain * step / 20 + rng.normal(0, 0.1), 0, 1)) for p in PROMPTS}
                 for step in (0, 5, 10, 15, 20)

@@ -21,6 +21,7 @@ from credit_trl.evaluation.generation import read_responses
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.passes import RolloutContexts
+from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.rollout.batch import GenerationBatch, prompt_key
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, read_rows
@@ -81,6 +82,14 @@ class Rollout:
             contexts=contexts,
             **record,
         )
+
+
+def feedback_text(response: Rollout) -> str | None:
+    """Feedback of a response with that on single turns, control characters spelled out; None without feedback."""
+    z = response.privileged
+    parts = [] if z.feedback is None else [z.feedback]
+    parts += [f"turn {turn}: {text}" for turn, text in sorted((z.turns or {}).items())]
+    return "\n".join(map(visible, parts)) if parts else None
 
 
 def analysis_config(**overrides: Any) -> CreditConfig:

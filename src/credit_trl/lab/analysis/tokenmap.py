@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -31,8 +32,8 @@ QUANTITIES = {
     "generic": "Ĝ_t",
     "student_logps": "log π_θ",
 }
-# Multiple of the group's root mean square at which colours saturate.
-SATURATION = 2.0
+# Quantile of a group's magnitudes at which colours saturate. A lower one hides the change of large values in training.
+SATURATION = 0.99
 
 
 @dataclass(frozen=True)
@@ -202,25 +203,27 @@ def map_response(
 
 
 def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
-    """Scale of the colours: `{group: {quantity: root mean square}}`.
+    """Scale of the colours: `{group: {quantity: magnitude in nats of the full colour}}`.
 
-    Values are divided by the root mean square over all responses of a group and all compared checkpoints. They are not
-    centred, because the colour shows the sign.
+    It is the `SATURATION` quantile of the magnitudes over all responses of a group and all compared checkpoints.
+    Values are not centred, because the colour shows the sign.
     """
     scales: dict[str, dict[str, float]] = {}
     for group in dict.fromkeys(m.response.group for m in maps):
         members = [m for m in maps if m.response.group == group]
-        scales[group] = {q: _root_mean_square([m.values(q) for m in members]) for q in QUANTITIES}
+        scales[group] = {q: _magnitude([m.values(q) for m in members]) for q in QUANTITIES}
     return scales
 
 
 def colour_strength(values: Float[Tensor, " T"], scale: float) -> Float[Tensor, " T"]:
     """Signed strength of the colour in [−1, 1]: positive is red, negative blue; 0 for NaN."""
-    return (values / (SATURATION * scale)).nan_to_num(0.0).clamp(-1.0, 1.0)
+    return (values / scale).nan_to_num(0.0).clamp(-1.0, 1.0)
 
 
-def _root_mean_square(values: list[Tensor]) -> float:
-    joined = torch.cat(values).double()
+def _magnitude(values: list[Tensor]) -> float:
+    """The `SATURATION` quantile of the finite magnitudes; the largest, then 1, where it is 0."""
+    joined = torch.cat(values).double().abs()
     joined = joined[joined.isfinite()]
-    scale = joined.square().mean().sqrt().item() if len(joined) else 0.0
-    return scale or 1.0
+    if not len(joined):
+        return 1.0
+    return float(np.quantile(joined.numpy(), SATURATION)) or joined.max().item() or 1.0

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from credit_trl.contexts.prompts import Prompt, user_text
-from credit_trl.lab.analysis.responses import Rollout
-from credit_trl.lab.analysis.tokenmap import QUANTITIES, SATURATION, TokenMap, group_scales
+from credit_trl.lab.analysis.responses import Rollout, feedback_text
+from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, group_scales
 from credit_trl.lab.analysis.tokenmap_parquet import check_distinct
 from credit_trl.lab.analysis.tokenmap_summary import Summary, summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
@@ -125,7 +125,6 @@ def _document(maps: Sequence[TokenMap], summaries: Mapping[str, Summary]) -> dic
     ]
     return {
         "quantities": [{"key": key, "symbol": symbol} for key, symbol in QUANTITIES.items()],
-        "saturation": SATURATION,
         "checkpoints": [visible(name) for name in checkpoints],
         "scales": [scales[group] for group in groups],
         "responses": responses,
@@ -140,12 +139,10 @@ def _document(maps: Sequence[TokenMap], summaries: Mapping[str, Summary]) -> dic
 
 def _described(response: Rollout) -> dict[str, Any]:
     z, reward = response.privileged, response.reward
-    feedback = [] if z.feedback is None else [z.feedback]
-    feedback += [f"turn {turn}: {text}" for turn, text in sorted((z.turns or {}).items())]
     return {
         "id": visible(response.identifier),
         "prompt": _turns(response.prompt),
-        "feedback": "\n".join(map(visible, feedback)) if feedback else None,
+        "feedback": feedback_text(response),
         "demonstration": None if z.demonstration is None else visible(z.demonstration),
         "contrasts": [visible(user_text(prompt)) for prompt in response.contrasts],
         "reward": None if reward is None or not math.isfinite(reward) else float(reward),

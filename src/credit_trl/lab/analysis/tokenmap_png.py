@@ -1,7 +1,8 @@
-"""Token map as a PNG in the form of the paper's figure: the problem, then ΔV_t and S_t on the response."""
+"""Token map as a PNG in the form of the paper's figure: problem and feedback, then ΔV_t and S_t on the response."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.patches import Rectangle
 
+from credit_trl.lab.analysis.responses import feedback_text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, colour_strength
 from credit_trl.lab.analysis.tokentext import display_width, visible
 
@@ -46,7 +48,9 @@ def draw_png(
     max_lines: int = 60,
     dpi: int = 160,
 ) -> None:
-    """Draw one map: the problem, then the response once for each quantity.
+    """Draw one map: the problem, the feedback, then the response once for each quantity.
+
+    The title of the response has its reward and the λ of its R_t.
 
     Args:
         token_map: the map.
@@ -59,10 +63,12 @@ def draw_png(
     """
     problem = _lay_out([(visible(token_map.response.problem), 0.0)], max_lines)
     panels = [("problem", problem)]
+    if (feedback := feedback_text(token_map.response)) is not None:
+        panels.append(("feedback z", _lay_out([(feedback, 0.0)], max_lines)))
     for quantity in quantities:
         strengths = colour_strength(token_map.values(quantity), scales[quantity]).tolist()
         texts = [token.text for token in token_map.tokens]
-        title = f"{QUANTITIES[quantity]}   {token_map.meaning(quantity)}"
+        title = f"{QUANTITIES[quantity]}   {token_map.meaning(quantity)}   {_run_facts(token_map)}"
         panels.append((title, _lay_out(list(zip(texts, strengths, strict=True)), max_lines)))
     heights = [(_lines(pieces) + 2.2) * _LINE for _, pieces in panels]
     figure = Figure(figsize=(_COLUMNS * _CELL + 2 * _MARGIN, sum(heights) + 2 * _MARGIN), dpi=dpi, facecolor="white")
@@ -74,6 +80,12 @@ def draw_png(
     # Without hinting, the width of a character is not rounded to whole pixels and text stays on its background.
     with rc_context({"text.hinting": "no_hinting", "text.hinting_factor": 1}):
         figure.savefig(path, dpi=dpi)
+
+
+def _run_facts(token_map: TokenMap) -> str:
+    reward = token_map.response.reward
+    shown = "" if reward is None or not math.isfinite(reward) else f"reward {reward:g}, "
+    return f"{shown}λ = {token_map.scores.contrastive_coef:.4g}"
 
 
 def _draw_panel(figure: Figure, title: str, pieces: list[_Piece], top: float, palette: str) -> None:

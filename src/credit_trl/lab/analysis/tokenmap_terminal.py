@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from credit_trl.lab.analysis.tokenmap import QUANTITIES, SATURATION, TokenMap, colour_strength
+from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, colour_strength
 from credit_trl.lab.analysis.tokentext import visible
 
 # Background at full strength for (positive, negative) values; the text on it is black.
@@ -45,7 +45,7 @@ def print_map(
     for token, strength in zip(token_map.tokens, colour_strength(values, scale).tolist(), strict=True):
         body.append(token.text, style=_style(strength, palette))
     coefficient = f" (λ = {token_map.scores.contrastive_coef:g})" if quantity == "advantage" else ""
-    legend = Text(f"{symbol}: {meaning}{coefficient}; coloured up to ±{SATURATION * scale:.2f} nats", style="dim")
+    legend = Text(f"{symbol}: {meaning}{coefficient}; coloured up to ±{scale:.2f} nats", style="dim")
     (console or Console()).print(head, Padding(body, (0, 2)), legend, _strongest(token_map, quantity, top))
 
 

@@ -19,10 +19,14 @@ from credit_trl.training.run_directory import RESULT_FILE, RUN_FILE
 
 BASE = "Base"
 BEST, FINAL = "best", "final"
+# With fewer runs of an arm than this, but more than one, the spread between seeds gives no useful interval: a 95 %
+# interval from two seeds is about nine times as wide as from many. The seeds are shown as points instead.
+MIN_SEEDS = 3
 
-# Panels of the paper's dynamics figure: title and name in the log.
+# Panels of the paper's dynamics figure and the reward: title and name in the log.
 CURVES = {
     "Score (avg@k)": SCORE,
+    "Reward of the rollouts": "reward",
     "Response length (tokens)": "completions/mean_length",
     "Entropy (nats)": "entropy",
     "Advantage, mean (nats)": "credit/advantage_mean",
@@ -36,7 +40,8 @@ class Cell:
     """Score of one arm on one domain, at its best or at its final step.
 
     Args:
-        interval: mean over seeds and prompts with both resampled, clipped to [0, 1] if all scores lie in it.
+        interval: mean over seeds and prompts with both resampled, clipped to [0, 1] if all scores lie in it. Its ends
+            are NaN for two seeds, see `MIN_SEEDS`.
         seeds: number of runs.
         steps: evaluated step of each run.
         by_seed: mean score of each run.
@@ -58,6 +63,7 @@ class Contrast:
         difference: arm − baseline, with interval and p-value.
         paired_seeds: whether both arms have the same seeds, which are then resampled together.
         adjusted_p: p-value with Holm's correction over the arms of this domain.
+        by_seed: difference of each seed where they are paired, else empty.
     """
 
     arm: str
@@ -67,6 +73,7 @@ class Contrast:
     difference: Difference
     paired_seeds: bool
     adjusted_p: float
+    by_seed: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class Comparison:
     """Runs compared on the prompts that all of them share.
 
     Args:
-        runs: compared runs.
+        runs: compared runs; those without an evaluation have curves only.
         unfinished: runs that are not compared because their training has not ended.
         differing_settings: sampling settings that differ among the evaluations, one line each.
         arms: names in table order, with `BASE` first if step 0 was evaluated and each seed has one model.
@@ -150,7 +157,7 @@ def compare(
     include_unfinished: bool = False,
     n_resamples: int = N_RESAMPLES,
 ) -> Comparison:
-    """Compare runs on the prompts that they share.
+    """Compare runs on the prompts that they share. Runs without an evaluation are compared by their curves.
 
     Args:
         runs: run directories, directories of run directories, or runs.
@@ -163,30 +170,31 @@ def compare(
 
     Raises:
         FileNotFoundError: a path contains no run.
-        ValueError: no evaluated run, an unknown arm, two runs of one arm with the same seed, or runs of one task that
-            share no prompt.
+        ValueError: no run with an evaluation or a log, an unknown arm, two runs of one arm with the same seed, or runs
+            of one task that share no prompt.
     """
     found = _read(runs)
-    unfinished = [] if include_unfinished else [run for run in found if not run.finished]
-    evaluated = [run for run in found if run.evaluations and run not in unfinished]
-    if not evaluated:
+    unfinished = [] if include_unfinished else [run for run in found if run.evaluations and not run.finished]
+    compared = [run for run in found if run not in unfinished and (run.evaluations or run.log)]
+    if not compared:
         raise ValueError(
-            f"No finished run has an evaluation ({len(unfinished)} unfinished). Add an `EvaluationCallback`, use "
-            "`trl credit-eval`, or include unfinished runs."
+            f"No finished run has an evaluation or a log ({len(unfinished)} unfinished). Add an `EvaluationCallback`, "
+            "use `trl credit-eval`, or include unfinished runs."
         )
-    names = _arm_names(evaluated, arms)
-    evaluated = [run for run in evaluated if run.arm in names]
-    _check_seeds(evaluated)
+    names = _arm_names(compared, arms)
+    compared = [run for run in compared if run.arm in names]
+    _check_seeds(compared)
+    evaluated = [run for run in compared if run.evaluations]
     baseline = _baseline(names, baseline)
     domains = _domains(evaluated)
     reader = _ScoreReader(evaluated, measure)
     has_base = has_one_base(evaluated) and all(0 in run.steps and len(run.steps) > 1 for run in evaluated)
-    all_arms = [BASE, *names] if has_base else names
+    all_arms = [BASE, *names] if has_base and evaluated else names
     keys = product(all_arms, domains, (BEST, FINAL))
     scores = {(arm, d.name, when): s for arm, d, when in keys if (s := reader.scores(arm, d, when)) is not None}
     bootstrap = _Bootstrap(n_resamples, _bounds(scores.values()))
     return Comparison(
-        runs=evaluated,
+        runs=compared,
         unfinished=unfinished,
         differing_settings=differing_settings(evaluated),
         arms=all_arms,
@@ -197,7 +205,7 @@ def compare(
         cells={key: bootstrap.cell(of_arm) for key, of_arm in scores.items()},
         contrasts=_contrasts(scores, names, baseline, domains, bootstrap),
         steps_to=[reader.steps_to(arm, domain, target) for target, domain, arm in product(targets, domains, names)],
-        curves=_curves(evaluated, names),
+        curves=_curves(compared, names),
     )
 
 
@@ -268,15 +276,30 @@ class _Bootstrap:
 
     def cell(self, scores: _Scores) -> Cell:
         """Mean and interval of an arm on a domain."""
-        interval = two_level_ci(scores.values, self.n_resamples, bounds=self.bounds)
+        if has_few_seeds(len(scores.values)):
+            interval = Interval(float(scores.values.mean()), math.nan, math.nan)
+        else:
+            interval = two_level_ci(scores.values, self.n_resamples, bounds=self.bounds)
         return Cell(interval, len(scores.values), scores.steps, scores.values.mean(1).tolist())
 
-    def difference(self, ours: _Scores, theirs: _Scores) -> tuple[Difference, bool]:
-        """(difference, whether seeds are paired): paired by prompt, and by seed if both arms have the same seeds."""
+    def difference(self, ours: _Scores, theirs: _Scores) -> tuple[Difference, list[float]]:
+        """(difference, that of each seed if both arms have the same seeds): paired by prompt and then by seed.
+
+        Without an interval and a p-value where an arm has two seeds.
+        """
         seeds, other_seeds = list(ours.seeds), list(theirs.seeds)
         paired = None not in seeds and len({*seeds}) == len(seeds) == len(other_seeds) and {*seeds} == {*other_seeds}
         values = theirs.values[[other_seeds.index(seed) for seed in seeds]] if paired else theirs.values
-        return paired_bootstrap(ours.values, values, self.n_resamples, paired_seeds=paired, bounds=self.bounds), paired
+        by_seed = (ours.values.mean(1) - values.mean(1)).tolist() if paired else []
+        if has_few_seeds(len(ours.values)) or has_few_seeds(len(values)):
+            return Difference(float(ours.values.mean() - values.mean()), math.nan, math.nan, math.nan), by_seed
+        found = paired_bootstrap(ours.values, values, self.n_resamples, paired_seeds=paired, bounds=self.bounds)
+        return found, by_seed
+
+
+def has_few_seeds(seeds: int) -> bool:
+    """Whether an arm has several runs, but fewer than `MIN_SEEDS`."""
+    return 1 < seeds < MIN_SEEDS
 
 
 def _bounds(scores: Iterable[_Scores]) -> tuple[float, float]:
@@ -357,10 +380,11 @@ def _contrasts(
             continue
         others = [arm for arm in arms if arm != baseline and (arm, domain, when) in scores]
         pairs = [bootstrap.difference(scores[arm, domain, when], theirs) for arm in others]
-        adjusted = holm([difference.p_value for difference, _ in pairs])
+        tested = [i for i, (difference, _) in enumerate(pairs) if not math.isnan(difference.p_value)]
+        adjusted = dict(zip(tested, holm([pairs[i][0].p_value for i in tested]), strict=True))
         contrasts += [
-            Contrast(arm, baseline, domain, when, difference, paired, p)
-            for arm, (difference, paired), p in zip(others, pairs, adjusted, strict=True)
+            Contrast(arm, baseline, domain, when, difference, bool(by_seed), adjusted.get(i, math.nan), by_seed)
+            for i, (arm, (difference, by_seed)) in enumerate(zip(others, pairs, strict=True))
         ]
     return contrasts
 

@@ -57,7 +57,7 @@ def curves_figure(comparison: Comparison, theme: Theme) -> bytes | None:
 
 
 def scores_figure(comparison: Comparison, theme: Theme) -> bytes:
-    """Scores with 95 % intervals, one panel per domain: hollow markers best, full final, ticks single seeds."""
+    """Scores with 95 % intervals, one panel per domain: hollow markers best, full final, small dots single seeds."""
     domains, arms = comparison.domains, comparison.arms
     size = {"width": max(4.5, 3.6 * len(domains)), "height": 1.4 + 0.34 * len(arms)}
     figure, axes = _canvas(theme, 1, len(domains), sharey=True, **size)
@@ -74,7 +74,8 @@ def scores_figure(comparison: Comparison, theme: Theme) -> bytes:
                 fill = fill or style["color"]
                 axis.errorbar(mean, position + shift, xerr=spread, fmt="o", mfc=fill, capsize=3, **style)
                 height = np.full(len(cell.by_seed), position + shift)
-                axis.plot(100 * np.array(cell.by_seed), height, "|", alpha=0.55, **style)
+                if cell.seeds > 1:
+                    axis.plot(100 * np.array(cell.by_seed), height, ".", alpha=0.6, color=style["color"], ms=5)
         axis.set_yticks(range(len(arms)), [_shorten(arm) for arm in arms], parse_math=False)
     axes[0].invert_yaxis()
     return _png(figure)

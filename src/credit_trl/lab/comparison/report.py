@@ -84,7 +84,7 @@ def report_html(comparison: Comparison, figures: Mapping[str, Mapping[str, bytes
         title=title,
         comparison=comparison,
         remarks=remarks(comparison),
-        tables=[(*caption, *score_rows(comparison, when)) for when, caption in CAPTIONS.items()],
+        tables=[(*caption, *score_rows(comparison, when)) for when, caption in CAPTIONS.items() if comparison.domains],
         contrasts={when: [contrast_row(c) for c in comparison.contrasts if c.when == when] for when in (FINAL, BEST)},
         contrast_columns=CONTRAST_COLUMNS,
         steps=[steps_row(row) for row in comparison.steps_to],
@@ -102,7 +102,7 @@ def report_html(comparison: Comparison, figures: Mapping[str, Mapping[str, bytes
 def tables_markdown(comparison: Comparison) -> str:
     """Remarks and all tables in Markdown."""
     parts = [f"{plain(remark)}\n" for remark in remarks(comparison)]
-    for when, (caption, explanation) in CAPTIONS.items():
+    for when, (caption, explanation) in CAPTIONS.items() if comparison.domains else ():
         parts.append(f"## {caption}\n\n{explanation}\n\n{score_markdown(comparison, when)}\n")
         contrasts = [c for c in comparison.contrasts if c.when == when]
         if contrasts:
@@ -127,6 +127,8 @@ def remarks(comparison: Comparison) -> list[str]:
         )
     if not has_one_base(comparison.runs):
         found.append("Runs of one seed started from different models, so there is no common base to compare with.")
+    if without := [run for run in comparison.runs if not run.evaluations]:
+        found.append(f"Without an evaluation, so curves only: {', '.join(str(run.folder) for run in without)}")
     if comparison.unfinished:
         listed = ", ".join(str(run.folder) for run in comparison.unfinished)
         found.append(f"Not compared, because training has not ended: {listed}")
@@ -162,7 +164,9 @@ def _figures(comparison: Comparison) -> dict[str, dict[str, bytes]]:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError("The report's figures need matplotlib: pip install matplotlib.") from error
-    figures = {"scores": {theme.name: scores_figure(comparison, theme) for theme in THEMES}}
+    figures = {}
+    if comparison.domains:
+        figures["scores"] = {theme.name: scores_figure(comparison, theme) for theme in THEMES}
     if comparison.curves:
         figures["curves"] = {theme.name: curves_figure(comparison, theme) for theme in THEMES}
     return figures

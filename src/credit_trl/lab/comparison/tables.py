@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from credit_trl.lab.comparison.compare import BASE, Comparison, Contrast, StepsTo
+from credit_trl.lab.comparison.compare import BASE, Comparison, Contrast, StepsTo, has_few_seeds
 from credit_trl.tasks.printable import plain
 
 AVERAGE = "Avg."
-CONTRAST_COLUMNS = ("arm", "domain", "difference (points)", "95 % interval", "p", "p (Holm)")
+CONTRAST_COLUMNS = ("arm", "domain", "difference (points)", "95 % interval, or seeds", "p", "p (Holm)")
 STEPS_COLUMNS = ("arm", "domain", "target", "steps, run by run", "median")
 
 
@@ -21,11 +21,13 @@ class Mark:
     Args:
         text: mean in percent.
         half_width: half the width of the 95 % interval in percent, "" without an interval.
+        seeds: score of each of two seeds in percent, which replace the interval; else "".
         rank: 1 for the best of the column, 2 for the second, else 0.
     """
 
     text: str
     half_width: str = ""
+    seeds: str = ""
     rank: int = 0
 
 
@@ -43,13 +45,14 @@ def score_rows(comparison: Comparison, when: str) -> tuple[list[str], list[tuple
             mean = cell.interval.mean if cell else comparison.average(arm, when) if column == AVERAGE else math.nan
             half = cell.interval.half_width if cell else math.nan
             half_width = "" if math.isnan(half) else percent(half)
-            marks.append(Mark(percent(mean), half_width, rank if rank <= 2 else 0))
+            seeds = " ".join(map(percent, cell.by_seed)) if cell and has_few_seeds(cell.seeds) else ""
+            marks.append(Mark(percent(mean), half_width, seeds, rank if rank <= 2 else 0))
         rows.append((arm if arm == BASE else f"+ {arm}", marks))
     return list(columns), rows
 
 
 def score_markdown(comparison: Comparison, when: str) -> str:
-    """The score table in Markdown: best in bold, second underlined, ± half the width of the 95 % interval."""
+    """The score table in Markdown: best in bold, second underlined, ± half the width of the interval, or seeds."""
     columns, rows = score_rows(comparison, when)
     lines = ["| " + _row(columns), "| --- |" + " ---: |" * len(columns)]
     for name, marks in rows:
@@ -58,13 +61,14 @@ def score_markdown(comparison: Comparison, when: str) -> str:
 
 
 def contrast_row(contrast: Contrast) -> list[str]:
-    """Cells of `CONTRAST_COLUMNS`; differences are in percentage points."""
+    """Cells of `CONTRAST_COLUMNS`; differences are in percentage points. Two seeds are shown without an interval."""
     d = contrast.difference
+    seeds = ", ".join(f"{100 * difference:+.1f}" for difference in contrast.by_seed) or "–"
     return [
         contrast.arm,
         contrast.domain,
         f"{100 * d.difference:+.1f}",
-        f"[{100 * d.low:+.1f}, {100 * d.high:+.1f}]",
+        seeds if math.isnan(d.low) else f"[{100 * d.low:+.1f}, {100 * d.high:+.1f}]",
         p_text(d.p_value),
         p_text(contrast.adjusted_p),
     ]
@@ -97,7 +101,9 @@ def percent(value: float) -> str:
 
 
 def p_text(p: float) -> str:
-    """A p-value with three decimals."""
+    """A p-value with three decimals, "–" for NaN."""
+    if math.isnan(p):
+        return "–"
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
@@ -107,4 +113,6 @@ def _row(cells: Sequence[str]) -> str:
 
 def _markdown(mark: Mark) -> str:
     text = {1: f"**{mark.text}**", 2: f"<u>{mark.text}</u>"}.get(mark.rank, mark.text)
+    if mark.seeds:
+        return f"{text} ({mark.seeds})"
     return f"{text} ±{mark.half_width}" if mark.half_width else text

@@ -2,7 +2,7 @@
 // Texts are set with textContent and never parsed as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const state = { response: 0, quantity: data.quantities[0].key, left: 0, right: -1, sort: "given", query: "", held: false, at: -1 };
+const state = { response: 0, quantity: data.quantities[0].key, left: 0, right: -1, sort: "given", zoom: 1, query: "", held: false, at: -1 };
 let panes = [];
 
 function element(tag, className, text) {
@@ -34,11 +34,11 @@ function shownCheckpoints() {
 function strength(value, scale) {
   if (typeof value === "string") return value.startsWith("-") ? -1 : 1;
   if (value === null) return 0;
-  return Math.max(-1, Math.min(1, value / (data.saturation * scale)));
+  return Math.max(-1, Math.min(1, value / scale));
 }
 
 function scaleNow() {
-  return data.scales[data.responses[state.response].group][state.quantity];
+  return state.zoom * data.scales[data.responses[state.response].group][state.quantity];
 }
 
 function paint() {
@@ -48,14 +48,14 @@ function paint() {
     for (let i = 0; i < pane.cells.length; i++) {
       const s = strength(values[i], scale);
       const cell = pane.cells[i];
-      cell.className = pane.base[i] + (s > 0 ? " p" : s < 0 ? " n" : "");
+      cell.className = pane.base[i] + (s > 0 ? " p" : s < 0 ? " n" : "") + (Math.abs(values[i]) > 1.0001 * scale ? " over" : "");
       cell.style.setProperty("--a", Math.abs(s).toFixed(3));
     }
     paintStrip(pane, values, scale);
   }
   const chosen = data.quantities.find((q) => q.key === state.quantity);
-  byId("low").textContent = number(-data.saturation * scale, 2);
-  byId("high").textContent = "+" + number(data.saturation * scale, 2) + " nats";
+  byId("low").textContent = number(-scale, 2);
+  byId("high").textContent = "+" + number(scale, 2) + " nats";
   byId("meaning").textContent = chosen.symbol + ": " + meanings(state.quantity);
   for (const label of byId("quantities").querySelectorAll("label")) label.title = meanings(label.firstChild.value);
   markHits();
@@ -372,6 +372,8 @@ function buildControls() {
   byId("sort").addEventListener("change", (event) => { state.sort = event.target.value; showList(); });
   byId("search").addEventListener("input", (event) => { state.query = event.target.value.toLowerCase(); showList(); markHits(); });
   byId("palette").addEventListener("change", (event) => { document.body.dataset.palette = event.target.value; paint(); });
+  // Each step of the slider changes the magnitude of the full colour by a factor of 2^(1/4).
+  byId("scale").addEventListener("input", (event) => { state.zoom = 2 ** (Number(event.target.value) / 4); paint(); });
   byId("theme").addEventListener("change", (event) => {
     if (event.target.value) document.documentElement.dataset.theme = event.target.value;
     else delete document.documentElement.dataset.theme;
