@@ -296,14 +296,6 @@ def test_underflow_debugging_does_not_see_bool_arguments(train):
     assert trainer.state.global_step == 1
 
 
-def test_model_card_links_the_paper(train, tmp_path):
-    trainer = train(max_steps=1, output_dir=str(tmp_path))
-    trainer.create_model_card(model_name="tiny")
-    card = (tmp_path / "README.md").read_text()
-    assert "https://huggingface.co/papers/2605.11613" in card
-    assert "shen2026credit" in card
-
-
 def test_one_rollout_per_prompt_trains_from_feedback(train, make_model):
     trainer = train(num_generations=1, max_steps=6)
     assert moved(trainer, make_model)

@@ -208,6 +208,12 @@ class CreditConfig(GRPOConfig):
             below half of its first value, or inverted), `"collapse"` (the reward fell below half of its best) or
             `"length"` (completions grew beyond 1.5 times their first length). `None`: alarms only warn.
 
+        > Console
+
+        console_log (`"line"` or `"full"`, *optional*, defaults to `"line"`):
+            What a log prints: one line with the main metrics, seconds by stage and the time left, or the dictionary of
+            all metrics. `run.json` and `log.jsonl` in `output_dir` have all of them in either case.
+
     Raises:
         ValueError: at construction, where a value is out of range or a combination cannot train.
     """
@@ -367,6 +373,10 @@ class CreditConfig(GRPOConfig):
         default=None, metadata={"help": "Alarms that end the run: fidelity, collapse, length, joined by |."}
     )
 
+    console_log: Literal["line", "full"] = field(
+        default="line", metadata={"help": "Print the main metrics in one line per log, or the full dictionary."}
+    )
+
     def __post_init__(self) -> None:
         # Own options first: TRL checks the machine, and its error would hide theirs.
         check_values(self)
@@ -505,6 +515,7 @@ _CHOICES = {
     "credit_weight_form": ("ratio", "residual"),
     "teacher_context": ("solution", "think", "think+solution"),
     "on_verifier_error": ("raise", "skip"),
+    "console_log": ("line", "full"),
 }
 
 # JSON options of transformers that may also be file names.

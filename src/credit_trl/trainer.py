@@ -51,11 +51,11 @@ from credit_trl.teacher.passes import PassConfig
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import checks
 from credit_trl.training.adaptive import CoefficientUpdate, make_adaptive
-from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms, StopOnDrift
 from credit_trl.training.dynamic_sampling import Rollouts, redraw
-from credit_trl.training.metrics import Alarms, context_metrics, drop_undefined, token_metrics
+from credit_trl.training.metrics import Alarms, context_metrics, token_metrics
 from credit_trl.training.reading import answer_metrics
+from credit_trl.training.reporting import ReportingTrainer
 from credit_trl.training.timing import StageClock
 from credit_trl.training.trl_compat import check_trl, sampled_logps
 
@@ -65,7 +65,7 @@ check_trl()  # for imports of this module that do not go through the package
 _EVAL_STREAM = 2**31
 
 
-class CreditTrainer(ResumableTrainer):
+class CreditTrainer(ReportingTrainer):
     """Train a language model from verdicts with feedback.
 
     Takes the arguments of [`~trl.GRPOTrainer`]. A reward function may return [`Verdict`]s. Their feedback and a
@@ -270,6 +270,7 @@ class CreditTrainer(ResumableTrainer):
         self.alarms.check_engine(metrics)
         if self.model.training and self.num_generations > 1:
             self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0)
+        contexts = None
         if self._distills:
             checks.check_no_images([output])
             with self.clock.stage("contexts"):
@@ -278,6 +279,7 @@ class CreditTrainer(ResumableTrainer):
                 output["success_weights"] = self._success_weights(self._generation_batch, contexts)
             with self.clock.stage("scores"):
                 output.update(self._score(output, contexts))
+        self._tabulate(output, self._generation_batch, contexts)
         return output
 
     # ------------------------------------------------------------------ contexts, teacher
@@ -352,9 +354,9 @@ class CreditTrainer(ResumableTrainer):
         if result.aux_loss is not None:
             steps = self.current_gradient_accumulation_steps if self.model.training else 1.0
             loss = loss + self.router_aux_loss_coef * result.aux_loss / steps
-            aux_loss = self.accelerator.gather_for_metrics(result.aux_loss).mean().item()
-            self._log_values({"aux_loss": aux_loss})
+            self._log_values({"aux_loss": self.accelerator.gather_for_metrics(result.aux_loss).mean().item()})
         self._log_tokens(result)
+        self._tabulate_update(inputs, result)
         return loss
 
     def _reduction(self) -> Reduction:
@@ -373,8 +375,7 @@ class CreditTrainer(ResumableTrainer):
         return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
 
     def _log_tokens(self, loss: MicroBatchLoss) -> None:
-        is_sampled = self.args.distillation_support == "sampled"
-        metrics = token_metrics(loss, is_sampled, self._sum_over_processes)
+        metrics = token_metrics(loss, self.args.distillation_support == "sampled", self._sum_over_processes)
         self._log_values(metrics.values)
         self.alarms.check_tokens(metrics.values, full_shape(self.model.get_output_embeddings().weight)[0])
         if self.adaptive_coef is not None:
@@ -396,5 +397,4 @@ class CreditTrainer(ResumableTrainer):
                 lost = self.alarms.check_gradient(logs, self._metrics["train"])
                 self._log_values({"credit/frac_lost_gradient": lost, "credit/teacher_drift": self.teacher.drift()})
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
-        drop_undefined(self._metrics[self._mode])
         super().log(logs, start_time)

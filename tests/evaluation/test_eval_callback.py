@@ -1,4 +1,4 @@
-"""`EvaluationCallback` and `RunLog`: unchanged training, best model, resumed runs."""
+"""`EvaluationCallback` and the run log: unchanged training, best model, resumed runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.evaluation import EvaluationCallback, SamplingConfig
-from credit_trl.evaluation.callback import RunLog, best_of, score_summary
+from credit_trl.evaluation.callback import best_of, score_summary
 from credit_trl.evaluation.engines import Request, weight_fingerprint
 from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.tasks.registry import Task, batch_of
@@ -39,7 +39,7 @@ def train(make_model, make_config, tokenizer, dataset):
         config = make_config(output_dir=str(folder), **{"max_steps": 4, "learning_rate": 1e-2, **options})
         trainer = CreditTrainer(make_model(), TASK.reward, config, dataset, processing_class=tokenizer)
         if evaluated:
-            trainer.add_callback(RunLog(task=TASK.name))
+            trainer.run_log.facts["task"] = TASK.name
             callback = EvaluationCallback(trainer, TASK, k=3, eval_steps=2, temperature=1.0, top_p=1.0)
             if scores is not None:
                 script_scores(callback, scores)

@@ -18,6 +18,7 @@ from credit_trl.training.metrics import GENERIC_BATCHES, Alarms, CreditWarning, 
 from tiny import length_verdicts
 
 ZERO = torch.tensor(0.0)
+SAMPLES = torch.empty(0, dtype=torch.long)  # not read
 
 
 def terms(n, seed=0):
@@ -32,7 +33,7 @@ def terms(n, seed=0):
 def test_token_metrics_are_moments_at_the_sampled_tokens():
     given, contrasted = terms(50), torch.tensor([True, False]).repeat(25)
     given.contrastive_coef[:20] = 0.0
-    metrics = token_metrics(MicroBatchLoss(given, contrasted, ZERO, None), False, lambda sums: sums).values
+    metrics = token_metrics(MicroBatchLoss(given, contrasted, SAMPLES, ZERO, None), False, lambda sums: sums).values
     f, g, p = given.teacher_token_logps, given.generic_token_logps, given.token_logps
     specific = (f - g)[::2]
     expected = {
@@ -57,19 +58,23 @@ def test_sums_over_processes_give_global_metrics():
     parts, masks = [terms(7, 1), terms(12, 2)], [torch.ones(7, dtype=torch.bool), torch.ones(12, dtype=torch.bool)]
     sums = []
     for part, mask in zip(parts, masks, strict=True):
-        token_metrics(MicroBatchLoss(part, mask, torch.tensor(0.25), None), False, lambda s: sums.append(s) or s)
+        token_metrics(
+            MicroBatchLoss(part, mask, SAMPLES, torch.tensor(0.25), None), False, lambda s: sums.append(s) or s
+        )
     names = [k for k, v in vars(parts[0]).items() if k != "loss" and v is not None]
     joined = {k: torch.cat([vars(p)[k] for p in parts]) for k in names}
     whole = CreditLoss(loss=torch.zeros(()), **joined)
-    together = token_metrics(MicroBatchLoss(whole, torch.cat(masks), torch.tensor(0.5), None), False, lambda s: s)
-    apart = token_metrics(MicroBatchLoss(parts[0], masks[0], ZERO, None), False, lambda s: sums[0] + sums[1])
+    together = token_metrics(
+        MicroBatchLoss(whole, torch.cat(masks), SAMPLES, torch.tensor(0.5), None), False, lambda s: s
+    )
+    apart = token_metrics(MicroBatchLoss(parts[0], masks[0], SAMPLES, ZERO, None), False, lambda s: sums[0] + sums[1])
     assert apart.values == pytest.approx(together.values)
     assert (apart.entropy, apart.contrasted_tokens) == pytest.approx((together.entropy, together.contrasted_tokens))
 
 
 def test_metrics_without_tokens_are_nan():
     def measure(n, is_sampled=False):
-        loss = MicroBatchLoss(terms(n), torch.zeros(n, dtype=torch.bool), torch.tensor(math.nan), None)
+        loss = MicroBatchLoss(terms(n), torch.zeros(n, dtype=torch.bool), SAMPLES, torch.tensor(math.nan), None)
         return token_metrics(loss, is_sampled, lambda sums: sums)
 
     metrics = measure(0)

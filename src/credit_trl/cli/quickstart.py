@@ -165,9 +165,8 @@ def _make_trainer(config: CreditConfig, task: QuickstartTask, world: str, use_pe
 
 
 def _evaluate_during_training(trainer: CreditTrainer, task: QuickstartTask, world: str) -> EvaluationCallback:
-    """Add the run log and the held-out evaluations of a task to a trainer."""
+    """Add the held-out evaluations of a task to a trainer."""
     from credit_trl.evaluation import EvaluationCallback
-    from credit_trl.evaluation.callback import RunLog
     from credit_trl.tasks.registry import load_task
 
     evaluation = EvaluationCallback(
@@ -183,8 +182,8 @@ def _evaluate_during_training(trainer: CreditTrainer, task: QuickstartTask, worl
         group_by="group",
         progress=False,
     )
-    for callback in (RunLog(task=task.name, world=world), evaluation):
-        trainer.add_callback(callback)
+    trainer.run_log.facts.update(task=task.name, world=world)
+    trainer.add_callback(evaluation)
     return evaluation
 
 

@@ -177,6 +177,8 @@ def make_trainer(
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
+    if (data := script_args.task or script_args.dataset_name or script_args.dataset_path) is not None:
+        trainer.run_log.facts["task"] = data
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
     return trainer
@@ -211,17 +213,15 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
 
 
 def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptArguments) -> EvaluationCallback:
-    """Add avg@k on the task's test split and the run log to a trainer, and return the evaluation callback.
+    """Add avg@k on the task's test split to a trainer, and return the evaluation callback.
 
     Raises:
         ValueError: No task is given.
     """
     from credit_trl.evaluation import EvaluationCallback
-    from credit_trl.evaluation.callback import RunLog
 
     if script_args.task is None:
         raise ValueError("`--avg_at_k` evaluates on a task's test split: give `--task NAME`.")
-    trainer.add_callback(RunLog(task=script_args.task))
     evaluation = EvaluationCallback(
         trainer,
         script_args.task,

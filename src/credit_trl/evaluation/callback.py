@@ -1,8 +1,7 @@
-"""Trainer callbacks: avg@k during training, and the files of the run directory."""
+"""Trainer callback: avg@k during training, with its files of the run directory."""
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -25,54 +24,18 @@ from credit_trl.training.run_directory import (
     BEST_FILE,
     EVALUATIONS_FILE,
     EVALUATIONS_FOLDER,
-    LOG_FILE,
-    RUN_FILE,
     SUMMARY_FILE,
     append_line,
     keep_up_to,
     read_lines,
     write_json,
 )
+from credit_trl.training.run_log import BEFORE_FIRST_STEP
 
 logger = logging.getLogger(__name__)
 
 # Options of `evaluate` that the callback sets itself.
 _OWN_OPTIONS = {"tokenizer", "engine", "engine_options", "output_dir", "policy"}
-# `keep_up_to` this step removes all lines, those of step 0 too: the run starts from the beginning.
-_BEFORE_FIRST_STEP = -1
-
-
-class RunLog(TrainerCallback):
-    """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
-
-    A resumed run first removes the lines after the step of its checkpoint.
-
-    Args:
-        **facts: further fields of `run.json`, such as `task="sciknoweval:chemistry"`.
-    """
-
-    def __init__(self, **facts: Any) -> None:
-        self.facts = facts
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        model = kwargs.get("model")
-        run = {
-            "config": args.to_dict(),
-            "seed": args.seed,
-            "model": getattr(model, "name_or_path", "") or type(model).__name__,
-            "parameters": sum(p.numel() for p in model.parameters()) if model is not None else None,
-            **self.facts,
-        }
-        write_json(Path(args.output_dir) / RUN_FILE, json.loads(json.dumps(run, default=str)))
-        keep_up_to(Path(args.output_dir) / LOG_FILE, state.global_step or _BEFORE_FIRST_STEP)
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        if state.is_world_process_zero and logs:
-            append_line(Path(args.output_dir) / LOG_FILE, {"step": state.global_step, **logs})
 
 
 class EvaluationCallback(TrainerCallback):
@@ -136,7 +99,7 @@ class EvaluationCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the evaluations up to the step of the checkpoint and remove later ones."""
         if self.engine.is_main:
-            keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step or _BEFORE_FIRST_STEP)
+            keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step or BEFORE_FIRST_STEP)
             self.history = read_lines(self.folder / EVALUATIONS_FILE)
             (self.folder / SUMMARY_FILE).unlink(missing_ok=True)
             self._write_best()

@@ -29,6 +29,7 @@ class MicroBatchLoss:
     Args:
         terms: the loss and its per-token values, over the N tokens that carry loss.
         contrasted: (N,), True where the sample has a contrast.
+        samples: (N,), index of each token's sample in the micro-batch.
         fidelity: this process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
             `rollout.batch.success_weights`; NaN where no group is mixed.
         aux_loss: load-balancing loss of a mixture of experts, or None.
@@ -36,6 +37,7 @@ class MicroBatchLoss:
 
     terms: CreditLoss
     contrasted: Bool[Tensor, " N"]
+    samples: Int[Tensor, " N"]
     fidelity: Float[Tensor, ""]
     aux_loss: Float[Tensor, ""] | None
 
@@ -116,7 +118,9 @@ class DistillationLoss:
         # `debug="underflow_overflow"` inspect the arguments, and take no bool.
         loss, terms, aux_loss = run_in_wrapped_forward(model, unwrapped, student_loss, mask.long())
         result = CreditLoss(loss=loss, **terms)
-        return MicroBatchLoss(result, contrasted, _fidelity(result, inputs.get("success_weights"), mask), aux_loss)
+        samples = mask.nonzero()[:, 0]
+        fidelity = _fidelity(result, inputs.get("success_weights"), samples)
+        return MicroBatchLoss(result, contrasted, samples, fidelity, aux_loss)
 
     def _scores(self, inputs: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Scores | TeacherStates:
         if not self.scoring.support.in_step:
@@ -126,14 +130,14 @@ class DistillationLoss:
 
 
 def _fidelity(
-    terms: CreditLoss, success_weights: Float[Tensor, " B"] | None, mask: Bool[Tensor, "B T"]
+    terms: CreditLoss, success_weights: Float[Tensor, " B"] | None, samples: Int[Tensor, " N"]
 ) -> Float[Tensor, ""]:
     """Σ_i w_i mean_t ΔV_t over the local samples; NaN for generation batches in a checkpoint of version 0.1."""
     if success_weights is None:
         return terms.loss.new_full((), torch.nan)
     delta_v = (terms.teacher_token_logps - terms.token_logps).to(success_weights.dtype)
-    sums = torch.zeros_like(success_weights).index_add_(0, mask.nonzero()[:, 0], delta_v)
-    return (success_weights * sums / mask.sum(dim=1).clamp(min=1)).sum()
+    sums = torch.zeros_like(success_weights).index_add_(0, samples, delta_v)
+    return (success_weights * sums / torch.bincount(samples, minlength=len(sums)).clamp(min=1)).sum()
 
 
 def loss_dtype(model: nn.Module) -> torch.dtype:

@@ -42,6 +42,7 @@ HOOKS = {
         "_run_epoch": None,  # of transformers
         "_save_checkpoint": ("self", "model", "trial"),
         "_set_signature_columns_if_needed": ("self",),
+        "create_model_card": ("self", "model_name", "dataset_name", "tags"),
         "log": ("self", "logs", "start_time"),
         "train": None,  # of transformers
         "training_step": ("self", "model", "inputs", "num_items_in_batch"),
@@ -65,12 +66,12 @@ HOOKS = {
 ATTRIBUTES = {
     GRPOTrainer: tuple(
         "_batch_environments _buffered_inputs _dist _env_tools _get_per_token_logps_and_entropies _is_vlm "
-        "_last_loaded_step _metrics _signature_columns _step "
-        "_tokenize_prompts _tokenizer accelerator args aux_loss_enabled chat_template chat_template_kwargs control "
-        "current_gradient_accumulation_steps environment_factories environments eos_token_ids eval_dataset loss_type "
-        "max_completion_length model model_wrapped num_generations num_generations_eval num_iterations "
-        "processing_class reward_funcs reward_weights router_aux_loss_coef shuffle_dataset state temperature tools "
-        "train_dataset use_vllm vllm_generation".split()
+        "_last_loaded_step _logs _metrics _signature_columns _step _tokenize_prompts _tokenizer accelerator args "
+        "aux_loss_enabled callback_handler chat_template chat_template_kwargs control "
+        "current_gradient_accumulation_steps environment_factories environments eos_token_ids eval_dataset "
+        "hub_model_id loss_type max_completion_length model model_wrapped num_generations num_generations_eval "
+        "num_iterations processing_class reward_funcs reward_weights router_aux_loss_coef shuffle_dataset state "
+        "temperature tools train_dataset use_vllm vllm_generation".split()
     ),
     RepeatSampler: ("generator", "num_samples", "seed", "shuffle"),
     VLLMGeneration: tuple(

@@ -22,7 +22,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from credit_trl.config import CreditConfig
-from credit_trl.evaluation.callback import EvaluationCallback, RunLog, score_summary
+from credit_trl.evaluation.callback import EvaluationCallback, score_summary
 from credit_trl.tasks.model_names import model_path
 from credit_trl.tasks.registry import load_task
 from credit_trl.trainer import CreditTrainer
@@ -105,7 +105,7 @@ def build_trainer(job: Mapping[str, Any], folder: Path) -> CreditTrainer:
         rows = rows.select(range(min(data["max_train_rows"], len(rows))))
     config = CreditConfig(output_dir=str(folder), seed=job["seed"], **job["config"])
     trainer = CreditTrainer(model_path(job["model"]), task.reward, config, rows)
-    trainer.add_callback(RunLog(arm=job["arm"], method=job["method"], task=job["task"], base=job["model"]))
+    trainer.run_log.facts.update(arm=job["arm"], method=job["method"], task=job["task"], base=job["model"])
     trainer.add_callback(EvaluationCallback(trainer, task, **{"path": data.get("path"), **job["evaluation"]}))
     return trainer
 

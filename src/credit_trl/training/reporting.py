@@ -1,0 +1,78 @@
+"""What a run leaves for its reader: console lines, run directory, table of completions and model card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.loss.distillation import MicroBatchLoss
+from credit_trl.rollout.batch import GenerationBatch
+from credit_trl.training.checkpoints import ResumableTrainer
+from credit_trl.training.completions import CompletionTable
+from credit_trl.training.console import print_lines
+from credit_trl.training.metrics import drop_undefined
+from credit_trl.training.model_card import complete_card
+from credit_trl.training.run_log import RunLog
+
+
+class ReportingTrainer(ResumableTrainer):
+    """TRL's GRPO trainer with the credit in its reports.
+
+    Attributes:
+        run_log: writes `run.json` and `log.jsonl`; entries of `run_log.facts` are added to `run.json`.
+        completion_table: columns of the credit for `log_completions`, or None.
+    """
+
+    completion_table: CompletionTable | None = None
+    _generation_batch: GenerationBatch
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.run_log = RunLog()
+        self.add_callback(self.run_log)
+        if self.args.console_log == "line":
+            print_lines(self.callback_handler)
+        if self.args.log_completions:
+            self.completion_table = CompletionTable(
+                self._logs, self.accelerator, self.args.distillation_weight > 0.0, self.args.dynamic_sampling_rounds
+            )
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if self.completion_table is not None:  # dynamic sampling may call this several times for one generation batch
+            output["table_rows"] = self.completion_table.number(self._generation_batch)
+        return output
+
+    def _tabulate(
+        self, output: dict[str, Any], batch: GenerationBatch, contexts: Sequence[TokenContexts] | None
+    ) -> None:
+        """Add the columns of a generation batch to the table. Every process must call it."""
+        if self.completion_table is not None:
+            decode = self.processing_class.batch_decode
+            output["table_rows"] = self.completion_table.add(batch, output["table_rows"], contexts, decode)
+
+    def _tabulate_update(self, inputs: dict[str, Any], loss: MicroBatchLoss) -> None:
+        """Store the mean credit of a micro-batch for the table."""
+        if self.completion_table is not None:
+            self.completion_table.observe(inputs.get("table_rows"), loss)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        drop_undefined(self._metrics["train" if self.model.training else "eval"])
+        if self.completion_table is None:
+            super().log(logs, start_time)
+            return
+        self._logs = self.completion_table.updated()
+        super().log(logs, start_time)
+        self.completion_table.write_tensorboard(self._logs, self.callback_handler, self.state.global_step)
+        self._logs = self.completion_table.logs
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write TRL's card and add how the credit was trained, the metrics, and how to load the model."""
+        super().create_model_card(model_name, dataset_name, tags)
+        if self.is_world_process_zero():
+            data = dataset_name or self.run_log.facts.get("task")
+            complete_card(Path(self.args.output_dir) / "README.md", self, data)

@@ -1,0 +1,49 @@
+"""Callback that writes `run.json` and `log.jsonl` of every run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from credit_trl.training.run_directory import LOG_FILE, RUN_FILE, append_line, keep_up_to, write_json
+
+# `keep_up_to` this step removes all lines, those of step 0 too: the run starts from the beginning.
+BEFORE_FIRST_STEP = -1
+
+
+class RunLog(TrainerCallback):
+    """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
+
+    Every `CreditTrainer` has one, `trainer.run_log`. A resumed run first removes the lines after the step of its
+    checkpoint.
+
+    Args:
+        **facts: further fields of `run.json`, such as `task="sciknoweval:chemistry"`.
+    """
+
+    def __init__(self, **facts: Any) -> None:
+        self.facts = facts
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        model = kwargs.get("model")
+        run = {
+            "config": args.to_dict(),
+            "seed": args.seed,
+            "model": getattr(model, "name_or_path", "") or type(model).__name__,
+            "parameters": sum(p.numel() for p in model.parameters()) if model is not None else None,
+            **self.facts,
+        }
+        write_json(Path(args.output_dir) / RUN_FILE, json.loads(json.dumps(run, default=str)))
+        keep_up_to(Path(args.output_dir) / LOG_FILE, state.global_step or BEFORE_FIRST_STEP)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero and logs:
+            append_line(Path(args.output_dir) / LOG_FILE, {"step": state.global_step, **logs})

@@ -1,0 +1,75 @@
+"""One line per log on the console."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from credit_trl import CreditTrainer
+from credit_trl.training.console import duration, log_line
+from tiny import length_verdicts
+
+LOGS = {
+    "loss": 0.1,
+    "reward": 0.4375,
+    "completions/mean_length": 21.25,
+    "credit/s_mean": 0.8461,
+    "credit/delta_v_mean": -0.1871,
+    "credit/generic_mean": -12.02,
+    "credit/kl_to_target": 0.0512,
+    "credit/seconds_rollout": 3.14,
+    "credit/seconds_update": 4.0,
+    "credit/teacher_drift": 0.1,
+    "epoch": 0.5,
+}
+
+
+def test_training_line_has_metrics_stages_and_time_left():
+    assert log_line(LOGS, 7, 100, 88.0) == (
+        "step   7/100  reward   0.438  length   21.2  s   0.846  ΔV  -0.187  generic -12.020  kl   0.051"
+        "  seconds rollout 3.1 update 4.0  left 1m28s"
+    )
+
+
+def test_evaluation_line_has_the_same_columns():
+    line = log_line({f"eval_{name}": value for name, value in LOGS.items()}, 7, 100)
+    assert line.startswith("eval at step   7/100  reward   0.438  length   21.2  s   0.846")
+    assert "left" not in line
+
+
+def test_log_without_known_metrics_shows_all_numbers():
+    logs = {"eval_avg@4": 0.25, "eval_avg@4_low": 0.2, "epoch": 1.0, "text": "x"}
+    assert log_line(logs, 5, 5) == "eval at step 5/5  avg@4 0.25  avg@4_low 0.2"
+
+
+def test_kl_of_grpo_is_shown_without_a_teacher():
+    assert "kl   0.200" in log_line({"reward": 1.0, "kl": 0.2}, 1, 2)
+
+
+def test_missing_metrics_have_no_column():
+    assert log_line({"reward": 1.0}, 1, 2, math.nan) == "step 1/2  reward   1.000"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (200, "3m20s"), (18420, "5h07m")])
+def test_durations_round_to_two_units(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_run_prints_one_line_per_step(make_model, make_config, tokenizer, dataset, capsys, disable_tqdm):
+    config = make_config(disable_tqdm=disable_tqdm)
+    CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer).train()
+    printed = capsys.readouterr().out
+    steps = re.findall(r"step (\d)/2  reward .*  s .*  ΔV .*  kl .*  seconds rollout .*  left \d+s$", printed, re.M)
+    assert steps == ["1", "2"]
+    assert "{" not in printed
+
+
+def test_full_console_log_prints_the_dictionary(make_model, make_config, tokenizer, dataset, capsys):
+    config = make_config(console_log="full", max_steps=1)
+    CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer).train()
+    printed = capsys.readouterr().out
+    assert "'credit/support_mass_student'" in printed
+    assert "step 1/1" not in printed
