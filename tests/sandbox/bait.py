@@ -15,12 +15,16 @@ from dataclasses import dataclass, field
 from escape import PRELUDE, Escape
 
 import credit_trl
-from credit_trl.sandbox import Program
+from credit_trl.sandbox import Limits, Program
 from credit_trl.sandbox.observe import descendants
 from credit_trl.sandbox.pool import PoolSandbox
 
 GOOD = Program("a, b = map(int, input().split())\nprint(a + b)", stdin="20 22")
 WRONG = Program("a, b = map(int, input().split())\nprint(a - b)", stdin="20 22")
+# Needs most of its processor time, and more wall-clock time than it has if others keep the processors.
+DEMANDING = Program(
+    "import time\nwhile time.process_time() < 0.6: pass\nprint(42)", limits=Limits(cpu_seconds=1, wall_seconds=1)
+)
 CALL = Program(
     "class Solution:\n    def add(self, a, b):\n        return [a + b]", fn_name="add", arguments="[20, 22]"
 )
@@ -144,9 +148,10 @@ def judge(sandbox: PoolSandbox, bait: Bait, escape: Escape) -> tuple[str, list[s
     """Run one escape. Returns its status and the list of faults, empty if it failed to escape."""
     before, servers = bait.state(), sandbox.server_pids
     started = time.monotonic()
-    [outcome] = sandbox.run([program(escape, sandbox, bait)], deadline=60)
-    took = time.monotonic() - started
-    faults = []
+    attempt = program(escape, sandbox, bait)
+    outcome, *others = sandbox.run([attempt, attempt, DEMANDING] if escape.beside else [attempt], deadline=60)
+    took = outcome.seconds if escape.beside else time.monotonic() - started
+    faults = [f"changed the outcome beside it: {other}" for other in others[1:] if other.stdout != "42\n"]
     if outcome.status not in escape.statuses:
         faults.append(f"ended as {outcome.status} ({outcome.error[-300:]})")
     said = outcome.stdout + (outcome.value or "") + outcome.error
@@ -162,7 +167,7 @@ def judge(sandbox: PoolSandbox, bait: Bait, escape: Escape) -> tuple[str, list[s
         faults.append("killed another process")
     if sandbox.server_pids != servers or any(not os.path.exists(f"/proc/{pid}") for pid in servers):
         faults.append("killed the sandbox server")
-    if took > escape.limits.wall_seconds + 10:
+    if took > escape.limits.wall_seconds + 30:  # waits for a processor do not count as wall-clock time
         faults.append(f"ran for {took:.1f} s")
     faults += _left_behind(sandbox)
     faults += next_verdicts(sandbox)

@@ -67,6 +67,7 @@ class Escape:
         fn_name: function to call, for attacks on functional calls.
         stdin: its standard input.
         value: the only value that the functional call may return.
+        beside: two copies of it run beside a correct program, which must succeed.
     """
 
     name: str
@@ -76,3 +77,4 @@ class Escape:
     stdin: str = ""
     limits: Limits = LIMITS
     value: str | None = None
+    beside: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from escapes_grading import GRADING
-from escapes_harm import PROCESSES, RESOURCES
+from escapes_harm import NEIGHBOURS, PROCESSES, RESOURCES
 from escapes_reach import FILES, NETWORK, PRIVILEGES, SURROUNDINGS
 
 GROUPS = {
@@ -12,6 +12,7 @@ GROUPS = {
     "network": NETWORK,
     "processes": PROCESSES,
     "resources": RESOURCES,
+    "neighbours": NEIGHBOURS,
     "privileges": PRIVILEGES,
     "grading": GRADING,
 }
@@ -26,4 +27,7 @@ NOTICED_UNPROTECTED = (
     "listen",
     "execute other programs",
     "memory outside the process's count",
+    "hide sockets in sockets",
+    "memory in pipes",
+    "read extended attributes outside",
 )

@@ -121,6 +121,24 @@ GRADING = [
         statuses=("runtime_error",),
     ),
     Escape(
+        "report before the function returns",
+        r"""
+        def f():
+            os.write(4, b'R' + (2).to_bytes(8, 'big') + b'42')
+            os._exit(0)
+        """,
+        fn_name="f",
+        statuses=("ok", "runtime_error"),
+        value="42",
+    ),
+    Escape(
+        "print an answer from a thread that outlives the program",
+        r"""
+        import threading, time
+        threading.Thread(target=lambda: (time.sleep(0.2), os.write(1, b'43')), daemon=True).start()
+        """,
+    ),
+    Escape(
         "answer twice from a forked process",
         r"""
         def f():

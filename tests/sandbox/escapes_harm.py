@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from escape import MIB, SHORT, Escape
+from dataclasses import replace
+
+from escape import LIMITS, MIB, SHORT, Escape
 
 from credit_trl.sandbox import Limits
 
@@ -156,6 +158,13 @@ PROCESSES = [
         """,
     ),
     Escape(
+        "make sessions and process groups",
+        r"""
+        attempt("session", os.setsid)
+        attempt("group", lambda: os.setpgid(0, 0))
+        """,
+    ),
+    Escape(
         "raise its own limits",
         r"""
         import resource
@@ -223,6 +232,96 @@ RESOURCES = [
                 return mmap.mmap(file.fileno(), 1 << 20)
         attempt('mapped zeros', zeros)
         attempt('swapped out', lambda: mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).madvise(21))
+        """,
+    ),
+    Escape(
+        "memory in Unix sockets",
+        r"""
+        import socket, time
+        for _ in range(10):
+            try:
+                if os.fork() == 0: break
+            except OSError:
+                break
+        held, pairs = 0, []
+        try:
+            while True:
+                pairs.append(socket.socketpair())
+                for end in pairs[-1]:
+                    end.setblocking(False)
+                    attempt("larger buffer", lambda: end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 23))
+                    try:
+                        while True: held += end.send(bytes(1 << 16))
+                    except BlockingIOError:
+                        pass
+        except OSError as error:
+            print(error)
+        if held > 64 << 20: print("ESCAPED the memory limit", held)
+        time.sleep(1)
+        """,
+        statuses=("ok", "memory", "runtime_error"),
+        limits=replace(LIMITS, memory_bytes=128 * MIB),
+    ),
+    Escape(
+        "hide sockets in sockets",
+        r"""
+        import array, socket
+        a, b = socket.socketpair()
+        hidden = array.array("i", [b.fileno()])
+        attempt("send a socket", lambda: a.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, hidden)]))
+        """,
+    ),
+    Escape(
+        "memory in pipes",
+        r"""
+        held, ends = 0, []
+        try:
+            while True:
+                ends.append(os.pipe())
+                os.set_blocking(ends[-1][1], False)
+                try:
+                    import fcntl
+                    attempt("larger pipe", lambda: fcntl.fcntl(ends[-1][1], 1031, 1 << 20))
+                    while True: held += os.write(ends[-1][1], bytes(1 << 16))
+                except BlockingIOError:
+                    pass
+        except OSError as error:
+            print(error)
+        if held > 8 << 20: print("ESCAPED the memory limit", held)
+        """,
+    ),
+    Escape(
+        "memory in page tables",
+        r"""
+        import ctypes
+        c = libc()
+        c.mmap.restype = ctypes.c_void_p
+        c.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        for _ in range(3):
+            try:
+                if os.fork() == 0: break
+            except OSError:
+                break
+        for n in range(40000):  # each page needs two pages of tables
+            place = c.mmap(0x200000000000 + (n << 30), 4096, 3, 0x100022, -1, 0)
+            if place is None or place == 2 ** 64 - 1: break
+            ctypes.memset(place, 1, 1)
+        print("ESCAPED the memory limit" if n > 30000 else n)
+        """,
+        statuses=("memory", "ok", "runtime_error"),
+    ),
+    Escape(
+        "queue signals and timers",
+        r"""
+        import ctypes, signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 60))
+        c, queued = libc(), 0
+        info = ctypes.create_string_buffer(128)
+        for number in range(5000):
+            ctypes.memset(info, 0, 128)
+            ctypes.c_int.from_buffer(info, 8).value = -1
+            if c.syscall(129, os.getpid(), 40, info) == 0: queued += 1
+        if queued > 1000: print("ESCAPED the limit of signals", queued)
         """,
     ),
     Escape(
@@ -323,5 +422,99 @@ RESOURCES = [
         """,
         statuses=("timeout",),
         limits=Limits(cpu_seconds=1, wall_seconds=10, memory_bytes=256 * MIB),
+    ),
+]
+
+# Two copies run beside a program that needs most of its processor time.
+_MULTIPLY = """
+        import threading, time
+        def multiply(work):
+            for _ in range(9):
+                try:
+                    child = os.fork()
+                except OSError:
+                    try:
+                        threading.Thread(target=work, daemon=True).start()
+                    except RuntimeError:
+                        pass
+                    continue
+                if child == 0:
+                    try:
+                        os.setsid()
+                    except OSError:
+                        pass
+                    work()
+                    os._exit(0)
+            work()
+"""
+_NEIGHBOUR = replace(LIMITS, cpu_seconds=1, wall_seconds=1, memory_bytes=192 * MIB)
+NEIGHBOURS = [
+    Escape(
+        "spin in many sessions",
+        _MULTIPLY
+        + """
+        def work():
+            while True: pass
+        multiply(work)
+        """,
+        statuses=("timeout",),
+        limits=_NEIGHBOUR,
+        beside=True,
+    ),
+    Escape(
+        "spin in children that end at once",
+        r"""
+        import signal, time
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        except OSError as error:
+            print(error)
+        while True:
+            try:
+                if os.fork() == 0:
+                    end = time.monotonic() + 0.02
+                    while time.monotonic() < end: pass
+                    os._exit(0)
+            except OSError:
+                pass
+        """,
+        statuses=("timeout",),
+        limits=_NEIGHBOUR,
+        beside=True,
+    ),
+    Escape(
+        "sleep in many processes",
+        _MULTIPLY
+        + """
+        multiply(lambda: time.sleep(30))
+        """,
+        statuses=("timeout",),
+        limits=_NEIGHBOUR,
+        beside=True,
+    ),
+    Escape(
+        "allocate in many processes",
+        _MULTIPLY
+        + """
+        def work():
+            kept = []
+            while True: kept.append(bytearray(1 << 22))
+        multiply(work)
+        """,
+        statuses=("memory", "timeout", "runtime_error"),
+        limits=_NEIGHBOUR,
+        beside=True,
+    ),
+    Escape(
+        "flood standard output from many processes",
+        _MULTIPLY
+        + """
+        def work():
+            while True: os.write(1, bytes(1 << 16))
+        multiply(work)
+        """,
+        statuses=("output_limit", "timeout"),
+        limits=_NEIGHBOUR,
+        beside=True,
     ),
 ]

@@ -73,6 +73,14 @@ FILES = [
         """,
     ),
     Escape(
+        "read extended attributes outside",
+        r"""
+        for p in (SECRET, "/usr/lib", os.__file__) if not os.path.isdir("/tmp") else (SECRET,):
+            attempt(f"list {p}", lambda: os.listxattr(p))
+            attempt(f"get {p}", lambda: os.getxattr(p, "user.bait"))
+        """,
+    ),
+    Escape(
         "follow a symbolic link out",
         r"""
         def link():

@@ -82,6 +82,7 @@ def test_correct_program_succeeds_beside_spinners(sandbox) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", [*NEIGHBOURS, "all"])
 def test_correct_program_succeeds_in_20_repetitions(sandbox, kind: str) -> None:
     neighbours = list(NEIGHBOURS.values()) if kind == "all" else [NEIGHBOURS[kind]] * 4

@@ -196,7 +196,9 @@ atexit.register(_WORKERS.close)
 
 def as_tex(text: str) -> str:
     r"""Answer in the notation of `math-verify`: no dollar signs around it, `1e-05` as `1\times 10^{-05}`."""
-    text = re.sub(r"^\$+|(?<!\\)\$+$", "", text.strip()).strip()
+    text = text.strip().lstrip("$")
+    bare = text.rstrip("$")
+    text = (f"{bare}$" if bare.endswith("\\") and bare != text else bare).strip()  # `\$` is a dollar of the answer
     number = re.fullmatch(r"([+-]?\d+(?:\.\d*)?)[eE]([+-]?\d+)", text, re.ASCII)
     return text if number is None else rf"{number[1]}\times 10^{{{number[2]}}}"
 
