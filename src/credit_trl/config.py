@@ -137,9 +137,18 @@ class CreditConfig(GRPOConfig):
 
         > The teacher π_ref
 
-        teacher_model_kind (`"ema"`, `"live"`, `"base"` or `"model"`, *optional*, defaults to `"ema"`):
-            The teacher: an exponential moving average of the policy, the policy itself, the initial policy, or the
-            `"model"` that the next four options name.
+        teacher_model_kind (`str`, *optional*, defaults to `"ema"`):
+            The teacher: an exponential moving average of the policy (`"ema"`), the policy itself (`"live"`), the
+            initial policy (`"base"`), the log-space mixture of base and average (`"trust_region"`, SDPO), or the
+            `"model"` that the options `teacher_model_…` name.
+        teacher_trust_weight (`float`, *optional*, defaults to `0.5`):
+            In (0, 1]: weight of the average in the mixture of `"trust_region"`; 1 is `"ema"`.
+        teacher_trust_kl (`float`, *optional*):
+            Largest `KL(teacher ‖ base)` of a position of `"trust_region"`, in nats: where the mixture exceeds it, the
+            average gets less weight. `None`: no bound.
+        teacher_rehearsal (`float`, *optional*, defaults to `0.0`):
+            In [0, 1): share of generation batches that train the policy to say under (x, z) what the initial policy
+            says there, so that a teacher made from the policy keeps reading z. For `distillation_weight=1`.
         teacher_model_name_or_path (`str`, *optional*):
             Name or path of a causal LM with the policy's vocabulary, such as a larger or a fine-tuned model. A
             checkpoint stores its name and revision, not its weights.
@@ -299,9 +308,18 @@ class CreditConfig(GRPOConfig):
         default=False, metadata={"help": "Score without padding; needs attention with variable lengths."}
     )
 
-    teacher_model_kind: Literal["ema", "live", "base", "model"] = field(
+    teacher_model_kind: Literal["ema", "live", "base", "trust_region", "model"] = field(
         default="ema",
-        metadata={"help": "The teacher: an average of the policy, the policy, the initial policy, or another model."},
+        metadata={"help": "The teacher: average, policy, initial policy, a mixture of the two, or another model."},
+    )
+    teacher_trust_weight: float = field(
+        default=0.5, metadata={"help": "Weight of the average in the mixture of 'trust_region'; 1 is the average."}
+    )
+    teacher_trust_kl: float | None = field(
+        default=None, metadata={"help": "Largest KL from the initial policy of 'trust_region' at a position, nats."}
+    )
+    teacher_rehearsal: float = field(
+        default=0.0, metadata={"help": "Share of generation batches that rehearse the initial policy under (x, z)."}
     )
     teacher_model_name_or_path: str | None = field(
         default=None, metadata={"help": "Name or path of the teacher of the kind 'model'."}
@@ -508,7 +526,7 @@ _CHOICES = {
     "contrastive_swap": ("input", "hint", "self"),
     "reprompt_style": ("sdpo", "paper"),
     "teacher_hint": ("own", "foreign"),
-    "teacher_model_kind": ("ema", "live", "base", "model"),
+    "teacher_model_kind": ("ema", "live", "base", "trust_region", "model"),
     "teacher_prompt": ("privileged", "student"),
     "credit_use": ("distill", "modulate", "route"),
     "credit_weight": (None, "delta_v", "s", "entropy"),
@@ -559,9 +577,13 @@ def check_values(config: CreditConfig) -> None:
             f"`contrastive_gate` must be in [0, 1), got {config.contrastive_gate}: no total variation exceeds 1. To "
             "disable the contrast set `contrastive_coef=0`."
         )
-    for name in ("teacher_update_rate", "credit_weight_clip"):
+    for name in ("teacher_update_rate", "teacher_trust_weight", "credit_weight_clip"):
         if not 0.0 < getattr(config, name) <= 1.0:
             raise ValueError(f"`{name}` must be in (0, 1], got {getattr(config, name)}.")
+    if config.teacher_trust_kl is not None and not config.teacher_trust_kl > 0.0:
+        raise ValueError(f"`teacher_trust_kl` must be positive or None, got {config.teacher_trust_kl}.")
+    if not 0.0 <= config.teacher_rehearsal < 1.0:
+        raise ValueError(f"`teacher_rehearsal` must be in [0, 1), got {config.teacher_rehearsal}.")
     if not (config.credit_weight_temperature > 0.0 and math.isfinite(config.credit_weight_temperature)):
         raise ValueError(f"`credit_weight_temperature` must be positive, got {config.credit_weight_temperature}.")
     if config.dynamic_sampling_rounds < 0:
@@ -795,6 +817,8 @@ def _check_teacher(config: CreditConfig) -> None:
             f"`teacher_model_name_or_path={name!r}` names another model, but `teacher_model_kind={kind!r}` makes the "
             "teacher from the policy. Set `teacher_model_kind='model'`, or remove the name."
         )
+    if config.teacher_rehearsal:
+        _check_rehearsal(config)
     if (
         config.teacher_prompt == "student"
         and kind == "live"
@@ -805,6 +829,20 @@ def _check_teacher(config: CreditConfig) -> None:
             "`teacher_prompt='student'` with `teacher_model_kind='live'` makes the policy its own target, so nothing "
             "is learned. Set `teacher_prompt='privileged'` or another teacher."
         )
+
+
+def _check_rehearsal(config: CreditConfig) -> None:
+    problem = None
+    if config.distillation_weight != 1.0 or config.credit_use != "distill":
+        problem = "replaces whole updates by distillation: set `distillation_weight=1` and `credit_use='distill'`"
+    elif config.distillation_support in ("full", "student_topk"):
+        problem = "needs stored scores: set `distillation_support='teacher_topk'`"
+    elif config.teacher_prompt == "student":
+        problem = "keeps what the policy says with z, and `teacher_prompt='student'` has no z"
+    elif config.teacher_model_kind in ("base", "model"):
+        problem = f"keeps the policy a teacher, and `teacher_model_kind={config.teacher_model_kind!r}` never changes"
+    if problem is not None:
+        raise ValueError(f"`teacher_rehearsal={config.teacher_rehearsal}` {problem}. Or set `teacher_rehearsal=0`.")
 
 
 @dataclass(frozen=True)
@@ -839,8 +877,7 @@ _PRIVILEGED = (
     *TEMPLATE_PLACEHOLDERS,
 )
 
-# Each is an error at construction. Pairs that are accepted, because sweeps and recipes contain them, are in
-# docs/options.md.
+# Each is an error at construction.
 NEUTRAL = (
     Neutral(
         "`credit_use='modulate'`",
@@ -871,6 +908,11 @@ NEUTRAL = (
         "`teacher_model_kind='model'`",
         lambda c: c.teacher_model_kind == "model",
         ("teacher_update_rate", "teacher_sync_steps"),
+    ),
+    Neutral(
+        "`teacher_model_kind` other than `'trust_region'`",
+        lambda c: c.teacher_model_kind != "trust_region",
+        ("teacher_trust_weight", "teacher_trust_kl"),
     ),
     Neutral("`teacher_prompt='student'`", lambda c: c.teacher_prompt == "student", _PRIVILEGED),
     Neutral(

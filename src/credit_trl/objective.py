@@ -167,6 +167,21 @@ def renormalize(logps: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:
     return torch.log_softmax(logps, dim=-1)
 
 
+def trust_region(
+    base_logps: Float[Tensor, "*t v"], average_logps: Float[Tensor, "*t v"], weight: float | Float[Tensor, "*t"]
+) -> Float[Tensor, "*t v"]:
+    """log softmax((1 − w) log π_base + w log π_avg): SDPO's trust-region teacher (arXiv:2601.20802).
+
+    Args:
+        base_logps: log π_base, of the initial policy.
+        average_logps: log π_avg, of its average.
+        weight: w in [0, 1], one number or one per position; 1 is the average.
+    """
+    if isinstance(weight, Tensor):
+        weight = weight.unsqueeze(-1)
+    return renormalize((1.0 - weight) * base_logps + weight * average_logps)
+
+
 def credit_rewards(
     policy_logps: Float[Tensor, "*b"],
     reference_logps: Float[Tensor, "*b"],

@@ -25,8 +25,7 @@ from credit_trl.contexts.privileged import ignored_feedback
 from credit_trl.contexts.prompts import Render, chat_renderer
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, longest_sequence
 from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss, loss_dtype
-from credit_trl.loss.scoring import ScoringConfig
-from credit_trl.loss.terms import LossConfig
+from credit_trl.loss.rehearsal import is_rehearsal, rehearsal_contexts, rehearse
 from credit_trl.loss.uses import UseConfig, route_contexts, use_credit
 from credit_trl.loss.weights import Reduction, token_weights
 from credit_trl.rollout.batch import (
@@ -45,9 +44,8 @@ from credit_trl.teacher.causal_lm import (
     position_embeddings,
     use_fp32_lm_head,
 )
-from credit_trl.teacher.external import build_teacher
+from credit_trl.teacher.external import build_base, build_teacher
 from credit_trl.teacher.models import TeacherUpdate
-from credit_trl.teacher.passes import PassConfig
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import checks
 from credit_trl.training.adaptive import CoefficientUpdate, make_adaptive
@@ -162,29 +160,13 @@ class CreditTrainer(ReportingTrainer):
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         checks.check_model(self.model, self.accelerator)
         checks.check_teacher(args, self.teacher, self.accelerator)
-        self.distillation = DistillationLoss(
-            self.teacher,
-            self.accelerator,
-            ScoringConfig(
-                support,
-                self.temperature,
-                args.contrastive_baseline,
-                PassConfig(args.scoring_batch_tokens, args.scoring_packed),
-                args.distillation_kernels,
-                args.distillation_chunk_size,
-                vocabulary,
-            ),
-            LossConfig(
-                support,
-                args.contrast_rule,
-                args.distillation_alpha,
-                args.distillation_is_clip,
-                args.distillation_chunk_size,
-            ),
-            router_loss=self.aux_loss_enabled,
+        router = self.aux_loss_enabled
+        self.distillation = DistillationLoss.of(
+            args, self.teacher, self.accelerator, support, vocabulary, self.temperature, router
         )
+        self.base_teacher = build_base(args, self.teacher, self.model, self.accelerator)
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids)
-        if args.teacher_model_kind == "ema":
+        if args.teacher_model_kind in ("ema", "trust_region"):
             self.add_callback(TeacherUpdate(self))
         if args.contrastive_coef == "auto":
             self.adaptive_coef = make_adaptive(args)
@@ -276,6 +258,9 @@ class CreditTrainer(ReportingTrainer):
             with self.clock.stage("contexts"):
                 contexts = self._build_contexts(self._generation_batch)
                 contexts = route_contexts(contexts, self._generation_batch, self.use)
+                if self._rehearses:
+                    contexts = rehearsal_contexts(contexts)
+                    rehearse(output, contexts, self._tokenizer.pad_token_id)
                 output["success_weights"] = self._success_weights(self._generation_batch, contexts)
             with self.clock.stage("scores"):
                 output.update(self._score(output, contexts))
@@ -308,6 +293,11 @@ class CreditTrainer(ReportingTrainer):
         """Index of the training generation batch."""
         return self._step // (self.args.steps_per_generation * self.num_iterations)
 
+    @property
+    def _rehearses(self) -> bool:
+        """Whether this generation batch rehearses the initial policy."""
+        return self.model.training and is_rehearsal(self.batch_index, self.args.teacher_rehearsal)
+
     def _decode(self, ids: list[list[int]]) -> list[str]:
         return self.processing_class.batch_decode(ids, skip_special_tokens=True)
 
@@ -327,7 +317,8 @@ class CreditTrainer(ReportingTrainer):
 
     def _score(self, output: dict[str, Any], contexts: list[TokenContexts]) -> dict[str, Tensor]:
         mask, logps, reduce = loss_mask(output), partial(sampled_logps, self, output), self._sum_over_processes
-        scores = self.distillation.score(
+        distillation = self.distillation.of_base(self.base_teacher) if self._rehearses else self.distillation
+        scores = distillation.score(
             contexts, CompletionBatch(output["completion_ids"], output["completion_mask"], mask)
         )
         replaced, metrics = use_credit(output | scores, mask, logps, reduce, self.use)

@@ -11,14 +11,17 @@ from accelerate import Accelerator
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, context_masks, pack_contexts, unpack_contexts
 from credit_trl.loss.head import lm_head
-from credit_trl.loss.scores import Scores, TeacherStates
+from credit_trl.loss.scores import Scores, SupportConfig, TeacherStates
 from credit_trl.loss.scoring import ScoringConfig, gather_states, score_completions, stored_scores
 from credit_trl.loss.student import credit_loss
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
+from credit_trl.loss.trust_region import TrustRegion
 from credit_trl.teacher.causal_lm import completion_states
 from credit_trl.teacher.models import Teacher
+from credit_trl.teacher.passes import PassConfig
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 
@@ -59,6 +62,52 @@ class DistillationLoss:
     scoring: ScoringConfig
     loss: LossConfig
     router_loss: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        config: CreditConfig,
+        teacher: Teacher,
+        accelerator: Accelerator,
+        support: SupportConfig,
+        vocabulary: int,
+        temperature: float,
+        router_loss: bool,
+    ) -> DistillationLoss:
+        """The loss of a configuration.
+
+        Args:
+            config: the configuration.
+            teacher: π_ref.
+            accelerator: the trainer's.
+            support: tokens that carry the loss.
+            vocabulary: V.
+            temperature: rollout temperature.
+            router_loss: see the class.
+        """
+        is_mixed = config.teacher_model_kind == "trust_region"
+        scoring = ScoringConfig(
+            support,
+            temperature,
+            config.contrastive_baseline,
+            PassConfig(config.scoring_batch_tokens, config.scoring_packed),
+            config.distillation_kernels,
+            config.distillation_chunk_size,
+            vocabulary,
+            TrustRegion(config.teacher_trust_weight, config.teacher_trust_kl) if is_mixed else None,
+        )
+        loss = LossConfig(
+            support,
+            config.contrast_rule,
+            config.distillation_alpha,
+            config.distillation_is_clip,
+            config.distillation_chunk_size,
+        )
+        return cls(teacher, accelerator, scoring, loss, router_loss)
+
+    def of_base(self, base: Teacher) -> DistillationLoss:
+        """The same scores and loss with the initial policy as the teacher."""
+        return replace(self, teacher=base, scoring=replace(self.scoring, region=None))
 
     def score(self, contexts: Sequence[TokenContexts], batch: CompletionBatch) -> dict[str, Tensor]:
         """Tensors that TRL shuffles and splits with a generation batch, batch dimension first.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.head import Kernels, LMHead, lm_head
 from credit_trl.loss.scores import Scores, SupportConfig, TeacherStates, score_tokens
+from credit_trl.loss.trust_region import TrustRegion, joint_head, weighted_states
 from credit_trl.objective import Baseline
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import PassConfig, token_states
@@ -33,6 +34,7 @@ class ScoringConfig:
         kernels: implementation of the passes over rows of logits, see `LMHead`.
         chunk_size: tokens per logits chunk; None picks from free memory.
         vocabulary: V of the policy; rows of the teacher's head beyond it are padding.
+        region: trust region of the teacher, or None.
     """
 
     support: SupportConfig = field(default_factory=SupportConfig)
@@ -42,6 +44,7 @@ class ScoringConfig:
     kernels: Kernels = "torch"
     chunk_size: int | None = None
     vocabulary: int | None = None
+    region: TrustRegion | None = None
 
 
 def score_completions(
@@ -65,7 +68,8 @@ def score_completions(
             scores[name] = torch.zeros(*batch.ids.shape, *depth, dtype=dtype, device=batch.ids.device)
         for states in token_states(teacher, model, contexts, batch, config.passes):
             at = (states.rows, states.columns)
-            hidden = TeacherStates(states.teacher, states.contrasts, head, config.baseline)
+            hidden, contrasts = (weighted_states(h, head, config.region) for h in (states.teacher, states.contrasts))
+            hidden = TeacherStates(hidden, contrasts, head, config.baseline)
             part = score_tokens(hidden, batch.ids[at], config.support, config.chunk_size)
             for name, values in scores.items():
                 values[at] = getattr(part, name).to(values.dtype)
@@ -92,6 +96,7 @@ def gather_states(
             tokens = order[states.rows, states.columns]
             hidden[0, tokens] = states.teacher
             hidden[1 : 1 + len(states.contrasts), tokens] = states.contrasts
+    hidden = weighted_states(hidden, head, config.region)
     return TeacherStates(hidden[0], hidden[1:], head, config.baseline)
 
 
@@ -122,6 +127,9 @@ def stored_layout(support: SupportConfig, dtype: torch.dtype) -> list[tuple[str,
 
 
 def _teacher_head(teacher: Teacher, model: nn.Module, config: ScoringConfig, batch: CompletionBatch) -> LMHead:
-    head = lm_head(teacher.unwrapped(model), config.temperature, config.kernels)
-    head = head.gathered().detached().on(batch.ids.device)
-    return head if config.vocabulary is None else head.first(config.vocabulary)
+    heads = []
+    for part in teacher.parts(model):
+        head = lm_head(teacher.unwrapped(part), config.temperature, config.kernels)
+        head = head.gathered().detached().on(batch.ids.device)
+        heads.append(head if config.vocabulary is None else head.first(config.vocabulary))
+    return joint_head(heads)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
-from credit_trl.teacher.models import Teacher, make_teacher
+from credit_trl.teacher.models import BASE_SLOT, Teacher, TrustRegionTeacher, make_teacher
 from credit_trl.teacher.sharding import full_shape, place_frozen, reshard
 
 SOURCE_FILE = "teacher.json"
@@ -162,6 +162,15 @@ def build_teacher(
             "Use a teacher with at least the policy's vocabulary."
         )
     return teacher
+
+
+def build_base(config: CreditConfig, teacher: Teacher, student: nn.Module, accelerator: Accelerator) -> Teacher | None:
+    """The initial policy that rehearsal reads, that of a trust region where there is one; None without rehearsal."""
+    if not config.teacher_rehearsal:
+        return None
+    if isinstance(teacher, TrustRegionTeacher):
+        return teacher.base
+    return make_teacher("base", student, accelerator, config.teacher_offload, BASE_SLOT)
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:

@@ -10,6 +10,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,23 @@ ADAPTER_NAME = "teacher"
 TEACHER_FILE = "teacher.safetensors"
 
 
+@dataclass(frozen=True)
+class Slot:
+    """Where stored weights lie.
+
+    Args:
+        adapter: name of the adapter beside the trained one (LoRA).
+        file: file of a checkpoint.
+    """
+
+    adapter: str = ADAPTER_NAME
+    file: str = TEACHER_FILE
+
+
+# The initial policy beside the teacher, for a trust region and for rehearsal.
+BASE_SLOT = Slot("teacher_base", "teacher_base.safetensors")
+
+
 class Teacher:
     """Live teacher that scores with the policy's current weights. Base class of teachers with stored weights.
 
@@ -46,6 +64,14 @@ class Teacher:
         """Yield the module to score with, in eval mode and with the teacher's weights inside the block."""
         with eval_mode(self.student):
             yield self.student
+
+    def parts(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Yield the modules whose hidden states are concatenated; each is ready until the next one is asked for.
+
+        Args:
+            model: the module that `active` yields.
+        """
+        yield model
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (teacher, student) pairs of parameters that may differ."""
@@ -114,6 +140,8 @@ class Teacher:
 class _StoredTeacher(Teacher, ABC):
     """A teacher with stored weights."""
 
+    slot = Slot()
+
     @abstractmethod
     def named_weights(self) -> dict[str, Tensor]:
         """Return the stored weights by name, as they are saved and loaded."""
@@ -125,14 +153,14 @@ class _StoredTeacher(Teacher, ABC):
             if self.accelerator.is_main_process:
                 weights[name] = whole.detach().cpu().contiguous()
         if self.accelerator.is_main_process:
-            save_file(weights, Path(directory) / TEACHER_FILE)
+            save_file(weights, Path(directory) / self.slot.file)
 
     @torch.no_grad()
     def load(self, directory: str | Path) -> None:
-        path = Path(directory) / TEACHER_FILE
+        path = Path(directory) / self.slot.file
         if not path.is_file():
             raise FileNotFoundError(
-                f"The checkpoint {directory} has no {TEACHER_FILE}, so the teacher cannot be restored. Resume from a "
+                f"The checkpoint {directory} has no {path.name}, so the teacher cannot be restored. Resume from a "
                 "checkpoint of a run with the same `teacher_model_kind`, or start a new run from its weights."
             )
         own = self.named_weights()
@@ -193,14 +221,15 @@ class AdapterTeacher(_StoredTeacher):
     complete on every process, and copied into the adapter after each update.
     """
 
-    def __init__(self, student: nn.Module, accelerator: Accelerator) -> None:
+    def __init__(self, student: nn.Module, accelerator: Accelerator, slot: Slot = Slot()) -> None:
         super().__init__(student, accelerator)
+        self.slot = slot
         self.trained = student.active_adapter
         config = copy.deepcopy(student.peft_config[self.trained])
         if hasattr(config, "init_lora_weights"):
             # PiSSA, OLoRA and others subtract the initial adapter from the base, which must happen only once.
             config.init_lora_weights = True
-        student.add_adapter(ADAPTER_NAME, config)
+        student.add_adapter(slot.adapter, config)
         self.averages: dict[str, Tensor] = {}
         for teacher, trained in self.pairs():
             teacher.requires_grad_(False)
@@ -212,7 +241,7 @@ class AdapterTeacher(_StoredTeacher):
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        self._switch(ADAPTER_NAME)
+        self._switch(self.slot.adapter)
         try:
             with eval_mode(self.student):
                 yield self.student
@@ -233,7 +262,7 @@ class AdapterTeacher(_StoredTeacher):
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         parameters = _parameters(self.student)
         for name, teacher in self.named_weights().items():
-            yield teacher, parameters[name.replace(f".{ADAPTER_NAME}", f".{self.trained}")]
+            yield teacher, parameters[name.replace(f".{self.slot.adapter}", f".{self.trained}")]
 
     def named_weights(self) -> dict[str, Tensor]:
         return self.averages or self._adapter()
@@ -255,24 +284,73 @@ class AdapterTeacher(_StoredTeacher):
             copy_full(adapter[name], self.averages[name])
 
     def _adapter(self) -> dict[str, Tensor]:
-        mark = f".{ADAPTER_NAME}"
+        mark = f".{self.slot.adapter}"
         named = _parameters(self.student).items()
         return {name: p for name, p in named if name.endswith(mark) or f"{mark}." in name}
 
 
+class TrustRegionTeacher(Teacher):
+    """Log-space mixture of the initial policy and its average, see `objective.trust_region`.
+
+    Both score every sequence; their hidden states lie side by side, the base first.
+
+    Args:
+        student: the unwrapped policy.
+        accelerator: the trainer's accelerator.
+        base: the initial policy.
+        average: the average, which moves and is saved as that of `"ema"`.
+    """
+
+    def __init__(
+        self, student: nn.Module, accelerator: Accelerator, base: _StoredTeacher, average: _StoredTeacher
+    ) -> None:
+        super().__init__(student, accelerator)
+        self.base, self.average = base, average
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        with self.base.active(), self.average.active() as model:
+            yield model
+
+    def parts(self, model: nn.Module) -> Iterator[nn.Module]:
+        for one in (self.base, self.average):
+            if isinstance(one, AdapterTeacher):  # both are the policy, with another adapter
+                with one.active() as part:
+                    yield part
+            else:
+                yield one.model
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from self.average.pairs()
+
+    def update(self, rate: float) -> None:
+        self.average.update(rate)
+
+    def save(self, directory: str | Path) -> None:
+        self.base.save(directory)
+        self.average.save(directory)
+
+    def load(self, directory: str | Path) -> None:
+        self.base.load(directory)
+        self.average.load(directory)
+
+
 def make_teacher(
-    kind: Literal["ema", "live", "base"],
+    kind: Literal["ema", "live", "base", "trust_region"],
     student: nn.Module,
     accelerator: Accelerator,
     offload: bool = False,
+    slot: Slot = Slot(),
 ) -> Teacher:
     """Build the teacher π_ref from the policy, before the policy is wrapped for distributed training.
 
     Args:
-        kind: `"live"` shares the policy's weights; `"ema"` and `"base"` start as a copy of them.
+        kind: `"live"` shares the policy's weights; `"ema"` and `"base"` start as a copy of them, `"trust_region"` as
+            two.
         student: the policy, a `PreTrainedModel` or a `PeftModel` with tuner adapters.
         accelerator: places or shards the copy in the same way as the policy.
         offload: store the copy in main memory between scoring phases.
+        slot: where the weights lie.
 
     Raises:
         ValueError: the PEFT method has no tuner layers (prompt or prefix tuning) or trains parameters of the base,
@@ -292,13 +370,19 @@ def make_teacher(
         )
     if kind == "live":
         return Teacher(student, accelerator)
+    if kind == "trust_region":
+        base = make_teacher("base", student, accelerator, offload, BASE_SLOT)
+        return TrustRegionTeacher(student, accelerator, base, make_teacher("ema", student, accelerator, offload))
     if is_peft_model(student):
         _check_trains_adapter_only(student)
-        return AdapterTeacher(student, accelerator)
+        return AdapterTeacher(student, accelerator, slot)
     precise = kind == "ema"
     if offload:
-        return OffloadedTeacher(student, accelerator, frozen_copy(student, precise=precise))
-    return CopyTeacher(student, accelerator, sharded_copy(student, accelerator, precise=precise))
+        copied = OffloadedTeacher(student, accelerator, frozen_copy(student, precise=precise))
+    else:
+        copied = CopyTeacher(student, accelerator, sharded_copy(student, accelerator, precise=precise))
+    copied.slot = slot
+    return copied
 
 
 def _check_trains_adapter_only(student: nn.Module) -> None:

@@ -232,7 +232,13 @@ def check_packing(model: nn.Module) -> None:
 
 
 def _forward(teacher: Teacher, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Hidden states (b, L, H), computed in the wrapper's forward so that a sharded teacher gathers its weights."""
+    """Hidden states (b, L, H) of the teacher, those of its parts side by side."""
+    states = [_part_states(teacher, part, inputs) for part in teacher.parts(model)]
+    return torch.cat(states, dim=-1) if len(states) > 1 else states[0]
+
+
+def _part_states(teacher: Teacher, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """Hidden states, computed in the wrapper's forward so that a sharded teacher gathers its weights."""
     unwrapped = teacher.unwrapped(model)
 
     def run(**inputs: Tensor) -> Tensor:

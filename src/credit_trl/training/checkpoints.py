@@ -136,10 +136,12 @@ class ResumableTrainer(GRPOTrainer):
 
     Args:
         teacher: the teacher π_ref, or None. Set by the subclass.
+        base_teacher: the initial policy that rehearsal reads, or None. Set by the subclass.
         adaptive_coef: the controller of an adaptive λ, or None. Set by the subclass.
     """
 
     teacher: Teacher | None = None
+    base_teacher: Teacher | None = None
     adaptive_coef: AdaptiveCoefficient | None = None
     _save_dir: str | None = None
     _has_push: bool = False
@@ -172,8 +174,8 @@ class ResumableTrainer(GRPOTrainer):
         unfinished, finished = output_dir / UNFINISHED / name, output_dir / name
         with self._saving_to(unfinished):
             super()._save_checkpoint(model, trial)
-            if self.teacher is not None:
-                self.teacher.save(unfinished)
+            for stored in filter(None, (self.teacher, self.base_teacher)):
+                stored.save(unfinished)
             if self.adaptive_coef is not None and self.accelerator.is_main_process:
                 self.adaptive_coef.save(unfinished)
             rollouts = self._buffered_inputs if self._step % self._layout.passes != 0 else None
@@ -243,8 +245,8 @@ class ResumableTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        if self.teacher is not None:
-            self.teacher.load(checkpoint)
+        for stored in filter(None, (self.teacher, self.base_teacher)):
+            stored.load(checkpoint)
         if self.adaptive_coef is not None:
             self.adaptive_coef.load(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device

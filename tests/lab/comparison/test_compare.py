@@ -274,6 +274,9 @@ def test_runs_and_evaluations_are_found_at_any_depth(write_run, tmp_path):
         ({"distillation_weight": 1.0, "contrastive_coef": 0.1, "contrastive_swap": "hint"}, "hint-contrast"),
         ({"distillation_weight": 1.0, "contrastive_coef": 0.1, "contrastive_swap": "self"}, "temper-only"),
         ({"distillation_weight": 1.0, "contrastive_coef": 0.0, "teacher_hint": "foreign"}, "foreign-hint"),
+        ({"distillation_weight": 1.0, "credit_use": "modulate", "contrastive_coef": 0.1}, "modulate"),
+        ({"distillation_weight": 1.0, "credit_use": "modulate", "credit_weight": "s"}, "modulate-s"),
+        ({"distillation_weight": 1.0, "credit_use": "route", "contrastive_coef": 0.0}, "route"),
         ({"beta": 0.0}, "GRPO"),
     ],
 )

@@ -237,6 +237,8 @@ def method_of(config: Mapping[str, Any]) -> str:
         return ""
     if config.get("distillation_weight", 0.0) == 0.0:
         return "GRPO"
+    if (use := config.get("credit_use", "distill")) != "distill":
+        return "modulate-s" if config.get("credit_weight") == "s" else use
     if config.get("teacher_hint", "own") == "foreign":
         return "foreign-hint"
     if config.get("contrastive_coef", 0.0) == 0.0:

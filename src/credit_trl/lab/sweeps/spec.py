@@ -30,7 +30,7 @@ import yaml
 
 from credit_trl.tasks.printable import printable, printable_lines
 
-# Options of CreditConfig that select a method; the last three methods are controls.
+# Options of CreditConfig that select a method. "hint-contrast", "temper-only" and "foreign-hint" are controls.
 METHODS: dict[str, dict[str, Any]] = {
     "GRPO": {"distillation_weight": 0.0},
     "SDPO": {"contrastive_coef": 0.0},
@@ -38,6 +38,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "hint-contrast": {"contrastive_swap": "hint"},
     "temper-only": {"contrastive_swap": "self"},
     "foreign-hint": {"teacher_hint": "foreign"},
+    "modulate": {"credit_use": "modulate", "credit_weight": "delta_v"},
+    "modulate-s": {"credit_use": "modulate", "credit_weight": "s", "contrastive_source": "wrong_feedback"},
+    "route": {"credit_use": "route", "contrastive_coef": 0.0},
 }
 LAUNCHERS = ("process", "inline", "accelerate")
 # Labels of options in the names of arms.
@@ -58,7 +61,11 @@ MAX_JOBS = 10_000  # combinations times seeds
 # Of one file. PyYAML reads this many bytes in less than a second.
 _MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 32_768, 100_000, 8
 _BRACKETS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
-_IGNORED_PREFIXES = {"GRPO": ("contrastive_", "distillation_", "teacher_"), "SDPO": ("contrastive_",)}
+_IGNORED_PREFIXES = {
+    "GRPO": ("contrastive_", "distillation_", "teacher_"),
+    "SDPO": ("contrastive_",),
+    "route": ("contrastive_",),
+}
 _JOB_OPTIONS = ("output_dir", "seed", "resume_from_checkpoint", "overwrite_output_dir")  # set by the sweep
 _DATA_OPTIONS = ("train_split", "path", "max_train_rows")
 
