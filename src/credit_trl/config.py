@@ -534,7 +534,15 @@ _CHOICES = {
     "teacher_context": ("solution", "think", "think+solution"),
     "on_verifier_error": ("raise", "skip"),
     "console_log": ("line", "full"),
+    "loss_type": ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
+    "scale_rewards": ("group", "batch", "none", True, False),
 }
+
+# Counts that are at least 1.
+_COUNTS = (
+    *("contrastive_count", "distillation_topk", "max_reprompt_len", "scoring_batch_tokens"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length"),
+)
 
 # JSON options of transformers that may also be file names.
 _JSON_OR_FILE = ("accelerator_config", "fsdp_config", "deepspeed")
@@ -588,12 +596,18 @@ def check_values(config: CreditConfig) -> None:
         raise ValueError(f"`credit_weight_temperature` must be positive, got {config.credit_weight_temperature}.")
     if config.dynamic_sampling_rounds < 0:
         raise ValueError(f"`dynamic_sampling_rounds` must be at least 0, got {config.dynamic_sampling_rounds}.")
-    for name in ("contrastive_count", "distillation_topk", "max_reprompt_len", "scoring_batch_tokens"):
+    for name in _COUNTS:
         if getattr(config, name) < 1:
             raise ValueError(f"`{name}` must be at least 1, got {getattr(config, name)}.")
     for name in ("teacher_sync_steps", "distillation_chunk_size"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             raise ValueError(f"`{name}` must be at least 1 or None, got {getattr(config, name)}.")
+    _check_sampling(config)
+    if not math.isfinite(config.success_reward_threshold):
+        raise ValueError(
+            f"`success_reward_threshold={config.success_reward_threshold}` is reached by no rollout or by all: set "
+            "the lowest reward of a success. For no demonstrations set `use_successful_as_teacher=False`."
+        )
     if config.verifier_timeout is not None and config.verifier_timeout <= 0.0:
         raise ValueError(f"`verifier_timeout` must be positive or None, got {config.verifier_timeout}.")
     if config.distillation_is_clip is not None and config.distillation_is_clip <= 0.0:
@@ -604,6 +618,36 @@ def check_values(config: CreditConfig) -> None:
         )
     for name, placeholders in TEMPLATE_PLACEHOLDERS.items():
         _check_template(name, getattr(config, name), placeholders)
+
+
+def _check_sampling(config: CreditConfig) -> None:
+    """Check options of rollouts and optimizer that TRL passes on unchecked."""
+    if not config.temperature > 0.0:
+        raise ValueError(
+            f"`temperature={config.temperature}` must be above 0: rollouts are sampled, and the loss divides the "
+            "logits by it."
+        )
+    if not 0.0 < config.top_p <= 1.0:
+        raise ValueError(f"`top_p` must be in (0, 1], got {config.top_p}. 1.0 is no limit.")
+    if config.top_k < 0:
+        raise ValueError(
+            f"`top_k` must be at least 0, got {config.top_k}. 0 is no limit, where vLLM and verl have -1."
+        )
+    if config.learning_rate < 0.0:
+        raise ValueError(f"`learning_rate` must be at least 0, got {config.learning_rate}. The paper's is 1e-6.")
+    kwargs = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
+    if kwargs.get("temperature", config.temperature) != config.temperature:
+        raise ValueError(
+            f"`generation_kwargs` has the temperature {kwargs['temperature']}, but the loss uses `temperature="
+            f"{config.temperature}`. Set `temperature` instead."
+        )
+    template = config.chat_template_kwargs if isinstance(config.chat_template_kwargs, dict) else {}
+    for name, value in template.items():
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            raise ValueError(
+                f"`chat_template_kwargs` has the text {value!r} for {name!r}, which every template takes for true. "
+                f"Write {value.lower()} without quotes."
+            )
 
 
 _NUMBERS = {"int": numbers.Integral, "float": numbers.Real}
@@ -722,6 +766,7 @@ def check_combinations(config: CreditConfig) -> None:
         )
     if config.distillation_support == "sampled":
         _check_sampled(config)
+    _check_no_effect(config)
     if config.contrasts:
         _check_contrast(config)
     if config.teacher_hint == "foreign":
@@ -741,6 +786,29 @@ def check_combinations(config: CreditConfig) -> None:
         )
     if config.distillation_weight == 1.0 and config.credit_use == "distill":
         _check_policy_terms_are_off(config)
+
+
+def _check_no_effect(config: CreditConfig) -> None:
+    """Raise for options that another option disables."""
+    if (
+        config.distillation_topk == 1
+        and config.distillation_tail == "renormalize"
+        and "topk" in (config.distillation_support)
+    ):
+        raise ValueError(
+            "`distillation_topk=1` with `distillation_tail='renormalize'` conditions on one token, whose probability "
+            "is then 1, so the loss is 0. Increase `distillation_topk`, or set `distillation_tail='bucket'`."
+        )
+    if config.contrastive_auto_level is not None and config.contrastive_coef != "auto":
+        raise ValueError(
+            f"`contrastive_auto_level={config.contrastive_auto_level}` has no effect with `contrastive_coef="
+            f"{config.contrastive_coef}`. Set `contrastive_coef='auto'`, or remove it."
+        )
+    if config.teacher_sync_steps is not None and config.teacher_model_kind in ("live", "base"):
+        raise ValueError(
+            f"`teacher_sync_steps={config.teacher_sync_steps}` has no effect with `teacher_model_kind="
+            f"{config.teacher_model_kind!r}`, which has no average. Set `teacher_model_kind='ema'`, or remove it."
+        )
 
 
 def _check_limits(config: CreditConfig) -> None:

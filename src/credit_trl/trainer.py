@@ -139,8 +139,11 @@ class CreditTrainer(ReportingTrainer):
         ]
         self.alarms = Alarms(self.accelerator.is_main_process)
         if self.environment_factories is None and kwargs.get("rollout_func") is None:
-            positions, warn = position_embeddings(self.model), self.alarms.raise_once
-            checks.check_prompts(args, datasets, lambda x: self._tokenize_prompts([x])[0][0], positions, warn)
+            limits = checks.ModelLimits(
+                self.model.get_input_embeddings().num_embeddings, position_embeddings(self.model)
+            )
+            checks.check_prompts(args, datasets, self._encode_prompt, limits, self.alarms.raise_once)
+        checks.check_progress(args, self.alarms.raise_once)
         self.drift_alarms = DriftAlarms(self.alarms)
         if args.credit_stop_on is not None:
             self.add_callback(StopOnDrift(self.drift_alarms, args.stop_causes))
@@ -151,6 +154,10 @@ class CreditTrainer(ReportingTrainer):
     @property
     def _distills(self) -> bool:
         return self.args.distillation_weight > 0.0
+
+    def _encode_prompt(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt, as in a rollout."""
+        return self._tokenize_prompts([prompt])[0][0]
 
     def _init_distillation(self) -> None:
         args = self.args

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from credit_trl.training.preemption import REQUEUE
 
 ROOT = Path(__file__).parents[2]
 TASKS = """
@@ -70,10 +74,10 @@ def run(tmp_path):
     (tmp_path / "tasks.py").write_text(TASKS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def start(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )
 
     return start
@@ -122,3 +126,41 @@ def test_same_run_without_an_error_succeeds(run):
     finished = run(*TRL, *TWO, "--task", "tasks:Asked", *RUN)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "error: " not in finished.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("processes", [[], TWO], ids=["one", "two"])
+def test_sigterm_to_the_command_ends_it_with_a_checkpoint(run, tmp_path, processes):
+    line = ["--task", "tasks:Asked", *RUN, "--avg_at_k", "1", "--max_eval_rows", "4", "--avg_at_k_steps", "1"]
+    line += ["--max_steps", "6", "--save_strategy", "steps", "--save_steps", "100", "--disable_tqdm", "true"]
+    line += ["--logging_steps", "1", "--resume_from_checkpoint", "latest"]
+
+    def last_logged(folder):
+        path = tmp_path / folder / "log.jsonl"
+        rows = [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
+        return [row for row in rows if "loss" in row]
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *TRL, *processes, *line]
+    with open(tmp_path / "out", "w") as out:
+        job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=out)
+    try:
+        limit = time.monotonic() + 300
+        while len(last_logged("run")) < 2:
+            assert job.poll() is None, (tmp_path / "out").read_text()[-3000:]
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        job.terminate()
+        assert job.wait(120) == REQUEUE, (tmp_path / "out").read_text()[-3000:]
+    finally:
+        job.kill()
+    assert "error: " not in (tmp_path / "out").read_text()
+    [saved] = (tmp_path / "run").glob("checkpoint-*")
+    assert int(saved.name.split("-")[1]) == len(last_logged("run"))
+    assert run(*TRL, *processes, *line, timeout=500).returncode == 0
+    whole = run(*TRL, *processes, *line, "--output_dir", "whole", timeout=500)
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    assert [row["loss"] for row in last_logged("run")] == [row["loss"] for row in last_logged("whole")]
+    evaluations = [(tmp_path / folder / "evaluations.jsonl").read_text() for folder in ("run", "whole")]
+    assert evaluations[0] == evaluations[1]

@@ -227,11 +227,11 @@ def test_slurm_job_saves_and_is_requeued_on_sigterm(tmp_path):
     assert sorted(ended[:-1]) == ["saved by node 0", "saved by node 1"]
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_slurm_job_that_ends_by_itself_is_not_requeued(tmp_path, status):
+@pytest.mark.parametrize("status", [0, 3, 75])
+def test_slurm_job_is_requeued_for_its_exit_code_alone(tmp_path, status):
     job, log = slurm_job(tmp_path, f"exit {status}")
     assert job.wait(timeout=60) == status
-    assert "requeued" not in log.read_text()
+    assert ("requeued" in log.read_text()) == (status == 75)
 
 
 def test_every_substitution_matches_a_documented_line():

@@ -1,4 +1,4 @@
-"""A small training run in its own process, with a configurable point at which it is killed.
+"""A small training run in its own process, with a configurable point at which it fails.
 
 The process is forked from a server that has imported all modules, so that a run only costs its steps.
 """
@@ -9,27 +9,36 @@ import functools
 import hashlib
 import json
 import os
+import resource
 import signal
+import socket
 import sys
+import threading
+import urllib.request
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import requests
 import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 
 import tiny
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.contexts import build
 from credit_trl.loss import distillation
+from credit_trl.rollout import vllm_client
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.teacher import passes
 from credit_trl.teacher.models import Teacher
 from credit_trl.training import checkpoints
+from credit_trl.training.preemption import SaveOnSigterm
 from distributed import cpu_fsdp2
 
 STEPS = 5
@@ -74,7 +83,10 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """Kill of one process at one point, when `step` optimizer steps are done.
+    """Fault of one process at one point, when `step` optimizer steps are done: a kill, unless `kind` says otherwise.
+
+    Kinds: `"kill"` (SIGKILL), `"terminate"` (SIGTERM), `"disk"` (files may not grow beyond 64 kB, as on a full disk),
+    `"service"` (the verifier's service dies) and `"engine"` (a vLLM server stops answering).
 
     The checkpoint of step n is written when n steps are done; the rest of step n happens when n - 1 are.
     """
@@ -82,9 +94,34 @@ class Fault:
     point: str
     step: int
     rank: int = 0
+    kind: str = "kill"
+
+
+class Service(BaseHTTPRequestHandler):
+    """A verifier's service: rewards texts of odd length."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(str(int(self.path[1:]) % 2).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+SERVICE: list[ThreadingHTTPServer] = []
+
+
+def start_service() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    SERVICE.append(server)
 
 
 def grade(text: str) -> float:
+    if SERVICE:
+        with urllib.request.urlopen(f"http://127.0.0.1:{SERVICE[0].server_port}/{len(text)}", timeout=20) as answer:
+            return float(answer.read())
     return float(len(text) % 2)
 
 
@@ -107,21 +144,38 @@ def schedule(fault: Fault, done: Any) -> None:
         if done() != fault.step:
             return original(*args, **kwargs)
         calls.append(None)
-        if len(calls) == count and when == "before":
-            die()
         if len(calls) == count and when == "half":
             halve(original, *args, **kwargs)
-            die()
+        if len(calls) == count and when in ("before", "half"):
+            happen(fault.kind)
         result = original(*args, **kwargs)
-        if len(calls) == count:
-            die()
+        if len(calls) == count and when == "after":
+            happen(fault.kind)
         return result
 
     setattr(owner, name, call)
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def happen(kind: str) -> None:
+    if kind in ("kill", "terminate"):
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}[kind])
+    elif kind == "disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+    elif kind == "service":
+        SERVICE[0].shutdown()
+        SERVICE[0].server_close()
+    elif kind == "engine":
+        wait_for_silent_engine()
+
+
+def wait_for_silent_engine() -> None:
+    """Ask a vLLM server that accepts connections and never answers, through the client of a run."""
+    vllm_client.POLL_SECONDS = 0.05
+    silent = socket.create_server(("127.0.0.1", 0))
+    client = VLLMClient.__new__(VLLMClient)  # its constructor needs vLLM
+    client.session, client.base_url = requests.Session(), f"http://127.0.0.1:{silent.getsockname()[1]}"
+    client.model, client.communicator, client._updating_weights = "tiny", None, False
+    vllm_client.WatchedClient.adopt(client, patience=0.5).generate([[1]])
 
 
 def halve(write: Any, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +202,10 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
         os.environ |= {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     if "fsdp2" in variant:
         cpu_fsdp2.install()
+    if "service" in variant:
+        start_service()
     made = make_trainer(out, variant, processes)
+    made.add_callback(SaveOnSigterm(made.accelerator))
     assert made.accelerator.num_processes == processes
     if fault is not None and fault.rank == rank:
         schedule(fault, lambda: made.state.global_step)
@@ -184,7 +241,7 @@ def make_trainer(out: Path, variant: str, processes: int) -> CreditTrainer:
         scoring_batch_tokens=256,  # several passes
         logging_steps=1,
         save_strategy="steps",
-        save_steps=1,
+        save_steps=100 if "rarely" in variant else 1,
         save_total_limit=1,
         report_to="none",
         gradient_checkpointing=False,

@@ -1,4 +1,4 @@
-"""`kill -9` of any process at any point of a step: the resumed run equals an uninterrupted run bit for bit.
+"""A run that is killed or fails at any point of a step resumes and equals an uninterrupted run bit for bit.
 
 The controls are the uninterrupted run, and the killed run before its restart, which has no result. `make test-faults`
 runs all faults, the fast tests four of them.
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers.trainer_utils import get_last_checkpoint
 
+from credit_trl.training.preemption import REQUEUE
 from faults import launching
 from faults.faulty_run import POINTS, STEPS, Fault
 
@@ -99,6 +100,50 @@ def test_killed_run_resumes_bitwise(context, uninterrupted, tmp_path, variant, p
     codes = launching.launch(context, tmp_path, variant, processes=processes)
     assert codes == [0] * processes, launching.log(tmp_path)
     assert launching.result(tmp_path) == expected
+
+
+# Faults of the surroundings: each ends the run with an error that names it.
+ENDINGS = {
+    "disk": ("", Fault("checkpoint, before", 3, kind="disk"), "Step 3 could not be saved"),
+    "service": ("service", Fault("verdict, inside", 2, kind="service"), "Connection refused"),
+    "engine": ("", Fault("rollout, before", 2, kind="engine"), "VLLMServerError"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_run_whose_surroundings_fail_resumes_bitwise(context, uninterrupted, tmp_path, kind):
+    variant, fault, reason = ENDINGS[kind]
+    codes = launching.launch(context, tmp_path, variant, fault)
+    assert codes == [1]
+    assert reason in launching.log(tmp_path)
+    assert Path(get_last_checkpoint(str(tmp_path))).name == "checkpoint-2"
+    assert not (tmp_path / "unfinished").exists()
+    codes = launching.launch(context, tmp_path, variant)
+    assert codes == [0], launching.log(tmp_path)
+    assert launching.result(tmp_path) == uninterrupted("", 1)
+
+
+TERMINATED = [
+    ("rarely", 1, Fault("update, inside the loss", 3, kind="terminate")),
+    pytest.param("rarely", 1, Fault("rollout, after", 2, kind="terminate"), marks=pytest.mark.slow),
+    pytest.param("", 1, Fault("checkpoint, half the optimizer", 3, kind="terminate"), marks=pytest.mark.slow),
+    pytest.param("rarely-lora", 1, Fault("scores, second pass", 2, kind="terminate"), marks=pytest.mark.slow),
+    pytest.param("rarely", 2, Fault("update, after the optimizer", 3, 1, kind="terminate"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("variant", "processes", "fault"), TERMINATED)
+def test_sigterm_loses_no_step(context, uninterrupted, tmp_path, variant, processes, fault):
+    """One process receives the signal; all finish the step, save it, and end with the code for requeuing."""
+    codes = launching.launch(context, tmp_path, variant, fault, processes)
+    assert codes == [REQUEUE], launching.log(tmp_path)
+    done = fault.step + 1  # the step of the signal is finished; one during a save ends the next step
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{done}"]
+    codes = launching.launch(context, tmp_path, variant, processes=processes)
+    assert codes == [0] * processes, launching.log(tmp_path)
+    kind = "lora" if "lora" in variant else ""
+    assert launching.result(tmp_path) == uninterrupted(kind, processes)
 
 
 def check_last_checkpoint(folder: Path, fault: Fault) -> None:

@@ -45,8 +45,12 @@ def run(argv: list[str]) -> int:
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from credit_trl.training.preemption import sigterm_to_children
+
+    launched.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # not SIGTERM, after which torch kills the processes in 30 s
     try:
-        launch_command(launched)
+        with sigterm_to_children():
+            launch_command(launched)
     except subprocess.CalledProcessError as error:  # the process has printed its error
         return error.returncode
     except ChildFailedError as error:  # one of several processes

@@ -64,8 +64,11 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
         error: The launcher's error.
 
     Returns:
-        The exit code of the reported process, or 128 + n if signal n ended it, as a shell returns.
+        The exit code of the reported process, or 128 + n if signal n ended it, as a shell returns. Nothing is printed
+        for a run that SIGTERM ended with a checkpoint.
     """
+
+    from credit_trl.training.preemption import REQUEUE
 
     def order(rank: int) -> tuple[int, float]:
         failure = error.failures[rank]
@@ -75,6 +78,8 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
 
     rank = min(error.failures, key=order)
     failure = error.failures[rank]
+    if any(one.exitcode == REQUEUE for one in error.failures.values()):  # others are ended by the launcher
+        return REQUEUE
     reason = failure.message["message"] if isinstance(failure.message, dict) else failure.message
     print(f"{command}: error: process {rank} failed: {printable_lines(reason)}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

@@ -154,6 +154,7 @@ def make_trainer(
 
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.checkpoints import checkpoint_to_resume
+    from credit_trl.training.preemption import SaveOnSigterm
 
     # Before the model loads, so that a missing checkpoint fails at once.
     asked, output_dir = training_args.resume_from_checkpoint, training_args.output_dir
@@ -179,6 +180,7 @@ def make_trainer(
     )
     if (data := script_args.task or script_args.dataset_name or script_args.dataset_path) is not None:
         trainer.run_log.facts["task"] = data
+    trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
     return trainer

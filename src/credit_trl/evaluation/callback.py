@@ -95,6 +95,7 @@ class EvaluationCallback(TrainerCallback):
         self.folder = Path(args.output_dir)
         self.history: list[dict[str, Any]] = []
         self.alarms = Alarms(self.engine.is_main)
+        self._has_begun = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the evaluations up to the step of the checkpoint and remove later ones."""
@@ -107,11 +108,14 @@ class EvaluationCallback(TrainerCallback):
         self.history = self.engine.share(self.history)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.first and state.global_step == 0:
-            self._evaluate(0)
+        """Evaluate before the first step, and where a run resumes from a step that ended before its evaluation."""
+        step, resumes = state.global_step, not self._has_begun
+        self._has_begun = True
+        if (self.first and step == 0) or (resumes and step > 0 and step % self.eval_steps == 0):
+            self._evaluate(step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.eval_steps == 0:
+        if state.global_step % self.eval_steps == 0 and not control.should_training_stop:  # else `on_train_end` does
             self._evaluate(state.global_step)
             if args.save_strategy == "no" and self.engine.is_main:
                 self._remove_other_models()

@@ -252,7 +252,7 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
 
     Raises:
         TypeError: the result is not a list, or an element is neither a number, a `Verdict` nor None.
-        ValueError: the number of elements is not the number of completions.
+        ValueError: the number of elements is not the number of completions, or a reward is not finite.
     """
     fix = "Return a list with one `Verdict(reward, feedback)`, number or None for each completion."
     if output is None:
@@ -270,7 +270,14 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
             raise TypeError(
                 f"The reward function {name!r} returned a {type(element).__name__} for completion {index}. {fix}"
             )
-    return [v if isinstance(v, Verdict) else Verdict(v) for v in elements]
+    verdicts = [v if isinstance(v, Verdict) else Verdict(v) for v in elements]
+    for index, verdict in enumerate(verdicts):
+        if verdict.reward is not None and not math.isfinite(verdict.reward):
+            raise ValueError(
+                f"The reward function {name!r} returned the reward {float(verdict.reward)} for completion {index}. "
+                "Return a finite number, or None where the function does not apply."
+            )
+    return verdicts
 
 
 def _callable_name(func: Callable[..., Any]) -> str:

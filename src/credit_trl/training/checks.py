@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,9 +82,14 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
     """Check that a model can be distilled.
 
     Raises:
-        ValueError: the model is split over devices, its logits are not those of its backbone and head
-            (`check_logits`), or they change when the prompt is padded on the left.
+        ValueError: no parameter is trained, the model is split over devices, its logits are not those of its backbone
+            and head (`check_logits`), or they change when the prompt is padded on the left.
     """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"No parameter of `{type(unwrap_adapters(model)).__name__}` has `requires_grad`, so nothing would be "
+            "trained. Unfreeze some, or give a `peft_config`."
+        )
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
     if len(devices) > 1:
         raise ValueError(
@@ -227,6 +233,13 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             )
         if args.distillation_weight > 0.0 and {"image", "images"} & set(columns):
             raise ValueError(_NO_IMAGES)
+        if taken := sorted(_PASSED & set(columns)):
+            raise ValueError(
+                f"`{name}` has the column `{taken[0]}`, the name of another argument of reward functions. Rename it: "
+                f"dataset.rename_column({taken[0]!r}, 'my_{taken[0]}')."
+            )
+        if isinstance(dataset, Dataset) and len(dataset) and "prompt" in columns:
+            _check_prompt_type(name, dataset[0]["prompt"])
         if args.contrastive_source == "same_task" and "task" not in columns:
             raise ValueError(
                 f"`contrastive_source='same_task'` needs the column `task`, which `{name}` does not have; its columns "
@@ -251,6 +264,45 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
         )
 
 
+def _check_prompt_type(name: str, prompt: Any) -> None:
+    if not isinstance(prompt, str | list):
+        raise ValueError(
+            f"The prompt of row 0 of `{name}` is {prompt!r}. A prompt is text, or a list of messages "
+            "`{'role': 'user', 'content': '...'}`."
+        )
+
+
+def check_progress(args: CreditConfig, warn: Callable[[str, str], None]) -> None:
+    """Warn about settings with which a run starts and learns nothing, or something else than is meant.
+
+    Args:
+        args: the configuration.
+        warn: takes the cause and the message of a warning.
+    """
+    if args.learning_rate == 0.0:
+        warn("no_rate", "`learning_rate=0.0` trains nothing. Set it above 0; the paper's is 1e-6.")
+    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
+        name = "max_steps" if args.max_steps == 0 else "num_train_epochs"
+        warn(
+            "no_steps", f"`{name}={getattr(args, name)}` makes no step. `max_steps=-1` trains for `num_train_epochs`."
+        )
+    if args.save_strategy == "steps" and args.save_steps == 0:
+        warn("no_save", "`save_steps=0` saves no checkpoint. Set it to a number of steps, or `save_strategy='no'`.")
+    if 0 < args.max_steps <= args.warmup_steps:
+        warn(
+            "warmup",
+            f"`warmup_steps={args.warmup_steps}` does not end within `max_steps={args.max_steps}`, so the learning "
+            "rate stays below its value. Lower `warmup_steps`.",
+        )
+    rate = args.teacher_update_rate
+    if args.distillation_weight > 0.0 and args.teacher_model_kind == "ema" and 0.9 <= rate < 1.0:
+        warn(
+            "decay",
+            f"`teacher_update_rate={rate}` replaces {rate:.0%} of the teacher at each update. For an average with the "
+            f"decay {rate} set {1.0 - rate:.4g}.",
+        )
+
+
 def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     """The datasets by the name that errors give them; None where there is none."""
     if isinstance(eval_dataset, dict):
@@ -262,11 +314,19 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
 _MEASURED_ROWS = 10_000
 
 
+@dataclass(frozen=True)
+class ModelLimits:
+    """Sizes of a model: tokens of its vocabulary, and positions or None."""
+
+    vocabulary: int
+    positions: int | None
+
+
 def check_prompts(
     args: CreditConfig,
     datasets: dict[str, Any],
     encode: Callable[[Any], list[int]],
-    positions: int | None,
+    limits: ModelLimits,
     warn: Callable[[str, str], None],
 ) -> None:
     """Check that the chat template renders the first and the longest prompt of each dataset, and their lengths.
@@ -277,12 +337,12 @@ def check_prompts(
         args: the configuration.
         datasets: by name.
         encode: prompt to token ids, as the rollout encodes it.
-        positions: `max_position_embeddings` of the model, or None.
+        limits: sizes of the model.
         warn: takes the cause and the message of a warning.
 
     Raises:
-        ValueError: a prompt cannot be rendered, is empty, fills `vllm_max_model_length`, or, with a distillation loss,
-            has images or no user turn.
+        ValueError: a prompt has ids of another model, cannot be rendered, is empty, fills `vllm_max_model_length`, or,
+            with a distillation loss, has images or no user turn.
     """
     for name, dataset in datasets.items():
         columns = set(dataset.column_names) if isinstance(dataset, Dataset) and len(dataset) else set()
@@ -297,7 +357,18 @@ def check_prompts(
                 if args.distillation_weight > 0.0:
                     raise ValueError(_NO_IMAGES)
                 continue
-            _check_length(args, place, len(_encoded(args, place, prompts[row], encode)), positions, warn)
+            ids = _encoded(args, place, prompts[row], encode)
+            check_ids(place, ids, limits.vocabulary)
+            _check_length(args, place, len(ids), limits.positions, warn)
+
+
+def check_ids(place: str, ids: Sequence[int], vocabulary: int) -> None:
+    """Raise a `ValueError` where a token id has no embedding."""
+    if ids and max(ids) >= vocabulary:
+        raise ValueError(
+            f"The prompt of {place} has the token id {max(ids)}, and the model's vocabulary has {vocabulary} tokens. "
+            "Is `processing_class` the tokenizer of another model?"
+        )
 
 
 def _encoded(args: CreditConfig, place: str, prompt: Any, encode: Callable[[Any], list[int]]) -> list[int]:
@@ -396,6 +467,25 @@ def check_reward_columns(
                     f"`remove_unused_columns=True` drops the column `{dropped[0]}`, which reward function "
                     f"`{getattr(func, '__name__', type(func).__name__)}` needs. Set it to False, TRL's default."
                 )
+            _check_takes_all(func, () if remove_unused else columns)
+
+
+def _check_takes_all(func: Callable[..., Any], columns: Sequence[str]) -> None:
+    """Raise where a reward function refuses an argument that TRL passes by name."""
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # a callable without a signature
+        return
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return
+    passed = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", *columns}
+    taken = {p.name for p in parameters}
+    if refused := sorted(passed - taken - {"prompt", "completion", "task", "privileged_context"}):
+        name = getattr(func, "__name__", type(func).__name__)
+        raise ValueError(
+            f"Reward function `{name}` takes no argument `{refused[0]}`, which it is called with, as with every "
+            "column. Add `**kwargs` to its parameters."
+        )
 
 
 def _remedy(columns: Sequence[str], wanted: str) -> str:

@@ -204,6 +204,14 @@ class Alarms:
         Returns:
             1.0 where the gradient is lost, else 0.0; NaN where no step is logged or its tokens had no loss.
         """
+        means = metrics.get("credit/advantage_mean", ())
+        if means and all(map(math.isnan, means)) and (metrics.get("credit/frac_without_teacher") or [1.0])[-1] < 1.0:
+            self.raise_once(
+                "no_tokens",
+                "No token of this step has a loss, although samples have a teacher: `mask_truncated_completions` "
+                "masks completions that reach `max_completion_length`, and `on_verifier_error='skip'` those without a "
+                "verdict.",
+            )
         moments = [(metrics.get(f"credit/advantage_{m}") or [math.nan])[-1] for m in ("mean", "std")]
         if logs.get("grad_norm") is None or math.isnan(moments[0]) or not logs.get("loss"):
             return math.nan

@@ -1,0 +1,87 @@
+"""A run that a scheduler ends saves a checkpoint after the current step and exits with a code for requeuing."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback
+
+logger = logging.getLogger(__name__)
+
+# Exit code of a run that a SIGTERM ended with a checkpoint: EX_TEMPFAIL of sysexits.h.
+REQUEUE = 75
+
+
+class Preempted(SystemExit):
+    """Raised after the checkpoint; ends the process with exit code `REQUEUE`."""
+
+
+class SaveOnSigterm(TrainerCallback):
+    """Ends a run after SIGTERM: the current step is finished, a checkpoint is saved, and `Preempted` is raised.
+
+    No step is lost: the same command with `resume_from_checkpoint="latest"` continues bit for bit. With several
+    processes one signal to any of them ends the run. Signals are handled while the main thread trains.
+
+    Args:
+        accelerator: the trainer's.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.received = False
+        self._ends = False
+        self._previous: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._receive)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._ends = self._any_received()
+        if self._ends:
+            control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._ends:
+            logger.warning(
+                f"SIGTERM: saved checkpoint-{state.global_step} in {args.output_dir} and ends with code {REQUEUE}. "
+                "`resume_from_checkpoint='latest'` continues the run."
+            )
+            raise Preempted(REQUEUE)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self.received = True
+
+    def _any_received(self) -> bool:
+        """Whether any process received the signal. Every process calls it after each step."""
+        if self.accelerator.num_processes == 1:
+            return self.received
+        flag = torch.tensor(float(self.received), device=self.accelerator.device)
+        return self.accelerator.reduce(flag, reduction="sum").item() > 0
+
+
+@contextmanager
+def sigterm_to_children() -> Iterator[None]:
+    """Pass SIGTERM on to the child processes and keep waiting for them, as a launcher."""
+
+    def forward(number: int, frame: Any) -> None:
+        for child in psutil.Process().children():
+            child.send_signal(number)
+
+    previous = signal.signal(signal.SIGTERM, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

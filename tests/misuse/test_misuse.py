@@ -1,0 +1,401 @@
+"""Mistakes of users: each is one clear error or one warning that names the value and the fix.
+
+All but those of `AFTER_A_ROLLOUT` are found before anything is generated.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+from datasets import Dataset
+
+from credit_trl import CreditTrainer, Verdict, cli
+from credit_trl.training.metrics import CreditWarning
+from tiny import build_model, build_tokenizer, length_verdicts
+
+# What is written -> a part of the error with the value, and one with the fix.
+OPTIONS = {
+    "λ in percent": ({"contrastive_coef": 10}, "got 10", "0.05 to 0.1"),
+    "λ as text": ({"contrastive_coef": "0.1"}, "got '0.1'", "a number or 'auto'"),
+    "adapted λ without its level": ({"contrastive_coef": "auto"}, "got None", "credit/kl_to_teacher"),
+    "level without an adapted λ": ({"contrastive_auto_level": 0.1}, "contrastive_auto_level=0.1", "='auto'"),
+    "misspelt option": ({"contrastive_coeff": 0.1}, "contrastive_coeff", "Did you mean `contrastive_coef`"),
+    "TRL's name of the support": ({"distillation_mode": "topk_logits"}, "distillation_mode", "`distillation_support`"),
+    "GKD's name of the length": ({"max_new_tokens": 64}, "max_new_tokens", "`max_completion_length`"),
+    "GKD's on-policy share": ({"lmbda": 0.5}, "lmbda", "sampled from the policy"),
+    "GKD's beta": ({"beta": 0.5}, "beta=0.5", "`distillation_alpha`"),
+    "support of verl": ({"distillation_support": "topk"}, "got 'topk'", "teacher_topk"),
+    "one token, renormalised": (
+        {"distillation_topk": 1, "distillation_tail": "renormalize"},
+        "distillation_topk=1",
+        "'bucket'",
+    ),
+    "alarms with a comma": ({"credit_stop_on": "fidelity,length"}, "'fidelity,length'", "joined by `|`"),
+    "time limit 0": ({"verifier_timeout": 0.0}, "got 0.0", "or None"),
+    "threshold that is no number": ({"success_reward_threshold": float("nan")}, "nan", "use_successful_as_teacher"),
+    "average of a fixed teacher": (
+        {"teacher_model_kind": "base", "teacher_sync_steps": 4},
+        "teacher_sync_steps=4",
+        "teacher_model_kind='ema'",
+    ),
+    "no privileged context": (
+        {"include_environment_feedback": False, "use_successful_as_teacher": False},
+        "no privileged context",
+        "include_environment_feedback=True",
+    ),
+    "one rollout without feedback": (
+        {"num_generations": 1, "include_environment_feedback": False},
+        "num_generations=1",
+        "include_environment_feedback=True",
+    ),
+    "one prompt in a batch": ({"per_device_train_batch_size": 4}, "4 rollouts", "contrastive_source='dataset'"),
+    "batch that groups do not divide": ({"num_generations": 3}, r"(3)", "divisible"),
+    "greedy rollouts": ({"temperature": 0.0}, "temperature=0.0", "above 0"),
+    "second temperature": ({"generation_kwargs": {"temperature": 0.2}}, "0.2", "Set `temperature`"),
+    "vLLM's top_k": ({"top_k": -1}, "got -1", "0 is no limit"),
+    "empty nucleus": ({"top_p": 0.0}, "got 0.0", "1.0 is no limit"),
+    "no completion": ({"max_completion_length": 0}, "got 0", "at least 1"),
+    "no iteration": ({"num_iterations": 0}, "got 0", "at least 1"),
+    "empty micro-batch": ({"per_device_train_batch_size": 0}, "got 0", "at least 1"),
+    "no accumulation": ({"gradient_accumulation_steps": 0}, "got 0", "at least 1"),
+    "negative rate": ({"learning_rate": -1e-6}, "got -1e-06", "1e-6"),
+    "number as text": ({"learning_rate": "1e-6"}, "'1e-6'", "1.0e-06"),
+    "unknown loss": ({"loss_type": "ppo"}, "got 'ppo'", "grpo, dapo"),
+    "unknown scale": ({"scale_rewards": "std"}, "got 'std'", "group, batch, none"),
+    "text for a switch of the template": (
+        {"chat_template_kwargs": {"enable_thinking": "false"}},
+        "'false' for 'enable_thinking'",
+        "without quotes",
+    ),
+    "mapping as broken JSON": ({"chat_template_kwargs": "{enable_thinking: false}"}, "{enable_thinking", "double"),
+    "compiled model": ({"torch_compile": True}, "torch_compile=True", "torch_compile=False"),
+    "template without its place": ({"feedback_template": "Feedback:"}, "{feedback_raw}", "lacks"),
+    "checkpoint inside a step": ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True", "save_steps"),
+    "completion as long as the engine's context": (
+        {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 6},
+        "vllm_max_model_length=6",
+        "the longest prompt",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", OPTIONS)
+def test_mistaken_option_is_refused(make_config, mistake):
+    options, value, fix = OPTIONS[mistake]
+    with pytest.raises((ValueError, TypeError)) as error:
+        make_config(**options)
+    assert value in str(error.value)
+    assert fix in str(error.value)
+
+
+def questions(**columns) -> Dataset:
+    rows = {"prompt": [[{"role": "user", "content": f"{i}+1="}] for i in range(12)], "answer": ["1"] * 12}
+    return Dataset.from_dict({**rows, **{name: [value] * 12 for name, value in columns.items()}})
+
+
+def strict(completions, answer):
+    return [1.0] * len(completions)
+
+
+def frozen():
+    model = build_model(build_tokenizer())
+    model.requires_grad_(False)
+    return model
+
+
+def small_vocabulary():
+    model = build_model(build_tokenizer())
+    model.resize_token_embeddings(200)
+    return model
+
+
+def without_template():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+TRAINERS = {
+    "question instead of prompt": (
+        lambda: {"train_dataset": questions().rename_column("prompt", "question")},
+        "prompt, answer|question",
+        "rename_column",
+    ),
+    "numbers as prompts": (lambda: {"train_dataset": Dataset.from_dict({"prompt": [1] * 9})}, "is 1", "A prompt is"),
+    "missing prompts": (lambda: {"train_dataset": Dataset.from_dict({"prompt": [None] * 9})}, "None", "A prompt is"),
+    "empty prompts": (lambda: {"train_dataset": questions(prompt="")}, "row 0 of `train_dataset`", "drop the row"),
+    "messages without a role": (
+        lambda: {"train_dataset": questions(prompt=[{"content": "x"}])},
+        "[None]",
+        "role 'user'",
+    ),
+    "system turn alone": (
+        lambda: {"train_dataset": questions(prompt=[{"role": "system", "content": "x"}])},
+        "['system']",
+        "role 'user'",
+    ),
+    "images": (lambda: {"train_dataset": questions(image="x")}, "images", "`distillation_weight=0`"),
+    "feedback as numbers": (
+        lambda: {"train_dataset": questions(privileged_context=3)},
+        "privileged_context",
+        "must hold text",
+    ),
+    "column of another argument": (
+        lambda: {"train_dataset": questions(completions="x")},
+        "`completions`",
+        "rename_column",
+    ),
+    "rows as a list": (lambda: {"train_dataset": [{"prompt": "1+1="}]}, "`list`", "`Dataset`"),
+    "no rows": (lambda: {"train_dataset": None}, "train_dataset", "required"),
+    "no evaluation rows": (lambda: {"eval_dataset": questions().select([])}, "no rows", "eval_strategy='no'"),
+    "evaluation without the answer": (
+        lambda: {"eval_dataset": questions().remove_columns("answer")},
+        "`eval_dataset`",
+        "Add it",
+    ),
+    "reward without **kwargs": (lambda: {"reward_funcs": strict}, "completion_ids", "Add `**kwargs`"),
+    "reward of a column that is missing": (
+        lambda: {"reward_funcs": lambda completions, solution, **kwargs: [1.0]},
+        "`solution`",
+        "rename_column('answer', 'solution')",
+    ),
+    "no reward": (lambda: {"reward_funcs": None}, "No reward source", "reward_funcs"),
+    "frozen model": (lambda: {"model": frozen()}, "requires_grad", "Unfreeze"),
+    "tokenizer of another model": (lambda: {"model": small_vocabulary()}, "200 tokens", "`processing_class`"),
+    "tokenizer without a chat template": (
+        lambda: {"processing_class": without_template()},
+        "row 10 of `train_dataset`",
+        "chat_template",
+    ),
+    "support above the vocabulary": (
+        lambda: {"options": {"distillation_topk": 10**6}},
+        "distillation_topk=1000000",
+        "Lower",
+    ),
+    "tasks without their column": (
+        lambda: {"options": {"contrastive_source": "same_task"}},
+        "`task`",
+        "contrastive_source='batch'",
+    ),
+    "weights of other rewards": (lambda: {"options": {"reward_weights": [0.5, 0.5]}}, "(2)", "must match"),
+    "evaluation without data": (
+        lambda: {"options": {"eval_strategy": "steps", "eval_steps": 1}},
+        "eval_strategy",
+        "eval_dataset",
+    ),
+    "Triton without a GPU": (
+        lambda: {"options": {"distillation_kernels": "triton"}},
+        "triton",
+        "distillation_kernels='torch'",
+    ),
+}
+# Warnings of a trainer that starts.
+WARNED = {
+    "no learning rate": ({"learning_rate": 0.0}, "learning_rate=0.0", "above 0"),
+    "no step": ({"max_steps": 0}, "max_steps=0", "max_steps=-1"),
+    "no epoch": ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0", "max_steps=-1"),
+    "warm-up beyond the run": ({"warmup_steps": 100}, "warmup_steps=100", "Lower"),
+    "no checkpoint": ({"save_strategy": "steps", "save_steps": 0}, "save_steps=0", "save_strategy='no'"),
+    "decay as a rate": ({"teacher_update_rate": 0.99}, "teacher_update_rate=0.99", "set 0.01"),
+    "contexts below the prompt": ({"max_reprompt_len": 20}, "max_reprompt_len=20", "Increase"),
+}
+
+
+@pytest.fixture
+def build(make_config, tokenizer, monkeypatch):
+    """A function that builds a trainer with a mistake; a rollout fails the test."""
+
+    def generate(self, prompts):
+        pytest.fail("a completion was generated")
+
+    monkeypatch.setattr(CreditTrainer, "_generate", generate)
+
+    def make(options=(), model=None, reward_funcs=length_verdicts, **arguments):
+        config = make_config(**dict(options))
+        arguments = {"processing_class": tokenizer, "train_dataset": questions(), **arguments}
+        return CreditTrainer(model or build_model(tokenizer), reward_funcs, config, **arguments)
+
+    return make
+
+
+@pytest.mark.parametrize("mistake", TRAINERS)
+def test_mistake_in_data_model_or_reward_is_refused(build, mistake):
+    if "Triton" in mistake:
+        pytest.importorskip("triton")
+    arguments, value, fix = TRAINERS[mistake]
+    with pytest.raises((ValueError, TypeError)) as error:
+        build(**arguments())
+    assert re.search("|".join(map(re.escape, value.split("|"))), str(error.value))
+    assert fix in str(error.value)
+
+
+@pytest.mark.parametrize("mistake", WARNED)
+def test_mistake_that_starts_is_warned_about_once(build, mistake):
+    options, value, fix = WARNED[mistake]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build(options)
+    [message] = [str(w.message) for w in caught if w.category is CreditWarning]
+    assert value in message
+    assert fix in message
+
+
+# Command lines -> a part of the error with the value, and one with the fix. `q.jsonl` and `rewards.py` exist.
+CPU = ["--use_cpu", "true", "--bf16", "false"]
+TASK = ["--task", "quickstart", "--model_name_or_path", "quickstart"]
+OWN = ["--model_name_or_path", "quickstart", "--reward_funcs", "rewards.right"]
+LINES = {
+    "misspelt command": (["trian"], "'trian'", "trl --help"),
+    "misspelt argument": (["credit", *TASK, "--contrastive_coeff", "1"], "--contrastive_coeff", "Did you mean"),
+    "argument of GKD": (["credit", *TASK, "--max_new_tokens", "9"], "--max_new_tokens", "`max_completion_length`"),
+    "unknown task": (
+        ["credit", "--task", "quikstart", "--contrastive_coef", "0", *CPU],
+        "'quikstart'",
+        "Did you mean 'quickstart'",
+    ),
+    "configuration that is no file": (["credit", "--config", "run.yml"], "run.yml", "No such file"),
+    "configuration without its file": (["credit", "--config"], "--config", "give its path"),
+    "list as a configuration": (["credit", "--config", "list.yaml"], "list.yaml", "`option: value`"),
+    "second configuration that is a list": (
+        ["credit", "--config", "a.yaml", "--config", "list.yaml"],
+        "list",
+        "value",
+    ),
+    "unknown GPU": (["credit-plan", *TASK, "--gpu", "h1000"], "'h1000'", "known:"),
+    "unknown option of a plan": (["credit-plan", *TASK, "--learning_rte", "1"], "--learning_rte", "--learning_rate"),
+    "directory that is no run": (["credit-compare", "nowhere"], "nowhere", ""),
+}
+BUILT = {
+    "no grader": (["--model_name_or_path", "quickstart", "--dataset_path", "q.jsonl"], "grades", "--reward_funcs"),
+    "no data": (OWN, "No training data", "--dataset_path"),
+    "no model": (["--task", "quickstart"], "No model", "--model_name_or_path"),
+    "file that does not exist": ([*OWN, "--dataset_path", "p.jsonl"], "p.jsonl", "no such file"),
+    "file of another kind": ([*OWN, "--dataset_path", "q.txt"], "q.txt", ".jsonl"),
+    "damaged file": ([*OWN, "--dataset_path", "damaged.jsonl"], "damaged.jsonl", "cannot be read"),
+    "split that does not exist": (
+        [*OWN, "--dataset_path", "q.jsonl", "--eval_strategy", "steps", "--eval_steps", "1"],
+        "test",
+        "the data has train",
+    ),
+    "reward without a module": (
+        ["--model_name_or_path", "quickstart", "--reward_funcs", "right", "--dataset_path", "q.jsonl"],
+        "--reward_funcs right",
+        "my_module.right",
+    ),
+    "reward that does not exist": (
+        ["--model_name_or_path", "quickstart", "--reward_funcs", "rewards.wrong", "--dataset_path", "q.jsonl"],
+        "rewards.wrong",
+        "no `wrong`",
+    ),
+    "checkpoint that does not exist": ([*TASK, "--resume_from_checkpoint", "runs/1"], "runs/1", "`latest`"),
+    "avg@k without a task": ([*OWN, "--dataset_path", "q.jsonl", "--avg_at_k", "4"], "--avg_at_k", "--task NAME"),
+    "filter that drops everything": ([*TASK, "--max_prompt_tokens", "1"], "--max_prompt_tokens 1", "Raise it"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with data, a module and configurations."""
+    (tmp_path / "q.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 12)
+    (tmp_path / "q.txt").write_text("1+1=")
+    (tmp_path / "damaged.jsonl").write_text('{"prompt": ')
+    (tmp_path / "list.yaml").write_text("- task\n")
+    (tmp_path / "a.yaml").write_text("task: quickstart\n")
+    (tmp_path / "rewards.py").write_text("def right(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("mistake", LINES)
+def test_mistaken_command_line_is_one_line(capsys, mistake):
+    line, value, fix = LINES[mistake]
+    try:
+        code = cli.main(line)
+    except SystemExit as ended:
+        code = ended.code
+    printed = capsys.readouterr().err
+    assert code not in (0, None)
+    [error] = [line for line in printed.splitlines() if "error: " in line]
+    assert value in error
+    assert fix in error
+    assert "Traceback" not in printed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("mistake", BUILT)
+def test_mistaken_data_of_a_command_are_one_line(capsys, monkeypatch, mistake):
+    from credit_trl.cli import training
+
+    monkeypatch.setattr(CreditTrainer, "_generate", lambda self, prompts: pytest.fail("a completion was generated"))
+    line, value, fix = BUILT[mistake]
+    small = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--output_dir", "run"]
+    code = training.run([*line, *small, "--use_cpu", "true", "--bf16", "false", "--max_steps", "1"])
+    printed = capsys.readouterr().err
+    assert code == 2
+    [error] = [line for line in printed.splitlines() if line.startswith("trl credit: error: ")]
+    assert value in error
+    assert fix in error
+
+
+def each(value):
+    return lambda completions, **kwargs: [value] * len(completions)
+
+
+# Reward functions -> a part of the error or warning with the value, and one with the fix.
+AFTER_A_ROLLOUT = {
+    "no return": (lambda **kwargs: None, {}, "None", "`return`"),
+    "one verdict for all": (lambda **kwargs: Verdict(1.0), {}, "Verdict", "Return a list"),
+    "one number for all": (lambda **kwargs: 1.0, {}, "float", "Return a list"),
+    "mapping": (lambda **kwargs: {"reward": [1.0]}, {}, "dict", "Return a list"),
+    "text": (lambda **kwargs: "right", {}, "str", "Return a list"),
+    "pairs": (each((1.0, "right")), {}, "tuple for completion 0", "Verdict(reward, feedback)"),
+    "numbers as text": (each("1.0"), {}, "str for completion 0", "number"),
+    "too few": (lambda **kwargs: [1.0], {}, "1 elements for 8", "for each completion"),
+    "not a number": (each(float("nan")), {}, "nan for completion 0", "or None"),
+    "infinite": (each(float("inf")), {}, "inf for completion 0", "finite"),
+    "feedback first": (lambda completions, **kwargs: [Verdict("no", 0.0)], {}, "str", "must be a number"),
+    "feedback as a list": (lambda completions, **kwargs: [Verdict(0.0, ["no"])], {}, "list", "json.dumps"),
+    "metrics as a list": (lambda completions, **kwargs: [Verdict(0.0, metrics=[1])], {}, "list", "mapping"),
+    "turns as text": (lambda completions, **kw: [Verdict(0.0, turn_feedback={"0": "no"})], {}, "'0'", "turn indices"),
+    "never a success": (each(0.5), {"success_reward_threshold": 1.0}, "success_reward_threshold", "lower"),
+    "feedback that is ignored": (
+        lambda completions, **kwargs: [Verdict(float(i % 2), "no") for i in range(len(completions))],
+        {"include_environment_feedback": False},
+        "include_environment_feedback=False",
+        "Set it to True",
+    ),
+    "all completions masked": (
+        each(Verdict(0.0, "no")),
+        {"mask_truncated_completions": True},
+        "mask_truncated_completions",
+        "max_completion_length",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", AFTER_A_ROLLOUT)
+def test_mistaken_reward_function_is_named_in_the_first_step(make_config, tokenizer, mistake):
+    reward, options, value, fix = AFTER_A_ROLLOUT[mistake]
+    config = make_config(max_steps=1, **options)
+    trainer = CreditTrainer(build_model(tokenizer), reward, config, questions(), processing_class=tokenizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.train()
+            messages = [str(w.message) for w in caught if w.category is CreditWarning]
+        except (ValueError, TypeError) as error:
+            messages = [str(error)]
+    [message] = [m for m in messages if not m.startswith("The support holds")]
+    assert value in message
+    assert fix in message
+
+
+def test_suite_has_sixty_mistakes():
+    tables = (OPTIONS, TRAINERS, WARNED, LINES, BUILT, AFTER_A_ROLLOUT)
+    assert sum(map(len, tables)) >= 60
