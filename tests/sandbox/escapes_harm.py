@@ -61,7 +61,7 @@ PROCESSES = [
         r"""
         import time
         if os.fork() == 0:
-            os.setsid()
+            attempt("session", os.setsid)
             if os.fork() == 0:
                 time.sleep(30)
             os._exit(0)
@@ -73,7 +73,7 @@ PROCESSES = [
         "leave a daemon that floods standard output",
         r"""
         if os.fork() == 0:
-            os.setsid()
+            attempt("session", os.setsid)
             while True: os.write(1, b'x' * 4096)
         """,
         statuses=("ok", "runtime_error", "output_limit"),
