@@ -63,6 +63,11 @@ def test_responses_follow_the_feedback_whatever_was_asked(source):
     assert any("The correct call is" in row.prompt for row in rows)
 
 
+def test_arguments_of_lookups_are_hardly_ever_repeated(source):
+    arguments = [re.search(r"\((.*)\)", source.lookup().response)[1] for _ in range(100)]
+    assert len(set(arguments)) > 80
+
+
 def test_feedback_is_scrambled(source):
     """The request suits the tool that the feedback names no more often than chance."""
     wordings = {wording.split("{}")[0]: tool for tool in TOOLS for wording in wordings_of(tool, "train")}

@@ -78,6 +78,12 @@ def test_verdict_says_what_is_wrong_and_what_is_right(response, reward, complain
     assert stated.feedback.endswith("The correct call is weather(Oslo).")
 
 
+def test_corrected_response_has_the_right_call_in_place_of_its_own():
+    assert verify("Sure. hotels(Rome).", ANSWER).corrected == "Sure. weather(Oslo)."
+    assert verify("weather(Oslo)", ANSWER).corrected is None
+    assert verify("no call", ANSWER).corrected is None
+
+
 def test_truncated_response_gets_no_reward():
     assert verify("weather(Oslo)", ANSWER, truncated=True).reward == 0.0
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from credit_trl.lab.analysis.tokenmap_summary import ClassShare
 
 STAGES = ("rollout", "verdict", "contexts", "scores", "update")
-SHOWN_ANSWERS = 5
+SHOWN_ANSWERS, ANSWER_WIDTH = 5, 56
 FIGURE = "learning_curve.png"
 CHANCE = 0.25  # accuracy of a guess among the offered tools
 
@@ -174,20 +174,22 @@ def _format_accuracy(result: QuickstartResult) -> str:
 def _format_answers(result: QuickstartResult) -> str:
     """The first responses before and after side by side, and the frame rate."""
     opening, answers = result.task.opening, result.answers
-    width = 44
-    lines = [f"{'before':<{width}}  after"]
+    lines = [f"{'before':<{ANSWER_WIDTH}}  after"]
     for prompt, pair in zip(answers.prompts, answers.pairs, strict=True):
-        before, after = (
-            f"{'+' if reward == 1.0 else '-'} {' '.join(printable(text).split())}" for text, reward in pair
-        )
-        before = before if len(before) <= width else before[: width - 1] + "…"
-        lines += [f"  {printable(prompt)}", f"{before:<{width}}  {after}"]
+        before, after = (_one_line(text, reward) for text, reward in pair)
+        lines += [f"  {printable(prompt)}", f"{before:<{ANSWER_WIDTH}}  {after}"]
     own = own_frame_rate(answers.before, opening)
     new = frame_rate(answers.before, answers.after, opening)
     lines.append(f"openings that no other response of the base has: {100 * own:.1f} % -> {100 * new:.1f} %")
     common = common_openings(answers.before, answers.after, opening)
     lines += [f"  {count:4d}  {printable(words)} …" for words, count in common]
     return "\n".join(lines)
+
+
+def _one_line(text: str, reward: float) -> str:
+    """A response with + for reward 1 and - for less, cut at `ANSWER_WIDTH`."""
+    line = f"{'+' if reward == 1.0 else '-'} {printable(' '.join(text.split()))}"
+    return line if len(line) <= ANSWER_WIDTH else line[: ANSWER_WIDTH - 1] + "…"
 
 
 def _format_credit(result: QuickstartResult) -> str:

@@ -102,6 +102,9 @@ class RowSource:
     ) -> None:
         self.rng = random.Random(f"warm-up/{settings.seed}")
         self.tokenizer, self.config, self.settings = tokenizer, config, settings
+        wordings = [wording for tool in tool_choice.TOOLS for wording in tool_choice.wordings_of(tool, "train")]
+        words = sorted(set(re.findall(r"[A-Za-z]+", " ".join(wordings))))
+        self.words = [*words, *(word.capitalize() for word in words)]
         tools = [tool for _ in range(settings.form_rows) for tool in tool_choice.TOOLS][: settings.form_rows]
         requests = [tool_choice.draw_request(self.rng, tool) for tool in tools]
         self.forms = [WarmUpRow(self._render(r.prompt), f"{r.tool}({r.argument})") for r in requests]
@@ -126,11 +129,16 @@ class RowSource:
         }
 
     def lookup(self) -> WarmUpRow:
-        """A letter and an argument, and the call of the letter's tool."""
+        """A letter and an argument, and the call of the letter's tool.
+
+        The argument is one or two words of the wordings, upper case or not: with the few arguments of the training
+        split the model would learn them by heart instead of copying.
+        """
         request, gold = self._scrambled()
-        content = f"{tool_choice.correction(gold)} The argument is {request.argument}."
+        argument = " ".join(self.rng.choice(self.words) for _ in range(self.rng.randint(1, 2)))
+        content = f"{tool_choice.correction(gold)} The argument is {argument}."
         prompt = [request.prompt[0], {"role": "user", "content": content}]
-        return WarmUpRow(self._render(prompt), f"{request.tool}({request.argument})")
+        return WarmUpRow(self._render(prompt), f"{request.tool}({argument})")
 
     def feedback(self) -> WarmUpRow:
         """A request whose feedback names one of its four tools at random, and the call of that tool."""

@@ -270,8 +270,10 @@ def verify(
     single = len(calls) == 1 and not truncated and not re.search(r"\w", response[calls[0].end() :])
     problem = _problem(calls[0], gold) if single else NO_CALL
     opening = not calls or re.search(r"\w", response[: calls[0].start()]) is not None
-    words = "\n".join(filter(None, [problem, correction(gold, feedback)])).replace("\n", " ")
-    return Verdict(float(problem == ""), words, {"format": float(single), "opening": float(opening)})
+    words = " ".join(filter(None, [problem, correction(gold, feedback)]))
+    corrected = _CALL.sub(f"{gold['tool']}({gold['argument']})", response) if single and problem else None
+    metrics = {"format": float(single), "opening": float(opening)}
+    return Verdict(float(problem == ""), words, metrics, corrected=corrected)
 
 
 NO_CALL = "There must be one call, tool(argument), and nothing after it."
