@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from credit_trl import cli
-from credit_trl.cli import quickstart, quickstart_report
+from credit_trl.cli import quickstart, quickstart_report, tool_choice_base
 from credit_trl.cli.quickstart_tasks import quickstart_task
 from credit_trl.evaluation import evaluate
+from credit_trl.tasks import model_names
 from credit_trl.tasks.quickstart_model import read_base
 from credit_trl.training.run_directory import EVALUATIONS_FILE, LOG_FILE, read_lines
 
@@ -160,6 +162,18 @@ def test_smollm2_trains_adapters_too(tiny_smollm2, tmp_path):
         tmp_path, steps=1, task=tiny_smollm2, progress=False, use_peft=True, per_device_train_batch_size=4
     )
     assert (tmp_path / "model" / "adapter_config.json").is_file()
+
+
+def test_smollm2_base_is_loaded_in_fp32_and_described(monkeypatch, make_model, tokenizer, tmp_path, capsys):
+    make_model().bfloat16().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    accuracy = {"none": 0.36, "letter": 0.9, "stated": 0.97}
+    (tmp_path / "warm_up.json").write_text(json.dumps({"accuracy": accuracy}))
+    monkeypatch.setattr(model_names, "model_path", lambda name: f"path of {name}")
+    monkeypatch.setattr(tool_choice_base, "warmed_up_base", {"path of smollm2": tmp_path}.get)
+    model, _ = quickstart_task("smollm2").load("plain")
+    assert model.dtype == torch.float32
+    assert "36 % of the held-out requests without feedback, 90 % with the letter" in capsys.readouterr().out
 
 
 def test_unknown_quickstart_model_and_world_are_refused():

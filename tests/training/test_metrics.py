@@ -46,6 +46,7 @@ def test_token_metrics_are_moments_at_the_sampled_tokens():
         "credit/generic_mean": g[::2].mean(),
         "credit/delta_v_mean": (f - p).mean(),
         "credit/delta_v_std": (f - p).std(correction=0),
+        "credit/s_accepted": specific[f[::2] > math.log(0.5)].square().mean().sqrt(),
         "credit/kl_to_target": given.kl_to_target.mean(),
         "credit/support_mass_student": given.student_mass.mean(),
         "credit/support_mass_teacher": given.teacher_mass.mean(),
@@ -195,22 +196,22 @@ def test_a_nearly_uniform_teacher_is_warned_about(run, make_model):
 @pytest.mark.parametrize(
     ("specific", "delta_v", "batches", "warns"),
     [
-        ((0.0, 0.05), (-0.2, 2.0), GENERIC_BATCHES, True),
-        ((0.0, 0.05), (-0.2, 2.0), GENERIC_BATCHES - 1, False),
-        ((1.0, 0.05), (-0.2, 2.0), 20, False),
-        ((0.0, 1.0), (-0.2, 2.0), 20, False),
-        ((0.0, 0.0), (0.0, 0.05), 20, False),
-        ((math.nan, math.nan), (-0.2, 2.0), 20, False),  # no token is contrasted
+        (0.05, (-0.2, 2.0), GENERIC_BATCHES, True),
+        (0.05, (-0.2, 2.0), GENERIC_BATCHES - 1, False),
+        (0.39, (-0.2, 2.5), 20, True),  # SmolLM2, feedback that states the call
+        (6.05, (-0.2, 2.5), 20, False),  # SmolLM2, feedback that names a letter
+        (0.0, (0.0, 0.05), 20, False),
+        (math.nan, (-0.2, 2.0), 20, False),  # no token is contrasted
     ],
 )
 def test_credit_that_is_not_input_specific_warns(specific, delta_v, batches, warns):
     alarms = Alarms()
-    names = ("credit/s_mean", "credit/s_std", "credit/delta_v_mean", "credit/delta_v_std")
+    names = ("credit/s_accepted", "credit/delta_v_mean", "credit/delta_v_std")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(batches):
-            alarms.check_tokens(dict(zip(names, (*specific, *delta_v), strict=True)), 200)
-    assert ["S_t is near zero while ΔV_t is not" in str(w.message) for w in caught] == [True] * warns
+            alarms.check_tokens(dict(zip(names, (specific, *delta_v), strict=True)), 200)
+    assert ["S_t is near zero on the tokens" in str(w.message) for w in caught] == [True] * warns
 
 
 def test_closed_gate_warns_and_leaves_sdpo(run):

@@ -94,7 +94,11 @@ def _embedded() -> QuickstartTask:
 
 
 def _smollm2() -> QuickstartTask:
-    """8 prompts of 2 rollouts per step. The teacher reads the feedback alone, which has to be read with the prompt."""
+    """8 prompts of 2 rollouts per step; the teacher is the base and reads the feedback alone.
+
+    With a demonstration the teacher would only have to copy. In a run with an averaged teacher and a base that opens
+    its answers with frames under feedback, the frames fed back and the reward fell (`examples/smollm/README.md`).
+    """
     from credit_trl.tasks import tool_choice
 
     options = {
@@ -102,8 +106,9 @@ def _smollm2() -> QuickstartTask:
         "per_device_train_batch_size": 16,
         "num_generations": 2,
         "max_completion_length": 24,
-        "learning_rate": 5e-5,
+        "learning_rate": 7e-5,
         "warmup_steps": 3,
+        "teacher_model_kind": "base",
         "use_successful_as_teacher": False,
         "bf16": True,
     }

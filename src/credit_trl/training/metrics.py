@@ -25,9 +25,11 @@ TINY_GRADIENT = 1e-6
 TINY_GRADIENT_LOGS = 5
 # Consecutive generation batches in which the rewards of every group are equal.
 FLAT_REWARD_BATCHES = 5
-# Root mean square of S_t as a share of that of ΔV_t, below which the credit is not input-specific; and the root mean
-# square of ΔV_t in nats above which there is credit at all.
-LOW_SPECIFIC_SHARE, SOME_CREDIT = 0.1, 0.1
+# Tokens that the teacher gives at least this probability, in nats, are accepted.
+ACCEPTED = math.log(0.5)
+# Root mean square of S_t on accepted tokens as a share of that of ΔV_t on all, below which the credit is not
+# input-specific; and the root mean square of ΔV_t in nats above which there is credit at all.
+LOW_SPECIFIC_SHARE, SOME_CREDIT = 0.25, 0.1
 # Consecutive micro-batches with such credit.
 GENERIC_BATCHES = 10
 # Mean difference between the log-probabilities of vLLM and of the model, in nats; bf16 kernels differ by about 0.01.
@@ -178,20 +180,19 @@ class Alarms:
                 "No position of this batch exceeds `contrastive_gate`, so no position is contrasted. Lower it; "
                 "`credit/frac_gated` logs the share of positions below it.",
             )
-        specific, credit = (
-            math.hypot(metrics.get(f"credit/{name}_mean", math.nan), metrics.get(f"credit/{name}_std", math.nan))
-            for name in ("s", "delta_v")
-        )
+        specific = metrics.get("credit/s_accepted", math.nan)
+        credit = math.hypot(*(metrics.get(f"credit/delta_v_{moment}", math.nan) for moment in ("mean", "std")))
         if not math.isnan(specific):
             is_generic = credit > SOME_CREDIT and specific < LOW_SPECIFIC_SHARE * credit
             self._generic = self._generic + 1 if is_generic else 0
         if self._generic >= GENERIC_BATCHES:
             self.raise_once(
                 "generic_credit",
-                f"S_t is near zero while ΔV_t is not (root mean squares {specific:.3f} and {credit:.3f} nats) in "
-                f"{self._generic} batches in a row: the feedback makes the same tokens likely under any prompt, so λ "
-                "lowers the reward of the answer itself. Return feedback that is read together with the prompt, such "
-                "as a letter, a position or a failing check, instead of the answer; or set `contrastive_coef=0`.",
+                f"S_t is near zero on the tokens that the teacher accepts while ΔV_t is not (root mean squares "
+                f"{specific:.3f} and {credit:.3f} nats), in {self._generic} batches in a row: the feedback makes the "
+                "same tokens likely under any prompt, so λ lowers the reward of the answer itself. Return feedback "
+                "that is read together with the prompt, such as a letter, a position or a failing check, instead of "
+                "the answer; or set `contrastive_coef=0`.",
             )
 
     def check_gradient(self, logs: Mapping[str, float], metrics: Mapping[str, Sequence[float]]) -> float:
@@ -327,9 +328,11 @@ def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tens
     sums = [x.to(dtype).sum() for x in (*per_token.values(), *per_contrast.values())]
     squares = [x.to(dtype).pow(2).sum() for x in (terms.advantages, f - student, per_contrast["s_mean"])]
     sums.append(loss.fidelity.to(dtype))
-    counts = [torch.tensor(len(f), dtype=dtype, device=f.device), contrasted.to(dtype).sum()]
+    accepted = contrasted & (f > ACCEPTED)
+    squares.append((f - generic)[accepted].to(dtype).pow(2).sum())
+    counts = [torch.tensor(len(f), dtype=dtype, device=f.device), contrasted.to(dtype).sum(), accepted.to(dtype).sum()]
     reduced = reduce(torch.stack([*sums, *squares, *counts])).tolist()
-    *totals, fidelity, square, delta_square, specific_square, tokens, contrasts = reduced
+    *totals, fidelity, square, delta_square, specific_square, accepted_square, tokens, contrasts, accepts = reduced
     divisors = [tokens] * len(per_token) + [contrasts] * len(per_contrast)
     names = (*per_token, *per_contrast)
     means = {name: _ratio(total, count) for name, total, count in zip(names, totals, divisors, strict=True)}
@@ -337,6 +340,7 @@ def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tens
     means["advantage_std"] = _std(means["advantage_mean"], _ratio(square, tokens))
     means["delta_v_std"] = _std(means["delta_v_mean"], _ratio(delta_square, tokens))
     means["s_std"] = _std(means["s_mean"], _ratio(specific_square, contrasts))
+    means["s_accepted"] = math.sqrt(_ratio(accepted_square, accepts))
     means["teacher_fidelity"] = fidelity
     dropped = _NOT_SAMPLED if is_sampled else ()
     values = {f"credit/{name}": value for name, value in means.items() if name not in dropped}
