@@ -375,6 +375,7 @@ def test_json_blocks_are_mapped_by_their_page(block: Block, tiny_model, page_fol
 
 # Beginning of a text block → the test that compares it with the project.
 SHOWN = {
+    "step  12/100": "training/test_console.py::test_documented_line_is_what_a_log_prints",
     "held-out avg@4, %": "cli/test_quickstart_command.py::test_readme_shows_the_printed_report",
     "rollout ──► verdict ──► contexts ──► scores ──► objective": f"{HERE}test_diagram_names_the_five_stages",
 }

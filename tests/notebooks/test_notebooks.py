@@ -102,6 +102,44 @@ def test_one_marked_cell_switches_to_a_gpu_model(name):
     assert chosen[False].keys() == chosen[True].keys()
 
 
+@pytest.fixture
+def set_up(tmp_path, monkeypatch):
+    """Run the first cell of a notebook in an empty folder without the package; returns the commands that it runs."""
+
+    def run(source: str) -> list[list[str]]:
+        commands = []
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("subprocess.run", lambda command, **_: commands.append([str(word) for word in command]))
+        exec(source, {})
+        return commands
+
+    return run
+
+
+def test_first_cells_are_equal_but_for_the_environment():
+    cells = [next(c.source for c in read(name).cells if c.cell_type == "code") for name in NAMES]
+    assert len({re.sub(r"import os\n|os\.environ.*\n", "", cell) for cell in cells}) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_first_cell_installs_from_wheel_checkout_or_repository(set_up, tmp_path, name):
+    source = next(cell.source for cell in read(name).cells if cell.cell_type == "code")
+    with pytest.raises(ImportError, match="Set REPOSITORY"):
+        set_up(source)
+    wheel = tmp_path / "credit_trl-0.2.0-py3-none-any.whl"
+    wheel.touch()
+    assert set_up(source)[-1][-2:] == ["-q", f"{wheel}[viz]"]
+    wheel.unlink()
+    cloned = tmp_path / "credit_trl_checkout"
+    clone, install = set_up(source.replace('REPOSITORY = ""', 'REPOSITORY = "https://host/credit.git"'))
+    assert clone == ["git", "clone", "-q", "--depth", "1", "https://host/credit.git", str(cloned)]
+    assert install[-1] == f"{cloned}[viz]"
+    (tmp_path / "src" / "credit_trl").mkdir(parents=True)
+    (installed,) = set_up(source)
+    assert installed[-1] == f"{tmp_path}[viz]"
+
+
 def test_first_notebook_runs_with_a_few_steps():
     notebook = after_switch(
         read(NAMES[0]),

@@ -6,6 +6,7 @@ dependencies, so that torch is not installed again. The tests assert that `credi
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -111,12 +112,12 @@ def clean(wheel, tmp_path_factory) -> Path:
     return folder / "bin"
 
 
-def run(program: Path, *argv: str, cwd: Path, code: int = 0) -> str:
+def run(program: Path, *argv: str, cwd: Path, code: int = 0, timeout: float = 250) -> str:
     """Output of a program of the new environment, run outside the checkout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{program.parent}:{os.environ['PATH']}"}
     ran = subprocess.run(
-        [str(program), *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=250, check=False
+        [str(program), *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert ran.returncode == code, ran.stdout[-2000:] + ran.stderr[-3000:]
     return ran.stdout + ran.stderr
@@ -182,3 +183,70 @@ def test_training_runs_from_the_wheel(clean, tmp_path):
     output = run(clean / "trl", "credit", *line.split(), *small.split(), cwd=tmp_path)
     assert re.search(r"Model saved to .*run\.", output)
     assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+# Notebook -> what its switched cell is followed by, so that it takes seconds.
+FEWER_STEPS = {
+    "01_quickstart": "SETTINGS |= {'max_steps': 2, 'per_device_train_batch_size': 16, 'warmup_steps': 0}\n"
+    "EVALUATION |= {'eval_steps': 2, 'k': 1, 'max_prompts': 24}",
+    "02_your_own_verifier": "SETTINGS |= {'max_steps': 2, 'warmup_steps': 0}",
+    "03_see_the_credit": "",
+    "04_ablate": "CONFIG |= {'max_steps': 1, 'warmup_steps': 0}\nEVALUATION |= {'eval_steps': 1, 'max_prompts': 12}",
+    "05_from_sdpo_or_grpo": "SETTINGS |= {'max_steps': 2}",
+}
+RUN_NOTEBOOK = """
+import runpy, sys, nbformat
+path, extra = sys.argv[1:]
+notebook = nbformat.read(path, as_version=4)
+(switch,) = (i for i, cell in enumerate(notebook.cells) if "switch" in cell.metadata.get("tags", []))
+check = "import credit_trl\\nassert '/clean' in credit_trl.__file__, credit_trl.__file__\\n"
+notebook.cells.insert(switch + 1, nbformat.v4.new_code_cell(check + extra))
+runpy.run_path("run.py")["execute"](notebook, timeout=900)
+print("all cells ran")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("name", FEWER_STEPS)
+def test_notebook_runs_from_the_wheel_in_an_empty_folder(clean, tmp_path, name):
+    (tmp_path / "run.py").write_bytes((ROOT / "notebooks" / "run.py").read_bytes())
+    notebook = tmp_path / f"{name}.ipynb"
+    notebook.write_bytes((ROOT / "notebooks" / notebook.name).read_bytes())
+    arguments = ("-c", RUN_NOTEBOOK, str(notebook), FEWER_STEPS[name])
+    assert "all cells ran" in run(clean / "python", *arguments, cwd=tmp_path, timeout=950)
+
+
+def stub_of_trl(folder: Path) -> Path:
+    """A wheel of TRL's name and version with its command, which prints a line."""
+    version = importlib.metadata.version("trl")
+    path = folder / f"trl-{version}-py3-none-any.whl"
+    contents = {
+        "trl_stub.py": "def main():\n    print('the command of TRL')\n",
+        f"trl-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: trl\nVersion: {version}\n",
+        f"trl-{version}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"trl-{version}.dist-info/entry_points.txt": "[console_scripts]\ntrl = trl_stub:main\n",
+    }
+    contents[f"trl-{version}.dist-info/RECORD"] = "".join(f"{name},,\n" for name in contents)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in contents.items():
+            archive.writestr(name, text)
+    return path
+
+
+@pytest.mark.slow
+def test_documented_line_brings_the_command_of_trl_back(wheel, tmp_path):
+    """Uninstalling removes `trl`, which both packages install."""
+    folder = tmp_path / "venv"
+    venv.create(folder, with_pip=False, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    offline = ["-q", "--no-deps", "--no-index", "--find-links", str(tmp_path)]
+    stub = stub_of_trl(tmp_path)
+    for own in (stub, wheel):
+        subprocess.run([*pip, "install", *offline, str(own)], check=True, timeout=120, capture_output=True)
+    subprocess.run([*pip, "uninstall", "-q", "-y", "credit-trl"], check=True, timeout=120, capture_output=True)
+    assert not (folder / "bin" / "trl").exists()
+    (line,) = re.findall(r"`pip (install --force-reinstall --no-deps trl)`", (ROOT / "README.md").read_text("utf-8"))
+    subprocess.run([*pip, *line.split(), *offline], check=True, timeout=120, capture_output=True)
+    ran = subprocess.run([folder / "bin" / "trl"], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout == "the command of TRL\n"

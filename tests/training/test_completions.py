@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.training.completions import _cell
+from credit_trl.training.completions import _cell, _text
 
 TRL_COLUMNS = ["step", "prompt", "completion", "verifier", "advantage"]
 OWN = ["feedback", "teacher_prompt", "with_demonstration", "with_contrast", "delta_v_mean", "s_mean", "advantage_mean"]
@@ -30,7 +30,9 @@ def run(make_model, make_config, tokenizer, dataset, tmp_path):
 
         def verifier(completions, completion_ids, answer, **kwargs):
             seen.append(completion_ids)
-            feedback = [f"It is {a}." if i % 4 else None for i, a in enumerate(answer)]
+            feedback = [
+                f"It is {a}. ![x](http://host/x.png) <img src=x>" if i % 4 else None for i, a in enumerate(answer)
+            ]
             return [Verdict(reward(ids), text) for ids, text in zip(completion_ids, feedback, strict=True)]
 
         config = make_config(log_completions=True, num_completions_to_print=0, **options)
@@ -60,9 +62,12 @@ def test_table_has_the_credit_of_each_completion(run):
     for row, ids in zip(table.itertuples(), completions, strict=True):
         if row.feedback:
             assert row.feedback in row.teacher_prompt
-            prompt = trainer.processing_class.apply_chat_template(
-                list(row.prompt), tokenize=False, add_generation_prompt=True
-            )
+            system, question = row.prompt.splitlines()
+            assert (system, question[:6]) == ("system: Add.", "user: ")
+            messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": question[6:]}]
+            render = trainer.processing_class.apply_chat_template
+            prompt = render(messages, tokenize=False, add_generation_prompt=True)
+            assert row.completion == trainer.processing_class.decode(ids, skip_special_tokens=True)
             expected = mean_logp(trainer, row.teacher_prompt, ids) - mean_logp(trainer, prompt, ids)
             assert row.delta_v_mean == pytest.approx(expected, abs=2e-4)
     tokens = torch.tensor([len(ids) for ids in completions]) * torch.tensor(has_teacher.tolist())
@@ -74,7 +79,7 @@ def test_table_has_the_credit_of_each_completion(run):
 
 def test_table_marks_demonstrations_and_contrasts(run):
     _, _, (table,) = run(reward=lambda ids: float(sum(ids) % 2), max_steps=1)
-    successes = table.groupby(table["prompt"].map(str))["verifier"].transform("sum") - table["verifier"]
+    successes = table.groupby("prompt")["verifier"].transform("sum") - table["verifier"]
     assert table["with_demonstration"].tolist() == (successes > 0).tolist()
     assert table["with_contrast"].tolist() == (table["teacher_prompt"] != "").tolist()
     _, _, tables = run(max_steps=1, contrastive_coef=0.0)
@@ -102,14 +107,11 @@ def test_table_has_the_rows_that_dynamic_sampling_keeps(run):
     assert len(seen) > 3  # more rollouts than generation batches
     assert [len(table) for table in tables] == [8] * 3
     for table, log in zip(tables, trainer.state.log_history, strict=False):
-        texts = [message[0]["content"] for message in table["completion"]]
-        assert len(texts) == 8
-        for prompt, group in table.groupby(table["prompt"].map(str)):
-            assert len(group) == 4, prompt
+        assert (table.groupby("prompt").size() == 4).all()
         with_teacher = table[table["teacher_prompt"] != ""]
         if len(with_teacher) and "credit/delta_v_mean" in log:
             for row in with_teacher.itertuples():
-                assert str(row.prompt[1]["content"]) in row.teacher_prompt
+                assert row.prompt.splitlines()[1].removeprefix("user: ") in row.teacher_prompt
 
 
 def test_table_of_grpo_has_feedback_and_no_credit(run):
@@ -126,12 +128,18 @@ def test_evaluation_table_has_the_credit(run, dataset):
     assert (table.loc[table["teacher_prompt"] != "", "delta_v_mean"] != 0.0).all()
 
 
-def test_cells_of_the_text_table_hold_no_markup():
-    hostile = "![x](http://a/b.png) | <img src=x> `code` **b** __u__\n# head"
-    cell = _cell(hostile)
-    assert not set("![]()|`*_#") & set(cell.replace("&#", ""))
-    assert "<br>" in cell
-    assert cell.count("<") == 1
+def test_conversations_are_shown_as_text():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    parts = [{"type": "image", "image": object()}, {"type": "text", "text": "What?"}]
+    assert _text([{"role": "assistant", "content": "four"}]) == "four"
+    assert _text([{"role": "user", "content": parts}]) == "user: [image] What?"
+    assert _text([call, {"role": "tool", "content": "4"}]) == 'assistant: [{"name": "add"}]\ntool: 4'
+    assert _text("plain") == "plain"
+
+
+def test_cells_of_the_tensorboard_table_hold_no_markup():
+    cell = _cell("<img src=x> & **b**\n\n# head\r<script>")
+    assert cell == "<td>&lt;img src=x&gt; &amp; **b**<br><br># head<br>&lt;script&gt;</td>"
 
 
 def test_tensorboard_files_hold_table_and_curves(run, tmp_path):
@@ -149,12 +157,16 @@ def test_tensorboard_files_hold_table_and_curves(run, tmp_path):
     for tag in events.Tags()["scalars"]:
         assert all(math.isfinite(event.value) for event in events.Scalars(tag)), tag
     written = next(event for event in events.Tensors("completions/text_summary") if event.step == 1)
-    shown = html.unescape(text_array_to_html(tensor_util.make_ndarray(written.tensor_proto), enable_markdown=True))
+    shown = text_array_to_html(tensor_util.make_ndarray(written.tensor_proto), enable_markdown=True)
     assert shown.count("<tr>") == 2 + len(tables[0])  # the plugin's own row, and the names
     for name in OWN:
         assert f"<th>{name}</th>" in shown
     assert "It is 1" in shown
     assert "nan" not in shown.lower()
+    assert {f"<{tag}" for tag in re.findall(r"<(\w+)", shown)} == {
+        f"<{tag}" for tag in "table thead tbody tr th td br".split()
+    }
+    assert "![x](http://host/x.png)" in shown  # text, not an image
 
 
 # trackio reads its folder on import, so the run has a process of its own.

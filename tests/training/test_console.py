@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,14 @@ def test_training_line_has_metrics_stages_and_time_left():
         "step   7/100  reward   0.438  length   21.2  s   0.846  ΔV  -0.187  generic -12.020  kl   0.051"
         "  seconds rollout 3.1 update 4.0  left 1m28s"
     )
+
+
+def test_documented_line_is_what_a_log_prints():
+    seconds = {"rollout": 3.1, "verdict": 0.2, "scores": 0.4, "update": 2.0}
+    logs = {name: value for name, value in LOGS.items() if "seconds" not in name}
+    line = log_line(logs | {f"credit/seconds_{name}": value for name, value in seconds.items()}, 12, 100, 500.0)
+    page = Path(__file__).parents[2] / "docs" / "dashboards.md"
+    assert f"\n{line}\n" in page.read_text("utf-8")
 
 
 def test_evaluation_line_has_the_same_columns():

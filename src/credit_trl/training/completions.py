@@ -7,6 +7,8 @@ the rows to TensorBoard, which TRL does not.
 
 from __future__ import annotations
 
+import html
+import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -137,7 +139,7 @@ class CompletionTable:
         self._means |= zip(rows.tolist(), (sums / tokens[:, None]).tolist(), strict=True)
 
     def updated(self) -> dict[str, Any]:
-        """The logs with the rows that have their means. Every process must call it."""
+        """The logs with the rows that have their means, conversations as text. Every process must call it."""
         gathered = gather_object(list(self._means.items()))
         self._means.clear()
         dropped = self._rows - len(self._has_means)  # rows of earlier generation batches
@@ -146,7 +148,8 @@ class CompletionTable:
                 self._has_means[row - dropped] = True
                 for name, value in zip(MEANS, means, strict=True):
                     self.logs["extra"][name][row - dropped] = round(value, _DIGITS)
-        return _select(self.logs, [i for i, has_means in enumerate(self._has_means) if has_means])
+        table = _select(self.logs, [i for i, has_means in enumerate(self._has_means) if has_means])
+        return table | {name: [_text(one) for one in table[name]] for name in ("prompt", "completion")}
 
     def write_tensorboard(self, table: dict[str, Any], handler: CallbackHandler, step: int) -> None:
         """Write a table to TensorBoard as text, where the run reports to it.
@@ -158,7 +161,7 @@ class CompletionTable:
         """
         for callback in handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                callback.tb_writer.add_text(TENSORBOARD_TAG, _markdown(table), step)
+                callback.tb_writer.add_text(TENSORBOARD_TAG, _html(table), step)
 
 
 def _feedback(batch: GenerationBatch, sample: int) -> str:
@@ -175,28 +178,34 @@ def _select(logs: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _markdown(table: dict[str, Any]) -> str:
+def _html(table: dict[str, Any]) -> str:
+    """A table as one line of HTML, which TensorBoard's Markdown leaves as it is and its sanitizer admits.
+
+    Markdown would load images that completions and feedback name, and renders long cells slowly.
+    """
     columns = {"prompt": table["prompt"], "completion": table["completion"]}
     columns |= {**table["rewards"], **table["extra"], "advantage": table["advantages"]}
-    lines = [_row(columns), "|" + " --- |" * len(columns)]
-    return "\n".join([*lines, *map(_row, zip(*columns.values(), strict=True))])
+    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in zip(*columns.values(), strict=True))
+    names = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    return f"<table><thead><tr>{names}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _row(cells: Any) -> str:
-    return "| " + " | ".join(_cell(_text(cell)) for cell in cells) + " |"
-
-
-def _cell(text: str) -> str:
-    """Text in a cell of a Markdown table. Every character that could begin markup is an HTML entity.
-
-    Completions and feedback are untrusted, and TensorBoard loads the images of Markdown.
-    """
-    shown = (c if c.isalnum() or c in " .,-" else "<br>" if c == "\n" else f"&#{ord(c)};" for c in text)
-    return "".join(shown)
+def _cell(value: Prompt | float) -> str:
+    return f"<td>{'<br>'.join(html.escape(line) for line in _text(value).splitlines())}</td>"
 
 
 def _text(value: Prompt | float) -> str:
-    """Text of a cell; a conversation as its roles and contents."""
+    """Text of a prompt, a completion or a number; dashboards show the messages of a conversation as `[object]`."""
     if isinstance(value, list):
-        return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in value)
+        is_answer = len(value) == 1 and value[0].get("role") == "assistant"
+        return "\n".join(("" if is_answer else f"{turn.get('role')}: ") + _content(turn) for turn in value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _content(message: dict[str, Any]) -> str:
+    """Text of a message, then its tool calls as JSON; `[image]` in the place of other content."""
+    content = message.get("content") or ""
+    parts = [content] if isinstance(content, str) else [part.get("text", f"[{part.get('type')}]") for part in content]
+    if message.get("tool_calls"):
+        parts.append(json.dumps(message["tool_calls"], default=str))
+    return " ".join(filter(None, parts))
