@@ -52,8 +52,29 @@ def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
     if scratch is not None:
         files = max((_files(process, scratch) for process in processes if process != pid), default=0)
     seconds = sum(_cpu_seconds(process) for process in processes)
-    delays = {thread: _run_delay(process, thread) for process, thread in threads}
-    return Usage(len(threads), held, files, seconds, delays)
+    return Usage(len(threads), held, files, seconds, run_delays(threads))
+
+
+def run_delays(threads: Iterable[tuple[int, str]]) -> dict[str, float]:
+    """Seconds by thread in which it could run and waited for a processor. A wait counts when it ends."""
+    return {thread: _run_delay(process, thread) for process, thread in threads}
+
+
+def threads_of(pid: int) -> list[tuple[int, str]]:
+    """Process and thread ids of a process and its descendants."""
+    return [(process, thread) for process, threads in descendants(pid).items() for thread in threads]
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether a thread of a process or of its descendants runs, or waits for a processor."""
+    for process, thread in threads_of(pid):
+        try:
+            with open(f"/proc/{process}/task/{thread}/stat", "rb") as stat:
+                if stat.read().rpartition(b")")[2].split()[0] == b"R":
+                    return True
+        except (OSError, IndexError):
+            continue
+    return False
 
 
 def descendants(pid: int) -> dict[int, list[str]]:

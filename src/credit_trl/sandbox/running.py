@@ -54,6 +54,8 @@ class RunningProgram:
         released_at: time at which the driver got the byte that starts the program.
         began_at: time at which the driver reported that the program begins. Its wall-clock limit counts from here.
         delayed: seconds since then in which it could run and waited for a processor.
+        cpu_seconds: processor time of its processes at the last sample.
+        not_before: time before which its wall-clock limit is not enforced, as it waits for a processor.
         ended_by: status with which the server ended it, `None` if it ended by itself.
         reason: text for `ended_by`.
     """
@@ -64,6 +66,8 @@ class RunningProgram:
     released_at: float | None = None
     began_at: float | None = None
     delayed: float = 0.0
+    cpu_seconds: float = 0.0
+    not_before: float = 0.0
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     report: bytearray = field(default_factory=bytearray)

@@ -164,7 +164,7 @@ class Server:
     def _must_end(self, run: RunningProgram) -> float:
         """Time at which it is killed: at its own limit if it began, else some time after its release."""
         if run.began_at is not None:
-            return run.began_at + run.delayed + run.program.limits.wall_seconds
+            return max(run.not_before, run.began_at + run.delayed + run.program.limits.wall_seconds)
         return math.inf if run.released_at is None else run.released_at + _PREPARE_SECONDS
 
     def _read(self, run: RunningProgram, descriptor: int) -> None:
@@ -181,7 +181,10 @@ class Server:
             self._forget(descriptor)
             run.pipes_open.discard(descriptor)
             return
+        had_begun = run.began_at is not None
         run.take(descriptor, chunk, time.monotonic())
+        if run.began_at is not None and not had_begun:  # delays count from here
+            run.add_delays(observe.run_delays(observe.threads_of(run.process.pid)))
         if run.limit_passed:
             self._kill(run, "output_limit", f"more than {run.limit_passed} bytes of output")
 
@@ -201,9 +204,12 @@ class Server:
         for run in self.runs.values():
             if run.ended_by is not None:
                 continue
-            began = run.began_at is not None
+            began, before = run.began_at is not None, run.cpu_seconds
             if began and (now >= self._must_end(run) or (sample and now - run.began_at >= _SAMPLE_SECONDS / 2)):
                 self._check_usage(run, run.program.limits)
+            is_late = began and now >= self._must_end(run)
+            if is_late and run.cpu_seconds == before and observe.is_runnable(run.process.pid):
+                run.not_before = now + _SAMPLE_SECONDS  # it waits for a processor, which counts when the wait ends
             if now >= self._must_end(run):
                 # A program that never began is a failure of the sandbox and has no status.
                 limit = f"more than {run.program.limits.wall_seconds:g} seconds"
@@ -212,6 +218,7 @@ class Server:
     def _check_usage(self, run: RunningProgram, limits: Limits) -> None:
         usage = observe.usage(run.process.pid, limits.memory_bytes, self.isolation.scratch)
         run.add_delays(usage.run_delays)
+        run.cpu_seconds = usage.cpu_seconds
         files = limits.file_bytes // _BYTES_PER_FILE
         if usage.held_bytes > limits.memory_bytes:
             self._kill(run, "memory", f"more than {limits.memory_bytes} bytes of memory")
