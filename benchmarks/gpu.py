@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
 
 import pair
 import updates
-from measure import Sample, Trial, none_if_out_of_memory, repeat
+from measure import Results, Sample, Trial, TrialError, none_if_out_of_memory, repeat
+from pair import liger_shape
 from workload import Workload
+
+PARTS = ("points", "longest", "pair")
 
 
 def model_shape(name: str, **changes: Any) -> Workload:
@@ -52,7 +55,10 @@ class Plan:
             10,752, which contains the prompt of 512, and a completion of 8,192.
         longest: Shortest and longest completion of the search.
         pair: Shape of the distillation loss alone.
+        liger: Shape of the same in Liger's own script.
         kernels: Kernels of this project's trials.
+        parts: Parts that run.
+        kinds: Names of the trials that run; None for all.
     """
 
     models: dict[str, Workload] = field(
@@ -67,24 +73,38 @@ class Plan:
     )
     longest: tuple[int, int] = (2048, 131_072)
     pair: pair.Pair = field(default_factory=pair.Pair)
+    liger: pair.Pair = field(default_factory=liger_shape)
     kernels: tuple[str, ...] = ("torch", "triton")
 
+    parts: tuple[str, ...] = PARTS
+    kinds: tuple[str, ...] | None = None
 
-def measure(plan: Plan, rounds: int) -> dict[str, Any]:
-    """Run a plan. Seconds are medians over the rounds after a warm-up; None means that a trial did not fit."""
-    models = {}
-    for name, workload in plan.models.items():
-        models[name] = {}
-        for kind, arguments in kinds(workload, plan.kernels).items():
-            models[name][kind] = _measure_kind(plan, arguments, rounds)
-            print(name, kind, json.dumps(models[name][kind]), flush=True)
-    return {
-        "models": models,
-        "workloads": {name: vars(workload) for name, workload in plan.models.items()},
-        "pair": pair.measure_pairs(plan.pair, plan.kernels, rounds),
-        "liger": pair.LIGER,
-        "ratios": ratios(models),
-    }
+    def only(self, models: list[str] | None, kinds: list[str] | None, parts: list[str] | None, searches: bool) -> Plan:
+        """The plan with the chosen models, trials and parts."""
+        chosen = {name: shape for name, shape in self.models.items() if models is None or name in models}
+        of_parts = tuple(part for part in parts or self.parts if searches or part != "longest")
+        return replace(self, models=chosen, kinds=tuple(kinds) if kinds else None, parts=of_parts)
+
+
+def measure(plan: Plan, rounds: int, results: Results | None = None) -> dict[str, Any]:
+    """Run a plan. Seconds are medians over the rounds after a warm-up; None means that a trial did not fit.
+
+    Each trial is written to `results` when it ends. A trial whose process dies is reported and costs its own entry.
+    """
+    results = results or Results()
+    results.merge({"workloads": {name: vars(shape) for name, shape in plan.models.items()}, "liger": pair.LIGER})
+    if {"points", "longest"} & set(plan.parts):
+        for name, workload in plan.models.items():
+            for kind, arguments in kinds(workload, plan.kernels).items():
+                if plan.kinds is None or kind in plan.kinds:
+                    results.merge({"models": {name: {kind: _measure_kind(plan, arguments, rounds)}}})
+                    print(name, kind, json.dumps(results.values["models"][name][kind]), flush=True)
+    if "pair" in plan.parts:
+        for shape, of_pair in (("head", plan.pair), ("liger", plan.liger)):
+            for kind, sample in pair.measure_pairs(of_pair, plan.kernels, rounds):
+                results.merge({"pair": {shape: {kind: sample}}})
+    results.merge({"ratios": ratios(results.values.get("models", {}))})
+    return results.values
 
 
 def kinds(workload: Workload, kernels: tuple[str, ...]) -> dict[str, tuple[str, Workload]]:
@@ -94,8 +114,7 @@ def kinds(workload: Workload, kernels: tuple[str, ...]) -> dict[str, tuple[str, 
     return {
         **ours,
         f"credit, {kernels[-1]}, renormalize": renormalized,
-        "sdpo": ("sdpo", workload),
-        "grpo": ("grpo", workload),
+        **{name: (name, workload) for name in ("sdpo", "grpo", "distillation")},
     }
 
 
@@ -106,17 +125,16 @@ def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample | 
 
 def _measure_kind(plan: Plan, arguments: tuple[str, Workload], rounds: int) -> dict[str, Any]:
     trial = Trial(build, *arguments)
+    of_kind: dict[str, Any] = {"points": dict.fromkeys(plan.points)}
     try:
-        of_kind: dict[str, Any] = {"points": {}}
-        for name, changes in plan.points.items():
+        for name, changes in plan.points.items() if "points" in plan.parts else ():
             of_kind["points"][name] = repeat(trial.ask, rounds, changes)
-        of_kind["longest_completion"] = longest_that_fits(
-            lambda t: trial.ask({"completion": t}) is not None, *plan.longest
-        )
-    except RuntimeError as error:  # the models alone are too large
-        if "OutOfMemoryError" not in str(error):
-            raise
-        return {"points": dict.fromkeys(plan.points), "longest_completion": 0}
+        if "longest" in plan.parts:
+            of_kind["longest_completion"] = longest_that_fits(
+                lambda t: trial.ask({"completion": t}) is not None, *plan.longest
+            )
+    except (TrialError, EOFError, OSError) as error:  # the models alone are too large, or the process died
+        of_kind["error"] = str(error) or "its process died"
     finally:
         trial.close()
     return of_kind
@@ -156,12 +174,12 @@ def ratios(models: dict[str, Any]) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> str:
     lines = ["| | | seconds | peak MB over models |", "| --- | --- | --- | --- |"]
-    for name, of_model in result["models"].items():
+    for name, of_model in result.get("models", {}).items():
         for kind, of in of_model.items():
             for point, sample in of["points"].items():
                 cells = f"{sample['seconds']:.3f} | {sample['peak_mb']:.0f}" if sample else "does not fit |"
                 lines.append(f"| {name}, {point} | {kind} | {cells} |")
     lines += ["", "| | | longest completion that fits |", "| --- | --- | --- |"]
-    for name, of_model in result["models"].items():
-        lines += [f"| {name} | {kind} | {of['longest_completion']:,d} |" for kind, of in of_model.items()]
-    return "\n".join([*lines, "", pair.table(result["pair"])])
+    for name, of_model in result.get("models", {}).items():
+        lines += [f"| {name} | {kind} | {of.get('longest_completion', 0):,d} |" for kind, of in of_model.items()]
+    return "\n".join([*lines, *("\n" + pair.table(of) for of in result.get("pair", {}).values())])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing as mp
 import os
 import re
@@ -30,12 +31,19 @@ class Sample:
         peak_mb: Peak memory during the call, above the memory held before.
         foreign: Share of the processors used by other processes.
         stages: Seconds by stage, if the trial measures stages.
+        tokens: Tokens that the student reads, if the trial counts them: "update" with gradient, "no_grad" without,
+            "valid" of them without padding.
     """
 
     seconds: float
     peak_mb: float = 0.0
     foreign: float = 0.0
     stages: dict[str, float] | None = None
+    tokens: dict[str, int] | None = None
+
+
+class TrialError(RuntimeError):
+    """The child process of a trial raised an error."""
 
 
 class Trial:
@@ -56,7 +64,7 @@ class Trial:
         self.connection.send(request)
         answer = self.connection.recv()
         if isinstance(answer, Exception):
-            raise answer
+            raise TrialError(str(answer))
         return answer
 
     def close(self) -> None:
@@ -81,21 +89,71 @@ def trials(
             trial.close()
 
 
-def in_turns(running: dict[str, Trial], rounds: int, *request: Any, patience: float = 0.0) -> dict[str, list[Sample]]:
+class Results:
+    """A JSON file of results that grows with each trial, so that an interrupted run keeps what it has measured.
+
+    Args:
+        path: the file; None keeps nothing. A part that is measured again replaces the old one, others stay.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.values: dict[str, Any] = json.loads(path.read_text()) if path and path.is_file() else {}
+
+    def merge(self, values: dict[str, Any]) -> None:
+        """Add values, dictionaries entry by entry, and write the file."""
+        _merge(self.values, values)
+        if self.path is not None:
+            unfinished = self.path.with_suffix(".part")
+            unfinished.write_text(json.dumps(self.values, indent=1) + "\n")
+            unfinished.replace(self.path)
+
+
+def _merge(old: dict[str, Any], new: dict[str, Any]) -> None:
+    for name, value in new.items():
+        if isinstance(value, dict) and isinstance(old.get(name), dict):
+            _merge(old[name], value)
+        else:
+            old[name] = value
+
+
+def in_turns(
+    running: dict[str, Trial],
+    rounds: int,
+    *request: Any,
+    patience: float = 0.0,
+    results: Results | None = None,
+) -> dict[str, list[Sample]]:
     """Ask every trial once per round.
 
     For up to `patience` seconds, a round waits for an idle machine, and disturbed rounds are repeated. They are
-    dropped if enough undisturbed ones were measured.
+    dropped if enough undisturbed ones were measured. A trial whose process dies is removed and reported, and the
+    others go on.
+
+    Args:
+        results: receives every sample as it is measured, under `"rounds"`.
 
     Returns:
-        For each trial the samples of the kept rounds.
+        For each trial that lives the samples of the kept rounds.
     """
     deadline, found, length = time.monotonic() + patience, [], 0.0
-    while len(found) < rounds or (sum(map(_is_quiet, found)) < rounds and time.monotonic() + length < deadline):
+    while running and (
+        len(found) < rounds or (sum(map(_is_quiet, found)) < rounds and time.monotonic() + length < deadline)
+    ):
         _wait_until_quiet(deadline)
         started = time.monotonic()
-        found.append({name: trial.ask(*request) for name, trial in running.items()})
+        found.append({})
+        for name, trial in list(running.items()):
+            try:
+                found[-1][name] = trial.ask(*request)
+            except (TrialError, EOFError, OSError) as error:
+                print(f"{name} failed: {error or 'its process died'}", flush=True)
+                running.pop(name).close()
+                continue
+            if results is not None:
+                results.merge({"rounds": {f"{len(found)}": {name: vars(found[-1][name])}}})
         length = time.monotonic() - started
+    found = [{name: samples[name] for name in running} for samples in found]
     quiet = [samples for samples in found if _is_quiet(samples)]
     kept = quiet if len(quiet) >= min(rounds, 3) else found
     return {name: [samples[name] for samples in kept] for name in running}
@@ -155,10 +213,15 @@ def none_if_out_of_memory(answer: Callable[..., Sample]) -> Callable[..., Sample
     return attempt
 
 
+def _has_time(measured_: int, started: float) -> bool:
+    """On a GPU a short trial is repeated 20 times; half a minute is enough for a long one."""
+    return torch.cuda.is_available() and measured_ < 20 and time.monotonic() - started < 30.0
+
+
 def repeat(ask: Callable[..., Sample | None], rounds: int, *request: Any) -> dict[str, float] | None:
     """Median seconds and highest peak, or None if out of memory. The first call warms up and is not timed."""
-    samples = [ask(*request)]
-    for _ in range(rounds if samples[0] is not None else 0):
+    samples, started = [ask(*request)], time.monotonic()
+    while samples[-1] is not None and (len(samples) <= rounds or _has_time(len(samples) - 1, started)):
         samples.append(ask(*request))
     if None in samples:
         return None

@@ -1,6 +1,7 @@
 """Time and memory of one update (scoring, loss, backward), compared with TRL's SDPO and GRPO on identical batches.
 
     python benchmarks/update_phase.py --preset bar      # two fixed shapes; prints the ratios as JSON
+    python benchmarks/update_phase.py --preset ragged   # lognormal lengths, with TRL's padding and without
     python benchmarks/update_phase.py --preset sweep    # against T, K, C, vocabulary and batch; JSON, table and PNG
     python benchmarks/update_phase.py --preset gpu      # on a GPU, with torch and Triton kernels, see gpu.py
 
@@ -17,19 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+import ragged
 import step
 import torch
-from measure import in_turns, ratio, seconds, trials
+from measure import Results, in_turns, ratio, seconds, trials
 from updates import build
 from workload import Workload, provenance
 
 
-def bar(rounds: int, patience: float) -> dict[str, Any]:
+def bar(rounds: int, patience: float, results: Results) -> dict[str, Any]:
     """Time and peak at T = 512, and growth of the peak from T = 128 to T = 1,024."""
     workload = Workload()
     with trials(build, _kinds(workload)) as running:
         in_turns(running, 1, {"completion": 64})  # warm up
-        samples = in_turns(running, rounds, {}, patience=patience)
+        samples = in_turns(running, rounds, {}, patience=patience, results=results)
         by_completion = {
             name: {t: trial.ask({"completion": t}).peak_mb for t in (128, 1024)} for name, trial in running.items()
         }
@@ -128,37 +130,47 @@ def _kinds(workload: Workload) -> dict[str, tuple[str, Workload]]:
 
 def main() -> None:
     arguments = parse_arguments()
-    result = provenance()
+    path = arguments.output.with_suffix(".json") if arguments.output else None
+    results = Results(path)
+    results.merge(provenance())
     if arguments.preset == "gpu":
-        result |= gpu.measure(gpu.Plan(), arguments.rounds)
-        print(gpu.table(result))
+        plan = gpu.Plan().only(arguments.models, arguments.kinds, arguments.parts, not arguments.no_longest)
+        results.merge(gpu.measure(plan, arguments.rounds, results))
+        print(gpu.table(results.values))
+    elif arguments.preset == "ragged":
+        results.merge(ragged.measure(arguments.rounds, arguments.patience, results, arguments.kinds))
+        print(ragged.table(results.values))
     elif arguments.preset == "sweep":
-        result |= sweep(arguments.rounds, arguments.patience)
-        print(table_of_sweep(result))
+        results.merge(sweep(arguments.rounds, arguments.patience))
+        print(table_of_sweep(results.values))
     else:
-        result |= bar(arguments.rounds, arguments.patience)
-        print(table_of_bar(result))
+        results.merge(bar(arguments.rounds, arguments.patience, results))
+        print(table_of_bar(results.values))
         if arguments.step_rounds:
-            result["step"] = step.measure_steps(Workload(), [0, 1, 16], arguments.step_rounds, arguments.patience)
-            print(step.table(result["step"]))
-            result["ratios"] |= {f"step_ratio_c{c}": result["step"]["step_ratio"][str(c)] for c in (1, 16)}
-    if arguments.output:
-        arguments.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        if arguments.preset == "sweep":
-            plot(result, arguments.output.with_suffix(".png"))
-    if arguments.preset != "sweep":
-        print(json.dumps({name: round(value, 4) for name, value in result["ratios"].items()}))
+            of_step = step.measure_steps(Workload(), [0, 1, 16], arguments.step_rounds, arguments.patience)
+            print(step.table(of_step))
+            ratios = {f"step_ratio_c{c}": of_step["step_ratio"][str(c)] for c in (1, 16)}
+            results.merge({"step": of_step, "ratios": ratios})
+    if arguments.preset == "sweep":
+        if path:
+            plot(results.values, path.with_suffix(".png"))
+    else:
+        print(json.dumps({name: round(value, 4) for name, value in results.values["ratios"].items()}))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=["bar", "sweep", "gpu"], default="bar")
+    parser.add_argument("--preset", choices=["bar", "ragged", "sweep", "gpu"], default="bar")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-rounds", type=int, default=2, help="whole steps per C in the bar; 0 for none")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for an idle machine, each time")
     parser.add_argument(
         "--output", type=Path, default=None, help="path without suffix of the JSON (and the PNG of a sweep)"
     )
+    parser.add_argument("--models", nargs="+", help="models of the GPU preset; default all")
+    parser.add_argument("--kinds", nargs="+", help="trials of the GPU and ragged presets, by name; default all")
+    parser.add_argument("--parts", nargs="+", choices=gpu.PARTS, help="parts of the GPU preset; default all")
+    parser.add_argument("--no-longest", action="store_true", help="skip the search for the longest completion")
     arguments = parser.parse_args()
     if arguments.preset == "gpu" and not torch.cuda.is_available():
         parser.error("--preset gpu needs a GPU, and torch finds none. --preset bar runs on a CPU.")

@@ -1,20 +1,25 @@
 """One update (scoring, loss and backward pass) of this project's trainer and of TRL's, on identical batches.
 
 `"credit"` is this project's trainer (teacher, C contrasts, loss, backward), `"sdpo"` TRL's `SDPOTrainer` with
-`topk_logits` and a tail bucket (teacher, loss, backward), `"grpo"` TRL's `GRPOTrainer` (loss, backward).
+`topk_logits` and a tail bucket (teacher, loss, backward), `"grpo"` TRL's `GRPOTrainer` (loss, backward), and
+`"distillation"` TRL's `DistillationTrainer` (another teacher on the same prompt, whole vocabulary, backward).
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from datasets import Dataset
 from measure import Sample, measured
+from padded import keep_padding
+from trl.trainer.utils import split_tensor_dict
 from workload import QUESTIONS, Workload, make_tokenizer
 
 Update = Callable[[], None]
@@ -24,18 +29,41 @@ MakeUpdate = Callable[[Workload], tuple[Update, torch.nn.Module]]
 def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample]:
     """Load the models in the child process; return a function that measures one update of a changed workload."""
     directory = tempfile.mkdtemp()
-    make_update = {"credit": _credit, "sdpo": _sdpo, "grpo": _grpo}[kind](workload, directory)
+    make_update = {"credit": _credit, "sdpo": _sdpo, "grpo": _grpo, "distillation": _distillation}[kind](
+        workload, directory
+    )
 
     def answer(changes: dict[str, Any]) -> Sample:
         update, model = make_update(workload.with_(**changes))
         try:
-            with measured(workload.device) as sample:
+            with read_tokens(model) as tokens, measured(workload.device) as sample:
                 update()
+            sample.tokens = tokens | {"valid": _valid(workload.with_(**changes))}
         finally:
             model.zero_grad(set_to_none=True)
         return sample
 
     return answer
+
+
+@contextmanager
+def read_tokens(model: torch.nn.Module) -> Iterator[dict[str, int]]:
+    """Tokens that enter a model's embedding in the block, with gradient and without."""
+    tokens = {"update": 0, "no_grad": 0}
+
+    def count(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        tokens["update" if torch.is_grad_enabled() else "no_grad"] += args[0].numel()
+
+    hook = model.get_input_embeddings().register_forward_hook(count)
+    try:
+        yield tokens
+    finally:
+        hook.remove()
+
+
+def _valid(workload: Workload) -> int:
+    batch = workload.rollouts()
+    return int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
 
 
 def _arguments(workload: Workload, directory: str) -> dict[str, Any]:
@@ -44,7 +72,8 @@ def _arguments(workload: Workload, directory: str) -> dict[str, Any]:
         "use_cpu": workload.device == "cpu",
         "bf16": False,
         "report_to": [],
-        "per_device_train_batch_size": 2,
+        "per_device_train_batch_size": max(workload.batch, 2) // workload.micro_batches,
+        "gradient_accumulation_steps": workload.micro_batches,
         "num_generations": 2,
         "loss_type": "grpo",
         "gradient_checkpointing": workload.checkpointing,
@@ -70,7 +99,10 @@ def _credit(workload: Workload, directory: str) -> MakeUpdate:
         distillation_topk=workload.topk,
         distillation_tail=workload.tail,
         distillation_kernels=workload.kernels,
+        update_packed=workload.padding == "packed",
     )
+    if workload.padding == "kept":
+        keep_padding()
     trainer = CreditTrainer(workload.make_model(), _no_reward, config, _dataset(), processing_class=make_tokenizer())
     _ready(trainer)
 
@@ -81,14 +113,30 @@ def _credit(workload: Workload, directory: str) -> MakeUpdate:
         trainer.distillation = replace(of, scoring=scoring, loss=loss)
         batch = workload.rollouts()
         contexts = [TokenContexts(teacher, contrasts) for teacher, *contrasts in workload.contexts()]
+        # TRL's preparation of a generation batch, whose completions and contexts are given.
+        trainer._generate = lambda prompts: _generated(batch)
+        trainer._build_contexts = lambda generation_batch: contexts
+        rows = [row for row in trainer.train_dataset.select(range(workload.batch // 2)) for _ in range(2)]
 
         def update() -> None:
-            inputs = batch | trainer._score(batch, contexts)
-            trainer.compute_loss(trainer.model, inputs).backward()
+            trainer._buffered_inputs = None
+            for trainer._step in range(workload.micro_batches):
+                inputs = trainer._prepare_inputs(rows)
+                trainer.compute_loss(trainer.model, inputs).backward()
 
         return update, trainer.model
 
     return make_update
+
+
+def _generated(batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+    """What `GRPOTrainer._generate` returns, for given completions."""
+    prompts, completions = (
+        [row[mask.bool()].tolist() for row, mask in zip(batch[f"{name}_ids"], batch[f"{name}_mask"], strict=True)]
+        for name in ("prompt", "completion")
+    )
+    texts = [[{"role": "assistant", "content": ""}] for _ in completions]
+    return prompts, completions, None, texts, None, {}, None, None
 
 
 def _sdpo(workload: Workload, directory: str) -> MakeUpdate:
@@ -115,12 +163,13 @@ def _sdpo(workload: Workload, directory: str) -> MakeUpdate:
         batch = workload.rollouts()
         teacher_prompts = torch.tensor([of_sample[0] for of_sample in workload.contexts()], device=workload.device)
         teacher_ids = torch.cat([teacher_prompts, batch["completion_ids"]], dim=1)
+        mask = torch.cat([torch.ones_like(teacher_prompts), batch["completion_mask"]], dim=1)
         batch |= {
             "teacher_input_ids": teacher_ids,
-            "teacher_attention_mask": torch.ones_like(teacher_ids),
+            "teacher_attention_mask": mask,
             "self_distillation_mask": torch.ones(workload.batch, device=workload.device),
         }
-        return lambda: trainer.compute_loss(trainer.model, batch).backward(), trainer.model
+        return partial(_micro_batches, trainer, batch, workload), trainer.model
 
     return make_update
 
@@ -134,13 +183,36 @@ def _grpo(workload: Workload, directory: str) -> MakeUpdate:
 
     def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
         batch = workload.rollouts() | {"advantages": torch.linspace(-1, 1, workload.batch, device=workload.device)}
-        return lambda: trainer.compute_loss(trainer.model, batch).backward(), trainer.model
+        return partial(_micro_batches, trainer, batch, workload), trainer.model
 
     return make_update
 
 
+def _distillation(workload: Workload, directory: str) -> MakeUpdate:
+    from trl import DistillationConfig, DistillationTrainer
+
+    arguments = {k: v for k, v in _arguments(workload, directory).items() if k not in ("num_generations", "loss_type")}
+    config = DistillationConfig(**arguments, beta=1.0)
+    models = workload.make_model(), workload.make_model()
+    trainer = DistillationTrainer(*models, config, _dataset(), processing_class=make_tokenizer())
+    _ready(trainer)
+    trainer.teacher_model.to(trainer.accelerator.device)
+
+    def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
+        batch = workload.rollouts()
+        batch["num_items_in_batch"] = batch["completion_mask"].sum()
+        return partial(_micro_batches, trainer, batch, workload), trainer.model
+
+    return make_update
+
+
+def _micro_batches(trainer: Any, batch: dict[str, torch.Tensor], workload: Workload) -> None:
+    for inputs in split_tensor_dict(batch, workload.micro_batches):
+        trainer.compute_loss(trainer.model, inputs).backward()
+
+
 def _ready(trainer: Any) -> None:
-    trainer.current_gradient_accumulation_steps = 1
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     trainer.model.to(trainer.accelerator.device).train()
     if trainer.args.gradient_checkpointing:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})

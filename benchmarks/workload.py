@@ -27,7 +27,11 @@ QUESTIONS = [f"What is {i} times {i + 3}?" for i in range(40)]
 
 @dataclass(frozen=True)
 class Workload:
-    """Shape of one update: a Qwen3 with random weights, B completions of T tokens, and options of the loss."""
+    """Shape of one update: a Qwen3 with random weights, B completions of T tokens, and options of the loss.
+
+    With a `spread` σ, lengths of prompts and completions are lognormal, with the means given and a cap of four times
+    the mean. `padding` is that of this project's student: "kept" (TRL's batches), "trimmed" or "packed".
+    """
 
     vocabulary: int = 151_936
     hidden: int = 256
@@ -48,6 +52,9 @@ class Workload:
     checkpointing: bool = False
     dtype: str = "float32"
     device: str = "cpu"
+    micro_batches: int = 1
+    spread: float = 0.0
+    padding: str = "trimmed"
 
     def with_(self, **changes: object) -> Workload:
         return replace(self, **changes)
@@ -71,14 +78,27 @@ class Workload:
             return Qwen3ForCausalLM(config).to(getattr(torch, self.dtype))
 
     def rollouts(self) -> dict[str, Tensor]:
-        """Prompts and completions of random tokens without padding."""
-        prompt_ids, completion_ids = self._ids(self.prompt, 1), self._ids(self.completion, 2)
+        """Prompts and completions of random tokens, padded as by TRL to the longest of the batch."""
+        prompts, completions = self.lengths(self.prompt, 11), self.lengths(self.completion, 12)
+        prompt_ids, completion_ids = self._ids(max(prompts), 1), self._ids(max(completions), 2)
+        mask = (
+            torch.arange(max(completions), device=self.device) < torch.tensor(completions, device=self.device)[:, None]
+        )
+        flipped = torch.arange(max(prompts), device=self.device) < torch.tensor(prompts, device=self.device)[:, None]
         return {
             "prompt_ids": prompt_ids,
-            "prompt_mask": torch.ones_like(prompt_ids),
+            "prompt_mask": flipped.flip(1).long(),
             "completion_ids": completion_ids,
-            "completion_mask": torch.ones_like(completion_ids),
+            "completion_mask": mask.long(),
         }
+
+    def lengths(self, mean: int, seed: int) -> list[int]:
+        """Lengths of the B samples."""
+        if not self.spread:
+            return [mean] * self.batch
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(self.batch, generator=generator) * self.spread - self.spread**2 / 2
+        return (mean * drawn.exp()).round().clamp(2, 4 * mean).int().tolist()
 
     def contexts(self) -> list[list[list[int]]]:
         """Token ids of the teacher prompt and of C contrast prompts of each completion, all of one length."""

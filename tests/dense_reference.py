@@ -220,6 +220,7 @@ def dense(
         contrastive_coef=coef,
         advantages=token_target - at_sampled_token(logp),
         ratio=ratio,
+        policy_logps=at_token(logp),
         **values,
     )
 

@@ -124,16 +124,19 @@ class CreditConfig(GRPOConfig):
             generation batch is used for more than one update. `None`: no ratio.
         distillation_chunk_size (`int`, *optional*):
             Tokens per logits chunk; `None` picks from free memory.
-        distillation_kernels (`"torch"` or `"triton"`, *optional*, defaults to `"torch"`):
-            Implementation of the passes over rows of logits. `"triton"` needs a GPU and the package triton, which
-            torch's CUDA builds include; it agrees with `"torch"` in Triton's interpreter, and has not been timed on a
-            GPU (docs/performance.md).
+        distillation_kernels (`"auto"`, `"torch"` or `"triton"`, *optional*, defaults to `"auto"`):
+            Implementation of the passes over rows of logits. `"auto"` is Triton on a GPU where the package triton is
+            installed, as with torch's CUDA builds, and torch elsewhere. They agree in Triton's interpreter; neither
+            has been timed on a GPU (docs/performance.md).
         scoring_batch_tokens (`int`, *optional*, defaults to `16384`):
             Maximum number of tokens in one forward pass of the teacher, padding included; independent of the
             micro-batch.
         scoring_packed (`bool`, *optional*, defaults to `False`):
             Concatenate sequences in the teacher's passes instead of padding them. Needs an attention implementation
-            with variable lengths (FlashAttention, FlexAttention).
+            with variable lengths (FlashAttention, FlexAttention) or PyTorch's (`"sdpa"`).
+        update_packed (`bool`, *optional*, defaults to `False`):
+            Concatenate the samples of a micro-batch in the student's passes, instead of padding them to the longest of
+            the micro-batch, with the attention implementations of `scoring_packed`; others pad, with one warning.
 
         > The teacher π_ref
 
@@ -298,14 +301,17 @@ class CreditConfig(GRPOConfig):
     distillation_chunk_size: int | None = field(
         default=None, metadata={"help": "Tokens per logits chunk; None picks from free memory."}
     )
-    distillation_kernels: Literal["torch", "triton"] = field(
-        default="torch", metadata={"help": "Implementation of the passes over rows of logits; triton needs a GPU."}
+    distillation_kernels: Literal["auto", "torch", "triton"] = field(
+        default="auto", metadata={"help": "Passes over rows of logits: auto is triton on a GPU, torch elsewhere."}
     )
     scoring_batch_tokens: int = field(
         default=16384, metadata={"help": "Maximum tokens of one forward pass of the teacher, padding included."}
     )
     scoring_packed: bool = field(
         default=False, metadata={"help": "Score without padding; needs attention with variable lengths."}
+    )
+    update_packed: bool = field(
+        default=False, metadata={"help": "Train without padding where the attention has variable lengths."}
     )
 
     teacher_model_kind: Literal["ema", "live", "base", "trust_region", "model"] = field(
@@ -518,7 +524,7 @@ TEMPLATE_PLACEHOLDERS = {
 _CHOICES = {
     "distillation_support": ("teacher_topk", "student_topk", "full", "sampled"),
     "distillation_tail": ("bucket", "renormalize"),
-    "distillation_kernels": ("torch", "triton"),
+    "distillation_kernels": ("auto", "torch", "triton"),
     "contrastive_form": ("subtract", "guide"),
     "contrastive_source": ("batch", "dataset", "hard", "same_task", "none", "wrong_feedback"),
     "contrastive_baseline": ("mean_log", "log_mean"),

@@ -27,7 +27,7 @@ from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, longest_s
 from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss, loss_dtype
 from credit_trl.loss.rehearsal import is_rehearsal, rehearsal_contexts, rehearse
 from credit_trl.loss.uses import UseConfig, route_contexts, use_credit
-from credit_trl.loss.weights import Reduction, token_weights
+from credit_trl.loss.weights import token_weights
 from credit_trl.rollout.batch import (
     GenerationBatch,
     gather_success_weights,
@@ -51,7 +51,7 @@ from credit_trl.training import checks
 from credit_trl.training.adaptive import CoefficientUpdate, make_adaptive
 from credit_trl.training.drift import DriftAlarms, StopOnDrift
 from credit_trl.training.dynamic_sampling import Rollouts, redraw
-from credit_trl.training.metrics import Alarms, context_metrics, token_metrics
+from credit_trl.training.metrics import Alarms, context_metrics, engine_metrics, token_metrics
 from credit_trl.training.reading import answer_metrics
 from credit_trl.training.reporting import ReportingTrainer
 from credit_trl.training.timing import StageClock
@@ -168,9 +168,8 @@ class CreditTrainer(ReportingTrainer):
         checks.check_model(self.model, self.accelerator)
         checks.check_teacher(args, self.teacher, self.accelerator)
         router = self.aux_loss_enabled
-        self.distillation = DistillationLoss.of(
-            args, self.teacher, self.accelerator, support, vocabulary, self.temperature, router
-        )
+        loss = DistillationLoss.of(args, self.teacher, self.accelerator, support, vocabulary, self.temperature, router)
+        self.distillation = self._without_padding(loss)
         self.base_teacher = build_base(args, self.teacher, self.model, self.accelerator)
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids)
         if args.teacher_model_kind in ("ema", "trust_region"):
@@ -357,16 +356,6 @@ class CreditTrainer(ReportingTrainer):
         self._tabulate_update(inputs, result)
         return loss
 
-    def _reduction(self) -> Reduction:
-        train = self.model.training  # an evaluation batch is neither split nor accumulated
-        return Reduction(
-            self.loss_type,
-            accumulation=self.current_gradient_accumulation_steps if train else 1.0,
-            max_completion_length=self.max_completion_length,
-            num_processes=self.accelerator.num_processes,
-            steps_per_generation=self.args.steps_per_generation if train else 1,
-        )
-
     # ------------------------------------------------------------------ logging, time
 
     def _sum_over_processes(self, values: Tensor) -> Tensor:
@@ -374,7 +363,8 @@ class CreditTrainer(ReportingTrainer):
 
     def _log_tokens(self, loss: MicroBatchLoss) -> None:
         metrics = token_metrics(loss, self.args.distillation_support == "sampled", self._sum_over_processes)
-        self._log_values(metrics.values)
+        self._log_values(metrics.values | engine_metrics(loss, self.accelerator.gather))
+        self.alarms.check_engine(self._metrics[self._mode])
         self.alarms.check_tokens(metrics.values, full_shape(self.model.get_output_embeddings().weight)[0])
         if self.adaptive_coef is not None:
             if self.model.training:

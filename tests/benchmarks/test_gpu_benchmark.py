@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
+import measure
 import pair
 import update_phase
-from measure import Sample, none_if_out_of_memory
+from measure import Results, Sample, Trial, TrialError, in_turns, none_if_out_of_memory
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CAN_INTERPRET = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -57,11 +58,13 @@ def tiny_plan() -> gpu.Plan:
         dtype="float32",
         device="cpu",
     )
+    alone = pair.Pair(tokens=4, hidden=8, vocabulary=50, topk=5, dtype="float32", device="cpu")
     return gpu.Plan(
         models={"tiny": shape},
         points={"4 tokens": {"completion": 4}, "C = 2": {"completion": 4, "contrasts": 2}},
         longest=(4, 8),
-        pair=pair.Pair(tokens=4, hidden=8, vocabulary=50, topk=5, dtype="float32", device="cpu"),
+        pair=alone,
+        liger=replace(alone, student_hidden=4),
         kernels=("torch", "triton") if CAN_INTERPRET else ("torch",),
     )
 
@@ -123,15 +126,18 @@ def test_out_of_memory_is_none_and_other_errors_are_raised():
 def test_models_that_do_not_fit_are_reported_without_a_ratio(monkeypatch):
     def build(kind, workload):
         if kind == "sdpo":
-            raise RuntimeError("build(...) failed: OutOfMemoryError('CUDA out of memory')")
+            raise TrialError("build(...) failed: OutOfMemoryError('CUDA out of memory')")
         return lambda changes: Sample(2.0 if workload.kernels == "torch" else 1.5, peak_mb=10.0)
 
     monkeypatch.setattr(gpu, "Trial", InProcess)
     monkeypatch.setattr(pair, "Trial", InProcess)
     monkeypatch.setattr(gpu, "build", build)
     monkeypatch.setattr(pair, "build_pair", lambda shape, kind: lambda: Sample(0.05, peak_mb=1000.0))
+    monkeypatch.setattr(pair, "chunk_size", lambda shape: 4)
     result = gpu.measure(replace(tiny_plan(), kernels=("torch", "triton")), rounds=1)
-    assert result["models"]["tiny"]["sdpo"] == {"points": {"4 tokens": None, "C = 2": None}, "longest_completion": 0}
+    failed = result["models"]["tiny"]["sdpo"]
+    assert failed["points"] == {"4 tokens": None, "C = 2": None}
+    assert "CUDA out of memory" in failed["error"]
     assert result["ratios"] == {
         "tiny, 4 tokens: credit, triton over credit, torch": 0.75,
         "tiny, C = 2: credit, triton over credit, torch": 0.75,
@@ -158,6 +164,7 @@ def test_preset_runs_at_tiny_shapes(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(gpu, "Plan", lambda: plan)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(update_phase, "provenance", dict)
+    monkeypatch.setattr(measure, "_has_time", lambda *_: False)
     output = tmp_path / "result"
     monkeypatch.setattr(sys, "argv", ["update_phase.py", "--preset", "gpu", "--rounds", "1", "--output", str(output)])
     update_phase.main()
@@ -165,7 +172,10 @@ def test_preset_runs_at_tiny_shapes(monkeypatch, capsys, tmp_path):
     for of_kind in result["models"]["tiny"].values():
         assert of_kind["longest_completion"] == 8
         assert all(point["seconds"] > 0 for point in of_kind["points"].values())
-    assert set(result["pair"]) == set(pair.pairs(plan.kernels))
+    for shape in ("head", "liger"):
+        assert set(result["pair"][shape]) == {*pair.pairs(plan.kernels), "ceilings"}
+        assert result["pair"][shape]["full, torch"]["chunk_tokens"] >= 1
+        assert result["pair"][shape]["ceilings"]["product_tflops"] > 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["tiny, 4 tokens: credit, torch over sdpo"] > 0
 
@@ -174,3 +184,45 @@ def test_pair_needs_neither_trl_nor_datasets():
     code = "import sys, pair; pair.build_pair(pair.Pair(4, 8, 50, 5, 'float32', 'cpu'), 'full, torch')()"
     code += "; sys.exit(bool({'trl', 'datasets', 'transformers'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True)
+
+
+def build_mortal(name):
+    """A trial whose process dies at its second request."""
+    asked = []
+
+    def answer():
+        asked.append(name)
+        if name == "dies" and len(asked) == 2:
+            os._exit(1)
+        return Sample(float(len(asked)))
+
+    return answer
+
+
+def test_dead_process_costs_its_own_entry(tmp_path, capsys):
+    results = Results(tmp_path / "result.json")
+    running = {name: Trial(build_mortal, name) for name in ("lives", "dies")}
+    try:
+        samples = in_turns(running, 3, results=results)
+    finally:
+        for trial in running.values():
+            trial.close()
+    assert [sample.seconds for sample in samples["lives"]] == [1.0, 2.0, 3.0]
+    assert set(samples) == {"lives"}
+    assert "dies failed" in capsys.readouterr().out
+    rounds = json.loads((tmp_path / "result.json").read_text())["rounds"]
+    assert set(rounds["1"]) == {"lives", "dies"}  # written when it was measured
+    assert set(rounds["3"]) == {"lives"}
+
+
+def test_results_of_an_interrupted_run_are_merged(tmp_path):
+    Results(tmp_path / "result.json").merge({"models": {"a": {"x": 1, "y": 2}}, "commit": "old"})
+    Results(tmp_path / "result.json").merge({"models": {"a": {"y": 3}, "b": {}}, "commit": "new"})
+    merged = json.loads((tmp_path / "result.json").read_text())
+    assert merged == {"models": {"a": {"x": 1, "y": 3}, "b": {}}, "commit": "new"}
+
+
+def test_gpu_plan_is_reduced_to_the_chosen_parts():
+    plan = gpu.Plan().only(["Qwen3-0.6B"], ["sdpo"], None, searches=False)
+    assert (list(plan.models), plan.kinds, plan.parts) == (["Qwen3-0.6B"], ("sdpo",), ("points", "pair"))
+    assert gpu.Plan().only(None, None, ["pair"], searches=True).parts == ("pair",)

@@ -7,6 +7,7 @@ process writes its wrapper, its losses and its number of collectives.
 from __future__ import annotations
 
 import json
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_shape
 from distributed import cpu_fsdp2, credit_run, standin_engine
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from padded import keep_padding
 
 GROUP = credit_run.GROUP
 QUESTIONS = [
@@ -166,8 +170,8 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         limit: seconds until the watchdog ends the process.
         options: `wrapper` ("", "ddp", "fsdp2", "zero2" or "zero3"), `lora`, `completions` (of `ROLLOUTS`, or
             "sampled"), `verdicts`, `from_path`, `routed` (a mixture of experts), `stop_at` a step, `resume`,
-            `evaluate`, `engine` (a stand-in for vLLM's that gets the weights), `unequal` (the control of the
-            watchdog); the rest are options of `CreditConfig`.
+            `evaluate`, `padded` (TRL's batches and passes), `engine` (a stand-in for vLLM's that gets the weights),
+            `unequal` (the control of the watchdog); the rest are options of `CreditConfig`.
     """
     out = Path(folder)
     credit_run.begin(out, rank, limit)
@@ -186,6 +190,8 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         standin_engine.install()
         options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False}
     stop_at, resume = options.pop("stop_at", None), options.pop("resume", False)
+    if options.pop("padded", False):
+        keep_padding()
     evaluate, unequal = options.pop("evaluate", False), options.pop("unequal", False)
     made = make_trainer(out, processes, options)
     if evaluate:

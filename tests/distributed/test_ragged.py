@@ -7,6 +7,7 @@ tests compare the counts, and a watchdog ends processes that wait (`test_control
 from __future__ import annotations
 
 import pytest
+import torch
 
 from distributed.launching import DEEPSPEED, finished, launch
 
@@ -81,3 +82,39 @@ def test_control_watchdog_ends_hanging_run(tmp_path):
     ended = launch(tmp_path, 2, limit=20.0, wrapper="ddp", unequal=True)
     assert ended.hung or any(ended.codes), ended.codes
     assert ended.facts == [None, None]
+
+
+UNPADDED = {
+    "ddp-trimmed": ("ddp", {}),
+    "ddp-packed": ("ddp", {"update_packed": True}),
+    "ddp-lora-packed": ("ddp", {"update_packed": True, "lora": True}),
+    "fsdp2-trimmed": ("fsdp2", {}),
+    "fsdp2-packed": ("fsdp2", {"update_packed": True, "scoring_packed": True}),
+    "fsdp2-iterations": ("fsdp2", {"update_packed": True, "num_iterations": 2}),
+    "fsdp2-checkpointing": ("fsdp2", {"update_packed": True, "gradient_checkpointing": True}),
+    "zero3-packed": ("zero3", {"update_packed": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "fsdp2-packed" else pytest.mark.slow) for n in UNPADDED]
+)
+def test_processes_without_padding_equal_processes_with_it(tmp_path, name):
+    """Ranks with completions of other lengths, accumulated over four micro-batches, half without a teacher."""
+    wrapper, options = UNPADDED[name]
+    needs(wrapper)
+    steps = 3 if name == "fsdp2-packed" else 8
+    common = {"wrapper": wrapper, "optim": "sgd", "learning_rate": 0.02, "max_steps": steps, "batch": 4}
+    common |= {"gradient_accumulation_steps": 4, "verdicts": "first process only"}
+    kept = {k: v for k, v in options.items() if not k.endswith("packed")}
+    padded = finished(launch(tmp_path / "padded", 2, padded=True, **common, **kept))
+    facts = finished(launch(tmp_path / "unpadded", 2, **common, **options))
+    assert facts[0]["collectives"] == facts[1]["collectives"]
+    for ours, theirs in zip(facts[0]["log"], padded[0]["log"], strict=True):
+        assert (ours["loss"], ours["grad_norm"]) == pytest.approx((theirs["loss"], theirs["grad_norm"]), abs=1e-6)
+    files = [tmp_path / folder / "weights_0.pt" for folder in ("unpadded", "padded")]
+    weights, expected = (torch.load(file, weights_only=True)["weights"] for file in files)
+    assert max((weights[n] - expected[n]).abs().max() for n in expected) <= 1e-6
+    if "packed" in name:
+        assert {row["credit/padding_factor"] for row in facts[0]["log"]} == {1.0}
+    assert min(row["credit/padding_factor"] for row in facts[0]["log"]) >= 1.0

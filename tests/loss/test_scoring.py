@@ -17,7 +17,8 @@ from credit_trl.loss import SupportConfig, TeacherStates, score_tokens
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.scoring import ScoringConfig, gather_states, score_completions
 from credit_trl.teacher.models import OffloadedTeacher, Teacher, make_teacher
-from credit_trl.teacher.passes import PassConfig, _Sequence, check_packing, passes
+from credit_trl.teacher.packing import enable_packing
+from credit_trl.teacher.passes import PassConfig, _Sequence, passes
 from tiny import context_ids
 
 
@@ -30,8 +31,8 @@ class CountingTeacher(Teacher):
         model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, module, args, kwargs) -> None:
-        ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
-        self.tokens.append((ids.numel(), ids.numel() if mask is None else int(mask.sum())))
+        ids = kwargs["input_ids"]
+        self.tokens.append((ids.numel(), int((ids != 0).sum())))  # padding is 0, and no sequence holds it
 
     def autocast(self):
         return nullcontext()
@@ -156,20 +157,22 @@ def test_sorting_by_length_leaves_little_padding():
 
 def test_packing_needs_variable_length_attention(make_model):
     model = make_model()
+    model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match="flash_attention_2"):
-        check_packing(model)
+        enable_packing(model)
     model.config._attn_implementation = "flash_attention_2"
-    check_packing(model)
+    enable_packing(model)
+    assert model.config._attn_implementation == "flash_attention_2"
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match="linear_attention"):
-        check_packing(model)
+        enable_packing(model)
 
 
 def test_trainer_refuses_packing_before_generation(make_model, make_config, tokenizer, dataset):
-    with pytest.raises(ValueError, match="scoring_packed=True"):
-        CreditTrainer(
-            make_model(), lambda **_: [], make_config(scoring_packed=True), dataset, processing_class=tokenizer
-        )
+    model = make_model()
+    model.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match=r"cannot be packed: .*'eager'"):
+        CreditTrainer(model, lambda **_: [], make_config(scoring_packed=True), dataset, processing_class=tokenizer)
 
 
 def test_offloaded_teacher_is_on_the_device_while_scoring(make_model, monkeypatch):

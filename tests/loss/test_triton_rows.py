@@ -35,7 +35,7 @@ from credit_trl.loss import (
     head,
     score_tokens,
 )
-from credit_trl.loss.head import BLANK
+from credit_trl.loss.head import BLANK, choose_kernels
 from credit_trl.loss.projection import project
 from dense_reference import Case, assert_same, assert_same_gradients, dense, make_case, ours
 from tiny import length_verdicts
@@ -453,11 +453,21 @@ def test_torch_moves_no_row_beside_the_triton_kernels(place, bf16_products):
 
 
 _COMPILE = r"""
-import json, re, sys
+import json, pathlib, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from credit_trl.loss import triton_rows
+
+usage = []
+
+def note_usage(cubin):
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage.append([int(number) for number in re.search(r"REG:(\d+) STACK:(\d+)", printed).groups()])
 
 def moved(kernel, pointers, numbers, constants):
     signature = {name: "constexpr" for name in kernel.arg_names} | pointers | numbers
@@ -470,7 +480,7 @@ def moved(kernel, pointers, numbers, constants):
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     compiled = triton.compile(source, GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": triton_rows._WARPS})
-    assert compiled.asm["cubin"]
+    note_usage(compiled.asm["cubin"])
     assert "bf16" not in pointers.get("grads", "") or "cvt.rn.bf16" in compiled.asm["ptx"]  # rounded, not truncated
     found = {"ld": 0, "st": 0}
     for kind, several, bits in re.findall(r"(ld|st)\.global(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"]):
@@ -491,7 +501,7 @@ numbers = {"logits_stride": "i32", "grads_stride": "i32", "width": "i32", "inner
 for dtype in ("bf16", "fp32"):
     constants = {"softcaps": True, "block": triton_rows.BLOCK}
     results[dtype] = moved(triton_rows._write_gradients, rows | {"grads": f"*{dtype}"}, numbers, constants)
-print(json.dumps({"per_thread": triton_rows.BLOCK // (32 * triton_rows._WARPS), **results}))
+print(json.dumps({"per_thread": triton_rows.BLOCK // (32 * triton_rows._WARPS), "usage": usage, **results}))
 """
 
 
@@ -505,6 +515,8 @@ def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_pat
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     moved = json.loads(done.stdout.splitlines()[-1])
+    assert len(moved["usage"]) == 6
+    assert all(registers <= 40 and stack == 0 for registers, stack in moved["usage"])
     entries = moved["per_thread"]
     row, sums, of_row = 4 * entries, 3 * 4, 2 * 4
     assert moved["plain"] == {"ld": row, "st": sums}
@@ -518,12 +530,24 @@ def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_pat
 
 
 def test_triton_without_the_package_is_refused(make_config, monkeypatch):
-    assert make_config().distillation_kernels == "torch"
-    with pytest.raises(ValueError, match="`distillation_kernels` must be one of torch, triton; got 'cuda'"):
+    assert make_config().distillation_kernels == "auto"
+    with pytest.raises(ValueError, match="`distillation_kernels` must be one of auto, torch, triton; got 'cuda'"):
         make_config(distillation_kernels="cuda")
     monkeypatch.setattr("credit_trl.config.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the package triton.*set `distillation_kernels='torch'`"):
         make_config(distillation_kernels="triton")
+
+
+def test_auto_takes_triton_on_a_gpu_where_it_is_installed(monkeypatch, recwarn):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr("credit_trl.loss.head.find_spec", lambda name: object())
+    assert [choose_kernels("auto", device) for device in (cpu, gpu)] == ["torch", "triton"]
+    assert choose_kernels("torch", gpu) == "torch"
+    assert not recwarn.list
+    monkeypatch.setattr("credit_trl.loss.head.find_spec", lambda name: None)
+    assert choose_kernels("auto", cpu) == "torch"
+    with pytest.warns(UserWarning, match="triton is not installed"):
+        assert choose_kernels("auto", gpu) == "torch"
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs the package triton: `make test-slow` has an environment for it")

@@ -9,7 +9,8 @@ from credit_trl import CreditTrainer
 from credit_trl.loss import distillation, scoring
 from credit_trl.loss.head import lm_head
 from credit_trl.teacher import causal_lm
-from credit_trl.teacher.causal_lm import completion_states, head_dtype
+from credit_trl.teacher.causal_lm import head_dtype
+from credit_trl.teacher.policy_pass import Sequences, policy_states
 from tiny import length_verdicts
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -39,10 +40,10 @@ def test_fp32_head_reproduces_model_logps(make_model, make_config, tokenizer, da
     batch = {"prompt_ids": ids[:, :6], "completion_ids": ids[:, 6:]}
     batch |= {name.replace("ids", "mask"): torch.ones_like(part) for name, part in batch.items()}
     with torch.no_grad():
-        hidden, _ = completion_states(model, batch)
+        hidden = policy_states(model, Sequences.of(batch, batch["completion_mask"].bool())).hidden
         expected = model(input_ids=ids).logits[:, 5:-1]
     assert hidden.dtype == expected.dtype == FP32
-    actual = lm_head(model, 1.0).logps(hidden.flatten(0, 1)).view_as(expected)
+    actual = lm_head(model, 1.0).logps(hidden).view_as(expected)
     torch.testing.assert_close(actual, torch.log_softmax(expected, dim=-1), rtol=1e-6, atol=1e-6)
     trainer.train()
     assert trainer.state.log_history[0]["grad_norm"] > 0.0

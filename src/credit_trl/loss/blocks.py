@@ -66,13 +66,14 @@ class Statistics:
         self.sums: list[Tensor] = []
         self.weighted: list[Tensor] = []
 
-    def fold(self, logits: Float[Tensor, "n w"], scratch: Float[Tensor, "n w"]) -> None:
-        """Add a block of logits; overwrites `scratch`."""
-        self.maxima.append(logits.amax(dim=-1))
-        mass = torch.sub(logits, self.maxima[-1].unsqueeze(-1), out=scratch).exp_()
-        self.sums.append(mass.sum(dim=-1))
-        if self.wants_entropy:
-            self.weighted.append(mass.mul_(logits).sum(dim=-1))
+    def fold(self, logits: Float[Tensor, "n w"], scratch: Float[Tensor, "n s"]) -> None:
+        """Add a block of logits, in pieces as wide as `scratch`, which is overwritten."""
+        for piece in logits.split(max(scratch.shape[1], 1), dim=1):
+            self.maxima.append(piece.amax(dim=-1))
+            mass = torch.sub(piece, self.maxima[-1].unsqueeze(-1), out=scratch[:, : piece.shape[1]]).exp_()
+            self.sums.append(mass.sum(dim=-1))
+            if self.wants_entropy:
+                self.weighted.append(mass.mul_(piece).sum(dim=-1))
 
     def result(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
         """Log-normaliser, and entropy `log Σ exp z − Σ p z` or None."""
@@ -114,16 +115,16 @@ class ByBlock:
 def top_columns(logits: Float[Tensor, "n V"], k: int) -> Int[Tensor, "n K"]:
     """Ids of the k largest logits of each row, the largest first.
 
-    The k largest lie in the k groups of columns with the largest maxima. On a CPU selecting groups first is faster
-    than sorting the row.
+    The k largest lie in the k groups of columns with the largest maxima, so that only the maxima and the columns of
+    these groups are searched.
     """
     size = logits.shape[-1]
     grouped = size - size % _TOPK_GROUP
-    if logits.device.type != "cpu" or grouped // _TOPK_GROUP <= k:
+    if grouped // _TOPK_GROUP <= k:
         return logits.topk(k, dim=-1).indices
     maxima = logits[:, :grouped].unflatten(-1, (-1, _TOPK_GROUP)).amax(dim=-1)
     groups = maxima.topk(k, dim=-1, sorted=False).indices
-    candidates = (groups.unsqueeze(-1) * _TOPK_GROUP + torch.arange(_TOPK_GROUP)).flatten(1)
-    rest = torch.arange(grouped, size).expand(len(logits), -1)
+    candidates = (groups.unsqueeze(-1) * _TOPK_GROUP + torch.arange(_TOPK_GROUP, device=logits.device)).flatten(1)
+    rest = torch.arange(grouped, size, device=logits.device).expand(len(logits), -1)
     candidates = torch.cat([candidates, rest], dim=-1)
     return candidates.gather(-1, logits.gather(-1, candidates).topk(k, dim=-1).indices)

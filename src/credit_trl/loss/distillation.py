@@ -13,16 +13,31 @@ from torch import Tensor, nn
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, context_masks, pack_contexts, unpack_contexts
-from credit_trl.loss.head import lm_head
+from credit_trl.loss.correction import EngineTokens
+from credit_trl.loss.head import choose_kernels, lm_head
+from credit_trl.loss.projection import token_logps
 from credit_trl.loss.scores import Scores, SupportConfig, TeacherStates
 from credit_trl.loss.scoring import ScoringConfig, gather_states, score_completions, stored_scores
 from credit_trl.loss.student import credit_loss
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 from credit_trl.loss.trust_region import TrustRegion
-from credit_trl.teacher.causal_lm import completion_states
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import PassConfig
+from credit_trl.teacher.policy_pass import Sequences, policy_states
 from credit_trl.teacher.sharding import run_in_wrapped_forward
+
+
+@dataclass(frozen=True)
+class PassTokens:
+    """Tokens of one forward pass.
+
+    Args:
+        read: tokens that it reads, padding included.
+        valid: tokens without padding.
+    """
+
+    read: int
+    valid: int
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,8 @@ class MicroBatchLoss:
         fidelity: this process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
             `rollout.batch.success_weights`; NaN where no group is mixed.
         aux_loss: load-balancing loss of a mixture of experts, or None.
+        read: tokens of the student's forward pass.
+        engine: log-probabilities that the engine reported, where the loss corrects for it.
     """
 
     terms: CreditLoss
@@ -43,6 +60,8 @@ class MicroBatchLoss:
     samples: Int[Tensor, " N"]
     fidelity: Float[Tensor, ""]
     aux_loss: Float[Tensor, ""] | None
+    read: PassTokens = PassTokens(0, 0)
+    engine: EngineTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,7 @@ class DistillationLoss:
         scoring: how completions are scored.
         loss: how the loss of a token is formed.
         router_loss: whether the load-balancing loss of a mixture of experts is computed.
+        packed: whether the student reads packed rows, see `teacher.packing`.
     """
 
     teacher: Teacher
@@ -62,6 +82,7 @@ class DistillationLoss:
     scoring: ScoringConfig
     loss: LossConfig
     router_loss: bool = False
+    packed: bool = False
 
     @classmethod
     def of(
@@ -91,7 +112,7 @@ class DistillationLoss:
             temperature,
             config.contrastive_baseline,
             PassConfig(config.scoring_batch_tokens, config.scoring_packed),
-            config.distillation_kernels,
+            choose_kernels(config.distillation_kernels, accelerator.device),
             config.distillation_chunk_size,
             vocabulary,
             TrustRegion(config.teacher_trust_weight, config.teacher_trust_kl) if is_mixed else None,
@@ -144,49 +165,81 @@ class DistillationLoss:
             contrastive_coef: λ.
         """
         mask = loss_mask & inputs["teacher_mask"][:, None]
-        contrasted = inputs["contrast_mask"][:, None].expand_as(mask)[mask]
+        sequences = Sequences.of(inputs, mask)
+        contrasted = inputs["contrast_mask"][sequences.rows]
         old_logps = inputs.get("old_per_token_logps")
         tokens = LossTokens(
-            inputs["completion_ids"][mask],
-            weights[mask],
+            sequences.pick(inputs["completion_ids"]),
+            sequences.pick(weights),
             contrasted.to(weights.dtype) * contrastive_coef,
-            None if old_logps is None else old_logps[mask],
+            None if old_logps is None else sequences.pick(old_logps),
+            self._engine(inputs, sequences),
         )
-        scores = self._scores(inputs, mask)
+        scores = self._scores(inputs, mask, sequences)
         unwrapped = self.accelerator.unwrap_model(model)
 
-        def student_loss(mask: Int[Tensor, "B T"]) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-            mask = mask.bool()
+        def student_loss(_: Int[Tensor, " N"]) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
             with self.accelerator.autocast():
-                hidden, aux_loss = completion_states(unwrapped, inputs, router_loss=self.router_loss)
+                states = policy_states(unwrapped, sequences, packed=self.packed, router_loss=self.router_loss)
             head = lm_head(unwrapped, self.scoring.temperature, self.scoring.kernels)
-            terms = credit_loss(hidden[mask], head, tokens, scores, self.loss)
-            return terms.loss, {name: value for name, value in vars(terms).items() if name != "loss"}, aux_loss
+            terms = credit_loss(states.hidden, head, tokens, scores, self.loss)
+            return terms.loss, {name: value for name, value in vars(terms).items() if name != "loss"}, states.aux_loss
 
-        # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used. Forward hooks of
-        # `debug="underflow_overflow"` inspect the arguments, and take no bool.
-        loss, terms, aux_loss = run_in_wrapped_forward(model, unwrapped, student_loss, mask.long())
+        # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used.
+        loss, terms, aux_loss = run_in_wrapped_forward(model, unwrapped, student_loss, sequences.chosen)
         result = CreditLoss(loss=loss, **terms)
-        samples = mask.nonzero()[:, 0]
-        fidelity = _fidelity(result, inputs.get("success_weights"), samples)
-        return MicroBatchLoss(result, contrasted, samples, fidelity, aux_loss)
+        fidelity = _fidelity(result, inputs.get("success_weights"), sequences.rows, mask)
+        read = PassTokens(sequences.read_tokens(self.packed), sum(sequences.lengths))
+        return MicroBatchLoss(result, contrasted, sequences.rows, fidelity, aux_loss, read, tokens.engine)
 
-    def _scores(self, inputs: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Scores | TeacherStates:
+    def _scores(
+        self, inputs: dict[str, Any], mask: Bool[Tensor, "B T"], sequences: Sequences
+    ) -> Scores | TeacherStates:
         if not self.scoring.support.in_step:
-            return stored_scores(inputs, mask)
+            return stored_scores(inputs, sequences.pick)
         batch = CompletionBatch(inputs["completion_ids"], inputs["completion_mask"], mask)
         return gather_states(self.teacher, unpack_contexts(inputs), batch, self.scoring)
 
+    def _engine(self, inputs: dict[str, Any], sequences: Sequences) -> EngineTokens | None:
+        if self.loss.correction is None or "sampling_per_token_logps" not in inputs:
+            return None
+        logps = sequences.pick(inputs["sampling_per_token_logps"])
+        return EngineTokens(logps, sequences.rows, len(sequences.lengths))
+
+    @torch.no_grad()
+    def policy_logps(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, "B T"]:
+        """Log-probabilities of the completion tokens under the policy; 0 on padding. Every process must call it.
+
+        Args:
+            model: the policy as it is wrapped for distributed training.
+            inputs: ids and masks of TRL's micro-batch.
+        """
+        mask = inputs["completion_mask"].bool()
+        sequences, unwrapped = Sequences.of(inputs, mask), self.accelerator.unwrap_model(model)
+        ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
+
+        def sampled_logps(_: Int[Tensor, " N"]) -> Tensor:
+            with self.accelerator.autocast():
+                states = policy_states(unwrapped, sequences, packed=self.packed)
+            head = lm_head(unwrapped, self.scoring.temperature, self.scoring.kernels).gathered().detached()
+            return token_logps(head, states.hidden, ids, self.loss.chunk_size)
+
+        logps = run_in_wrapped_forward(model, unwrapped, sampled_logps, sequences.chosen)
+        return logps.new_zeros(mask.numel()).index_put_((sequences.chosen,), logps).view_as(mask)
+
 
 def _fidelity(
-    terms: CreditLoss, success_weights: Float[Tensor, " B"] | None, samples: Int[Tensor, " N"]
+    terms: CreditLoss,
+    success_weights: Float[Tensor, " B"] | None,
+    samples: Int[Tensor, " N"],
+    mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, ""]:
     """Σ_i w_i mean_t ΔV_t over the local samples; NaN for generation batches in a checkpoint of version 0.1."""
     if success_weights is None:
         return terms.loss.new_full((), torch.nan)
     delta_v = (terms.teacher_token_logps - terms.token_logps).to(success_weights.dtype)
     sums = torch.zeros_like(success_weights).index_add_(0, samples, delta_v)
-    return (success_weights * sums / torch.bincount(samples, minlength=len(sums)).clamp(min=1)).sum()
+    return (success_weights * sums / mask.sum(dim=1).clamp(min=1)).sum()
 
 
 def loss_dtype(model: nn.Module) -> torch.dtype:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -19,11 +21,12 @@ from credit_trl.teacher.causal_lm import unwrap_adapters
 # Elements of one block of logits on the CPU: 8 MB in fp32, so that exp and sums read it from cache.
 _CPU_BLOCK = 2**21
 
-# Rows of the head converted at once on an accelerator, where its dtype differs from that of the product.
-_CONVERTED_ROWS = 2**15
-
 # Implementation of the elementwise passes over a chunk of logits.
 Kernels = Literal["torch", "triton"]
+
+
+# The option: "auto" is Triton where it runs.
+KernelChoice = Literal["auto", "torch", "triton"]
 
 
 # Replaces logits of the support: exp is 0, and products with 0 stay finite, unlike −∞.
@@ -117,9 +120,19 @@ class LMHead:
     def vocabulary_size(self) -> int:
         return self.weight.shape[0]
 
-    def gathered(self) -> LMHead:
-        """The head with sharded tensors gathered; gradients are averaged over the mesh."""
-        return replace(self, weight=_gather(self.weight), bias=None if self.bias is None else _gather(self.bias))
+    def gathered(self, dtype: torch.dtype | None = None) -> LMHead:
+        """The head with sharded tensors gathered; gradients are averaged over the mesh.
+
+        Args:
+            dtype: dtype of the weight, to which a shard is converted before it is gathered; None keeps it.
+        """
+        return replace(
+            self, weight=_gather(self.weight, dtype), bias=None if self.bias is None else _gather(self.bias)
+        )
+
+    def for_products(self, hidden: Tensor) -> LMHead:
+        """The head in the dtype of its products with `hidden`; a CPU converts the block that it uses."""
+        return self if hidden.device.type == "cpu" else replace(self, weight=self.weight.to(matmul_dtype(hidden)))
 
     def on(self, device: torch.device) -> LMHead:
         """The head on a device; FSDP2 may keep its weights in main memory."""
@@ -186,8 +199,6 @@ class LMHead:
         width = self.vocabulary_size
         if hidden.device.type == "cpu":
             width = min(width, max(1024, _CPU_BLOCK // max(len(hidden), 1)))
-        elif self.weight.dtype != matmul_dtype(hidden):
-            width = min(width, _CONVERTED_ROWS)
         return [slice(i, min(i + width, self.vocabulary_size)) for i in range(0, self.vocabulary_size, width)]
 
     def multiply_block(self, hidden: Tensor, block: slice, out: Tensor) -> None:
@@ -236,6 +247,22 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
     return accumulation_dtype(hidden)
 
 
+def choose_kernels(wanted: KernelChoice, device: torch.device) -> Kernels:
+    """The implementation on a device: for `"auto"` Triton on a GPU where it is installed, else torch."""
+    if wanted != "auto":
+        return wanted
+    if device.type != "cuda":
+        return "torch"
+    if find_spec("triton") is not None:
+        return "triton"
+    warnings.warn(
+        "The package triton is not installed. Rows of logits are computed with torch, which reads them several times. "
+        'Install triton, or set `distillation_kernels="torch"`.',
+        stacklevel=2,
+    )
+    return "torch"
+
+
 def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
     """`total += a @ b`, accumulated in the dtype of `total`."""
     if a.dtype == total.dtype:
@@ -244,8 +271,8 @@ def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-def _gather(tensor: Tensor) -> Tensor:
-    """A sharded tensor, gathered. FSDP averages its gradient over processes.
+def _gather(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A sharded tensor, gathered, in a given dtype. FSDP averages its gradient over processes.
 
     Under ZeRO-3 the weight is already gathered inside a forward pass; elsewhere a copy without gradient is returned.
     """
@@ -253,7 +280,9 @@ def _gather(tensor: Tensor) -> Tensor:
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().clone()
+            return tensor.detach().to(dtype or tensor.dtype, copy=True)
+    if dtype is not None:
+        tensor = tensor.to(dtype)
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)

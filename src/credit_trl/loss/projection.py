@@ -8,8 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from credit_trl.loss.blocks import ByBlock, Statistics, accumulation_dtype, top_columns
+from credit_trl.loss.blocks import ByBlock, Statistics, accumulation_dtype, chunks, passing_chunk, top_columns
 from credit_trl.loss.head import BLANK, HeadGradients, LMHead, Projection, matmul_dtype
+
+# Columns whose exponentials exist at once on an accelerator; blocks on a CPU are narrower.
+_FOLDED_COLUMNS = 2**15
 
 
 def project(
@@ -20,42 +23,46 @@ def project(
     ids: Int[Tensor, "n K"] | None = None,
     topk: int | None = None,
     wants_entropy: bool = True,
+    keeps_logits: bool = True,
 ) -> Projection:
     """Project one chunk of tokens on the vocabulary.
 
     Args:
         hidden: (n, H).
-        out: (n, V) in the accumulation dtype, receives the logits; None keeps none of them.
+        out: (n, V) in the accumulation dtype, for the logits; None allocates a block of them.
         tokens: (n, 1), the sampled tokens, if their logits are needed.
         ids: (n, K), a support, whose logits are taken out of the vocabulary.
         topk: size of a support of the most likely tokens, instead of `ids`; needs `out`.
         wants_entropy: whether the entropy is computed.
+        keeps_logits: whether the logits are used later; False leaves `out` undefined.
     """
     if (rows := _triton_rows(head, hidden)) is not None:
-        return rows.project_rows(head, hidden, out, tokens, ids, topk, wants_entropy)
+        return rows.project_rows(head, hidden, out, tokens, ids, topk, wants_entropy, keeps_logits)
     dtype = accumulation_dtype(hidden)
     blocks = head.blocks(hidden)
-    scratch = hidden.new_empty((1 if out is not None else 2, len(hidden), blocks[0].stop), dtype=dtype)
+    widest = blocks[0].stop
+    block_logits = hidden.new_empty((len(hidden), widest), dtype=dtype) if out is None else None
+    scratch = hidden.new_empty((len(hidden), min(widest, _FOLDED_COLUMNS)), dtype=dtype)
     hidden = hidden.to(matmul_dtype(hidden))
     statistics = Statistics(wants_entropy)
     taken = [None if x is None else (ByBlock(x, blocks), torch.empty_like(x, dtype=dtype)) for x in (tokens, ids)]
     for i, block in enumerate(blocks):
-        cells = block.stop - block.start
-        logits = _project_block(head, hidden, block, scratch[1, :, :cells] if out is None else out[:, block])
+        target = block_logits[:, : block.stop - block.start] if out is None else out[:, block]
+        logits = _project_block(head, hidden, block, target)
         for which in taken:
             if which is not None:
                 which[0].take(i, logits, which[1])
         if ids is not None:
             taken[1][0].put(i, logits, BLANK)
         if topk is None:
-            statistics.fold(logits, scratch[0, :, :cells])
+            statistics.fold(logits, scratch)
     columns = None if ids is None else taken[1][1]
     if topk is not None:
         ids = top_columns(out, topk)
         columns = out.gather(-1, ids)
         out.scatter_(-1, ids, BLANK)
         for block in blocks:
-            statistics.fold(out[:, block], scratch[0, :, : block.stop - block.start])
+            statistics.fold(out[:, block], scratch)
     token_logits = None if tokens is None else taken[0][1]
     if ids is None:
         return Projection(out, *statistics.result(), token_logits=token_logits)
@@ -63,6 +70,27 @@ def project(
     statistics.fold(columns, torch.empty_like(columns))
     log_normalizer, entropy = statistics.result()
     return Projection(out, log_normalizer, entropy, ids, columns, outside - log_normalizer, token_logits)
+
+
+def token_logps(
+    head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"], chunk_size: int | None = None
+) -> Float[Tensor, " N"]:
+    """Log-probabilities of N sampled tokens, without gradient; no logits are kept.
+
+    Args:
+        head: not sharded.
+        hidden: (N, H).
+        tokens: (N, 1).
+        chunk_size: tokens per logits chunk; None picks from free memory.
+    """
+    dtype = accumulation_dtype(hidden)
+    size = chunk_size or passing_chunk(len(hidden), head.vocabulary_size, dtype, hidden.device)
+    return torch.cat(
+        [
+            project(head, hidden[rows], None, tokens[rows], wants_entropy=False).token_logps
+            for rows in chunks(len(hidden), size)
+        ]
+    )
 
 
 def backward_logps(

@@ -49,5 +49,5 @@ def rehearse(output: dict[str, Any], contexts: Sequence[TokenContexts], pad_toke
     ]
     output["prompt_ids"] = pad(ids, padding_value=pad_token_id, padding_side="left")
     output["prompt_mask"] = pad([torch.ones_like(x) for x in ids], padding_value=0, padding_side="left")
-    for name in ("old_per_token_logps", "importance_sampling_ratio"):
+    for name in ("old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"):
         output.pop(name, None)

@@ -159,7 +159,7 @@ def score_tokens(
     if support.in_step:
         raise ValueError(f"support {support.kind!r} is chosen inside the step: pass `TeacherStates` to `credit_loss`.")
     support.check(states.head.vocabulary_size)
-    states = replace(states, head=states.head.gathered().detached())
+    states = replace(states, head=states.head.gathered().detached().for_products(states.hidden))
     tokens = token_ids.unsqueeze(-1)
     n, dtype = len(token_ids), accumulation_dtype(states.hidden)
     size = chunk_size or logits_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
@@ -172,10 +172,13 @@ def score_tokens(
         parts.append(_teacher_scores(teacher, tokens[rows], support))
     scores = concatenate(parts)
     if len(states.contrast_hidden):
-        average = _generic_within_support if support.renormalizes else _generic_over_vocabulary
-        scores.generic_logps, scores.generic_token_logps = average(
-            states, scores.support_ids, tokens, support.has_tail, chunk_size
-        )
+        if support.renormalizes:
+            generic = _generic_within_support(states, scores.support_ids, tokens, chunk_size)
+        else:
+            # The buffer of the teacher's logits serves again; a CPU takes narrow blocks of more rows.
+            out = None if buffer.device.type == "cpu" else buffer
+            generic = _generic_over_vocabulary(states, scores.support_ids, tokens, support.has_tail, chunk_size, out)
+        scores.generic_logps, scores.generic_token_logps = generic
     return scores
 
 
@@ -187,7 +190,7 @@ def score_over_vocabulary(
     scores = _teacher_scores(teacher, tokens, SupportConfig("student_topk", ids.shape[-1]))
     if len(states.contrast_hidden):
         scores.generic_logps, scores.generic_token_logps = _generic_over_vocabulary(
-            states, ids, tokens, True, len(ids)
+            states, ids, tokens, True, len(ids), out
         )
     return scores
 
@@ -199,7 +202,7 @@ def score_within_support(states: TeacherStates, ids: Int[Tensor, "n K"], tokens:
     teacher_logps, teacher_token_logps = condition(states.head.column_logits(states.hidden, columns), in_support)
     generic_logps, generic_token_logps = torch.zeros_like(teacher_logps), torch.zeros_like(teacher_token_logps)
     if len(states.contrast_hidden):
-        generic_logps, generic_token_logps = _generic_within_support(states, ids, tokens, False, len(ids))
+        generic_logps, generic_token_logps = _generic_within_support(states, ids, tokens, len(ids))
     entropy = torch.special.entr(teacher_logps.exp()).sum(dim=-1)
     return Scores(ids, teacher_logps, generic_logps, teacher_token_logps, generic_token_logps, entropy)
 
@@ -220,16 +223,19 @@ def _generic_over_vocabulary(
     tokens: Int[Tensor, "N 1"],
     has_tail: bool,
     chunk_size: int | None,
+    out: Float[Tensor, "n V"] | None,
 ) -> tuple[Float[Tensor, "N B"], Float[Tensor, " N"]]:
-    """Ĝ on the support and at the sampled token, from true log-probabilities; no logits are kept."""
+    """Ĝ on the support and at the sampled token, from true log-probabilities; overwrites `out`, a chunk of logits."""
     n, dtype = len(ids), accumulation_dtype(states.hidden)
     size = chunk_size or passing_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
+    size = size if out is None else max(len(out), 1)
     # The last column is the sampled token.
     generic_logps = states.hidden.new_empty((n, ids.shape[-1] + has_tail + 1), dtype=dtype)
     for rows in chunks(n, size):
         average = ContrastAverage(states.baseline)
+        buffer = None if out is None else out[: rows.stop - rows.start]
         for hidden in states.contrast_hidden[:, rows]:
-            contrast = project(states.head, hidden, None, tokens[rows], ids[rows], wants_entropy=False)
+            contrast = project(states.head, hidden, buffer, tokens[rows], ids[rows], None, False, False)
             logps = torch.cat([_buckets(contrast, has_tail), contrast.token_logps.unsqueeze(-1)], dim=-1)
             average.add(generic_logps[rows], logps)
         average.finish(generic_logps[rows])
@@ -240,7 +246,6 @@ def _generic_within_support(
     states: TeacherStates,
     ids: Int[Tensor, "N K"],
     tokens: Int[Tensor, "N 1"],
-    has_tail: bool,
     chunk_size: int | None,
 ) -> tuple[Float[Tensor, "N K"], Float[Tensor, " N"]]:
     """Ĝ conditional on the support. The rows of the head are gathered once for all C contrasts."""

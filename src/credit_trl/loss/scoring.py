@@ -6,18 +6,18 @@ hidden states of the teacher for one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor, nn
 
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.loss.head import Kernels, LMHead, lm_head
+from credit_trl.loss.head import Kernels, LMHead, lm_head, matmul_dtype
 from credit_trl.loss.scores import Scores, SupportConfig, TeacherStates, score_tokens
 from credit_trl.loss.trust_region import TrustRegion, joint_head, weighted_states
 from credit_trl.objective import Baseline
+from credit_trl.teacher.causal_lm import head_input
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import PassConfig, token_states
 
@@ -100,9 +100,14 @@ def gather_states(
     return TeacherStates(hidden[0], hidden[1:], head, config.baseline)
 
 
-def stored_scores(inputs: dict[str, Tensor], loss_mask: Bool[Tensor, "B T"]) -> Scores:
-    """The scores of the N tokens of `loss_mask`, from a batch that holds what `score_completions` returned."""
-    picked = {f.name: inputs[f.name][loss_mask] for f in fields(Scores)}
+def stored_scores(inputs: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -> Scores:
+    """The scores of N tokens, from a batch that holds what `score_completions` returned.
+
+    Args:
+        inputs: the batch.
+        pick: takes the entries of the N tokens from (B, T, …).
+    """
+    picked = {f.name: pick(inputs[f.name]) for f in fields(Scores)}
     picked["support_ids"] = picked["support_ids"].long()
     return Scores(**picked)
 
@@ -127,9 +132,13 @@ def stored_layout(support: SupportConfig, dtype: torch.dtype) -> list[tuple[str,
 
 
 def _teacher_head(teacher: Teacher, model: nn.Module, config: ScoringConfig, batch: CompletionBatch) -> LMHead:
-    heads = []
+    """The teacher's head, gathered once, in the dtype of its products, on the device of the batch."""
+    heads, device = [], batch.ids.device
     for part in teacher.parts(model):
-        head = lm_head(teacher.unwrapped(part), config.temperature, config.kernels)
-        head = head.gathered().detached().on(batch.ids.device)
+        unwrapped = teacher.unwrapped(part)
+        head = lm_head(unwrapped, config.temperature, config.kernels)
+        with teacher.autocast():
+            hidden = head_input(unwrapped, torch.empty(0, dtype=head.weight.dtype, device=device))
+        head = head.gathered(matmul_dtype(hidden)).detached().on(device)
         heads.append(head if config.vocabulary is None else head.first(config.vocabulary))
     return joint_head(heads)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from credit_trl.loss.blocks import accumulation_dtype, chunks, logits_chunk
+from credit_trl.loss.correction import EngineTokens, clipped_ratio
 from credit_trl.loss.head import HeadGradients, LMHead
 from credit_trl.loss.projection import backward_logits, backward_logps, project
 from credit_trl.loss.scores import (
@@ -27,7 +28,7 @@ from credit_trl.loss.terms import CreditLoss, LossConfig
 class StepTokens:
     """N tokens with hidden states and scores, indexable by chunk.
 
-    `support_ids`, `normalizer` and `entropy` are set by `project_student`.
+    `support_ids`, `normalizer`, `entropy` and `correction` are set by `project_student`.
     """
 
     hidden: Float[Tensor, "N H"]
@@ -36,18 +37,36 @@ class StepTokens:
     teacher: Scores | TeacherStates
     contrastive_coef: Float[Tensor, " N"]
     old_logps: Float[Tensor, " N"] | None
+    engine: EngineTokens | None = None
     support_ids: Int[Tensor, "N K"] | None = None
     normalizer: Float[Tensor, " N"] | None = None
     entropy: Float[Tensor, " N"] | None = None
+    correction: Float[Tensor, " N"] | None = None
 
     def __getitem__(self, rows: slice) -> StepTokens:
         return StepTokens(**{f.name: None if (x := getattr(self, f.name)) is None else x[rows] for f in fields(self)})
 
+    def ratio(self, logps: Float[Tensor, " n"], config: LossConfig) -> Float[Tensor, " n"]:
+        """Factor of each token's loss: importance ratio and correction for the engine."""
+        ratio = clipped_ratio(logps, self.old_logps, config.is_clip)
+        if self.correction is not None:
+            return ratio * self.correction
+        if self.engine is not None and config.correction is not None:
+            return ratio * config.correction.ratio(logps, self.engine)
+        return ratio
+
 
 def project_student(tokens: StepTokens, head: LMHead, config: LossConfig) -> StepTokens:
-    """Add the student's normaliser, entropy and top K where a loss on K columns needs them; without gradient."""
-    picks = config.support.kind == "student_topk"
-    if not picks and (tokens.old_logps is None or config.is_clip is None):
+    """Add what a step needs beforehand of all tokens, from a projection without gradient.
+
+    These are the normaliser, entropy and top K of a loss on K columns, and the ratio of a whole completion.
+    """
+    within = config.support.renormalizes
+    picks = within and config.support.kind == "student_topk"
+    corrects = config.correction is not None and tokens.engine is not None
+    per_sequence = corrects and config.correction.per_sequence
+    has_ratio = corrects or (tokens.old_logps is not None and config.is_clip is not None)
+    if not (picks or per_sequence or (within and has_ratio)):
         return tokens
     n, dtype = len(tokens.hidden), accumulation_dtype(tokens.hidden)
     size = config.chunk_size or logits_chunk(n, head.vocabulary_size, dtype, tokens.hidden.device)
@@ -55,12 +74,17 @@ def project_student(tokens: StepTokens, head: LMHead, config: LossConfig) -> Ste
     topk, parts = config.support.topk if picks else None, []
     for rows in chunks(n, size):
         buffer = None if out is None else out[: rows.stop - rows.start]
-        parts.append(replace(project(head, tokens.hidden[rows], buffer, topk=topk), logits=None))
+        sampled = tokens.ids[rows] if per_sequence else None
+        parts.append(replace(project(head, tokens.hidden[rows], buffer, sampled, topk=topk), logits=None))
+    correction = None
+    if per_sequence:
+        correction = config.correction.ratio(torch.cat([part.token_logps for part in parts]), tokens.engine)
     return replace(
         tokens,
         support_ids=torch.cat([part.ids for part in parts]) if picks else None,
         normalizer=torch.cat([part.log_normalizer for part in parts]),
         entropy=torch.cat([part.entropy for part in parts]),
+        correction=correction,
     )
 
 
@@ -75,7 +99,7 @@ def step_over_vocabulary(
     else:
         student = project(head, tokens.hidden, buffers[0], tokens.ids, ids=scores.support_ids)
     logps, log_outside = student.logps, None if config.support.kind == "sampled" else student.log_outside
-    ratio = config.ratio(student.token_logps, tokens.old_logps)
+    ratio = tokens.ratio(student.token_logps, config)
     target = support_target(scores, tokens.contrastive_coef, config.rule, config.support)
     token_loss, kl, grads, outside_grads = support_divergence(
         logps, log_outside, target.logps, config.alpha, config.support
@@ -100,6 +124,7 @@ def step_over_vocabulary(
         contrastive_coef=target.contrastive_coef,
         advantages=target.token_logps - student.token_logps,
         ratio=ratio,
+        policy_logps=student.token_logps,
     )
 
 
@@ -114,9 +139,10 @@ def step_within_support(
     logits = head.column_logits(tokens.hidden, (rows, bias))
     logps, token_logps = condition(logits, (scores.support_ids == tokens.ids).any(dim=-1))
     ratio, unknown = torch.ones_like(token_logps), torch.full_like(token_logps, torch.nan)
-    entropy, student_mass = torch.special.entr(logps.exp()).sum(dim=-1), unknown
+    entropy, student_mass, policy_logps = torch.special.entr(logps.exp()).sum(dim=-1), unknown, unknown
     if tokens.normalizer is not None:
-        ratio = config.ratio(logits[:, -1] - tokens.normalizer, tokens.old_logps)
+        policy_logps = logits[:, -1] - tokens.normalizer
+        ratio = tokens.ratio(policy_logps, config)
         entropy, student_mass = tokens.entropy, (logits[:, :-1].logsumexp(dim=-1) - tokens.normalizer).exp()
     target = support_target(scores, tokens.contrastive_coef, config.rule, config.support)
     token_loss, kl, grads, _ = support_divergence(logits[:, :-1], None, target.logps, config.alpha, config.support)
@@ -138,6 +164,7 @@ def step_within_support(
         contrastive_coef=target.contrastive_coef,
         advantages=target.token_logps - token_logps,
         ratio=ratio,
+        policy_logps=policy_logps,
     )
 
 
@@ -155,7 +182,7 @@ def step_full(
     )
     student = project(head, tokens.hidden, buffers[0], tokens.ids)
     token_logps = student.token_logps
-    ratio = config.ratio(token_logps, tokens.old_logps)
+    ratio = tokens.ratio(token_logps, config)
     logps = torch.sub(student.logits, student.log_normalizer.unsqueeze(-1), out=buffers[2])
     token_loss, kl, grads = vocabulary_divergence(logps, target.logps, config.alpha)
     if gradients is not None:
@@ -177,6 +204,7 @@ def step_full(
         contrastive_coef=target.contrastive_coef,
         advantages=target.token_logps - token_logps,
         ratio=ratio,
+        policy_logps=token_logps,
     )
 
 

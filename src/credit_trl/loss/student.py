@@ -88,9 +88,10 @@ def credit_loss(
         teacher,
         tokens.contrastive_coef.to(dtype),
         None if tokens.old_logps is None else tokens.old_logps.to(dtype),
+        tokens.engine,
     )
     with torch.no_grad():
-        terms = _in_chunks(chunkable, head.detached(), config, gradients)
+        terms = _in_chunks(chunkable, head.detached().for_products(student_hidden), config, gradients)
         if wanted:
             terms.loss = with_gradients(terms.loss, gradients, inputs)
     return terms
@@ -104,8 +105,8 @@ def _in_chunks(tokens: StepTokens, head: LMHead, config: LossConfig, gradients: 
     hidden, n = tokens.hidden, len(tokens.hidden)
     dtype = accumulation_dtype(hidden)
     step: _Step
+    tokens = project_student(tokens, head, config)
     if config.support.renormalizes:
-        tokens = project_student(tokens, head, config)
         step, buffers = step_within_support, 0
         size = config.chunk_size or columns_chunk(n, config.support.topk + 1, hidden.shape[1], dtype, hidden.device)
     else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from credit_trl.loss.correction import EngineCorrection, EngineTokens
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.objective import ContrastRule
 
@@ -23,6 +23,8 @@ class LossConfig:
         is_clip: upper bound on the detached ratio `exp(log π_θ − old)` that multiplies the loss of a token; None for
             no ratio.
         chunk_size: tokens per logits chunk; None picks from free memory.
+        correction: correction for the engine that sampled the tokens, where the policy that sampled them is the
+            present one; None for none.
 
     Raises:
         ValueError: alpha is outside [0, 1], or not 1 for `"sampled"`.
@@ -33,6 +35,7 @@ class LossConfig:
     alpha: float = 1.0
     is_clip: float | None = None
     chunk_size: int | None = None
+    correction: EngineCorrection | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.alpha <= 1.0 or (self.support.kind == "sampled" and self.alpha != 1.0):
@@ -40,12 +43,6 @@ class LossConfig:
                 f"alpha must lie in [0, 1], and be 1 for support 'sampled'; got {self.alpha} for "
                 f"{self.support.kind!r}."
             )
-
-    def ratio(self, token_logps: Float[Tensor, " n"], old_logps: Float[Tensor, " n"] | None) -> Float[Tensor, " n"]:
-        """Clipped importance ratio of the sampled tokens; ones where there is none."""
-        if old_logps is None or self.is_clip is None:
-            return torch.ones_like(token_logps)
-        return (token_logps - old_logps).clamp(-20.0, 20.0).exp().clamp(max=self.is_clip)
 
 
 @dataclass(frozen=True)
@@ -58,12 +55,15 @@ class LossTokens:
             its scores.
         contrastive_coef: (N,), λ; 0 where the sample has no contrast.
         old_logps: (N,), log-probabilities of the sampled tokens at rollout time; None when on-policy.
+        engine: what the engine reported of the tokens, for `LossConfig.correction`; None where it is not corrected
+            here.
     """
 
     ids: Int[Tensor, " N"]
     weights: Float[Tensor, " N"]
     contrastive_coef: Float[Tensor, " N"]
     old_logps: Float[Tensor, " N"] | None = None
+    engine: EngineTokens | None = None
 
 
 @dataclass
@@ -86,7 +86,9 @@ class CreditLoss:
         teacher_entropy: (N,), entropy of the teacher, nats.
         contrastive_coef: (N,), λ as applied: 0 where there is no contrast or the gate is closed.
         advantages: (N,), R_t at the sampled token.
-        ratio: (N,), importance ratio; ones where there is none.
+        ratio: (N,), importance ratio, that of the engine's correction included; ones where there is none.
+        policy_logps: (N,), log π_θ of the sampled token over the whole vocabulary; NaN where the normaliser is not
+            computed.
     """
 
     loss: Float[Tensor, ""]
@@ -103,3 +105,4 @@ class CreditLoss:
     contrastive_coef: Float[Tensor, " N"]
     advantages: Float[Tensor, " N"]
     ratio: Float[Tensor, " N"] | None = None
+    policy_logps: Float[Tensor, " N"] | None = None

@@ -10,7 +10,7 @@ Work on the K tokens of a support is O(n K) and stays in torch: their logits are
 kernel, which skips blanks, and their gradients are written after the second.
 
 The kernels agree with the torch path in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). docs/performance.md
-counts the bytes that they save; nothing has been timed on a GPU, so torch is the default. Imported only where
+counts the bytes that they save; nothing has been timed on a GPU. Imported only where
 `LMHead.kernels` is `"triton"`; needs the package triton, which torch's CUDA builds include.
 """
 
@@ -29,8 +29,8 @@ from credit_trl.loss.head import BLANK, HeadGradients, LMHead, Projection, matmu
 
 # Read when the kernels are defined, below, as Triton does.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-# Columns of one program, and its warps: 16 elements per thread.
-BLOCK = 4096
+# Columns of one program, and its warps: 8 elements per thread, so that no kernel needs more than 40 registers.
+BLOCK = 2048
 _WARPS = 8
 
 
@@ -180,8 +180,9 @@ def project_rows(
     ids: Int[Tensor, "n K"] | None,
     topk: int | None,
     wants_entropy: bool,
+    keeps_logits: bool,
 ) -> Projection:
-    """`projection.project` in fp32. Without `out` the logits are not kept."""
+    """`projection.project` in fp32."""
     blocks = head.blocks(hidden)
     scratch = hidden.new_empty((len(hidden), blocks[0].stop), dtype=torch.float32) if out is None else None
     hidden = hidden.to(matmul_dtype(hidden))
@@ -198,7 +199,9 @@ def project_rows(
         if ids is not None:
             taken[1][0].put(i, logits, BLANK)
         if topk is None or _finishes(head):
-            statistics.fold_raw(logits, None if head.bias is None else head.bias[block], head, keeps=out is not None)
+            statistics.fold_raw(
+                logits, None if head.bias is None else head.bias[block], head, keeps=keeps_logits and out is not None
+            )
     token_logits, columns = (
         None if which is None else head.finish(which[1], None if head.bias is None else head.bias[x])
         for which, x in zip(taken, (tokens, ids), strict=True)

@@ -1,12 +1,9 @@
-"""Backbone, LM head and hidden states of causal language models."""
+"""Backbone and LM head of causal language models."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from accelerate.utils import is_peft_model
-from jaxtyping import Float
 from torch import Tensor, nn
 
 
@@ -75,38 +72,3 @@ def head_dtype(hidden: torch.dtype, weight: torch.dtype, device: str, autocast: 
     if autocast == torch.bfloat16 and device == "cuda":
         return autocast
     return torch.promote_types(hidden, weight)
-
-
-def completion_states(
-    model: nn.Module, batch: dict[str, Any], *, router_loss: bool = False
-) -> tuple[Float[Tensor, "B T H"], Float[Tensor, ""] | None]:
-    """Compute the hidden states that predict each completion token, given the student's prompts.
-
-    Args:
-        model: the unwrapped student.
-        batch: TRL's batch with `prompt_ids` (B, P), left-padded, `completion_ids` (B, T), right-padded, and
-            `prompt_mask` and `completion_mask`.
-        router_loss: also compute the load-balancing loss of a mixture of experts.
-
-    Returns:
-        (hidden states (B, T, H), router loss or None).
-    """
-    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    outputs = backbone(model)(
-        input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-        attention_mask=attention_mask,
-        use_cache=False,
-        **({"output_router_logits": True} if router_loss else {}),
-    )
-    width = batch["completion_ids"].shape[1]
-    hidden = head_input(model, outputs.last_hidden_state[:, -width - 1 : -1])
-    return hidden, _router_loss(model, outputs, attention_mask) if router_loss else None
-
-
-def _router_loss(model: nn.Module, outputs: Any, attention_mask: Tensor) -> Tensor:
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    config = model.config.get_text_config()
-    return load_balancing_loss_func(
-        outputs.router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
-    )

@@ -13,18 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
-from credit_trl.teacher.causal_lm import backbone, head_input, unwrap_adapters
+from credit_trl.teacher.causal_lm import backbone, head_input
 from credit_trl.teacher.models import Teacher
+from credit_trl.teacher.packing import packed_inputs, padded_inputs
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
 PASSES_PER_GROUP = 4
-# Layer types that keep packed sequences apart; a recurrent layer would carry its state across them.
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class PassConfig:
 
     Args:
         batch_tokens: maximum number of tokens in one pass, padding included.
-        packed: concatenate sequences without padding, see `check_packing`.
+        packed: concatenate sequences without padding, see `packing.enable_packing`.
     """
 
     batch_tokens: int = 16384
@@ -83,21 +82,62 @@ class _Sequence:
         """Positions in the sequence of the given columns of the completion."""
         if self.columns is None:
             return columns + len(self.prompt)
-        preceding = torch.tensor(self.columns, device=columns.device)
-        return columns + torch.searchsorted(preceding, columns.contiguous(), right=True)
+        return columns + torch.searchsorted(torch.tensor(self.columns), columns.contiguous(), right=True)
 
     def ids(self, completion_ids: Int[Tensor, "B T"]) -> Int[Tensor, " L"]:
         """Ids of the whole sequence."""
-        prompt = torch.tensor(self.prompt, device=completion_ids.device)
-        completion = completion_ids[self.sample, : self.completion]
+        prompt, completion = torch.tensor(self.prompt), completion_ids[self.sample, : self.completion]
         if self.columns is None:
             return torch.cat([prompt, completion])
         whole = completion.new_empty(len(self))
-        own = self.positions(torch.arange(self.completion, device=whole.device))
+        own = self.positions(torch.arange(self.completion))
         is_prompt = torch.ones_like(whole, dtype=torch.bool)
         is_prompt[own] = False
         whole[own], whole[is_prompt] = completion, prompt
         return whole
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What every pass of a scoring phase needs.
+
+    Args:
+        teacher: π_ref.
+        model: the module that `teacher.active()` yields.
+        completion_ids: (B, T), in main memory, so that a pass copies its ids to the device at once.
+        loss_mask: (B, T), in main memory.
+        device: device of the passes.
+        packed: read packed rows.
+    """
+
+    teacher: Teacher
+    model: nn.Module
+    completion_ids: Int[Tensor, "B T"]
+    loss_mask: Bool[Tensor, "B T"]
+    device: torch.device
+    packed: bool
+
+    def forward(self, ids: list[Tensor]) -> Tensor:
+        """Hidden states of the sequences, (ΣL, H) packed or (b · longest, H) padded; those of parts side by side."""
+        if self.packed:
+            tokens = torch.cat(ids).to(self.device, non_blocking=True)
+        else:
+            tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self.device, non_blocking=True)
+        lengths = [len(sequence) for sequence in ids]
+        states = [self._part_states(part, tokens, lengths) for part in self.teacher.parts(self.model)]
+        return torch.cat(states, dim=-1) if len(states) > 1 else states[0]
+
+    def _part_states(self, model: nn.Module, tokens: Tensor, lengths: list[int]) -> Tensor:
+        """Hidden states, computed in the wrapper's forward so that a sharded teacher gathers its weights."""
+        unwrapped = self.teacher.unwrapped(model)
+        inputs = packed_inputs(unwrapped, tokens, lengths) if self.packed else padded_inputs(unwrapped, tokens)
+
+        def run(input_ids: Tensor) -> Tensor:
+            with self.teacher.autocast():
+                outputs = backbone(unwrapped)(**(inputs | {"input_ids": input_ids}), use_cache=False)
+                return head_input(unwrapped, outputs.last_hidden_state)
+
+        return run_in_wrapped_forward(model, unwrapped, run, inputs["input_ids"]).flatten(0, 1)
 
 
 @torch.no_grad()
@@ -130,12 +170,13 @@ def token_states(
         (group, list(passes([s for i in group for s in sequences[i]], config)))
         for group in _groups(sequences, PASSES_PER_GROUP * config.batch_tokens)
     ]
+    work = _Work(teacher, model, batch.ids.cpu(), batch.loss_mask.cpu(), batch.ids.device, config.packed)
     count = sum(len(of_group) for _, of_group in groups)
     idle = teacher.most_batches(count) - count  # a collective: every process calls it before its passes
     for group, of_group in groups:
-        yield _states_of(group, of_group, teacher, model, batch, config.packed)
+        yield _states_of(group, of_group, work)
     for _ in range(idle):
-        _forward(teacher, model, {"input_ids": batch.ids[:1, :1]})
+        work.forward([work.completion_ids[0, :1]])
 
 
 def _groups(sequences: dict[int, list[_Sequence]], tokens: int) -> Iterator[list[int]]:
@@ -165,84 +206,27 @@ def passes(sequences: Sequence[_Sequence], config: PassConfig) -> Iterator[list[
         yield batch
 
 
-def _states_of(
-    group: list[int],
-    of_group: list[list[_Sequence]],
-    teacher: Teacher,
-    model: nn.Module,
-    batch: CompletionBatch,
-    packed: bool,
-) -> TokenStates:
+def _states_of(group: list[int], of_group: list[list[_Sequence]], work: _Work) -> TokenStates:
     """Hidden states of one group. Tokens of one sample are contiguous."""
-    samples = torch.tensor(group, device=batch.ids.device)
-    rows, columns = batch.loss_mask[samples].nonzero(as_tuple=True)
+    samples = torch.tensor(group)
+    rows, columns = work.loss_mask[samples].nonzero(as_tuple=True)
     ends = torch.bincount(rows, minlength=len(group)).cumsum(0).tolist()
     span = {sample: slice(start, end) for sample, start, end in zip(group, [0, *ends], ends, strict=False)}
     count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
     kept: Tensor | None = None
     for of_pass in of_group:
-        inputs, firsts = _packed_inputs(of_pass, batch.ids) if packed else _padded_inputs(of_pass, batch.ids)
-        hidden = _forward(teacher, model, inputs).flatten(0, 1)
+        hidden = work.forward([sequence.ids(work.completion_ids) for sequence in of_pass])
         if kept is None:
-            kept = hidden.new_empty(count, len(rows), hidden.shape[-1])
-        for sequence, first in zip(of_pass, firsts, strict=True):
+            kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
+        width = max(map(len, of_pass))
+        firsts = itertools.accumulate((len(s) if work.packed else width for s in of_pass), initial=0)
+        read, written = [], []
+        for sequence, first in zip(of_pass, firsts, strict=False):
             tokens = span[sequence.sample]
-            kept[sequence.context, tokens] = hidden[first + sequence.positions(columns[tokens]) - 1]
-    return TokenStates(samples[rows], columns, kept[0], kept[1:])
-
-
-def _padded_inputs(batch: list[_Sequence], completion_ids: Tensor) -> tuple[dict[str, Tensor], list[int]]:
-    """Model inputs of a right-padded pass, and the start of each sequence in the flattened hidden states."""
-    input_ids = nn.utils.rnn.pad_sequence([s.ids(completion_ids) for s in batch], batch_first=True)
-    lengths = torch.tensor([len(s) for s in batch], device=input_ids.device)
-    attention_mask = (torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]).long()
-    firsts = [i * input_ids.shape[1] for i in range(len(batch))]
-    return {"input_ids": input_ids, "attention_mask": attention_mask}, firsts
-
-
-def _packed_inputs(batch: list[_Sequence], completion_ids: Tensor) -> tuple[dict[str, Tensor], list[int]]:
-    """Model inputs of a packed pass, one row whose position ids restart at each sequence, and the starts."""
-    input_ids = torch.cat([s.ids(completion_ids) for s in batch])
-    positions = torch.cat([torch.arange(len(s), device=input_ids.device) for s in batch])
-    ends = list(itertools.accumulate(map(len, batch)))
-    return {"input_ids": input_ids[None], "position_ids": positions[None]}, [0, *ends[:-1]]
-
-
-def check_packing(model: nn.Module) -> None:
-    """Check that packed passes are correct for a model, and not slower than padded ones.
-
-    Raises:
-        ValueError: the attention implementation has no variable lengths, so that it would form a mask of the square of
-            the pass, or the model has layers that carry a state across sequences.
-    """
-    config = unwrap_adapters(model).config.get_text_config()
-    implementation = config._attn_implementation or ""
-    if "flash" not in implementation and implementation != "flex_attention":
-        raise ValueError(
-            f"`scoring_packed=True` needs an attention implementation with variable lengths, such as "
-            f"'flash_attention_2' or 'flex_attention'; the model has {implementation!r}. Load it with another "
-            "`attn_implementation`, or set `scoring_packed=False`."
-        )
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS)
-    if others:
-        raise ValueError(
-            f"`scoring_packed=True` would carry the state of {', '.join(others)} layers from one sequence into the "
-            "next. Set `scoring_packed=False`."
-        )
-
-
-def _forward(teacher: Teacher, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Hidden states (b, L, H) of the teacher, those of its parts side by side."""
-    states = [_part_states(teacher, part, inputs) for part in teacher.parts(model)]
-    return torch.cat(states, dim=-1) if len(states) > 1 else states[0]
-
-
-def _part_states(teacher: Teacher, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Hidden states, computed in the wrapper's forward so that a sharded teacher gathers its weights."""
-    unwrapped = teacher.unwrapped(model)
-
-    def run(**inputs: Tensor) -> Tensor:
-        with teacher.autocast():
-            return head_input(unwrapped, backbone(unwrapped)(**inputs, use_cache=False).last_hidden_state)
-
-    return run_in_wrapped_forward(model, unwrapped, run, **inputs)
+            read.append(first + sequence.positions(columns[tokens]) - 1)
+            written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
+        at = torch.stack([torch.cat(written), torch.cat(read)]).to(work.device, non_blocking=True)
+        kept[at[0]] = hidden[at[1]]
+    states = kept.view(count, len(rows), -1)
+    at = torch.stack([samples[rows], columns]).to(work.device, non_blocking=True)
+    return TokenStates(at[0], at[1], states[0], states[1:])

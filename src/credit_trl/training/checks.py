@@ -24,7 +24,7 @@ from credit_trl.loss.trust_region import joint_head
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
 from credit_trl.teacher.external import ModelTeacher
 from credit_trl.teacher.models import Teacher, TrustRegionTeacher, eval_mode
-from credit_trl.teacher.passes import check_packing
+from credit_trl.teacher.packing import enable_packing
 from credit_trl.teacher.sharding import full_shape
 
 
@@ -130,13 +130,13 @@ def check_teacher(args: CreditConfig, teacher: Teacher, accelerator: Accelerator
     """Check the model that scores: the logits of an external one, and whether packed passes are correct for it.
 
     Raises:
-        ValueError: see `check_logits`, `teacher.passes.check_packing` and `loss.trust_region.joint_head`.
+        ValueError: see `check_logits`, `teacher.packing.enable_packing` and `loss.trust_region.joint_head`.
     """
     model = teacher.model if isinstance(teacher, ModelTeacher) else teacher.student
     if isinstance(teacher, ModelTeacher):
         check_logits(teacher.unwrapped(model), accelerator)
     if args.scoring_packed:
-        check_packing(model)
+        enable_packing(teacher.unwrapped(model))
     if isinstance(teacher, TrustRegionTeacher):
         joint_head([lm_head(teacher.unwrapped(part), temperature=1.0) for part in teacher.parts(teacher.student)])
 

@@ -323,16 +323,19 @@ def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tens
         "frac_gated": (terms.contrastive_coef == 0).to(f.dtype),
         "kl_to_teacher": terms.kl_to_teacher,
     }
-    per_contrast = {name: values[contrasted] for name, values in per_contrast.items()}
+    # Not `values[contrasted]`, which waits for the device.
+    per_contrast = {name: torch.where(contrasted, values, 0.0) for name, values in per_contrast.items()}
     dtype = torch.float32 if f.device.type == "mps" else torch.float64
     sums = [x.to(dtype).sum() for x in (*per_token.values(), *per_contrast.values())]
     squares = [x.to(dtype).pow(2).sum() for x in (terms.advantages, f - student, per_contrast["s_mean"])]
     sums.append(loss.fidelity.to(dtype))
     accepted = contrasted & (f > ACCEPTED)
-    squares.append((f - generic)[accepted].to(dtype).pow(2).sum())
-    counts = [torch.tensor(len(f), dtype=dtype, device=f.device), contrasted.to(dtype).sum(), accepted.to(dtype).sum()]
+    squares.append(torch.where(accepted, f - generic, 0.0).to(dtype).pow(2).sum())
+    counts = [f.new_full((), count, dtype=dtype) for count in (len(f), loss.read.read, loss.read.valid)]
+    counts += [contrasted.to(dtype).sum(), accepted.to(dtype).sum()]
     reduced = reduce(torch.stack([*sums, *squares, *counts])).tolist()
-    *totals, fidelity, square, delta_square, specific_square, accepted_square, tokens, contrasts, accepts = reduced
+    *totals, fidelity, square, delta_square, specific_square, accepted_square = reduced[: -len(counts)]
+    tokens, read, valid, contrasts, accepts = reduced[-len(counts) :]
     divisors = [tokens] * len(per_token) + [contrasts] * len(per_contrast)
     names = (*per_token, *per_contrast)
     means = {name: _ratio(total, count) for name, total, count in zip(names, totals, divisors, strict=True)}
@@ -342,9 +345,37 @@ def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tens
     means["s_std"] = _std(means["s_mean"], _ratio(specific_square, contrasts))
     means["s_accepted"] = math.sqrt(_ratio(accepted_square, accepts))
     means["teacher_fidelity"] = fidelity
+    means["padding_factor"] = _ratio(read, valid)
     dropped = _NOT_SAMPLED if is_sampled else ()
     values = {f"credit/{name}": value for name, value in means.items() if name not in dropped}
     return TokenMetrics(values, entropy, contrasts)
+
+
+def engine_metrics(loss: MicroBatchLoss, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """TRL's metrics of the vLLM engine, where the loss corrects for it; else none.
+
+    Over the tokens that carry loss, and a ratio of a whole completion counts once for each of its tokens.
+
+    Args:
+        loss: the loss of the N local tokens; N may be 0.
+        gather: concatenates a tensor over processes. Every process calls it once.
+    """
+    if loss.engine is None:
+        return {}
+    ratio, difference = loss.terms.ratio, loss.engine.difference(loss.terms.policy_logps).abs()
+    lowest = -torch.cat([-ratio, ratio.new_full((1,), -math.inf)]).max()
+    highest = [torch.cat([x, x.new_full((1,), -math.inf)]).max() for x in (ratio, difference)]
+    local = torch.stack([lowest, *highest, ratio.sum(), difference.sum(), ratio.new_full((), len(ratio))])
+    columns = list(zip(*gather(local[None]).tolist(), strict=True))
+    tokens = sum(columns[5])
+    values = {
+        "importance_sampling_ratio/min": min(columns[0]),
+        "importance_sampling_ratio/mean": _ratio(sum(columns[3]), tokens),
+        "importance_sampling_ratio/max": max(columns[1]),
+        "sampling_logp_difference/mean": _ratio(sum(columns[4]), tokens),
+        "sampling_logp_difference/max": max(columns[2]),
+    }
+    return {f"sampling/{name}": value for name, value in values.items() if math.isfinite(value)}
 
 
 def drop_undefined(metrics: MutableMapping[str, Sequence[float]]) -> None:

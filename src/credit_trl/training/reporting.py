@@ -9,15 +9,15 @@ from typing import Any
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.distillation import MicroBatchLoss
 from credit_trl.rollout.batch import GenerationBatch
-from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.completions import CompletionTable
 from credit_trl.training.console import print_lines
 from credit_trl.training.metrics import drop_undefined
+from credit_trl.training.micro_batches import UnpaddedTrainer
 from credit_trl.training.model_card import complete_card
 from credit_trl.training.run_log import RunLog
 
 
-class ReportingTrainer(ResumableTrainer):
+class ReportingTrainer(UnpaddedTrainer):
     """TRL's GRPO trainer with the credit in its reports.
 
     Attributes:

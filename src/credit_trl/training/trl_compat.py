@@ -36,8 +36,10 @@ HOOKS = {
             "self prompt_ids images multimodal_fields num_generations has_tool_images".split()
         ),
         "_get_output_dir": ("self", "trial"),
+        "_get_per_token_logps_and_entropies": None,
         "_get_train_sampler": ("self", "dataset"),
         "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+        "_prepare_inputs": ("self", "generation_batch"),
         "_push_from_checkpoint": ("self", "checkpoint_folder"),
         "_run_epoch": None,  # of transformers
         "_save_checkpoint": ("self", "model", "trial"),

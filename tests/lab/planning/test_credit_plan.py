@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from credit_trl import cli
 from credit_trl.cli.credit_plan import parse_run
+from credit_trl.lab.planning.fit import largest_saving
 from credit_trl.lab.planning.setup import GPUS, make_setup
 from credit_trl.lab.planning.shape import load_shape
-from credit_trl.lab.planning.work import Lengths, work_of
+from credit_trl.lab.planning.work import Lengths, default_lengths, padding_factor, work_of
+from credit_trl.training.micro_batches import even_groups
 
 LINE = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--generation_batch_size", "64", "--max_completion_length", "1024"]
 ENGINE = ["--use_vllm", "true", "--vllm_mode", "colocate"]
@@ -121,9 +125,18 @@ def test_tokens_and_operations_equal_counts_by_hand():
     shape = load_shape("Qwen/Qwen3-0.6B")
     setup = run_of("--contrastive_count", "3", "--gradient_checkpointing", "true")
     work = work_of(shape, setup, Lengths(prompt=10, completion=100, context=50))
-    assert work.tokens == {"generated": 6400, "scored": 64 * 4 * 150, "trained": 64 * 110}
+    padding = round(64 * 110 * (padding_factor(setup, Lengths(10, 100, 50)) - 1))
+    assert work.tokens == {
+        "generated": 6400,
+        "scored": 64 * 4 * 150,
+        "trained": 64 * 110,
+        "padding": padding,
+        "old_logps": 0,
+    }
     assert work.operations["scores"] == 2 * shape.parameters * 64 * 4 * 150
-    assert work.operations["update"] == 8 * shape.parameters * 64 * 110  # forward, recomputation, twice backward
+    assert work.operations["update"] == 8 * shape.parameters * (
+        64 * 110 + padding
+    )  # forward, recomputation, twice backward
     one = work_of(shape, replace(setup, processes=8, strategy="ddp"), Lengths(10, 100, 50))
     assert one.seconds["scores"] == pytest.approx(work.seconds["scores"] / 8)
 
@@ -199,3 +212,47 @@ def test_an_engine_starts_with_the_share_that_is_named(capsys):
     cache = 2 * shape.config.max_position_embeddings * shape.key_value_elements
     needed = (2 * shape.parameters + cache) / GPUS["4090"].memory
     assert float(share) - 0.01 <= needed <= float(share)
+
+
+@pytest.mark.parametrize("per_device", [2, 4, 8])
+def test_planned_padding_is_that_of_arranged_batches(per_device):
+    """Within 5 %, for exponential lengths up to the maximum."""
+    setup = replace(run_of(), per_device=per_device, accumulation=32 // per_device, generation_batch=32, processes=1)
+    lengths, generator = Lengths(50, 300, 100), torch.Generator().manual_seed(0)
+    read = valid = 0
+    for _ in range(200):
+        drawn = torch.empty(32).exponential_(1 / 300, generator=generator).clamp(1, setup.completion)
+        sizes = [50 + int(n) for n in drawn]
+        for group in even_groups(sizes, 32 // per_device, by_total=False):
+            read += len(group) * max(sizes[i] for i in group)
+        valid += sum(sizes)
+    assert padding_factor(setup, lengths) == pytest.approx(read / valid, rel=0.05)
+    assert padding_factor(replace(setup, packed=True), lengths) == 1.0
+    assert padding_factor(replace(setup, per_device=1), lengths) == 1.0
+
+
+def test_pass_of_old_logps_is_planned_where_it_runs():
+    once, twice = ["--gradient_accumulation_steps", "8"], ["--gradient_accumulation_steps", "4"]
+    assert not run_of(*once).old_logps
+    assert run_of(*twice).old_logps
+    assert not run_of(*once, "--use_vllm", "true").old_logps
+    assert run_of(*once, "--use_vllm", "true", "--distillation_weight", "0.5").old_logps
+
+
+def test_recipe_of_livecodebench_rolls_out_within_55_seconds():
+    recipe = str(Path(__file__).parents[3] / "examples" / "recipes" / "livecodebench_qwen3_8b.yaml")
+    training, model, launcher, mixed, _ = parse_run(["--config", recipe])
+    setup = make_setup(training, model, launcher, GPUS["h100"], mixed=mixed)
+    shape = load_shape("Qwen/Qwen3-8B")
+    lengths = default_lengths(setup)
+    assert setup.vllm.parallel == 4
+    assert work_of(shape, setup, lengths).seconds["rollout"] <= 55.0
+    alone = replace(setup, vllm=replace(setup.vllm, parallel=1))
+    assert work_of(shape, alone, lengths).seconds["rollout"] > 75.0
+
+    def seconds(changed):
+        return sum(work_of(shape, changed, lengths).seconds.values())
+
+    setting, saved = largest_saving(shape, alone, seconds)
+    assert setting.startswith("vllm_tensor_parallel_size")
+    assert saved == pytest.approx(seconds(alone) - seconds(replace(setup, vllm=replace(setup.vllm, parallel=8))))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from credit_trl.lab.planning.duration import Duration, Schedule, duration_of
-from credit_trl.lab.planning.fit import changes_that_fit, fits, usable_bytes
+from credit_trl.lab.planning.fit import changes_that_fit, fits, largest_saving, usable_bytes
 from credit_trl.lab.planning.limits import check_longest_prompt, engine_problem, engine_starts
 from credit_trl.lab.planning.memory import Memory, memory_of
 from credit_trl.lab.planning.setup import GIB, Setup
@@ -26,6 +26,7 @@ class Plan:
         work: cost of one generation batch.
         changes: settings that make the run fit; empty if it fits, None if no known change is enough.
         duration: hours of the run; None if its number of generation batches is unknown.
+        saving: the setting that saves most time and its seconds a generation batch; None if none does.
     """
 
     shape: Shape
@@ -35,6 +36,7 @@ class Plan:
     work: Work
     changes: tuple[str, ...] | None
     duration: Duration | None = None
+    saving: tuple[str, float] | None = None
 
     @property
     def fits(self) -> bool:
@@ -54,7 +56,8 @@ def make_plan(shape: Shape, setup: Setup, lengths: Lengths | None = None, schedu
     starts = engine_starts(shape, setup)
     changes = () if starts and fits(memory, setup) else changes_that_fit(shape, setup)
     duration = None if schedule is None else duration_of(shape, setup, lengths, work, schedule)
-    return Plan(shape, setup, lengths, memory, work, changes, duration)
+    saving = largest_saving(shape, setup, lambda changed: sum(work_of(shape, changed, lengths).seconds.values()))
+    return Plan(shape, setup, lengths, memory, work, changes, duration, saving)
 
 
 def format_plan(plan: Plan) -> str:
@@ -81,6 +84,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "hours": plan.duration and plan.duration.hours,
         "fits": plan.fits,
         "changes": plan.changes,
+        "saving": plan.saving,
     }
 
 
@@ -132,7 +136,11 @@ def _time(plan: Plan) -> str:
     for name, seconds in plan.work.seconds.items():
         if seconds:
             lines.append(f"  {name:<22}{seconds:>10.1f} s {100 * seconds / total:>5.0f} %")
-    return "\n".join([*lines, f"  {'total':<22}{total:>10.1f} s"])
+    lines.append(f"  {'total':<22}{total:>10.1f} s")
+    if plan.saving:
+        setting, saved = plan.saving
+        lines.append(f"largest saving: {setting} ({saved:.1f} s, {100 * saved / total:.0f} %)")
+    return "\n".join(lines)
 
 
 def _run(plan: Plan) -> str:

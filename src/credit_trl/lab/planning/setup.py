@@ -94,6 +94,8 @@ class Setup:
     bits: int  # 4 or 8 for quantized weights, else 0
     vllm: Vllm | None  # None for transformers' generation
     flash: bool  # attention without a stored mask, which grows with the square of the length
+    packed: bool = False  # the update reads no padding
+    old_logps: bool = False  # a pass without gradient computes the log-probabilities at rollout time
 
     @property
     def rollouts(self) -> int:
@@ -114,6 +116,23 @@ class Setup:
     def has_bf16_copy(self) -> bool:
         """Whether DeepSpeed computes with a bf16 copy of fp32 weights."""
         return self.strategy in ("zero2", "zero3") and self.compute_bytes == 2
+
+
+def _stores_no_mask(training: CreditConfig, model: ModelConfig) -> bool:
+    kinds = ("flash", "flex")
+    is_packed = training.update_packed and training.scoring_packed
+    return is_packed or any(kind in (model.attn_implementation or "") for kind in kinds)
+
+
+def _has_old_logps(training: CreditConfig) -> bool:
+    """Whether the trainer computes log-probabilities at rollout time, see `training.micro_batches`."""
+    passes = training.steps_per_generation * training.num_iterations
+    is_one_step = training.gradient_accumulation_steps % passes == 0
+    corrects = training.use_vllm and training.vllm_importance_sampling_correction
+    reads_policy = training.distillation_weight < 1.0
+    if is_one_step:
+        return corrects and reads_policy
+    return corrects or reads_policy or training.distillation_is_clip is not None
 
 
 # Bytes of the moments per parameter, for optimizers other than torch's Adam family.
@@ -176,7 +195,9 @@ def make_setup(
         lora=_lora(model),
         bits=4 if model.load_in_4bit else 8 if model.load_in_8bit else 0,
         vllm=_vllm(training),
-        flash=any(kind in (model.attn_implementation or "") for kind in ("flash", "flex")),
+        flash=_stores_no_mask(training, model),
+        packed=training.update_packed and (model.attn_implementation or "sdpa") != "eager",
+        old_logps=_has_old_logps(training),
     )
 
 

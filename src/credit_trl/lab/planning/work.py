@@ -23,6 +23,8 @@ NETWORK = 50e9
 # Seconds to launch the kernels of a decoding step; vLLM replays a CUDA graph.
 STEP_OVERHEAD = {"vllm": 2e-3, "transformers": 25e-3}
 EULER = 0.5772
+# Seconds until a small all-reduce inside a node ends, in a CUDA graph.
+ALL_REDUCE_LATENCY = 8e-6
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Work:
     """Cost of a generation batch, from rollout to the last update.
 
     Args:
-        tokens: over all processes: `generated`, `scored`, `trained`.
+        tokens: over all processes: `generated`, `scored`, `trained`, `padding` that the update reads beside them, and
+            `old_logps`, read without gradient for log-probabilities at rollout time, with their padding.
         operations: floating point operations by phase, over all processes.
         moved: bytes that one GPU receives from others, by purpose.
         seconds: time by phase.
@@ -68,10 +71,13 @@ def default_lengths(setup: Setup) -> Lengths:
 
 def work_of(shape: Shape, setup: Setup, lengths: Lengths) -> Work:
     """Tokens, operations, traffic and time of one generation batch."""
+    valid = setup.generation_batch * (lengths.prompt + lengths.completion)
     tokens = {
         "generated": setup.generation_batch * lengths.completion,
         "scored": setup.generation_batch * _scored_tokens(setup, lengths),
-        "trained": setup.iterations * setup.generation_batch * (lengths.prompt + lengths.completion),
+        "trained": setup.iterations * valid,
+        "padding": round(setup.iterations * valid * (padding_factor(setup, lengths) - 1.0)),
+        "old_logps": round(valid * padding_factor(setup, lengths, whole_batch=True)) if setup.old_logps else 0,
     }
     per_token = 2 * shape.active_parameters
     backward = 1 if setup.lora else 2  # a frozen weight needs no gradient
@@ -80,12 +86,16 @@ def work_of(shape: Shape, setup: Setup, lengths: Lengths) -> Work:
     operations = {
         "rollout": (prompts + tokens["generated"]) * per_token,
         "scores": tokens["scored"] * per_token,
-        "update": tokens["trained"] * per_token * passes,
+        "old log-probabilities": tokens["old_logps"] * per_token,
+        "update": (tokens["trained"] + tokens["padding"]) * per_token * passes,
     }
     moved = traffic(shape, setup, lengths)
     seconds = {
         "rollout": rollout_seconds(shape, setup, lengths),
         "scores": _phase_seconds(operations["scores"], PREFILL_SHARE, moved["scores"], setup),
+        "old log-probabilities": _phase_seconds(
+            operations["old log-probabilities"], PREFILL_SHARE, moved["old log-probabilities"], setup
+        ),
         "update": _phase_seconds(operations["update"], TRAINING_SHARE, moved["update"], setup),
         "weights to the engine": moved["weights to the engine"] / _link(setup),
     }
@@ -108,10 +118,31 @@ def traffic(shape: Shape, setup: Setup, lengths: Lengths) -> dict[str, float]:
     return {
         "texts and verdicts": texts * others,
         "scores": passes * whole + (shape.head * 4 * others if setup.shards_weights else 0.0),
+        "old log-probabilities": ceil(setup.rollouts / setup.per_device) * whole if setup.old_logps else 0.0,
         "update": micro_batches * gathers * whole + reductions * reduce + regathered,
         "teacher": _teacher_traffic(setup, trained) * others,
         "weights to the engine": shape.parameters * setup.weight_bytes * others if setup.vllm else 0.0,
     }
+
+
+def padding_factor(setup: Setup, lengths: Lengths, whole_batch: bool = False) -> float:
+    """Tokens that the student reads over those without padding, for lengths exponential up to the maximum.
+
+    Samples are ordered by length within an optimizer step, and each micro-batch is as long as its longest.
+
+    Args:
+        setup: the run.
+        lengths: mean lengths; the prompt is taken as constant.
+        whole_batch: samples are ordered within the generation batch, as in the pass of old log-probabilities.
+    """
+    if setup.packed or setup.per_device == 1:
+        return 1.0
+    window = setup.rollouts if whole_batch else min(setup.per_device * setup.accumulation, setup.rollouts)
+    # Expected order statistics of an exponential distribution: the k-th longest of n is its mean times Σ_{j ≥ k} 1/j.
+    tails = [sum(1 / j for j in range(k, window + 1)) for k in range(1, window + 1)]
+    drawn = [lengths.prompt + min(lengths.completion * tail, setup.completion) for tail in tails]
+    read = sum(drawn[i] * len(drawn[i : i + setup.per_device]) for i in range(0, window, setup.per_device))
+    return read / sum(drawn)
 
 
 def _scored_tokens(setup: Setup, lengths: Lengths) -> int:
@@ -136,6 +167,10 @@ def rollout_seconds(shape: Shape, setup: Setup, lengths: Lengths) -> float:
     read = steps * weights + concurrent * lengths.completion * (lengths.prompt + lengths.completion) * cache
     decode = read / (setup.gpu.bandwidth * BANDWIDTH_SHARE)
     decode += steps * STEP_OVERHEAD["vllm" if setup.vllm else "transformers"]
+    tokens = concurrent * lengths.completion  # each is summed over the engine's GPUs twice a layer
+    summed = 2 * shape.layers * tokens * shape.hidden * 2 * 2 * (parallel - 1) / parallel
+    decode += summed / (LINK_SHARE * setup.gpu.link)
+    decode += 2 * shape.layers * steps * ALL_REDUCE_LATENCY if parallel > 1 else 0.0
     prefill = concurrent * lengths.prompt * 2 * shape.active_parameters / parallel
     return decode + prefill / (setup.gpu.flops * PREFILL_SHARE)
 

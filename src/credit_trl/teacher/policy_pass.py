@@ -1,0 +1,127 @@
+"""The policy's forward pass over a micro-batch, without the padding of TRL's tensors.
+
+TRL pads prompts on the left and completions on the right, to the longest of the process. Here each sample is one
+sequence from position 0: padded on the right to the longest of the micro-batch, or packed one after the other. A
+causal model needs no attention mask for either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from credit_trl.teacher.causal_lm import backbone, head_input
+from credit_trl.teacher.packing import packed_inputs, padded_inputs
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Prompts and completions of a micro-batch, and the completion tokens that are chosen.
+
+    Args:
+        ids: (B, P + T), prompts left-padded, completions right-padded.
+        valid: (B, P + T), False on padding.
+        prompt_width: P.
+        lengths: valid tokens of each sample.
+        chosen: (N,), indices of the chosen completion tokens in the flattened (B, T), ascending.
+    """
+
+    ids: Int[Tensor, "B L"]
+    valid: Bool[Tensor, "B L"]
+    prompt_width: int
+    lengths: tuple[int, ...]
+    chosen: Int[Tensor, " N"]
+
+    @classmethod
+    def of(cls, batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Sequences:
+        """Sequences of TRL's micro-batch; waits once for the device.
+
+        Args:
+            batch: TRL's micro-batch.
+            mask: True on the chosen completion tokens.
+        """
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        valid = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).bool()
+        *lengths, count = torch.cat([valid.sum(dim=1), mask.sum()[None]]).tolist()
+        first = _first(mask.flatten()[None], count)[0]
+        return cls(ids, valid, batch["prompt_ids"].shape[1], tuple(lengths), first)
+
+    @property
+    def rows(self) -> Int[Tensor, " N"]:
+        """Sample of each chosen token."""
+        return self.chosen // (self.ids.shape[1] - self.prompt_width)
+
+    def pick(self, values: Tensor) -> Tensor:
+        """Entries of (B, T, …) at the chosen tokens, (N, …)."""
+        return values.flatten(0, 1)[self.chosen]
+
+    def read_tokens(self, packed: bool) -> int:
+        """Tokens that the forward pass reads, padding included."""
+        return sum(self.lengths) if packed else len(self.lengths) * max(self.lengths)
+
+
+@dataclass(frozen=True)
+class PolicyStates:
+    """Result of the policy's pass.
+
+    Args:
+        hidden: (N, H), hidden states that predict the chosen tokens, in the dtype of the LM head's product.
+        aux_loss: load-balancing loss of a mixture of experts, or None.
+    """
+
+    hidden: Float[Tensor, "N H"]
+    aux_loss: Float[Tensor, ""] | None
+
+
+def policy_states(
+    model: nn.Module, sequences: Sequences, *, packed: bool = False, router_loss: bool = False
+) -> PolicyStates:
+    """Run the policy's backbone over a micro-batch.
+
+    Args:
+        model: the unwrapped policy.
+        sequences: the micro-batch; each prompt has at least one token.
+        packed: read one packed row, see `packing.enable_packing`.
+        router_loss: also compute the load-balancing loss of a mixture of experts.
+    """
+    ids, valid, lengths = sequences.ids, sequences.valid, sequences.lengths
+    if packed:
+        order = _first(valid.flatten()[None], sum(lengths))[0]
+        inputs = packed_inputs(model, ids.flatten()[order], lengths)
+        starts = valid.sum(dim=1).cumsum(0) - valid.sum(dim=1)
+    else:
+        width = max(lengths)
+        order = _first(valid, width)
+        inputs = padded_inputs(model, ids.gather(1, order))
+        if ids.device.type == "cpu" and "attention_mask" not in inputs:
+            # Without a mask a CPU sums the gradients of attention in another order: weights differ in their last bit.
+            inputs["attention_mask"] = valid.gather(1, order).long()
+        starts = torch.arange(len(ids), device=ids.device) * width
+    extra = {"output_router_logits": True} if router_loss else {}
+    outputs = backbone(model)(**inputs, use_cache=False, **extra)
+    rows, columns = sequences.rows, sequences.chosen % (ids.shape[1] - sequences.prompt_width)
+    # Counted from 1 by `cumsum`, and a token is predicted at the position before its own.
+    before = valid.cumsum(dim=1)[rows, columns + sequences.prompt_width] - 2
+    hidden = outputs.last_hidden_state.flatten(0, 1)[starts[rows] + before]
+    return PolicyStates(head_input(model, hidden), _router_loss(model, outputs, sequences, packed, router_loss))
+
+
+def _first(mask: Bool[Tensor, "B L"], count: int) -> Int[Tensor, "B n"]:
+    """Columns of the first `count` True entries of each row, then of False ones; does not wait for the device."""
+    return mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :count]
+
+
+def _router_loss(model: nn.Module, outputs: Any, sequences: Sequences, packed: bool, wanted: bool) -> Tensor | None:
+    if not wanted:
+        return None
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config, mask = model.config.get_text_config(), None
+    if not packed:
+        lengths = sequences.valid.sum(dim=1, keepdim=True)
+        mask = (torch.arange(max(sequences.lengths), device=lengths.device) < lengths).long()
+    return load_balancing_loss_func(outputs.router_logits, config.num_experts, config.num_experts_per_tok, mask)

@@ -1,0 +1,105 @@
+"""How often a micro-batch waits for the device, and how much memory scores take, without a device."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from credit_trl import CreditTrainer
+from credit_trl.loss.head import LMHead
+from credit_trl.loss.scores import SupportConfig, TeacherStates, score_tokens
+from tiny import length_verdicts
+
+# Operations whose result's shape or value the host needs.
+_WAITING = ("aten::nonzero", "aten::masked_select", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::unique")
+
+
+class Waits(TorchDispatchMode):
+    """Records what would wait for a GPU: reading values, boolean indices, and copies of Python lists to the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name.startswith(_WAITING):
+            self.found.append(name)
+        indices = args[1] if name in ("aten::index", "aten::index_put_", "aten::index_put") else ()
+        if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+            self.found.append(f"{name} with a mask")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def device_waits():
+    """`Waits`, with `tolist`, which does not dispatch on a CPU."""
+    with pytest.MonkeyPatch.context() as patched, Waits() as waits:
+        original = torch.Tensor.tolist
+
+        @functools.wraps(original)
+        def tolist(tensor):
+            waits.found.append("tolist")
+            return original(tensor)
+
+        patched.setattr(torch.Tensor, "tolist", tolist)
+        yield waits
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_micro_batch_waits_three_times_for_the_device(make_model, make_config, tokenizer, dataset, packed):
+    config = make_config(update_packed=packed, contrastive_count=2)
+    trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    rows = [row for row in dataset.select(range(2)) for _ in range(4)]
+    inputs = trainer._prepare_inputs(rows)
+    with device_waits() as waits:
+        trainer._compute_loss(trainer.model, inputs).backward()
+    assert 1 <= len(waits.found) <= 3, waits.found
+
+
+def test_control_a_boolean_index_is_counted():
+    values = torch.arange(4)
+    with device_waits() as waits:
+        values[values > 1].sum().item()
+        values.tolist()
+    assert waits.found == ["aten::index with a mask", "aten::_local_scalar_dense", "tolist"]
+
+
+class Held(TorchDispatchMode):
+    """The most bytes of tensors that live at the same time, by their storages, without the inputs."""
+
+    def __init__(self, *inputs):
+        super().__init__()
+        self.live = {tensor.untyped_storage()._cdata: 0 for tensor in inputs}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return result
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_of_8192_tokens_take_at_most_five_gigabytes(temperature):
+    """On meta tensors with a GPU's largest chunk of 4,096 tokens: one buffer of logits for teacher and contrasts."""
+    n, hidden, vocabulary = 8192, 4096, 151_936
+    with torch.device("meta"):
+        head = LMHead(torch.empty(vocabulary, hidden), temperature=temperature)
+        states = TeacherStates(torch.empty(n, hidden), torch.empty(1, n, hidden), head)
+        ids = torch.empty(n, dtype=torch.long)
+    chunk = 4096 * vocabulary * 4
+    with Held(head.weight, states.hidden, states.contrast_hidden, ids) as held:
+        score_tokens(states, ids, SupportConfig("teacher_topk", 100), 4096)
+    assert chunk < held.peak <= 5.1e9

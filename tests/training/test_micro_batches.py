@@ -1,0 +1,320 @@
+"""Training without padding equals training with it, and reads no more tokens than it says."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig
+from trl.generation import vllm_generation
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from padded import padding_kept
+
+from credit_trl import CreditTrainer
+from credit_trl.training.metrics import CreditWarning
+from credit_trl.training.micro_batches import arrange, even_groups, trim
+from tiny import length_verdicts
+
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def ragged_rollouts(prompts, trainer):
+    """Prompts and completions of many lengths, with the log-probabilities of an engine that differs a little."""
+    tokenizer = trainer.processing_class
+    prompt_ids, completion_ids, logprobs = [], [], []
+    for i, prompt in enumerate(prompts):
+        digest = hashlib.sha256(f"{prompt}{i % 4}".encode()).digest()
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        prompt_ids.append(tokenizer("x" * (digest[1] % 30))["input_ids"] + ids)
+        length = 1 + digest[0] % 40 if digest[0] > 60 else 1
+        completion_ids.append(tokenizer((digest.hex() * 3)[:length])["input_ids"] + [tokenizer.eos_token_id])
+        with torch.no_grad():
+            logits = trainer.model(input_ids=torch.tensor([prompt_ids[-1] + completion_ids[-1]])).logits[0]
+        logps = logits[len(prompt_ids[-1]) - 1 : -1].log_softmax(-1)
+        sampled = logps.gather(-1, torch.tensor(completion_ids[-1])[:, None])[:, 0]
+        noise = torch.randn(len(sampled), generator=torch.Generator().manual_seed(digest[2]))
+        logprobs.append([None, *(sampled + 0.1 * noise).tolist()[1:]])
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+
+class Engine:
+    """Stand-in for vLLM's engine, which `ragged_rollouts` does not use."""
+
+    def __init__(self, **options) -> None:
+        pass
+
+    def sleep(self, level: int) -> None:
+        pass
+
+
+@pytest.fixture
+def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # TRL sets them; monkeypatch restores them
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", Engine, raising=False)
+
+    def make(lora=False, vllm=False, **options):
+        engine = {"use_vllm": True, "vllm_mode": "colocate"} if vllm else {}
+        config = make_config(**{"max_completion_length": 48, "max_steps": 8, **engine, **options})
+        trainer = CreditTrainer(
+            make_model(),
+            length_verdicts,
+            config,
+            dataset,
+            processing_class=tokenizer,
+            rollout_func=ragged_rollouts,
+            peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
+        )
+        if vllm:
+            trainer.vllm_generation.sync_weights = lambda: None
+        return trainer
+
+    return make
+
+
+class Reads:
+    """Tokens that enter the student's embedding, with gradient and without; generation is not counted."""
+
+    def __init__(self, trainer):
+        self.update = self.no_grad = 0
+        self.trainer = trainer
+        trainer.model.get_input_embeddings().register_forward_hook(self._count)
+        generate = trainer.rollout_func
+
+        def uncounted(*args):
+            before = self.no_grad
+            generated = generate(*args)
+            self.no_grad = before
+            return generated
+
+        trainer.rollout_func = uncounted
+
+    def _count(self, module, args, output):
+        if torch.is_grad_enabled():
+            self.update += args[0].numel()
+        else:
+            self.no_grad += args[0].numel()
+
+
+def trained(trainer, **arguments):
+    """Logged losses and gradient norms, and the weights of a run."""
+    trainer.train(**arguments)
+    log = [row for row in trainer.state.log_history if "loss" in row]
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return [(row["loss"], row["grad_norm"]) for row in log], weights, log
+
+
+def assert_equal_runs(first, second):
+    """To 1e-6 in fp32: sums are ordered otherwise where rows are shorter or share another micro-batch."""
+    torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(second[0]), rtol=1e-6, atol=1e-6)
+    assert first[1].keys() == second[1].keys()
+    for name, weight in first[1].items():
+        assert (weight - second[1][name]).abs().max() <= 1e-6, name
+
+
+CASES = {
+    "full": {},
+    "packed": {"update_packed": True},
+    "lora": {"lora": True},
+    "accumulated": ACCUMULATED,
+    "accumulated-packed": ACCUMULATED | {"update_packed": True, "loss_type": "grpo"},
+    "two-steps-a-batch": {"per_device_train_batch_size": 4, "steps_per_generation": 2},
+    "iterations": {"num_iterations": 2, "update_packed": True},
+    "full-support": {"distillation_support": "full", "lora": True, "update_packed": True},
+    "mixed": ACCUMULATED | {"distillation_weight": 0.5},
+    **{f"engine-{mode}": {"vllm": True, "vllm_importance_sampling_mode": mode} for mode in MODES},
+    "engine-renormalize": ACCUMULATED | {"vllm": True, "distillation_tail": "renormalize", "update_packed": True},
+    "engine-two-steps": {"vllm": True, "per_device_train_batch_size": 4, "steps_per_generation": 2},
+}
+FAST = ("packed", "accumulated", "engine-sequence_mask")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES]
+)
+def test_run_equals_the_padded_run(make_trainer, name):
+    options = {"optim": "sgd", "learning_rate": 0.02, **CASES[name]}
+    if name.startswith("engine"):
+        options |= {"vllm_importance_sampling_clip_max": 1.2, "vllm_importance_sampling_clip_min": 0.8}
+    steps = 3 if name in FAST else 8
+    with padding_kept():
+        expected = trained(make_trainer(**options, max_steps=steps))
+    assert_equal_runs(trained(make_trainer(**options, max_steps=steps)), expected)
+    if name.startswith("engine"):
+        ratios = [row["sampling/importance_sampling_ratio/min"] for row in expected[2]]
+        assert min(ratios) < 0.9
+        uncorrected = trained(make_trainer(**options, max_steps=steps, vllm_importance_sampling_correction=False))
+        assert max(abs(a[0] - b[0]) for a, b in zip(uncorrected[0], expected[0], strict=True)) > 1e-4
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_resume_inside_the_window_is_bitwise(make_trainer, tmp_path, packed):
+    options = ACCUMULATED | {
+        "gradient_accumulation_steps": 2,  # two optimizer steps use a batch; the checkpoint is between them
+        "update_packed": packed,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "max_steps": 6,
+    }
+    whole = trained(make_trainer(output_dir=str(tmp_path / "whole"), **options))
+    checkpoint = tmp_path / "resumed" / "checkpoint-3"
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", checkpoint)
+    stored = torch.load(checkpoint / "rollouts_0.pt", weights_only=True)
+    assert len({batch["completion_ids"].shape[1] for batch in stored}) > 1  # each is cut to its own length
+    resumed = trained(
+        make_trainer(output_dir=str(tmp_path / "resumed"), **options), resume_from_checkpoint=str(checkpoint)
+    )
+    assert resumed[0] == whole[0]
+    assert all(torch.equal(weight, resumed[1][name]) for name, weight in whole[1].items())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("vllm", [False, True])
+def test_student_reads_what_the_lengths_say(make_trainer, packed, vllm):
+    options = {"lora": False, "gradient_checkpointing": False, "max_steps": 2}
+    trainer = make_trainer(vllm=vllm, update_packed=packed, **ACCUMULATED, **options)
+    reads, batches = Reads(trainer), []
+    compute = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: batches.append(inputs) or compute(model, inputs)
+    trainer.train()
+    lengths = [(x["prompt_mask"].sum(1) + x["completion_mask"].sum(1)).tolist() for x in batches]
+    valid = sum(map(sum, lengths))
+    assert len(lengths) == 8
+    assert reads.update == (valid if packed else sum(len(of_batch) * max(of_batch) for of_batch in lengths))
+    assert reads.no_grad == 0  # a generation batch is one step
+    assert valid < reads.update < 1.3 * valid or packed
+    factors = [row["credit/padding_factor"] for row in trainer.state.log_history if "loss" in row]
+    assert sum(factors) / 2 == pytest.approx(reads.update / valid, rel=0.05)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pass_of_old_logps_reads_no_padding_of_the_batch(make_trainer, packed):
+    options = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "max_steps": 4, "update_packed": packed}
+    trainer = make_trainer(**options)
+    reads = Reads(trainer)
+    trainer.train()
+    batches = trainer._buffered_inputs
+    lengths = [n for x in batches for n in (x["prompt_mask"].sum(1) + x["completion_mask"].sum(1)).tolist()]
+    ordered = sorted(lengths, reverse=True)
+    trimmed = sum(2 * ordered[i] for i in range(0, len(ordered), 2))
+    assert reads.no_grad == (sum(lengths) if packed else trimmed)
+    unread = make_trainer(**options, distillation_is_clip=None)
+    reads = Reads(unread)
+    unread.train()
+    assert reads.no_grad == 0  # no ratio is formed
+
+
+def test_packing_in_vain_warns_and_pads(make_trainer, make_model):
+    trainer = make_trainer(max_steps=1)
+    trainer.model.config._attn_implementation = "eager"
+    trainer.args.update_packed = True
+    with pytest.warns(CreditWarning, match="`update_packed=True` has no effect: .*'eager'"):
+        assert not trainer._enable_packing()
+
+
+def test_weight_zero_keeps_trls_batches(make_trainer):
+    options = ACCUMULATED | {"distillation_weight": 0.0, "max_steps": 2, "update_packed": True}
+    with padding_kept():
+        expected = trained(make_trainer(**options))
+    result = trained(make_trainer(**options))
+    assert result[0] == expected[0]
+    assert all(torch.equal(weight, result[1][name]) for name, weight in expected[1].items())
+
+
+lengths_and_count = st.integers(1, 6).flatmap(
+    lambda count: st.tuples(
+        st.lists(st.integers(1, 900), min_size=count, max_size=6 * count).map(lambda x: x[: len(x) // count * count]),
+        st.just(count),
+    )
+)
+
+
+@given(lengths_and_count, st.booleans())
+def test_groups_hold_every_sample_once_and_are_even(case, by_total):
+    lengths, count = case
+    groups = even_groups(lengths, count, by_total)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    assert {len(group) for group in groups} == {len(lengths) // count}
+    if not by_total:
+        arrived = [lengths[i : i + len(groups[0])] for i in range(0, len(lengths), len(groups[0]))]
+        longest = sum(max(lengths[i] for i in group) for group in groups)
+        assert longest <= sum(map(max, arrived))
+
+
+def test_even_totals_are_near_their_mean():
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(64, generator=generator) * 0.5 + 6).exp().int().tolist()
+    totals = [sum(lengths[i] for i in group) for group in even_groups(lengths, 8, True)]
+    assert max(totals) < 1.15 * sum(totals) / 8
+
+
+def micro_batch(prompts, completions, prompt_width=6, width=7):
+    """TRL's micro-batch with rows of the given lengths."""
+    mask = (torch.arange(width) < torch.tensor(completions)[:, None]).long()
+    prompt_mask = (torch.arange(prompt_width) >= prompt_width - torch.tensor(prompts)[:, None]).long()
+    ids = torch.arange(len(prompts))[:, None] * 100
+    return {
+        "prompt_ids": ids + torch.arange(prompt_width),
+        "prompt_mask": prompt_mask,
+        "completion_ids": ids + torch.arange(width),
+        "completion_mask": mask,
+        "teacher_logps": torch.rand(len(prompts), width, 3),
+        "importance_sampling_ratio": torch.ones(len(prompts), 1),
+        "context_ids": torch.ones(len(prompts), width, 9),  # not of the completion, whatever its shape
+        "num_items_in_batch": mask.sum(),
+        "num_images": None,
+    }
+
+
+def test_trimming_cuts_columns_of_padding_only():
+    batch = micro_batch([2, 4], [3, 5])
+    cut = trim(batch)
+    assert cut["prompt_ids"].equal(batch["prompt_ids"][:, -4:])
+    assert cut["completion_ids"].equal(batch["completion_ids"][:, :5])
+    assert cut["teacher_logps"].equal(batch["teacher_logps"][:, :5])
+    assert cut["importance_sampling_ratio"].shape == (2, 1)
+    assert cut["context_ids"].shape == (2, 7, 9)
+    empty = trim(micro_batch([1, 1], [0, 0]))  # all truncated
+    assert empty["completion_ids"].shape == (2, 1)
+
+
+def test_samples_stay_within_their_optimizer_step():
+    batches = [micro_batch([1 + i, 6], [7 - i, 1]) for i in range(4)]
+    for i, batch in enumerate(batches):
+        batch["sample"] = [f"{i}a", f"{i}b"]
+    even = arrange(batches, 2, packed=False)
+    assert [set(even[0]["sample"] + even[1]["sample"]), set(even[2]["sample"] + even[3]["sample"])] == [
+        {"0a", "0b", "1a", "1b"},
+        {"2a", "2b", "3a", "3b"},
+    ]
+    kept = arrange(batches, 1, packed=False)
+    assert [batch["sample"] for batch in kept] == [batch["sample"] for batch in batches]
+    for batch in even:
+        for row, name in enumerate(batch["sample"]):
+            own = batches[int(name[0])]
+            at = own["sample"].index(name)
+            width = batch["teacher_logps"].shape[1]
+            assert batch["teacher_logps"][row].equal(own["teacher_logps"][at][:width])
+
+
+@pytest.mark.parametrize(
+    ("options", "window"),
+    [
+        (ACCUMULATED, 4),
+        (ACCUMULATED | {"gradient_accumulation_steps": 2}, 2),
+        (ACCUMULATED | {"loss_type": "bnpo"}, 1),  # divides by the tokens of a micro-batch
+        (ACCUMULATED | {"steps_per_generation": 8, "gradient_accumulation_steps": 3}, 1),
+    ],
+)
+def test_window_is_the_part_of_a_batch_in_one_step(make_trainer, options, window):
+    assert make_trainer(**options)._exchange_window == window
