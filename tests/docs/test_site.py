@@ -162,7 +162,7 @@ def test_every_module_is_in_the_reference_or_internal():
 
 
 def test_pages_stay_within_their_size():
-    """174 KB in total, and 20 KB per page outside the API reference."""
+    """176 KB in total, and 20 KB per page outside the API reference."""
     sizes = {path.name: path.stat().st_size for path in (ROOT / "docs").glob("*.md")}
-    assert sum(sizes.values()) <= 174 * 1024
+    assert sum(sizes.values()) <= 176 * 1024
     assert {name for name, size in sizes.items() if size > 20 * 1024} - {"api.md"} == set()

@@ -20,13 +20,14 @@ from credit_trl.rollout.vllm import PolicyGeneration
 from credit_trl.rollout.vllm_client import WatchedClient
 from credit_trl.trainer import CreditTrainer
 from credit_trl.training.checkpoints import EpochRepeatSampler, ResumableTrainer
+from credit_trl.training.micro_batches import UnpaddedTrainer
 from credit_trl.training.reporting import ReportingTrainer
 from credit_trl.training.trl_compat import ATTRIBUTES, HOOKS, TESTED_TRL, check_trl, missing_attributes
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(credit_trl.__file__).parent
 SUBCLASSES = {
-    GRPOTrainer: (ResumableTrainer, ReportingTrainer, CreditTrainer),
+    GRPOTrainer: (ResumableTrainer, UnpaddedTrainer, ReportingTrainer, CreditTrainer),
     RepeatSampler: (EpochRepeatSampler,),
     VLLMGeneration: (PolicyGeneration,),
     VLLMClient: (WatchedClient,),
@@ -34,8 +35,8 @@ SUBCLASSES = {
 # Modules that read attributes of a trainer, of a generation layer and of a client, by the names of their variables.
 READERS = {
     GRPOTrainer: (
-        "trainer training/checkpoints training/reporting training/model_card teacher/models training/adaptive "
-        "training/drift evaluation/trainer_engine evaluation/callback lab/analysis/callback".split(),
+        "trainer training/checkpoints training/micro_batches training/reporting training/model_card teacher/models "
+        "training/adaptive training/drift evaluation/trainer_engine evaluation/callback lab/analysis/callback".split(),
         ("self", "trainer"),
     ),
     RepeatSampler: (["training/checkpoints"], ("self",)),

@@ -73,7 +73,9 @@ ATTRIBUTES = {
         "current_gradient_accumulation_steps environment_factories environments eos_token_ids eval_dataset "
         "hub_model_id loss_type max_completion_length model model_wrapped num_generations num_generations_eval "
         "num_iterations processing_class reward_funcs reward_weights router_aux_loss_coef shuffle_dataset state "
-        "temperature tools train_dataset use_vllm vllm_generation".split()
+        "temperature tools train_dataset use_vllm vllm_generation "
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_correction "
+        "vllm_importance_sampling_mode".split()
     ),
     RepeatSampler: ("generator", "num_samples", "seed", "shuffle"),
     VLLMGeneration: tuple(

@@ -131,7 +131,8 @@ def test_tokens_and_operations_equal_counts_by_hand():
         "scored": 64 * 4 * 150,
         "trained": 64 * 110,
         "padding": padding,
-        "old_logps": 0,
+        # The batch is several steps, so that a ratio needs them.
+        "old_logps": round(64 * 110 * padding_factor(setup, Lengths(10, 100, 50), whole_batch=True)),
     }
     assert work.operations["scores"] == 2 * shape.parameters * 64 * 4 * 150
     assert work.operations["update"] == 8 * shape.parameters * (
