@@ -59,7 +59,7 @@ class Answer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, help="default: those of the quickstart")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--run", type=Path, default=Path("runs/figures"), help="run directory; a finished run is not repeated"

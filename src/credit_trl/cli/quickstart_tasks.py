@@ -67,16 +67,25 @@ def quickstart_task(model: str) -> QuickstartTask:
 
 
 def _embedded() -> QuickstartTask:
-    """16 prompts of 4 rollouts per step; learning rate, warm-up and teacher for half a million parameters."""
+    """16 prompts of 4 rollouts per step; learning rate and its schedule for half a million parameters.
+
+    A frozen teacher does not unlearn to read feedback as an average of the policy does. With reverse KL and JSD a cue
+    could stay unlearnt (seeds 100 to 102): where the policy's probability of the right topic has become small, their
+    gradients vanish, that of forward KL does not.
+    """
     from credit_trl.tasks import quickstart
 
     options = {
-        "max_steps": 100,
+        "max_steps": 130,
         "per_device_train_batch_size": 64,
         "num_generations": 4,
         "max_completion_length": 32,
-        "learning_rate": 1e-3,
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 30},
         "warmup_steps": 10,
+        "teacher_model_kind": "base",
+        "distillation_alpha": 0.0,
         "bf16": False,
     }
     return QuickstartTask(
