@@ -190,6 +190,14 @@ def test_an_offloaded_teacher_is_on_the_gpu_while_it_scores(make_config):
     assert saved == {"rollout": whole, "scores": 0, "update": whole}
 
 
+def test_a_trust_region_stores_the_average_and_the_base(make_config):
+    setup, shape = setup_of(make_config), load_shape("Qwen/Qwen3-8B")
+    base, average, both = (
+        memory.teacher_bytes(shape, replace(setup, teacher=kind)) for kind in ("base", "ema", "trust_region")
+    )
+    assert both == base + average > average > 0
+
+
 def test_more_processes_keep_the_rollouts_of_a_step(make_config):
     """The change names all settings that keep the rollouts of an optimizer step."""
     shape = load_shape("Qwen/Qwen3-8B")

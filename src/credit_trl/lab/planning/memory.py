@@ -6,7 +6,7 @@ estimated from shapes. What a phase allocates is free in the next one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -111,7 +111,12 @@ def optimizer_state_bytes(shape: Shape, setup: Setup) -> int:
 
 
 def teacher_bytes(shape: Shape, setup: Setup) -> int:
-    """Weights of π_ref: an fp32 average, with LoRA of the adapter only; for `"base"`, a copy of the loaded weights."""
+    """Weights of π_ref: an fp32 average, with LoRA of the adapter only; for `"base"`, a copy of the loaded weights.
+
+    A trust region stores both.
+    """
+    if setup.teacher == "trust_region":
+        return sum(teacher_bytes(shape, replace(setup, teacher=kind)) for kind in ("ema", "base"))
     if not setup.distills or setup.teacher == "live":
         return 0
     count = trainable_parameters(shape, setup)

@@ -83,7 +83,7 @@ class Setup:
     contrasts: int  # C, 0 without contrast
     support: SupportConfig
     distills: bool  # whether the distillation loss has a weight
-    teacher: str  # "ema", "base" or "live"
+    teacher: str  # "ema", "base", "live" or "trust_region"
     teacher_offload: bool  # the teacher is in main memory except while it scores
     scoring_tokens: int  # per scoring pass
     checkpointing: bool  # activations are recomputed
@@ -162,7 +162,7 @@ def make_setup(
         ValueError: a generation batch that is not divisible among the processes, or FSDP version 1.
     """
     processes = int(launcher.get("num_processes") or 1)
-    _check_batch(training, processes)
+    _check_training(training, processes)
     strategy = _strategy(launcher, processes)
     weight_bytes = 2 if model.dtype in ("bfloat16", "float16", "auto") else 4
     deepspeed, fsdp = launcher.get("deepspeed_config") or {}, launcher.get("fsdp_config") or {}
@@ -201,7 +201,12 @@ def make_setup(
     )
 
 
-def _check_batch(training: CreditConfig, processes: int) -> None:
+def _check_training(training: CreditConfig, processes: int) -> None:
+    if training.teacher_model_kind == "model":
+        raise ValueError(
+            "The plan has no shape of another model: plan with `--teacher_model_kind base`, without "
+            "`teacher_model_name_or_path`, and add that model's weights on each GPU and its time per scored token."
+        )
     batch, size = training.generation_batch_size, training.per_device_train_batch_size
     if batch % (size * processes):
         raise ValueError(

@@ -147,12 +147,13 @@ def padding_factor(setup: Setup, lengths: Lengths, whole_batch: bool = False) ->
 
 def _scored_tokens(setup: Setup, lengths: Lengths) -> int:
     """Tokens that are scored for one rollout."""
-    return (1 + setup.contrasts) * (lengths.context + lengths.completion) if setup.distills else 0
+    passes = (1 + setup.contrasts) * (2 if setup.teacher == "trust_region" else 1)
+    return passes * (lengths.context + lengths.completion) if setup.distills else 0
 
 
 def _teacher_traffic(setup: Setup, trained: int) -> float:
     """Bytes of an EMA update: ZeRO-3 gathers policy and average and returns the average; others move nothing."""
-    if setup.strategy != "zero3" or setup.teacher != "ema" or not setup.distills:
+    if setup.strategy != "zero3" or setup.teacher not in ("ema", "trust_region") or not setup.distills:
         return 0.0
     return trained * (setup.compute_bytes if setup.lora else setup.compute_bytes + 2 * 4)
 
