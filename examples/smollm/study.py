@@ -4,7 +4,7 @@
     python examples/smollm/study.py --arms sdpo --seeds 10 11     # some of them
     python examples/smollm/study.py --summary                     # the table of the rows there are
 
-A run takes about 15 minutes on two cores. A row has held-out accuracy, frame rate, response length, accuracy on real
+A row has held-out accuracy, frame rate, response length, accuracy on real
 requests (`--real`, a file of `real_requests.py`), general damage (`unrelated.py`) and the first evaluated step with 15
 points more than the base. Runs whose row exists are not repeated. Settings were chosen on seeds below 10.
 """
