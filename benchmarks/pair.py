@@ -39,11 +39,11 @@ class Pair:
 
     tokens: int = LIGER["tokens"]
     hidden: int = LIGER["hidden"]
-    student_hidden: int = 0
     vocabulary: int = LIGER["vocabulary"]
     topk: int = 100
     dtype: str = "bfloat16"
     device: str = "cuda"
+    student_hidden: int = 0
 
 
 def liger_shape() -> Pair:

@@ -116,7 +116,8 @@ def _credit(workload: Workload, directory: str) -> MakeUpdate:
         # TRL's preparation of a generation batch, whose completions and contexts are given.
         trainer._generate = lambda prompts: _generated(batch)
         trainer._build_contexts = lambda generation_batch: contexts
-        rows = [row for row in trainer.train_dataset.select(range(workload.batch // 2)) for _ in range(2)]
+        trainer.num_generations = min(2, workload.batch)
+        rows = [trainer.train_dataset[i // 2] for i in range(workload.batch)]
 
         def update() -> None:
             trainer._buffered_inputs = None

@@ -91,6 +91,7 @@ def test_plan_has_the_shapes_of_the_models():
         "credit, triton, renormalize": ("credit", "triton", "renormalize"),
         "sdpo": ("sdpo", "torch", "bucket"),
         "grpo": ("grpo", "torch", "bucket"),
+        "distillation": ("distillation", "torch", "bucket"),
     }
 
 
