@@ -37,7 +37,6 @@ def machine(tmp_path, monkeypatch):
 
 TARGETS = [
     "make lint test",
-    "make test-trl TRL=1.15.0",
     "make test-vllm",
     "make quickstart",
     "make docs wheel notebooks",
