@@ -153,7 +153,8 @@ def test_base_teacher_scores_with_initial_weights(make_trainer, kind):
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_importance_ratio_of_stale_engine_scales_distillation(make_trainer, mode):
     options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2}
-    trainer = make_trainer(loss_type="grpo", max_steps=1, **options)
+    # With two optimizer steps per generation batch, TRL computes the ratio; with one, the loss does.
+    trainer = make_trainer(loss_type="grpo", max_steps=1, steps_per_generation=2, **options)
     generate, sampled = trainer.vllm_generation.generate, []
 
     def keeping(*args, **kwargs):
