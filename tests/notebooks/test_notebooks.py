@@ -144,6 +144,7 @@ def test_first_notebook_runs_with_a_few_steps():
     notebook = after_switch(
         read(NAMES[0]),
         "SETTINGS |= {'max_steps': 2, 'per_device_train_batch_size': 16, 'warmup_steps': 0}\n"
+        "SETTINGS |= {'lr_scheduler_type': 'constant', 'lr_scheduler_kwargs': None}\n"
         "EVALUATION |= {'eval_steps': 2, 'k': 1, 'max_prompts': 24}",
     )
     text = printed(execute(notebook))

@@ -187,7 +187,8 @@ def test_training_runs_from_the_wheel(clean, tmp_path):
 
 # Notebook -> what its switched cell is followed by, so that it takes seconds.
 FEWER_STEPS = {
-    "01_quickstart": "SETTINGS |= {'max_steps': 2, 'per_device_train_batch_size': 16, 'warmup_steps': 0}\n"
+    "01_quickstart": "SETTINGS |= {'max_steps': 2, 'per_device_train_batch_size': 16, 'warmup_steps': 0,\n"
+    "'lr_scheduler_type': 'constant', 'lr_scheduler_kwargs': None}\n"
     "EVALUATION |= {'eval_steps': 2, 'k': 1, 'max_prompts': 24}",
     "02_your_own_verifier": "SETTINGS |= {'max_steps': 2, 'warmup_steps': 0}",
     "03_see_the_credit": "",
