@@ -72,6 +72,7 @@ def test_processes_match_single_process(tmp_path, processes, options):
 
     for ours, theirs in zip(many[0]["log"], single["log"], strict=True):
         credit = [name for name in theirs if name.startswith("credit/") and "seconds" not in name]
+        credit.remove("credit/padding_factor")  # of the micro-batches, which depend on the processes
         for name in [*credit, "loss", "grad_norm", "reward"]:
             expected = theirs[name] if theirs[name] is None else pytest.approx(theirs[name], rel=1e-3, abs=1e-5)
             assert ours[name] == expected, name

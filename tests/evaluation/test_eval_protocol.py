@@ -260,8 +260,8 @@ def test_evaluation_with_nan_metrics_and_surrogates_resumes(tmp_path):
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_non_finite_reward_raises_with_prompt_id(reward):
-    with pytest.raises(ValueError, match="'q0'"):
+def test_non_finite_reward_raises_with_the_task(reward):
+    with pytest.raises(ValueError, match=f"'letters' returned the reward {reward} for completion 0"):
         evaluate(FakeEngine(), rewarded(lambda completions, **columns: [reward] * len(completions)), 2, progress=False)
 
 

@@ -409,6 +409,8 @@ def test_mismatched_arguments_are_refused_by_name():
 @pytest.fixture
 def mesh():
     """A device mesh of one process."""
+    if dist.is_initialized():  # by an earlier test of this process
+        dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

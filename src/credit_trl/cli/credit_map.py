@@ -95,6 +95,8 @@ def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> 
         known = CreditConfig.__dataclass_fields__
         given |= {n: v for n, v in _read_options(Path(path)).items() if n in known and _affects_credit(n)}
     given |= {n: v for n, v in vars(args).items() if v is not None and _affects_credit(n)}
+    if args.contrastive_coef is not None:  # a run that adapts λ has options that a fixed λ refuses
+        given = {n: v for n, v in given.items() if not n.startswith("contrastive_auto_")}
     given.setdefault("contrastive_count", 1 if given.get("contrastive_source") == "none" else 4)
     return analysis_config(**given)
 

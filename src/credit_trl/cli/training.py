@@ -224,6 +224,7 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
 
     if script_args.task is None:
         raise ValueError("`--avg_at_k` evaluates on a task's test split: give `--task NAME`.")
+    trainer.run_log.facts["task"] = script_args.task
     evaluation = EvaluationCallback(
         trainer,
         script_args.task,

@@ -25,7 +25,7 @@ WORLDS = ("plain", "shortcut")
 
 
 def write_world(write, world, spec, scores=None, planted=None, forgets=False):
-    """Write two seeds of every arm of a sweep.
+    """Write three seeds of every arm of a sweep.
 
     Args:
         scores: (arm, group) → final accuracy, by default 1 on known, 0.7 on unknown and 0.25 on hold-out cues.
@@ -39,7 +39,7 @@ def write_world(write, world, spec, scores=None, planted=None, forgets=False):
     for arm in sorted({arm.name for arm in read_spec(STUDY / f"{spec}.yaml").arms()}):
         options = dict(part.split("=") for part in arm.split() if "=" in part)
         strength = float(options.get("λ", 0.0))
-        for seed in (1, 2):
+        for seed in (1, 2, 3):
             final = {p: scores.get((arm, g), defaults[g]) + noise[p] + 0.001 * seed for p, g in PROMPTS.items()}
             steps = {0: {p: 0.25 + noise[p] for p in PROMPTS}, 20: final}
             if forgets:
@@ -129,11 +129,11 @@ def test_claims_count_the_verdicts_of_their_contrasts(study, worlds):
 
 def test_seed_difference_is_a_paired_t_interval(study, worlds):
     module, arms = study("worlds"), ("CREDIT λ=0.5", "CREDIT λ=0.05")
-    numbers = {(arm, seed): value for arm, values in zip(arms, ((1.0, 1.5), (0.7, 0.9)), strict=True)
-               for seed, value in zip((1, 2), values, strict=True)}  # fmt: skip
+    numbers = {(arm, seed): value for arm, values in zip(arms, ((1.0, 1.5, 1.2), (0.7, 0.9, 0.8)), strict=True)
+               for seed, value in zip((1, 2, 3), values, strict=True)}  # fmt: skip
     found = module.seed_difference(worlds["plain"], *arms, lambda run: numbers[run.arm, run.seed])
-    low, high = stats.ttest_rel((1.0, 1.5), (0.7, 0.9)).confidence_interval(0.95)
-    assert found == f"{0.45:+.3f} [{low:+.3f}, {high:+.3f}]"
+    low, high = stats.ttest_rel((1.0, 1.5, 1.2), (0.7, 0.9, 0.8)).confidence_interval(0.95)
+    assert found == f"{1.3 / 3:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def test_change_of_s_compares_first_and_last_steps(study, worlds):
@@ -191,8 +191,8 @@ def test_collapsed_runs_are_counted_by_method_and_teacher(study, tmp_path):
         for sweep in ("long_choice", "long"):
             write_world(writer(tmp_path), f"{world}-{sweep}", sweep, scores if sweep == "long" else None)
     counts = study("endings").collapsed_section(study("endings").read_endings(tmp_path))[-1]
-    assert "| SDPO | averaged | 8 | 2 |" in counts
-    assert "| SDPO | frozen | 8 | 0 |" in counts
+    assert "| SDPO | averaged | 12 | 3 |" in counts
+    assert "| SDPO | frozen | 12 | 0 |" in counts
 
 
 def test_first_choice_excludes_arms_with_the_shortcut(study, tmp_path):

@@ -90,7 +90,10 @@ class JointLM(nn.Module):
         inputs = self.joint.sizes[0]
         return [self.vocabulary + x] + ([] if z is None else [self.vocabulary + inputs + z])
 
-    def read(self, input_ids: Tensor, attention_mask: Tensor, use_cache: bool = False) -> SimpleNamespace:
+    def read(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False
+    ) -> SimpleNamespace:
+        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         hidden = torch.full((*input_ids.shape, self.size), -1e9, dtype=torch.float64)
         for row, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
             ids = ids[: sum(mask)]

@@ -19,7 +19,7 @@ from credit_trl.lab.analysis.tokenmap_html import write_html
 from credit_trl.lab.analysis.tokenmap_parquet import read_parquet
 from credit_trl.rollout.batch import loss_mask
 
-talk = test_turns.talk  # the fixture
+scripted = test_turns.scripted  # the fixture
 
 
 def verdicts(completions, answer, **kwargs) -> list[Verdict]:
@@ -130,8 +130,8 @@ def test_maps_show_lambda_gate_and_contrasts_of_each_option(train, options):
         assert coefs[0] == trainer.args.contrastive_auto_start != coefs[1]
 
 
-def test_turn_feedback_is_scored_as_in_the_loss(talk, monkeypatch, tmp_path):
-    trainer = talk(contrastive_form="guide", contrastive_coef=0.7, teacher_model_kind="live", loss_type="bnpo")
+def test_turn_feedback_is_scored_as_in_the_loss(scripted, monkeypatch, tmp_path):
+    trainer = scripted(contrastive_form="guide", contrastive_coef=0.7, teacher_model_kind="live", loss_type="bnpo")
     inputs, built = test_turns.batch(trainer)
     trainer._step = 1  # one micro-batch of this generation batch has been seen
     responses = CreditMapCallback(trainer=trainer)._current_rollouts(1)

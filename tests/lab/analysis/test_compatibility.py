@@ -218,7 +218,7 @@ class LetterLM(nn.Module):
     def forward(self, *args):
         raise AssertionError("only the backbone may run")
 
-    def read(self, input_ids, attention_mask, use_cache):
+    def read(self, input_ids, attention_mask=None, use_cache=False):
         hidden = torch.full((*input_ids.shape, len(self.tokenizer)), -60.0, dtype=torch.float64)
         for row, text in enumerate(self.tokenizer.batch_decode(input_ids)):
             number = int(re.search(r"Question (\d+)", text)[1])
