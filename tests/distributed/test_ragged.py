@@ -96,9 +96,8 @@ UNPADDED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "fsdp2-packed" else pytest.mark.slow) for n in UNPADDED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNPADDED)
 def test_processes_without_padding_equal_processes_with_it(tmp_path, name):
     """Ranks with completions of other lengths, accumulated over four micro-batches, half without a teacher."""
     wrapper, options = UNPADDED[name]

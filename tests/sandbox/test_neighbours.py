@@ -184,22 +184,19 @@ def test_socket_buffers_cannot_be_enlarged(sandbox) -> None:
     assert run_one(sandbox, source).stdout == "refused\nrefused\nTrue\nruns\n"
 
 
-def test_buffers_of_sockets_and_pipes_count_as_memory(sandbox) -> None:
-    """Full buffers in several processes, whose resident memory alone is within the limit."""
+@pytest.mark.parametrize("make", ["socket.socketpair()", "os.pipe()"])
+def test_buffers_of_sockets_and_pipes_count_as_memory(sandbox, make) -> None:
+    """Buffers of several processes, whose resident memory alone is within the limit."""
     needs_processes(sandbox)
-    source = """
+    source = f"""
     import os, socket, time
     for _ in range(7):
         if os.fork() == 0: break
-    for make in (socket.socketpair, os.pipe):
-        kept = []
-        try:
-            while len(kept) < 400: kept += make()
-        except OSError:
-            pass
+    kept = []
+    while len(kept) < 900: kept += {make}
     time.sleep(5)
     print("ESCAPED")
     """
-    limits = Limits(memory_bytes=128 * MIB, open_files=256, wall_seconds=10)
+    limits = Limits(memory_bytes=128 * MIB, open_files=1024, wall_seconds=10)
     outcome = run_one(sandbox, source, limits=limits)
     assert (outcome.status, outcome.stdout) == ("memory", "")
