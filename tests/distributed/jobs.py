@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+import rounding  # noqa: F401, registers a quantizer
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl.evaluation import EvaluationCallback
 from credit_trl.loss import distillation
 from credit_trl.tasks.registry import Task, batch_of
+from credit_trl.teacher.external import ModelTeacher
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_shape
 from distributed import cpu_fsdp2, credit_run, standin_engine
@@ -204,7 +206,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     gathered = largest_gather(made.teacher) if wrapper == "zero3" else []
     made.train(resume_from_checkpoint=get_last_checkpoint(str(out / "run")) if resume else None)
     weights = {name: whole(p) for name, p in made.accelerator.unwrap_model(made.model).named_parameters()}
-    teacher = getattr(made.teacher, "named_weights", dict)()
+    teacher = named_weights(made.teacher)
     saved = {"weights": weights, "teacher": {n: whole(p) for n, p in teacher.items()}, "engine": {}}
     if made.use_vllm:
         saved["engine"] = made.vllm_generation.llm.weights
@@ -214,6 +216,13 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def named_weights(teacher: Teacher) -> dict[str, torch.Tensor]:
+    """Weights of a teacher by name; none of a live teacher."""
+    if isinstance(teacher, ModelTeacher):
+        return dict(teacher.unwrapped(teacher.model).named_parameters())
+    return getattr(teacher, "named_weights", dict)()
 
 
 def do_not_compile() -> None:

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from trl import DistillationConfig, DistillationTrainer
 
+import rounding
 from credit_trl import CreditTrainer
 from test_trainer_parity import assert_close, loss_and_gradients, prepared
 from tiny import length_verdicts
@@ -107,6 +108,35 @@ def test_every_use_trains_and_leaves_the_teacher_as_it_was(make_trainer, save_te
 def test_init_kwargs_set_the_dtype(make_trainer, save_teacher):
     trainer = make_trainer(save_teacher(), teacher_model_init_kwargs={"dtype": "bfloat16"}, **PLAIN)
     assert trainer.teacher.model.dtype == torch.bfloat16
+
+
+def test_a_teacher_is_loaded_by_the_quantizer_of_its_options(make_trainer, save_teacher):
+    path = save_teacher()
+    plain, quantized = (make_trainer(path, teacher_model_init_kwargs=o, **PLAIN) for o in (None, rounding.OPTIONS))
+    weights = [dict(t.teacher.model.named_parameters()) for t in (plain, quantized)]
+    for name, weight in weights[0].items():
+        is_linear = "proj" in name or "lm_head" in name
+        assert torch.equal(weights[1][name], rounding.rounded(weight) if is_linear else weight), name
+    assert torch.isfinite(loss_and_gradients(quantized, prepared(quantized))[0])
+
+
+def test_a_quantized_teacher_is_not_moved(make_trainer, save_teacher):
+    with pytest.raises(ValueError, match=r"quantized weights cannot be moved\. Remove one of `teacher_offload` and"):
+        make_trainer(save_teacher(), teacher_model_init_kwargs=rounding.OPTIONS, teacher_offload=True, **PLAIN)
+
+
+@pytest.mark.slow
+def test_a_teacher_of_four_bits_scores_as_its_dequantized_weights(make_trainer, save_teacher):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: `make test-slow` installs it")
+    path = save_teacher(hidden_size=64, intermediate_size=64, head_dim=32)  # it quantizes blocks of 64 weights
+    options = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "dtype": "float32"}
+    trainer = make_trainer(path, teacher_model_init_kwargs=options, **PLAIN)
+    stored = trainer.teacher.model.model.layers[0].mlp.up_proj.weight
+    assert stored.dtype == torch.uint8
+    scores = prepared(trainer)["teacher_token_logps"]
+    trainer.train()
+    trainer.teacher.model = trainer.teacher.model.dequantize()
+    torch.testing.assert_close(prepared(trainer)["teacher_token_logps"], scores, rtol=1e-3, atol=1e-3)
 
 
 def test_an_adapter_of_the_teacher_changes_its_scores(make_trainer, make_model, save_teacher, tmp_path):

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default=DEFAULT_GPU, help=f"kind of GPU (default {DEFAULT_GPU})")
     parser.add_argument("--gpu_memory", type=float, help="memory in GiB (default: that of the GPU's data sheet)")
     parser.add_argument("--model_config", help="config.json of the model, if its sizes are unknown")
+    parser.add_argument("--teacher_config", help="the same of `teacher_model_name_or_path`")
     parser.add_argument("--max_prompt", type=int, default=2048, help="tokens of the longest prompt (default 2048)")
     parser.add_argument("--mean_prompt", type=int, help="mean tokens per prompt (default: a quarter of the longest)")
     parser.add_argument("--mean_completion", type=int, help="mean tokens per completion (default: a quarter)")
@@ -59,7 +60,7 @@ def plan_of(args: argparse.Namespace, training_arguments: list[str]) -> Plan:
     from credit_trl.lab.planning.report import make_plan
     from credit_trl.lab.planning.setup import GIB, GPUS, make_setup
     from credit_trl.lab.planning.shape import load_shape
-    from credit_trl.lab.planning.work import default_lengths
+    from credit_trl.lab.planning.work import default_lengths, mean_context
 
     if args.gpu not in GPUS:
         raise ValueError(
@@ -73,10 +74,14 @@ def plan_of(args: argparse.Namespace, training_arguments: list[str]) -> Plan:
     if model.model_name_or_path is None:
         raise ValueError("give a model: `--model_name_or_path`.")
     shape = load_shape(model.model_name_or_path, args.model_config)
-    setup = make_setup(run.training, model, run.launcher, gpu, mixed=run.mixed, max_prompt=args.max_prompt)
+    teacher = run.training.teacher_model_name_or_path
+    if teacher is not None:
+        teacher = load_shape(teacher, args.teacher_config, "--teacher_config")
+    sizes = {"max_prompt": args.max_prompt, "teacher": teacher}
+    setup = make_setup(run.training, model, run.launcher, gpu, mixed=run.mixed, **sizes)
     lengths = default_lengths(setup)
     prompt, completion = args.mean_prompt or lengths.prompt, args.mean_completion or lengths.completion
-    context = args.mean_context or min(setup.context, prompt + completion + 256)
+    context = args.mean_context or mean_context(setup, prompt, completion)
     lengths = replace(lengths, prompt=prompt, completion=completion, context=context)
     return make_plan(shape, setup, lengths, _schedule(args, run))
 

@@ -72,8 +72,8 @@ class TeacherSource:
 class ModelTeacher(Teacher):
     """Teacher with weights of its own that never change.
 
-    It computes in its own dtype; under FSDP2 and DeepSpeed in that of the run's configuration. A checkpoint stores
-    where the weights come from.
+    It computes in its own dtype; under FSDP2 and DeepSpeed in that of the run's configuration. Quantized weights are
+    whole on every process. A checkpoint stores where the weights come from.
 
     Args:
         student: the unwrapped policy.
@@ -89,7 +89,8 @@ class ModelTeacher(Teacher):
         self.source, self.offload = source, offload
         model = source.load(accelerator)
         self.commit = getattr(model.config, "_commit_hash", None)
-        self.model = model.to("cpu") if offload else place_frozen(model, accelerator)
+        is_quantized = getattr(model, "is_quantized", False)  # such weights stay where they were loaded
+        self.model = model if is_quantized else model.to("cpu") if offload else place_frozen(model, accelerator)
         self.model.eval()  # not chained: DeepSpeed's `eval` returns None
 
     @contextmanager
@@ -145,12 +146,8 @@ def build_teacher(
     kind, offload = config.teacher_model_kind, config.teacher_offload
     if kind != "model":
         return make_teacher(kind, student, accelerator, offload)
-    if offload and accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
-        raise ValueError(
-            "`teacher_offload=True` needs an unsharded teacher, and FSDP and DeepSpeed shard it (use their "
-            "configuration to offload it). Set `teacher_offload=False`."
-        )
     source = TeacherSource.of(config)
+    _check_placement(source, accelerator, offload)
     check_same_vocabulary(tokenizer, _tokenizer_of(source), source.name)
     teacher = ModelTeacher(student, accelerator, source, offload)
     own, others = (
@@ -162,6 +159,19 @@ def build_teacher(
             "Use a teacher with at least the policy's vocabulary."
         )
     return teacher
+
+
+def _check_placement(source: TeacherSource, accelerator: Accelerator, offload: bool) -> None:
+    if offload and accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
+        raise ValueError(
+            "`teacher_offload=True` needs an unsharded teacher, and FSDP and DeepSpeed shard it (use their "
+            "configuration to offload it). Set `teacher_offload=False`."
+        )
+    if offload and "quantization_config" in source.init_kwargs:
+        raise ValueError(
+            "`teacher_offload=True` moves the teacher's weights between devices, and quantized weights cannot be "
+            "moved. Remove one of `teacher_offload` and the `quantization_config` of `teacher_model_init_kwargs`."
+        )
 
 
 def build_base(config: CreditConfig, teacher: Teacher, student: nn.Module, accelerator: Accelerator) -> Teacher | None:

@@ -142,6 +142,34 @@ def test_tokens_and_operations_equal_counts_by_hand():
     assert one.seconds["scores"] == pytest.approx(work.seconds["scores"] / 8)
 
 
+TEACHER = ["--teacher_model_kind", "model", "--teacher_model_name_or_path", "Qwen/Qwen3-8B", "--contrastive_coef", "0"]
+
+
+def test_another_model_is_planned_with_its_own_sizes(capsys):
+    code, out, _ = plan(capsys, *LINE, *TEACHER, "--teacher_prompt", "student", "--gpu", "h200")
+    assert code == 0
+    assert "teacher Qwen/Qwen3-8B: 8.19 B parameters, 16-bit weights" in out
+    _, out, _ = plan(capsys, *LINE, *TEACHER, "--teacher_prompt", "student", "--json")
+    planned, large = json.loads(out), load_shape("Qwen/Qwen3-8B")
+    assert planned["memory"]["steady"]["teacher"] == 2 * large.parameters
+    assert planned["tokens"]["scored"] == 64 * (2048 // 4 + 1024 // 4)  # the student's prompt and the completion
+    _, out, _ = plan(capsys, *LINE, "--contrastive_coef", "0", "--json")
+    own = json.loads(out)
+    by_token = [p["seconds"]["scores"] / p["tokens"]["scored"] for p in (planned, own)]
+    assert by_token[0] / by_token[1] == pytest.approx(large.parameters / own["parameters"])
+    code, _, err = plan(capsys, *LINE, *TEACHER[:3], "someone/unknown")
+    assert (code, "`--teacher_config path/to/config.json`" in err) == (2, True)
+
+
+def test_rehearsal_and_trust_region_are_planned_with_their_passes():
+    shape, lengths = load_shape("Qwen/Qwen3-0.6B"), Lengths(prompt=10, completion=100, context=50)
+    setup = run_of()
+    assert work_of(shape, replace(setup, teacher="trust_region"), lengths).tokens["scored"] == 64 * 2 * 2 * 150
+    tokens = work_of(shape, run_of("--teacher_rehearsal", "0.25"), lengths).tokens
+    assert tokens["scored"] == 64 * (0.75 * 2 + 0.25) * 150  # no contrasts on a rehearsal batch
+    assert tokens["trained"] == 64 * (0.75 * 110 + 0.25 * 150)
+
+
 def test_time_per_contrast_is_that_of_the_papers_ablation():
     """Table 2: 481 s at C = 2, 607 s at C = 8, 765 s at C = 16; 21.0 and 19.8 s per contrast.
 

@@ -13,8 +13,8 @@ from trl import ModelConfig
 from credit_trl import CreditTrainer
 from credit_trl.lab.planning import memory
 from credit_trl.lab.planning.fit import CHANGES, changes_that_fit, fits
-from credit_trl.lab.planning.setup import GIB, GPUS, Lora, Vllm, make_setup
-from credit_trl.lab.planning.shape import load_shape
+from credit_trl.lab.planning.setup import GIB, GPUS, Vllm, make_setup
+from credit_trl.lab.planning.shape import Lora, load_shape
 from tiny import length_verdicts
 
 
@@ -188,6 +188,44 @@ def test_an_offloaded_teacher_is_on_the_gpu_while_it_scores(make_config):
     whole = memory.teacher_bytes(shape, held)
     assert whole == 4 * shape.parameters
     assert saved == {"rollout": whole, "scores": 0, "update": whole}
+
+
+def test_rehearsal_stores_the_base_beside_the_average(make_config):
+    setup, shape = setup_of(make_config), load_shape("Qwen/Qwen3-8B")
+    rehearsing = replace(setup, rehearsal=0.1)
+    base, average = (memory.teacher_bytes(shape, replace(setup, teacher=kind)) for kind in ("base", "ema"))
+    assert memory.teacher_bytes(shape, rehearsing) == base + average
+    both = replace(setup, teacher="trust_region")
+    assert memory.teacher_bytes(shape, replace(both, rehearsal=0.1)) == memory.teacher_bytes(shape, both)
+    before, after = (memory.memory_of(shape, s).phases["update"]["activations"] for s in (setup, rehearsing))
+    assert after > before  # the student reads the teacher's prompts
+
+
+@pytest.mark.parametrize(
+    ("options", "bits", "dtype"),
+    [
+        (None, 0, torch.bfloat16),
+        ({"dtype": "float32"}, 0, torch.float32),
+        ({"quantization_config": {"load_in_4bit": True}}, 4, torch.bfloat16),
+        ({"quantization_config": {"quant_method": "quanto", "weights": "int8"}}, 8, torch.bfloat16),
+    ],
+)
+def test_another_model_is_stored_as_it_is_loaded(make_model, make_config, tmp_path, options, bits, dtype):
+    model = make_model(hidden_size=48, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    config = make_config(
+        teacher_model_kind="model", teacher_model_name_or_path=str(tmp_path), teacher_model_init_kwargs=options
+    )
+    policy = shape_of(make_model(), tmp_path / "policy")
+    sizes = {"mixed": False, "teacher": load_shape(str(tmp_path))}
+    setup = make_setup(config, ModelConfig(), {}, GPUS["h100"], **sizes)
+    linear = [m.weight for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    expected = size(model.to(dtype).parameters())
+    if bits:
+        expected += -size(linear) + int(size(linear) / 2 * bits / 8 * 1.016)
+    assert memory.teacher_bytes(policy, setup) == expected
+    eight = replace(setup, strategy="fsdp2", processes=8)
+    assert memory.teacher_bytes(policy, eight) == -(-expected // 8)
 
 
 def test_a_trust_region_stores_the_average_and_the_base(make_config):

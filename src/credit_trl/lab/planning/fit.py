@@ -9,8 +9,8 @@ from typing import Any
 
 from credit_trl.lab.planning.limits import engine_starts
 from credit_trl.lab.planning.memory import FRAGMENTATION, Memory, memory_of
-from credit_trl.lab.planning.setup import Lora, Setup, Vllm
-from credit_trl.lab.planning.shape import Shape
+from credit_trl.lab.planning.setup import Setup, Vllm
+from credit_trl.lab.planning.shape import Lora, Shape
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def _scoring(setup: Setup) -> dict[str, Any] | None:
 
 
 def _offload(setup: Setup) -> dict[str, Any] | None:
-    has_copy = setup.strategy in ("single", "ddp") and not setup.lora and setup.teacher != "live"
+    has_copy = (not setup.lora and setup.teacher != "live") or setup.teacher_model is not None
+    has_copy = has_copy and setup.strategy in ("single", "ddp")
     return {"teacher_offload": True} if has_copy and not setup.teacher_offload else None
 
 

@@ -86,10 +86,7 @@ def policy_bytes(shape: Shape, setup: Setup) -> int:
     """Weights of the policy, adapter included; with DeepSpeed the bf16 copy (see `optimizer_state_bytes`)."""
     if setup.parameter_offload:
         return 0
-    total = shape.parameters * (2 if setup.has_bf16_copy else setup.weight_bytes)
-    if setup.bits:
-        quantized = int(shape.quantizable * setup.bits / 8 * _QUANTIZATION_OVERHEAD)
-        total = (shape.parameters - shape.quantizable) * setup.weight_bytes + quantized
+    total = _stored_bytes(shape, 2 if setup.has_bf16_copy else setup.weight_bytes, setup.bits)
     if setup.lora:
         total += trainable_parameters(shape, setup) * _adapter_bytes(setup)
     return _per_process(total, setup.shards_weights, setup)
@@ -113,17 +110,27 @@ def optimizer_state_bytes(shape: Shape, setup: Setup) -> int:
 def teacher_bytes(shape: Shape, setup: Setup) -> int:
     """Weights of π_ref: an fp32 average, with LoRA of the adapter only; for `"base"`, a copy of the loaded weights.
 
-    A trust region stores both.
+    A trust region stores both, rehearsal stores the base too, and another model is stored as it is loaded.
     """
-    if setup.teacher == "trust_region":
-        return sum(teacher_bytes(shape, replace(setup, teacher=kind)) for kind in ("ema", "base"))
+    if setup.teacher == "trust_region" or setup.rehearsal:
+        kinds = {"ema" if setup.teacher == "trust_region" else setup.teacher, "base"}
+        return sum(teacher_bytes(shape, replace(setup, teacher=kind, rehearsal=0.0)) for kind in kinds)
     if not setup.distills or setup.teacher == "live":
         return 0
+    if setup.teacher_model:
+        own = setup.teacher_model
+        stored = _stored_bytes(own.shape, own.weight_bytes, own.bits)
+        return _per_process(stored, setup.shards_weights, setup)
     count = trainable_parameters(shape, setup)
     if setup.lora and setup.strategy in ("zero2", "zero3"):  # a replicated average beside the model's adapter
         return 4 * count + _per_process(count * setup.compute_bytes, setup.shards_weights, setup)
     size = 4 if setup.lora or setup.teacher == "ema" else setup.weight_bytes
     return _per_process(count * size, setup.shards_weights, setup)
+
+
+def scoring_shape(shape: Shape, setup: Setup) -> Shape:
+    """The model that scores: another model as the teacher, or the policy."""
+    return setup.teacher_model.shape if setup.teacher_model else shape
 
 
 def score_bytes(setup: Setup) -> int:
@@ -152,14 +159,14 @@ def _rollout(shape: Shape, setup: Setup) -> dict[str, int]:
 
 def _scores(shape: Shape, setup: Setup) -> dict[str, int]:
     """Forward passes without gradient: activations of one layer, hidden states of a group, a chunk of logits."""
-    longest = setup.context + setup.completion
+    shape, longest = scoring_shape(shape, setup), setup.context + setup.completion
     tokens = max(setup.scoring_tokens, longest)
     held = min(PASSES_PER_GROUP * tokens, setup.rollouts * (1 + setup.contrasts) * setup.completion)
-    layer = tokens * shape.layer_elements * setup.compute_bytes // 2
+    layer = tokens * shape.layer_elements * _scoring_bytes(setup) // 2
     return {
         "gathered weights": _gathered_bytes(shape, setup),
         "activations": layer + _mask_bytes(tokens // longest, longest, setup),
-        "hidden states": held * shape.hidden * setup.compute_bytes,
+        "hidden states": held * _state_bytes(shape, setup),
         "head": shape.head * 4 if setup.shards_weights else 0,
         "logits chunk": _CHUNK_TOKENS * shape.vocabulary * 4 * (2 if setup.contrasts else 1),
     }
@@ -167,18 +174,40 @@ def _scores(shape: Shape, setup: Setup) -> dict[str, int]:
 
 def _update(shape: Shape, setup: Setup) -> dict[str, int]:
     """Forward and backward pass of one micro-batch."""
-    length = setup.prompt + setup.completion
+    length = (max(setup.prompt, setup.context) if setup.rehearsal else setup.prompt) + setup.completion
     elements = shape.layers * (shape.hidden if setup.checkpointing else shape.layer_elements)
     elements += shape.layer_elements if setup.checkpointing else 0  # the recomputed layer
     activations = setup.per_device * length * elements * setup.compute_bytes
+    scored = setup.per_device * setup.completion * (1 + setup.contrasts)  # teacher's tokens, scored inside the step
+    in_step = setup.distills and setup.support.in_step
     return {
         "gradients": gradient_bytes(shape, setup),
         "gathered weights": _gathered_bytes(shape, setup),
         "activations": activations + _mask_bytes(setup.per_device, length, setup),
         "head": 0 if setup.lora else shape.head * 4,  # its gradient
         "logits chunk": _CHUNK_TOKENS * shape.vocabulary * 4 * 2,
+        "hidden states": scored * _state_bytes(scoring_shape(shape, setup), setup) if in_step else 0,
         "buckets": 2 * 2 * min(_ZERO_BUCKET, shape.parameters) if setup.strategy == "zero2" else 0,
     }
+
+
+def _state_bytes(shape: Shape, setup: Setup) -> int:
+    """Bytes of the teacher's hidden state of a token; those of a trust region's two models are side by side."""
+    return shape.hidden * _scoring_bytes(setup) * (2 if setup.teacher == "trust_region" else 1)
+
+
+def _scoring_bytes(setup: Setup) -> int:
+    """Bytes of an activation of the teacher; another model computes in its own dtype where it is not sharded."""
+    own = setup.teacher_model
+    return own.weight_bytes if own and setup.strategy in ("single", "ddp") else setup.compute_bytes
+
+
+def _stored_bytes(shape: Shape, weight_bytes: int, bits: int) -> int:
+    """Bytes of a model's weights, of which the linear layers may be quantized."""
+    if not bits:
+        return shape.parameters * weight_bytes
+    quantized = int(shape.quantizable * bits / 8 * _QUANTIZATION_OVERHEAD)
+    return (shape.parameters - shape.quantizable) * weight_bytes + quantized
 
 
 def _gathered_bytes(shape: Shape, setup: Setup) -> int:

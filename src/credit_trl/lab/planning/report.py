@@ -71,6 +71,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.shape.name,
         "parameters": plan.shape.parameters,
+        "teacher_parameters": plan.setup.teacher_model and plan.setup.teacher_model.shape.parameters,
         "processes": plan.setup.processes,
         "strategy": plan.setup.strategy,
         "memory": {"steady": plan.memory.steady, "phases": plan.memory.phases, "peak": peak, "peak_phase": phase},
@@ -96,13 +97,16 @@ def _head(plan: Plan) -> str:
         trained = f"{'DoRA' if setup.lora.dora else 'LoRA'} of rank {setup.lora.rank}{base}"
     where = f"{setup.processes} GPU{'s' if setup.processes > 1 else ''} of {setup.gpu.memory / GIB:.0f} GiB"
     nodes = f" on {setup.machines} nodes" if setup.machines > 1 else ""
-    prompts = setup.generation_batch // setup.group
+    prompts, teacher = setup.generation_batch // setup.group, ""
+    if own := setup.teacher_model:
+        stored = f"{own.bits}-bit" if own.bits else f"{8 * own.weight_bytes}-bit"
+        teacher = f"teacher {own.shape.name}: {own.shape.parameters / 1e9:.2f} B parameters, {stored} weights\n"
     support = f"K = {setup.support.topk}" if setup.support.is_topk else f"support {setup.support.kind}"
     return (
         f"{plan.shape.name}: {plan.shape.parameters / 1e9:.2f} B parameters, {trained}, {setup.strategy}, "
         f"{where}{nodes}\n"
-        f"{prompts} prompts x {setup.group} rollouts per generation batch, {plan.work.updates} optimizer steps each, "
-        f"C = {setup.contrasts}, {support}"
+        f"{teacher}{prompts} prompts x {setup.group} rollouts per generation batch, "
+        f"{plan.work.updates} optimizer steps each, C = {setup.contrasts}, {support}"
     )
 
 

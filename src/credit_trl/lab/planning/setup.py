@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from credit_trl.lab.planning.shape import Lora, Shape
 from credit_trl.loss.scores import SupportConfig
 
 if TYPE_CHECKING:
@@ -43,15 +44,6 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class Lora:
-    """A LoRA or DoRA adapter."""
-
-    rank: int
-    targets: Sequence[str] | None = None  # suffixes of module names; None or "all-linear": all except the head
-    dora: bool = False
-
-
-@dataclass(frozen=True)
 class Vllm:
     """The vLLM engine."""
 
@@ -60,6 +52,15 @@ class Vllm:
     sleeps: bool  # whether a colocated engine releases its memory during scoring and update
     parallel: int = 1  # tensor parallel size
     context: int | None = None  # tokens of the longest sequence; None for the model's positions
+
+
+@dataclass(frozen=True)
+class TeacherModel:
+    """The teacher of `teacher_model_kind="model"`, without its adapter."""
+
+    shape: Shape
+    weight_bytes: int  # per stored weight that is not quantized
+    bits: int  # 4 or 8 for quantized weights, else 0
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,12 @@ class Setup:
     group: int  # rollouts per prompt
     iterations: int  # μ, passes over a generation batch
     completion: int  # maximum length of a completion
-    context: int  # maximum length of a teacher or contrast prompt
+    context: int  # maximum length of a teacher or contrast prompt; that of `prompt` where the teacher reads no z
     prompt: int  # maximum length of the student's prompt
     contrasts: int  # C, 0 without contrast
     support: SupportConfig
     distills: bool  # whether the distillation loss has a weight
-    teacher: str  # "ema", "base", "live" or "trust_region"
+    teacher: str  # "ema", "base", "live", "trust_region" or "model"
     teacher_offload: bool  # the teacher is in main memory except while it scores
     scoring_tokens: int  # per scoring pass
     checkpointing: bool  # activations are recomputed
@@ -96,6 +97,9 @@ class Setup:
     flash: bool  # attention without a stored mask, which grows with the square of the length
     packed: bool = False  # the update reads no padding
     old_logps: bool = False  # a pass without gradient computes the log-probabilities at rollout time
+    teacher_model: TeacherModel | None = None  # of the kind "model"
+    is_plain: bool = False  # the teacher reads the student's prompt
+    rehearsal: float = 0.0  # share of generation batches in which the student reads the teacher's prompt
 
     @property
     def rollouts(self) -> int:
@@ -147,6 +151,7 @@ def make_setup(
     *,
     mixed: bool,
     max_prompt: int = 2048,
+    teacher: Shape | None = None,
 ) -> Setup:
     """Make a setup from parsed arguments.
 
@@ -157,12 +162,13 @@ def make_setup(
         gpu: GPU of each process.
         mixed: bf16 mixed precision.
         max_prompt: tokens of the longest prompt.
+        teacher: shape of the teacher of `teacher_model_kind="model"`.
 
     Raises:
         ValueError: a generation batch that is not divisible among the processes, or FSDP version 1.
     """
     processes = int(launcher.get("num_processes") or 1)
-    _check_training(training, processes)
+    _check_batches(training, processes)
     strategy = _strategy(launcher, processes)
     weight_bytes = 2 if model.dtype in ("bfloat16", "float16", "auto") else 4
     deepspeed, fsdp = launcher.get("deepspeed_config") or {}, launcher.get("fsdp_config") or {}
@@ -180,13 +186,10 @@ def make_setup(
         group=training.num_generations,
         iterations=training.num_iterations,
         completion=training.max_completion_length,
-        context=training.max_reprompt_len,
         prompt=max_prompt,
         contrasts=training.contrastive_count if training.contrasts else 0,
         support=SupportConfig(training.distillation_support, training.distillation_topk, training.distillation_tail),
         distills=training.distillation_weight > 0.0,
-        teacher=training.teacher_model_kind,
-        teacher_offload=training.teacher_offload,
         scoring_tokens=training.scoring_batch_tokens,
         checkpointing=training.gradient_checkpointing,
         optimizer_bytes=_optimizer_bytes(training, model, strategy, weight_bytes),
@@ -198,15 +201,33 @@ def make_setup(
         flash=_stores_no_mask(training, model),
         packed=training.update_packed and (model.attn_implementation or "sdpa") != "eager",
         old_logps=_has_old_logps(training),
+        **_teacher_fields(training, teacher, max_prompt),
     )
 
 
-def _check_training(training: CreditConfig, processes: int) -> None:
-    if training.teacher_model_kind == "model":
-        raise ValueError(
-            "The plan has no shape of another model: plan with `--teacher_model_kind base`, without "
-            "`teacher_model_name_or_path`, and add that model's weights on each GPU and its time per scored token."
-        )
+def _teacher_fields(training: CreditConfig, shape: Shape | None, max_prompt: int) -> dict[str, Any]:
+    """Fields of a setup that describe the teacher."""
+    is_plain, options = training.teacher_prompt == "student", training.teacher_model_init_kwargs or {}
+    return {
+        "context": max_prompt if is_plain else training.max_reprompt_len,
+        "teacher": training.teacher_model_kind,
+        "teacher_offload": training.teacher_offload,
+        "teacher_model": None if shape is None else _teacher_model(shape, options),
+        "is_plain": is_plain,
+        "rehearsal": training.teacher_rehearsal,
+    }
+
+
+def _teacher_model(shape: Shape, options: Mapping[str, Any]) -> TeacherModel:
+    """The teacher as `teacher_model_init_kwargs` load it; bf16 where its configuration names no dtype."""
+    wanted = str(options.get("dtype", "auto"))
+    dtype = str(getattr(shape.config, "dtype", None) or "bfloat16") if wanted == "auto" else wanted
+    quantized = options.get("quantization_config") or {}
+    bits = quantized.get("bits") or (4 if quantized.get("load_in_4bit") else 8 if quantized else 0)
+    return TeacherModel(shape, 4 if dtype.endswith("float32") else 2, int(bits))
+
+
+def _check_batches(training: CreditConfig, processes: int) -> None:
     batch, size = training.generation_batch_size, training.per_device_train_batch_size
     if batch % (size * processes):
         raise ValueError(

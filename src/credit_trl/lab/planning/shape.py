@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -12,13 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from credit_trl.lab.planning.setup import Lora
-
 # Configurations in `models/`, for planning offline: hub names in lower case, without their owner.
 _PACKAGED = ("qwen3-0.6b", "qwen3-4b", "qwen3-8b", "olmo-3-7b-instruct", "smollm2-135m-instruct")
 _ALIASES = {"smollm2": "smollm2-135m-instruct"}
 # Layers that bitsandbytes does not quantize.
 _UNQUANTIZED = ("lm_head", "embed_tokens")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA or DoRA adapter."""
+
+    rank: int
+    targets: Sequence[str] | None = None  # suffixes of module names; None or "all-linear": all except the head
+    dora: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,17 +139,18 @@ class Shape:
         return [(name, module) for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def load_shape(name: str, config_file: str | Path | None = None) -> Shape:
+def load_shape(name: str, config_file: str | Path | None = None, argument: str = "--model_config") -> Shape:
     """Load the shape of a model.
 
     Args:
         name: hub name of a packaged configuration, a directory with `config.json`, `smollm2` or `quickstart`.
         config_file: a `config.json` to read instead.
+        argument: argument of the command line that gives this file, for the message.
 
     Raises:
         ValueError: an unknown name, or a file that is not the configuration of a causal language model.
     """
-    path = _config_path(name, config_file)
+    path = _config_path(name, config_file, argument)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -155,7 +164,7 @@ def load_shape(name: str, config_file: str | Path | None = None) -> Shape:
         return Shape(AutoModelForCausalLM.from_config(config), name)
 
 
-def _config_path(name: str, config_file: str | Path | None) -> Path:
+def _config_path(name: str, config_file: str | Path | None, argument: str) -> Path:
     if config_file is not None:
         return Path(config_file)
     if name == "quickstart" and not Path(name).is_dir():
@@ -169,7 +178,7 @@ def _config_path(name: str, config_file: str | Path | None) -> Path:
         return Path(str(resources.files("credit_trl.lab.planning") / "models" / f"{short}.json"))
     raise ValueError(
         f"The sizes of {name!r} are unknown (known: {', '.join(_PACKAGED)}). Give its configuration with "
-        "`--model_config path/to/config.json`, or a directory with one as `--model_name_or_path`."
+        f"`{argument} path/to/config.json`, or name a directory with one."
     )
 
 

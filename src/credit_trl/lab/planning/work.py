@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, log
 
-from credit_trl.lab.planning.memory import trainable_parameters
+from credit_trl.lab.planning.memory import scoring_shape, trainable_parameters
 from credit_trl.lab.planning.setup import Setup
 from credit_trl.lab.planning.shape import Shape
 
@@ -34,7 +34,7 @@ class Lengths:
     Args:
         prompt: the student's prompt.
         completion: the completion.
-        context: a teacher or contrast prompt, with demonstration and feedback.
+        context: a teacher or contrast prompt, with demonstration and feedback if the teacher reads them.
     """
 
     prompt: int
@@ -64,17 +64,21 @@ class Work:
 
 def default_lengths(setup: Setup) -> Lengths:
     """A quarter of the maximum lengths, as the mean is unknown before a run."""
-    completion = max(setup.completion // 4, 1)
-    prompt = max(setup.prompt // 4, 1)
-    return Lengths(prompt, completion, min(setup.context, prompt + completion + 256))
+    prompt, completion = max(setup.prompt // 4, 1), max(setup.completion // 4, 1)
+    return Lengths(prompt, completion, mean_context(setup, prompt, completion))
+
+
+def mean_context(setup: Setup, prompt: int, completion: int) -> int:
+    """Tokens of a teacher prompt: the student's own, or with a demonstration and 256 tokens of feedback."""
+    return prompt if setup.is_plain else min(setup.context, prompt + completion + 256)
 
 
 def work_of(shape: Shape, setup: Setup, lengths: Lengths) -> Work:
     """Tokens, operations, traffic and time of one generation batch."""
-    valid = setup.generation_batch * (lengths.prompt + lengths.completion)
+    valid = round(setup.generation_batch * (_student_prompt(setup, lengths) + lengths.completion))
     tokens = {
         "generated": setup.generation_batch * lengths.completion,
-        "scored": setup.generation_batch * _scored_tokens(setup, lengths),
+        "scored": round(setup.generation_batch * _scored_tokens(setup, lengths)),
         "trained": setup.iterations * valid,
         "padding": round(setup.iterations * valid * (padding_factor(setup, lengths) - 1.0)),
         "old_logps": round(valid * padding_factor(setup, lengths, whole_batch=True)) if setup.old_logps else 0,
@@ -85,7 +89,7 @@ def work_of(shape: Shape, setup: Setup, lengths: Lengths) -> Work:
     prompts = setup.generation_batch // setup.group * lengths.prompt
     operations = {
         "rollout": (prompts + tokens["generated"]) * per_token,
-        "scores": tokens["scored"] * per_token,
+        "scores": tokens["scored"] * 2 * scoring_shape(shape, setup).active_parameters,
         "old log-probabilities": tokens["old_logps"] * per_token,
         "update": (tokens["trained"] + tokens["padding"]) * per_token * passes,
     }
@@ -105,7 +109,8 @@ def work_of(shape: Shape, setup: Setup, lengths: Lengths) -> Work:
 def traffic(shape: Shape, setup: Setup, lengths: Lengths) -> dict[str, float]:
     """Bytes that one GPU receives in a generation batch, by purpose; `docs/scaling.md` lists the collectives."""
     others = (setup.processes - 1) / setup.processes
-    whole = shape.parameters * setup.compute_bytes * others if setup.shards_weights else 0.0
+    gathered = setup.compute_bytes * others if setup.shards_weights else 0.0  # bytes per parameter
+    whole, scorer = shape.parameters * gathered, scoring_shape(shape, setup)
     pass_tokens = max(setup.scoring_tokens, lengths.context + lengths.completion)
     passes = ceil(setup.rollouts * _scored_tokens(setup, lengths) / pass_tokens)
     micro_batches = setup.iterations * ceil(setup.rollouts / setup.per_device)
@@ -117,7 +122,7 @@ def traffic(shape: Shape, setup: Setup, lengths: Lengths) -> dict[str, float]:
     texts = setup.generation_batch * (lengths.prompt * 2 + lengths.completion) * 4  # prompts twice, completions once
     return {
         "texts and verdicts": texts * others,
-        "scores": passes * whole + (shape.head * 4 * others if setup.shards_weights else 0.0),
+        "scores": passes * scorer.parameters * gathered + (scorer.head * 4 * others if setup.shards_weights else 0.0),
         "old log-probabilities": ceil(setup.rollouts / setup.per_device) * whole if setup.old_logps else 0.0,
         "update": micro_batches * gathers * whole + reductions * reduce + regathered,
         "teacher": _teacher_traffic(setup, trained) * others,
@@ -145,10 +150,16 @@ def padding_factor(setup: Setup, lengths: Lengths, whole_batch: bool = False) ->
     return read / sum(drawn)
 
 
-def _scored_tokens(setup: Setup, lengths: Lengths) -> int:
-    """Tokens that are scored for one rollout."""
+def _scored_tokens(setup: Setup, lengths: Lengths) -> float:
+    """Tokens that are scored for one rollout; a rehearsal batch has no contrasts and one teacher."""
     passes = (1 + setup.contrasts) * (2 if setup.teacher == "trust_region" else 1)
-    return passes * (lengths.context + lengths.completion) if setup.distills else 0
+    mean = (1.0 - setup.rehearsal) * passes + setup.rehearsal
+    return mean * (lengths.context + lengths.completion) if setup.distills else 0
+
+
+def _student_prompt(setup: Setup, lengths: Lengths) -> float:
+    """Mean tokens of the prompt that the student reads in the update."""
+    return (1.0 - setup.rehearsal) * lengths.prompt + setup.rehearsal * lengths.context
 
 
 def _teacher_traffic(setup: Setup, trained: int) -> float:
