@@ -83,3 +83,10 @@ def test_student_and_teacher_use_same_head_dtype(
     trainer.train()
     assert entered == {"student": {expected}, "teacher": {expected}}
     assert trainer.state.log_history[0]["grad_norm"] > 0.0
+
+
+def test_passes_do_not_read_package_metadata(make_model, monkeypatch):
+    model = make_model()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: pytest.fail(f"read the metadata of {name}"))
+    assert causal_lm.unwrap_adapters(model) is model
+    assert causal_lm.backbone(model) is model.base_model
