@@ -80,6 +80,7 @@ def test_typo_in_the_yaml_suggests_the_nearest_option(folder):
     assert result.stderr.count("error: ") == 1
 
 
+@pytest.mark.slow  # the fast tests run it in this process
 def test_missing_column_is_named_with_the_fix(folder):
     line = ["--model_name_or_path", "quickstart", "--dataset_name", "./data", "--reward_funcs", "own_module.exact"]
     result = run("credit", *line, *ON_CPU, *SMALL)
@@ -204,6 +205,8 @@ def test_error_in_a_sweep_is_reported_before_a_job_starts(folder, capsys, change
     ("line", "message"),
     [
         ("--task own_module:Unasked", "no column `prompt`"),
+        ("--dataset_name ./data --reward_funcs own_module.exact", "Reward function `exact` needs the column `answer`"),
+        ("--dataset_name ./data --reward_funcs own_module.exact", "dataset.rename_column('solution', 'answer')"),
         ("--dataset_name ./data --reward_funcs no_module.exact", "no module `no_module`"),
         ("--dataset_name ./data --reward_funcs own_module.nothing", "has no `nothing`"),
         ("--dataset_name ./data --reward_funcs own_module.exact --dataset_train_split tran", "the data has train"),
