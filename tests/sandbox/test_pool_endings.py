@@ -48,6 +48,28 @@ def test_dead_server_is_replaced_and_programs_rerun(sandbox) -> None:
     assert sandbox.server_pids != [server]
 
 
+def test_killed_server_leaves_no_process() -> None:
+    """Nor one that the kernel does not end with its parent, as a child that bubblewrap is about to confine."""
+    source = """
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            os.fork()
+        time.sleep(60)
+    """
+    with PoolSandbox("unprotected", 1) as opened:
+        batch = threading.Thread(target=lambda: opened.run([Program(textwrap.dedent(source))], deadline=3.0))
+        batch.start()
+        [server] = opened.server_pids
+        give_up = time.monotonic() + 20
+        while len(family := observe.descendants(server)) < 4 and time.monotonic() < give_up:
+            time.sleep(0.01)
+        os.kill(server, signal.SIGKILL)
+        assert len(family) == 4
+        assert all(gone(pid) for pid in family)
+        batch.join()
+
+
 def test_failure_to_start_programs_raises(sandbox) -> None:
     if not os.path.exists("/usr/bin/python3"):
         pytest.skip("needs an interpreter that can be copied alone")

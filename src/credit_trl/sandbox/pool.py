@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -45,7 +46,10 @@ class _ServerGone(Exception):
 
 
 class _Server:
-    """A server process, the channel to it, and the programs that it has: `running` maps their numbers to indices."""
+    """A server, the channel to it, and the programs that it has: `running` maps their numbers to indices.
+
+    `process` is the server's guard, `pid` the server.
+    """
 
     def __init__(self, settings: dict[str, Any], until: float = math.inf) -> None:
         ours, theirs = socket.socketpair()
@@ -66,6 +70,7 @@ class _Server:
         ready = self._await_start(min(until, time.monotonic() + _START_SECONDS))
         self.description: str = ready["description"]
         self.modules: list[str] = ready["modules"]
+        self.pid: int = ready["pid"]
 
     def _await_start(self, give_up: float) -> dict[str, Any]:
         while time.monotonic() < give_up and not self.channel.closed:
@@ -80,15 +85,16 @@ class _Server:
         raise SandboxError(f"The sandbox server did not start (exit status {self.process.returncode}).")
 
     def close(self, at_once: bool = False) -> None:
-        """End the server and its programs. `at_once` kills it without a clean-up; the kernel ends its programs."""
+        """End the server and its programs. `at_once` has its guard kill them."""
         self.channel.close()
         if at_once:
-            self.process.kill()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self.process.terminate()
+        for end in (self.process.terminate, self.process.kill):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=5)
+                return
+            end()
+        self.process.wait()
 
 
 class PoolSandbox(Sandbox):
@@ -123,7 +129,7 @@ class PoolSandbox(Sandbox):
     @property
     def server_pids(self) -> list[int]:
         """Process ids of the servers."""
-        return [server.process.pid for server in self._servers]
+        return [server.pid for server in self._servers]
 
     def _run_batch(self, batch: Batch, until: float) -> None:
         if os.getpid() != self._owner:
@@ -249,7 +255,7 @@ class PoolSandbox(Sandbox):
         self._closed = True
         while not self._lock.acquire(timeout=_CLOSE_SECONDS):
             for server in tuple(self._servers):  # the thread that runs the batch fails, and releases the lock
-                server.process.kill()
+                server.process.terminate()
         try:
             self._drop_servers()
         finally:

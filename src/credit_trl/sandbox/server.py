@@ -5,14 +5,16 @@ It has one thread with an epoll loop, and exchanges JSON frames with its client 
     in:  {"run": {...}}                           start a program (fields of `Job`), or queue it until a slot is free
          {"stop": group}                          skip the waiting programs of a group
          {"cancel": true}                         end all running and waiting programs with status "deadline"
-    out: {"ready": {...}} or {"refused": text}    once, after the start
+    out: {"ready": {...}} or {"refused": text}    once, after the start; with the server's process id
          {"alive": true}                          at intervals while programs run
          {"done": id, "outcome": {...}}           the program ended, or was ended
          {"failed": id, "reason": text}           the sandbox failed to start the program
          {"malformed": id, "reason": text}        the program's arguments are not JSON
 
 Each program gets one of the last three. The server ends, with all that it started, when the socket closes or its
-parent ends.
+parent ends. That parent is a guard, the process that the client started: it kills what a killed server leaves behind.
+The signal that the kernel sends to a process whose parent ends is not enough: it is set for one process and not for
+those that it forks, and a child of bubblewrap whose parent is killed before it has finished waits for it forever.
 
 The wall-clock limit of a program excludes the time in which it could run and waited for a processor, as other programs
 may use all of them. Such programs come to their own limits of processor time.
@@ -286,19 +288,50 @@ class Server:
 
     def _kill_orphans(self) -> None:
         """Kill adopted children: descendants of programs that left their group and lost their parent."""
-        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as children:
-            for child in map(int, children.read().split()):
-                if child not in self.runs:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGKILL)
+        for child in _children():
+            if child not in self.runs:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children", "rb") as children:
+        return list(map(int, children.read().split()))
+
+
+def _fork_guarded() -> None:
+    """Return in a child process only. This process kills what the child leaves when it ends, and ends with it.
+
+    SIGTERM kills the child at once.
+    """
+    kernel.adopt_orphans()
+    signals = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    server = os.fork()
+    if server == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        return
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # the client shall see that the server's end of the socket closes
+    ended = None
+    while ended is None and signal.sigwait(signals) == signal.SIGCHLD:
+        ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    os.kill(server, signal.SIGKILL)
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
+    with contextlib.suppress(OSError):  # none is left
+        while True:  # the children of one that is killed become children of this process
+            for child in _children():
+                os.kill(child, signal.SIGKILL)
+            os.wait()
+    os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
 def main(tier: str, workers: int, python: str | None, packages: Sequence[str] = ()) -> None:
     """Entry point of the server process. Standard input is the socket to the client."""
     sys.setrecursionlimit(500)  # limits the nesting of returned JSON to what every client can parse
-    channel = Channel(socket.socket(fileno=os.dup(0)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the trainer ignores it, the server would collect no child
+    _fork_guarded()
+    channel = Channel(socket.socket(fileno=os.dup(0)))
     try:
         if not observe.available():
             raise SandboxError(
@@ -320,7 +353,8 @@ def main(tier: str, workers: int, python: str | None, packages: Sequence[str] = 
     kernel.adopt_orphans()
     note = "" if observe.measures_run_delay() else ", wall-clock limits include waits for a processor"
     description = f"{isolation.description}, Python {interpreter.version}{note}"
-    channel.send({"ready": {"description": description, "modules": sorted(isolation.modules)}})
+    ready = {"description": description, "modules": sorted(isolation.modules), "pid": os.getpid()}
+    channel.send({"ready": ready})
     channel.flush()
     Server(channel, isolation, workers, users).serve()
     for claim in claims:
