@@ -89,6 +89,7 @@ def build_trainer(output_dir: Path, options: dict[str, Any], lora: bool = False,
             "gradient_checkpointing": False,
             "disable_tqdm": True,
             "seed": 1,
+            "success_feedback_template": None,  # version 0.1.0 had one wording
             **options,
         }
     )

@@ -63,6 +63,7 @@ from credit_trl.contexts.privileged import PrivilegedContext
         ({"feedback_template": "{feedback_raw}{feedback_raw}"}, "once and no other"),
         ({"feedback_template": "{feedback_raw}{other}"}, "once and no other"),
         ({"feedback_template": "{feedback_raw} {"}, "not a format string"),
+        ({"success_feedback_template": "Feedback:"}, "`success_feedback_template` lacks {feedback_raw}"),
         ({"beta": 0.1}, "`beta=0.1` is an option of GRPO's loss"),
         ({"use_transformers_continuous_batching": True}, "casts the whole model.*Set `use_vllm=True`"),
         ({"entropy_coef": 0.1}, "`entropy_coef=0.1` is an option of GRPO's loss"),
@@ -240,9 +241,21 @@ def test_paper_style_words_the_teachers_turn_as_the_appendix(make_config, tokeni
 def test_own_template_replaces_that_of_the_style(make_config):
     own = "\nRead this: {feedback_raw}\n"
     config = make_config(reprompt_style="paper", feedback_template=own)
-    assert config.feedback_template == own
+    assert config.feedback_template == config.success_feedback_template == own
     assert "step by step" in config.reprompt_template
-    assert "unsuccessful" in make_config().feedback_template
+    assert make_config(feedback_template=own).success_feedback_template == own
+    both = make_config(feedback_template=own, success_feedback_template="{feedback_raw}")
+    assert (both.feedback_template, both.success_feedback_template) == (own, "{feedback_raw}")
+
+
+def test_sdpos_wording_of_successes_can_be_restored(make_config):
+    sdpo = SDPOConfig("unused", use_cpu=True).feedback_template
+    assert (
+        make_config().feedback_template
+        == make_config(success_feedback_template=None).success_feedback_template
+        == sdpo
+    )
+    assert "unsuccessful" not in make_config().success_feedback_template
 
 
 def test_unknown_options_name_their_counterpart():

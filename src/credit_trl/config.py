@@ -203,6 +203,9 @@ class CreditConfig(GRPOConfig):
         reprompt_template, solution_template, feedback_template (`str`, *optional*):
             Templates of the teacher's user turn; a template that is set replaces that of the style. Placeholders:
             `{prompt}{solution}{feedback}`, `{successful_previous_attempt}`, `{feedback_raw}`.
+        success_feedback_template (`str`, *optional*):
+            `feedback_template` of successful rollouts. By default it does not call the attempt unsuccessful, as SDPO's
+            code does. `None`, or a `feedback_template` that is not SDPO's: the same as `feedback_template`.
 
         > Errors of reward functions
 
@@ -385,6 +388,10 @@ class CreditConfig(GRPOConfig):
         default="\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
         metadata={"help": "The feedback's section; needs {feedback_raw}."},
     )
+    success_feedback_template: str | None = field(
+        default="\nThe following is feedback from your earlier attempt:\n\n{feedback_raw}\n\n",
+        metadata={"help": "`feedback_template` of successful rollouts; None for the same."},
+    )
 
     on_verifier_error: Literal["raise", "skip"] = field(
         default="raise", metadata={"help": "A failing reward function ends the run, or its rollouts are masked."}
@@ -443,10 +450,15 @@ class CreditConfig(GRPOConfig):
 
     def _settle_templates(self) -> None:
         """Replace templates at their default by those of the style."""
+        defaults = {name: type(self).__dataclass_fields__[name].default for name in TEMPLATE_PLACEHOLDERS}
         if self.reprompt_style == "paper":
             for name, template in _PAPER_TEMPLATES.items():
-                if getattr(self, name) == type(self).__dataclass_fields__[name].default:
+                if getattr(self, name) == defaults[name]:
                     setattr(self, name, template)
+        is_own = self.feedback_template != defaults["feedback_template"]
+        is_default = self.success_feedback_template == defaults["success_feedback_template"]
+        if self.success_feedback_template is None or (is_own and is_default):
+            self.success_feedback_template = self.feedback_template
 
     def _settle_teacher_context(self) -> None:
         if self.remove_thinking_from_demonstration is None:
@@ -519,6 +531,7 @@ TEMPLATE_PLACEHOLDERS = {
     "reprompt_template": ("prompt", "solution", "feedback"),
     "solution_template": ("successful_previous_attempt",),
     "feedback_template": ("feedback_raw",),
+    "success_feedback_template": ("feedback_raw",),
 }
 
 _CHOICES = {
@@ -623,7 +636,8 @@ def check_values(config: CreditConfig) -> None:
             f"`credit_stop_on` must name alarms out of {', '.join(STOP_CAUSES)}, joined by `|`; got {unknown[0]!r}."
         )
     for name, placeholders in TEMPLATE_PLACEHOLDERS.items():
-        _check_template(name, getattr(config, name), placeholders)
+        if getattr(config, name) is not None:
+            _check_template(name, getattr(config, name), placeholders)
 
 
 def _check_sampling(config: CreditConfig) -> None:

@@ -121,6 +121,34 @@ def test_only_eligible_samples_are_drawn():
     assert draw_from_batch(keys, [0], 1, seed=0, step=0, eligible=[True] + [False] * 4) == [[]]
 
 
+@pytest.mark.parametrize("style", ["sdpo", "paper"])
+@pytest.mark.parametrize("control", [{}, {"contrastive_swap": "hint"}, {"teacher_hint": "foreign"}])
+def test_feedback_on_a_success_is_not_called_unsuccessful(
+    make_model, make_config, tokenizer, problems, style, control
+):
+    """Also in the contrasts, which differ from the teacher's context in content only."""
+
+    def first_half_succeeds(completions, **kwargs):
+        return [Verdict(float(i % 4 < 2), f"Checked {i}.") for i in range(len(completions))]
+
+    config = make_config(
+        per_device_train_batch_size=16, reprompt_style=style, use_successful_as_teacher=False, **control
+    )
+    trainer = CreditTrainer(make_model(), first_half_succeeds, config, problems, processing_class=tokenizer)
+    trainer.model.train()
+    seen = []
+    trainer._score = lambda output, contexts: seen.extend(context_ids(c) for c in contexts) or {}
+    trainer._generate_and_score_completions([problems[i] for i in range(4) for _ in range(4)])
+    failed, succeeded = {
+        "sdpo": ("feedback from your unsuccessful earlier attempt:", "feedback from your earlier attempt:"),
+        "paper": ("Previous assessment:", "Previous assessment:"),
+    }[style]
+    for sample, contexts in enumerate(seen):
+        for text in map(tokenizer.decode, contexts):
+            assert (succeeded if sample % 4 < 2 else failed) in text
+            assert sample % 4 >= 2 or "unsuccessful" not in text
+
+
 def test_swapped_context_over_budget_leaves_no_contrast(make_model, make_config, tokenizer, problems):
     trainer = CreditTrainer(make_model(), name_answers, make_config(), problems, processing_class=tokenizer)
     builder, render, prompt = trainer.context_builder, trainer._renderer(0), problems[1]["prompt"]

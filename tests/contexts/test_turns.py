@@ -192,11 +192,14 @@ def test_a_template_that_changes_earlier_turns_is_refused():
         TurnFormat.of(render)
 
 
-def test_plain_text_gets_feedback_between_turns(builder, tokenizer):
-    built = TokenContexts(tokenizer("Q:")["input_ids"], privileged=PrivilegedContext(turns={0: "zero", 1: "one"}))
+@pytest.mark.parametrize("success", [False, True])
+def test_plain_text_gets_feedback_between_turns(builder, tokenizer, success):
+    privileged = PrivilegedContext(turns={0: "zero", 1: "one"}, success=success)
+    built = TokenContexts(tokenizer("Q:")["input_ids"], privileged=privileged)
     placed = place_turns(built, tokenizer("ab[tool]cd")["input_ids"], [0, 8], builder, TurnFormat())
     text = tokenizer.decode(sequence(placed.teacher, placed.columns.teacher, tokenizer("ab[tool]cd")["input_ids"]))
-    word = lambda z: builder.config.feedback_template.format(feedback_raw=z).strip()  # noqa: E731
+    template = builder.config.success_feedback_template if success else builder.config.feedback_template
+    word = lambda z: template.format(feedback_raw=z).strip()  # noqa: E731
     assert text == f"Q:{word('zero')}ab[tool]{word('one')}cd"
 
 
@@ -464,5 +467,5 @@ def test_context_swap_refuses_feedback_on_turns(scripted):
 
 
 def test_privileged_context_survives_json():
-    privileged = PrivilegedContext("d", None, {2: "x"})
+    privileged = PrivilegedContext("d", None, {2: "x"}, success=True)
     assert PrivilegedContext(**json.loads(json.dumps(vars(privileged)))) == privileged

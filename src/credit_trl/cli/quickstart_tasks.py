@@ -15,6 +15,7 @@ _COMMON: dict[str, Any] = {
     "distillation_topk": 20,
     "distillation_tail": "bucket",
     "teacher_update_rate": 0.02,
+    "success_feedback_template": None,  # SDPO's wording for all feedback, which the bases were pretrained to read
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",

@@ -106,7 +106,9 @@ class ContextBuilder:
         """Token ids of a part of the chat template."""
         return self._tokenize(text, first=False)
 
-    def encode_turn(self, feedback: str, before: str, after: str, budget: int) -> tuple[list[int], bool]:
+    def encode_turn(
+        self, feedback: str, before: str, after: str, budget: int, *, success: bool = False
+    ) -> tuple[list[int], bool]:
         """Token ids of a feedback message in the middle of a conversation, and whether it was cut.
 
         Args:
@@ -115,10 +117,11 @@ class ContextBuilder:
             after: text of the chat template after it.
             budget: maximum number of tokens; a longer message loses the middle of its feedback, and is dropped where
                 that is not enough.
+            success: whether the rollout was successful.
         """
         text: str | None = _encodable(feedback)
         while text is not None:
-            head, tail = self.config.feedback_template.format(feedback_raw="\x02").strip().split("\x02")
+            head, tail = self._feedback_section("\x02", success).strip().split("\x02")
             pieces = [(before + head, True), (text, False), (tail + after, True)]
             ids = self._encode_pieces([piece for piece in pieces if piece[0]], first=False)
             if len(ids) <= budget:
@@ -158,11 +161,15 @@ class ContextBuilder:
         if privileged.demonstration is not None:
             solution = self.config.solution_template.format(successful_previous_attempt=next(marks))
         if privileged.feedback is not None:
-            feedback = self.config.feedback_template.format(feedback_raw=next(marks))
+            feedback = self._feedback_section(next(marks), privileged.success)
         turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
         text = turn if isinstance(prompt, str) else render(with_user_text(prompt, turn))
         parts = re.split("(" + "|".join(map(re.escape, untrusted)) + ")", text)
         return [(untrusted.get(part, part), part not in untrusted) for part in parts if part]
+
+    def _feedback_section(self, feedback: str, success: bool) -> str:
+        own = self.config.success_feedback_template if success else None
+        return (own or self.config.feedback_template).format(feedback_raw=feedback)
 
     def _tokenize(self, text: str, *, first: bool) -> list[int]:
         """Token ids; with `first` the tokenizer adds its special tokens, as for the student's plain prompts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -230,7 +230,10 @@ def draw_privileged_contexts(
     everyone: list[PrivilegedContext] = gather_object(list(privileged))
     eligible = [bool(one) for one in everyone]
     draws = draw_from_batch(keys, batch.indices, count, seed=seed, step=step, eligible=eligible)
-    return [[everyone[i] for i in drawn] for drawn in draws]
+    # The feedback of both is introduced in the same words, so that they differ in content only.
+    return [
+        [replace(everyone[i], success=z.success) for i in drawn] for drawn, z in zip(draws, privileged, strict=True)
+    ]
 
 
 def draw_wrong_contexts(
@@ -266,7 +269,9 @@ def draw_wrong_contexts(
         siblings = [i for i in group if has_failed[i] and i != index] if z else []
         wrong = [
             PrivilegedContext(
-                None if z.demonstration is None else texts[i], None if z.feedback is None else feedback[i]
+                None if z.demonstration is None else texts[i],
+                None if z.feedback is None else feedback[i],
+                success=z.success,
             )
             for i in siblings
         ]

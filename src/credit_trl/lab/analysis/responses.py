@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.passes import RolloutContexts
 from credit_trl.lab.analysis.tokentext import visible
-from credit_trl.rollout.batch import GenerationBatch, prompt_key
+from credit_trl.rollout.batch import GenerationBatch, is_successful, prompt_key
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, read_rows
 from credit_trl.tasks.registry import Task
@@ -256,14 +257,18 @@ def read_rollouts(
     if None in given:
         drawn = draw(prompts, [*population, *prompts], config, [row.data.get("task") for row in rows])
     end = checkpoint.tokenizer.eos_token_id
+    rewards = [_optional(row, "reward", int, float) for row in rows]
+    successes = is_successful([math.nan if r is None else r for r in rewards], config.success_reward_threshold)
     return [
         Rollout(
             identifier=str(row.data.get("id", n)),
             prompt=prompts[n],
             token_ids=(*checkpoint.tokenizer(row.get("response", str), add_special_tokens=False)["input_ids"], end),
-            privileged=PrivilegedContext(_optional(row, "demonstration", str), _optional(row, "feedback", str)),
+            privileged=PrivilegedContext(
+                _optional(row, "demonstration", str), _optional(row, "feedback", str), success=successes[n]
+            ),
             contrasts=tuple(drawn[n] if given[n] is None else given[n]),
-            reward=_optional(row, "reward", int, float),
+            reward=rewards[n],
         )
         for n, row in enumerate(rows)
     ]
