@@ -159,9 +159,23 @@ def test_last_box_is_compared_as_mathematics(response, gold, reward):
 
 
 @needs_math_verify
+def test_wrong_answer_has_a_corrected_response():
+    wrong, right, unboxed = math_task.reward([r"So \boxed{ \frac13 }.", r"\boxed{0.5}", "1/3"], [r"\frac12"] * 3)
+    assert (wrong.reward, wrong.corrected) == (0.0, r"So \boxed{ \frac12 }.")
+    assert (right.reward, right.corrected, unboxed.corrected) == (1.0, None, None)
+
+
+@given(st.lists(st.sampled_from([r"\boxed{", "}", "{", "a ", r"\}", "\n"]), max_size=12).map("".join))
+def test_corrected_response_has_the_answer_in_its_last_box(text):
+    corrected = math_task.with_answer(text, "7")
+    assert (corrected is None) == (math_task.last_boxed(text) is None)
+    assert corrected is None or math_task.last_boxed(corrected) == "7"
+
+
+@needs_math_verify
 def test_feedback_names_an_unevaluated_operation():
     verdict = math_task.verify(r"\boxed{\int_0^1 x\,dx}", r"\frac12")
-    assert verdict == Verdict(0.0, rf"{math_task.UNDONE} Correct answer: \frac12", {"answer_format": 1.0})
+    assert verdict.feedback == rf"{math_task.UNDONE} Correct answer: \frac12"
     assert math_task.verify(r"\boxed{\frac13}", r"\frac12").feedback == r"Correct answer: \frac12"
 
 

@@ -501,6 +501,36 @@ def test_strict_protocol_passes_only_equal_calls(made, expected):
     assert toolalpaca.verify(response, golden(*expected), protocol="strict").reward == same
 
 
+@pytest.mark.parametrize("protocol", ["field", "strict"])
+@pytest.mark.parametrize("style", [{}, {"indent": 2}, {"separators": (",", ":")}])
+def test_wrong_call_has_a_corrected_response(protocol, style):
+    """In the response's own style and order, so that the first difference is one of content."""
+    right = {"city": "Líma", "day": 2, "unit": "C"}
+    made = json.dumps({"day": 2, "city": "Oslo", "zone": 1}, ensure_ascii=False, **style)
+    response = f"{saying(('forecast', made))}\nDone."
+    verdict = toolalpaca.verify(response, golden(("now", right)), protocol=protocol)
+    expected = json.dumps({"day": 2, "city": "Líma", "unit": "C"}, ensure_ascii=False, **style)
+    assert verdict.reward == 0.0
+    assert verdict.corrected == f"{saying(('now', expected))}\nDone."
+    fixed = toolalpaca.verify(verdict.corrected, golden(("now", right)), protocol=protocol)
+    assert (fixed.reward, fixed.corrected) == (1.0, None)
+
+
+@pytest.mark.parametrize("protocol", ["field", "strict"])
+@pytest.mark.parametrize(
+    ("response", "calls"),
+    [
+        ("no call", [("now", {})]),
+        (saying(("now", "{city: Lima}")), [("now", {})]),
+        (saying(("now", '{ "odd" :1}')), [("now", {})]),
+        (saying(("now", '{"a": 1}'), ("now", '{"a": 2}')), [("now", {})]),
+        (saying(("now", '{"a": 1}')), [("now", {}), ("then", {})]),
+    ],
+)
+def test_response_without_one_counterpart_is_not_corrected(protocol, response, calls):
+    assert toolalpaca.verify(response, golden(*calls), protocol=protocol).corrected is None
+
+
 def test_protocol_in_the_name_reaches_verify_and_reward():
     response = saying(("put", '{"user": "u", "data": {"url": "x"}}'))
     for name, expected in {"toolalpaca": 0.0, "toolalpaca:field": 0.0, "toolalpaca:strict": 1.0}.items():

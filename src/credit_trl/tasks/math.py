@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,12 +119,17 @@ def reward(
     for gold in answer:
         if not isinstance(gold, str) or not gold.strip():
             raise ValueError(f"A math answer must be a text that is not blank, got {gold!r}.")
-    boxes = [last_boxed(response_text(completion)) for completion in completions]
+    texts = [response_text(completion) for completion in completions]
+    boxes = [last_boxed(text) for text in texts]
     given = [None if box is None else finished_part(gold, box) for gold, box in zip(answer, boxes, strict=True)]
     compared = equivalent(list(zip(answer, given, strict=True)), deadline)
-    return [
+    verdicts = [
         _verdict(gold, comparison, _remark(box, part, bool(flag)), {"answer_format": float(box is not None)})
         for gold, box, part, comparison, flag in zip(answer, boxes, given, compared, flags, strict=True)
+    ]
+    return [
+        replace(verdict, corrected=with_answer(text, gold)) if verdict.reward == 0.0 else verdict
+        for verdict, text, gold in zip(verdicts, texts, answer, strict=True)
     ]
 
 
@@ -131,6 +137,15 @@ def last_boxed(text: str) -> str | None:
     r"""Content of the last `\boxed{...}`, with balanced braces; `None` if there is none or it is not closed."""
     *_, box = [None, *re.finditer(r"\\boxed\s*\{", text)]
     return None if box is None else _braced(text, box.end())
+
+
+def with_answer(text: str, answer: str) -> str | None:
+    """The text with another answer in its last box, `None` if `last_boxed` finds none."""
+    content = last_boxed(text)
+    if content is None:
+        return None
+    *_, box = re.finditer(r"\\boxed\s*\{\s*", text)
+    return f"{text[: box.end()]}{answer}{text[box.end() + len(content) :]}"
 
 
 def _braced(text: str, start: int) -> str | None:

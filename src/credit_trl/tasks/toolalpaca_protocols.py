@@ -24,6 +24,9 @@ from credit_trl.rollout.verdict import Verdict
 OPTIONAL = "[Optional]"
 MAX_SHOWN = 500  # characters of the response that feedback repeats
 
+_CALL = re.compile(r"Action:[ \t]*(\w+)(\s*Action Input:\s*)(?=\{)")
+_STYLES: tuple[dict[str, Any], ...] = ({}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 4})
+
 
 @dataclass(frozen=True)
 class GoldenCall:
@@ -73,7 +76,7 @@ def grade_by_field(response: str, golden: Sequence[GoldenCall]) -> Verdict:
         mismatches.append(_mismatch("Actions", _names(actions), _names(expected_actions)))
     if merged != expected_merged:
         mismatches.append(_mismatch("Action inputs", _as_json(merged), _as_json(expected_merged)))
-    return _verdict(mismatches, bool(actions))
+    return _verdict(response, golden, mismatches, bool(actions))
 
 
 def _lazy_blocks(response: str) -> list[str]:
@@ -104,14 +107,14 @@ def grade_strictly(response: str, golden: Sequence[GoldenCall]) -> Verdict:
     calls = strict_calls(response)
     expected = [(call.action, call.input) for call in golden]
     if _same_sequence(calls, expected):
-        return _verdict([], bool(calls))
+        return _verdict(response, golden, [], bool(calls))
     mismatches = []
     names, expected_names = [name for name, _ in calls], [name for name, _ in expected]
     if not _same_sequence(names, expected_names):
         mismatches.append(_mismatch("Actions", _names(names), _names(expected_names)))
     inputs, expected_inputs = [given for _, given in calls], [given for _, given in expected]
     mismatches.append(_mismatch("Action inputs", _as_json(inputs), _as_json(expected_inputs)))
-    return _verdict(mismatches, bool(calls))
+    return _verdict(response, golden, mismatches, bool(calls))
 
 
 def strict_calls(response: str) -> list[tuple[str, dict[str, Any] | None]]:
@@ -193,12 +196,35 @@ def _mismatch(what: str, predicted: str, expected: str) -> str:
     return f"{what} mismatch: predicted {shown}, expected {expected}"
 
 
-def _verdict(mismatches: Sequence[str], has_call: bool) -> Verdict:
+def _verdict(response: str, golden: Sequence[GoldenCall], mismatches: Sequence[str], has_call: bool) -> Verdict:
     return Verdict(
         reward=float(not mismatches),
         feedback="; ".join(mismatches) or None,
         metrics={"answer_format": float(has_call)},
+        corrected=corrected_response(response, golden) if mismatches else None,
     )
+
+
+def corrected_response(response: str, golden: Sequence[GoldenCall]) -> str | None:
+    """The response with the golden call in place of its own, and JSON in the same style and order.
+
+    None unless both have exactly one call, which has to be there, with a JSON object in one of the usual styles.
+    """
+    calls = list(_CALL.finditer(response))
+    if len(calls) != 1 or len(golden) != 1 or not golden[0].readable or golden[0].action.startswith(OPTIONAL):
+        return None
+    (call,), (wanted,) = calls, golden
+    try:
+        given, end = json.JSONDecoder().raw_decode(response, call.end())
+        ordered = {name: wanted.input[name] for name in given if name in wanted.input} | wanted.input
+        for style in _STYLES:
+            if json.dumps(given, ensure_ascii=False, **style) == response[call.end() : end]:
+                right = f"{wanted.action}{call[2]}{json.dumps(ordered, ensure_ascii=False, **style)}"
+                corrected = f"{response[: call.start(1)]}{right}{response[end:]}"
+                return corrected.encode("utf-8", "replace").decode("utf-8")
+    except (ValueError, RecursionError):
+        pass
+    return None
 
 
 GRADE_BY: dict[str, Callable[[str, Sequence[GoldenCall]], Verdict]] = {
