@@ -25,6 +25,30 @@ LIMITS = Limits(
 )
 SHORT = replace(LIMITS, cpu_seconds=1, wall_seconds=0.6)
 
+# Makes as many processes as a program can, or threads where it may have no processes.
+MULTIPLY = """
+import os, threading, time
+
+def multiply(work, count=14):
+    for _ in range(count):
+        try:
+            child = os.fork()
+        except OSError:
+            try:
+                threading.Thread(target=work, daemon=True).start()
+            except RuntimeError:
+                pass
+            continue
+        if child == 0:
+            try:
+                os.setsid()  # where the kernel divides processor time by session, each would have a share
+            except OSError:
+                pass
+            work()
+            os._exit(0)
+    work()
+"""
+
 PRELUDE = """
 import os, sys
 BAIT, SECRET, WRITABLE, SOCKET = {bait!r}, {secret!r}, {writable!r}, {socket!r}
@@ -54,6 +78,7 @@ def called(result):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
 """
+PRELUDE += MULTIPLY
 
 
 @dataclass(frozen=True)

@@ -425,34 +425,12 @@ RESOURCES = [
     ),
 ]
 
-# Two copies run beside a program that needs most of its processor time.
-_MULTIPLY = """
-        import threading, time
-        def multiply(work):
-            for _ in range(9):
-                try:
-                    child = os.fork()
-                except OSError:
-                    try:
-                        threading.Thread(target=work, daemon=True).start()
-                    except RuntimeError:
-                        pass
-                    continue
-                if child == 0:
-                    try:
-                        os.setsid()
-                    except OSError:
-                        pass
-                    work()
-                    os._exit(0)
-            work()
-"""
+# Two copies run beside a program that needs most of its processor time. `multiply` is in `PRELUDE`.
 _NEIGHBOUR = replace(LIMITS, cpu_seconds=1, wall_seconds=1, memory_bytes=192 * MIB)
 NEIGHBOURS = [
     Escape(
         "spin in many sessions",
-        _MULTIPLY
-        + """
+        r"""
         def work():
             while True: pass
         multiply(work)
@@ -484,9 +462,8 @@ NEIGHBOURS = [
     ),
     Escape(
         "sleep in many processes",
-        _MULTIPLY
-        + """
-        multiply(lambda: time.sleep(30))
+        r"""
+        multiply(lambda: time.sleep(60))
         """,
         statuses=("timeout",),
         limits=_NEIGHBOUR,
@@ -494,8 +471,7 @@ NEIGHBOURS = [
     ),
     Escape(
         "allocate in many processes",
-        _MULTIPLY
-        + """
+        r"""
         def work():
             kept = []
             while True: kept.append(bytearray(1 << 22))
@@ -507,8 +483,7 @@ NEIGHBOURS = [
     ),
     Escape(
         "flood standard output from many processes",
-        _MULTIPLY
-        + """
+        r"""
         def work():
             while True: os.write(1, bytes(1 << 16))
         multiply(work)

@@ -8,66 +8,29 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+from escape import MULTIPLY
+from escapes_harm import NEIGHBOURS
 from observing import run_one
 
-from credit_trl.sandbox import Limits, Program
+from credit_trl.sandbox import Limits, Program, observe
 
 MIB = 1024 * 1024
 LIMITS = Limits(cpu_seconds=1, wall_seconds=1, memory_bytes=192 * MIB, processes=16)
 # Needs 0.7 of its second of processor time, and prints what shows that it came to its end.
 CORRECT = "import time\nwhile time.process_time() < 0.7: pass\nprint(int(input()) + 1)"
 
-# Each makes as many processes as it can, or threads where it may have no processes.
-MULTIPLY = """
-import os, threading, time
-def multiply(work, count=14):
-    for _ in range(count):
-        try:
-            child = os.fork()
-        except OSError:
-            try:
-                threading.Thread(target=work, daemon=True).start()
-            except RuntimeError:
-                pass
-            continue
-        if child == 0:
-            try:
-                os.setsid()  # where the kernel divides processor time by session, each would have a share
-            except OSError:
-                pass
-            work()
-            os._exit(0)
-    work()
-"""
-NEIGHBOURS = {
-    "spinners": "def work():\n    while True: pass\nmultiply(work)",
-    "sleepers": "def work(): time.sleep(60)\nmultiply(work)",
-    "allocators": "def work():\n    kept = []\n    while True: kept.append(bytearray(1 << 22))\nmultiply(work, 6)",
-    "short-lived spinners": """
-try:
-    import signal
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the time of its children would be added to nobody
-except OSError:
-    pass
-while True:
-    try:
-        if os.fork() == 0:
-            end = time.monotonic() + 0.02
-            while time.monotonic() < end: pass
-            os._exit(0)
-    except OSError:
-        pass
-""",
-}
+SOURCES = {escape.name: MULTIPLY + textwrap.dedent(escape.source) for escape in NEIGHBOURS}
 
 
 def statuses_beside(sandbox, neighbours: list[str]) -> tuple[set[str], list[str]]:
     """Statuses of the neighbours, and the faults in the outcomes of two correct programs among them."""
-    hostile = [Program(MULTIPLY + source, group=f"hostile {n}", limits=LIMITS) for n, source in enumerate(neighbours)]
+    hostile = [Program(source, group=f"hostile {n}", limits=LIMITS) for n, source in enumerate(neighbours)]
     correct = [Program(CORRECT, stdin=str(n), group=f"correct {n}", limits=LIMITS) for n in range(2)]
     outcomes = sandbox.run([*hostile, *correct], deadline=300)
     found = outcomes[len(hostile) :]
@@ -76,16 +39,16 @@ def statuses_beside(sandbox, neighbours: list[str]) -> tuple[set[str], list[str]
 
 
 def test_correct_program_succeeds_beside_spinners(sandbox) -> None:
-    statuses, faults = statuses_beside(sandbox, [NEIGHBOURS["spinners"]] * 2)
+    statuses, faults = statuses_beside(sandbox, [SOURCES["spin in many sessions"]] * 2)
     assert not faults
     assert statuses == {"timeout"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", [*NEIGHBOURS, "all"])
+@pytest.mark.parametrize("kind", [*SOURCES, "all"])
 def test_correct_program_succeeds_in_20_repetitions(sandbox, kind: str) -> None:
-    neighbours = list(NEIGHBOURS.values()) if kind == "all" else [NEIGHBOURS[kind]] * 4
+    neighbours = list(SOURCES.values()) if kind == "all" else [SOURCES[kind]] * 4
     faults = [fault for _ in range(20) for fault in statuses_beside(sandbox, neighbours)[1]]
     assert not faults, faults[:3]
 
@@ -142,9 +105,8 @@ def test_processor_limit_covers_all_processes(sandbox, wait: str) -> None:
 def test_processor_time_of_ended_children_is_counted(sandbox) -> None:
     """Children that live shorter than the interval of samples, and whose parent tries to ignore their end."""
     needs_processes(sandbox)
-    outcome = run_one(
-        sandbox, MULTIPLY + NEIGHBOURS["short-lived spinners"], limits=Limits(cpu_seconds=1, wall_seconds=20)
-    )
+    source = SOURCES["spin in children that end at once"]
+    outcome = run_one(sandbox, source, limits=Limits(cpu_seconds=1, wall_seconds=20))
     assert (outcome.status, outcome.error) == ("timeout", "more than 1 seconds of processor time")
     assert outcome.seconds < 15
 
@@ -200,3 +162,37 @@ def test_buffers_of_sockets_and_pipes_count_as_memory(sandbox, make) -> None:
     limits = Limits(memory_bytes=128 * MIB, open_files=1024, wall_seconds=10)
     outcome = run_one(sandbox, source, limits=limits)
     assert (outcome.status, outcome.stdout) == ("memory", "")
+
+
+@pytest.mark.slow  # between two samples of the server, which a busy machine delays
+def test_allocators_hold_at_most_twice_their_limit(sandbox) -> None:
+    """12 processes that begin to fill their memory at the same moment, seen from outside."""
+    needs_processes(sandbox)
+    source = """
+    at = time.monotonic() + 0.5
+    def work():
+        kept = []
+        while time.monotonic() < at: pass
+        while True: kept.append(bytearray(1 << 22))
+    multiply(work, 11)
+    """
+    program = Program(MULTIPLY + textwrap.dedent(source), limits=Limits(memory_bytes=256 * MIB, wall_seconds=10))
+    [server] = sandbox.server_pids
+    outcomes, peak = [], 0
+    batch = threading.Thread(target=lambda: outcomes.extend([sandbox.run([program])[0] for _ in range(5)]))
+    batch.start()
+    while batch.is_alive():
+        peak = max(peak, sum(map(held_alone, observe.descendants(server))))
+    batch.join()
+    assert {outcome.status for outcome in outcomes} == {"memory"}
+    assert peak <= 2 * 256 * MIB
+
+
+def held_alone(pid: int) -> int:
+    """Resident memory of a process without pages of files, in bytes."""
+    try:
+        with open(f"/proc/{pid}/statm") as statm:
+            pages = statm.read().split()
+        return (int(pages[1]) - int(pages[2])) * 4096
+    except OSError:
+        return 0

@@ -15,6 +15,7 @@ _SKB_BYTES = 1 << 16  # a socket accepts one more message before its buffer coun
 class Usage(NamedTuple):
     """Resource use of a tree of processes."""
 
+    processes: int
     tasks: int  # processes and threads
     # Resident memory of all processes, with shared pages counted once, page tables, and full pipes and sockets
     held_bytes: int
@@ -52,7 +53,7 @@ def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
     if scratch is not None:
         files = max((_files(process, scratch) for process in processes if process != pid), default=0)
     seconds = sum(_cpu_seconds(process) for process in processes)
-    return Usage(len(threads), held, files, seconds, run_delays(threads))
+    return Usage(len(processes), len(threads), held, files, seconds, run_delays(threads))
 
 
 def run_delays(threads: Iterable[tuple[int, str]]) -> dict[str, float]:

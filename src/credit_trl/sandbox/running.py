@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,7 @@ class RunningProgram:
         delayed: seconds since then in which it could run and waited for a processor.
         cpu_seconds: processor time of its processes at the last sample.
         not_before: time before which its wall-clock limit is not enforced, as it waits for a processor.
+        next_sample: time at which its use of resources is read next, once it has begun.
         ended_by: status with which the server ended it, `None` if it ended by itself.
         reason: text for `ended_by`.
     """
@@ -68,6 +70,7 @@ class RunningProgram:
     delayed: float = 0.0
     cpu_seconds: float = 0.0
     not_before: float = 0.0
+    next_sample: float = math.inf
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     report: bytearray = field(default_factory=bytearray)

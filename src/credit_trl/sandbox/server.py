@@ -46,6 +46,9 @@ from credit_trl.sandbox.running import GROUP_STOPPED, Job, RunningProgram, proce
 ISOLATIONS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
 
 _SAMPLE_SECONDS = 0.05
+_TREE_SAMPLE_SECONDS = (
+    0.01  # of a program with more than two processes, whose memory together the kernel does not limit
+)
 _ALIVE_SECONDS = 5.0
 _REAP_SECONDS = 0.02  # interval at which an idle server collects adopted processes that ended
 _IDLE_SECONDS = 1.0  # interval at which a server without work checks that its parent lives
@@ -73,7 +76,6 @@ class Server:
         self.runs: dict[int, RunningProgram] = {}  # by process id
         self.by_descriptor: dict[int, RunningProgram] = {}
         self.poll = select.epoll()
-        self.next_sample = 0.0
         self.next_alive = 0.0
         self.has_children = False
         self.prepared: deque[RunningProgram] = deque()  # processes whose program has not been released
@@ -160,8 +162,8 @@ class Server:
     def _timeout(self) -> float:
         if not self.runs:
             return _REAP_SECONDS if self.has_children else _IDLE_SECONDS
-        now = time.monotonic()
-        return max(0.0, min(self.next_sample, *(self._must_end(run) for run in self.runs.values())) - now)
+        turns = (min(run.next_sample, self._must_end(run)) for run in self.runs.values() if run.ended_by is None)
+        return max(0.0, min(min(turns, default=math.inf) - time.monotonic(), _SAMPLE_SECONDS))
 
     def _must_end(self, run: RunningProgram) -> float:
         """Time at which it is killed: at its own limit if it began, else some time after its release."""
@@ -185,8 +187,9 @@ class Server:
             return
         had_begun = run.began_at is not None
         run.take(descriptor, chunk, time.monotonic())
-        if run.began_at is not None and not had_begun:  # delays count from here
-            run.add_delays(observe.run_delays(observe.threads_of(run.process.pid)))
+        if run.began_at is not None and not had_begun:
+            run.next_sample = run.began_at + _SAMPLE_SECONDS
+            run.add_delays(observe.run_delays(observe.threads_of(run.process.pid)))  # delays count from here
         if run.limit_passed:
             self._kill(run, "output_limit", f"more than {run.limit_passed} bytes of output")
 
@@ -195,11 +198,8 @@ class Server:
             self.poll.unregister(descriptor)
 
     def _enforce(self) -> None:
-        """Check wall-clock time at every turn, and what the whole tree uses at intervals."""
+        """Check wall-clock time at every turn, and what a program's whole tree uses at intervals."""
         now = time.monotonic()
-        sample = now >= self.next_sample
-        if sample:
-            self.next_sample = now + _SAMPLE_SECONDS
         if self.runs and now >= self.next_alive:
             self.next_alive = now + _ALIVE_SECONDS
             self.channel.send({"alive": True})
@@ -207,7 +207,7 @@ class Server:
             if run.ended_by is not None:
                 continue
             began, before = run.began_at is not None, run.cpu_seconds
-            if began and (now >= self._must_end(run) or (sample and now - run.began_at >= _SAMPLE_SECONDS / 2)):
+            if began and now >= min(run.next_sample, self._must_end(run)):
                 self._check_usage(run, run.program.limits)
             is_late = began and now >= self._must_end(run)
             if is_late and run.cpu_seconds == before and observe.is_runnable(run.process.pid):
@@ -221,6 +221,8 @@ class Server:
         usage = observe.usage(run.process.pid, limits.memory_bytes, self.isolation.scratch)
         run.add_delays(usage.run_delays)
         run.cpu_seconds = usage.cpu_seconds
+        is_tree = usage.processes > 2 + self.isolation.own_tasks
+        run.next_sample = time.monotonic() + (_TREE_SAMPLE_SECONDS if is_tree else _SAMPLE_SECONDS)
         files = limits.file_bytes // _BYTES_PER_FILE
         if usage.held_bytes > limits.memory_bytes:
             self._kill(run, "memory", f"more than {limits.memory_bytes} bytes of memory")
