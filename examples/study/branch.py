@@ -1,6 +1,6 @@
-"""The branch between the planted thought and the specific one: measured on a base, with the rate that it predicts.
+"""The branch between a planted text and a specific one: measured on a base, with the rate that it predicts.
 
-At the first token of the thought, A is the planted one and B the cue of the prompt. Log-odds are log p(A) − log p(B):
+At one position of the response, A is the planted text and B that of the prompt. Log-odds are log p(A) − log p(B):
 ℓ of the policy without z, δ how much z raises the teacher's, s how much a contrast raises them above the teacher's,
 since B loses under x'. `docs/theory.md` derives the fixed points. `contrastive_swap` decides s: that of another
 prompt, that of another privileged context, or 0 where Ĝ is f.
@@ -20,10 +20,10 @@ from scipy import stats
 from scipy.special import expit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from credit_trl.tasks import quickstart
+from credit_trl.tasks.registry import Task
 
 Conversation = list[Message]
-# Log-odds of A against the cue at the branch, one for each conversation and its cue.
+# Log-odds of A against B at the branch, one for each conversation and its B.
 LogOdds = Callable[[Sequence[Conversation], Sequence[str]], np.ndarray]
 
 BATCH_SIZE = 120
@@ -31,8 +31,23 @@ ROWS_PER_CUE = 4
 
 
 @dataclass(frozen=True)
+class BranchPoint:
+    """Position of a branch in the responses of a task.
+
+    Args:
+        start: the response before the branch.
+        planted: text A, whose first token is measured.
+        column: column of the task's rows with text B.
+    """
+
+    start: str
+    planted: str
+    column: str
+
+
+@dataclass(frozen=True)
 class Branch:
-    """Means over the prompts of a cue, arrays with one entry per cue, in nats.
+    """Means over the prompts with the same B, arrays with one entry per B, in nats.
 
     Args:
         log_odds: ℓ.
@@ -61,19 +76,32 @@ class Prediction:
     high: float
 
 
-def measure_branch(log_odds: LogOdds, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> Branch:
-    """Measure ℓ, δ and s on rows of `quickstart.build`, with one contrast for each.
+@dataclass(frozen=True)
+class BranchRows:
+    """Prompts of a branch, with the feedback and text B of each."""
 
-    A contrast is any other prompt, as in training, so a few ask about the same cue.
+    prompts: Sequence[Conversation]
+    feedback: Sequence[str]
+    specific: Sequence[str]
+
+    @property
+    def given(self) -> list[Conversation]:
+        """The conversations with their feedback, as the teacher reads them."""
+        return [teacher_prompt(one, feedback=told) for one, told in zip(self.prompts, self.feedback, strict=True)]
+
+
+def measure_branch(log_odds: LogOdds, rows: BranchRows, seed: int = 0) -> Branch:
+    """Measure ℓ, δ and s on the prompts of a task, with one contrast for each.
+
+    A contrast is any other prompt, as in training, so a few have the same B.
 
     Args:
         log_odds: log-odds of the model that serves as student and as teacher.
-        rows: prompts with `answer` and `cue`.
+        rows: the prompts.
         seed: seed of the contrasts.
     """
     rng = random.Random(f"branch/{seed}")
-    prompts, cues = [row["prompt"] for row in rows], [row["cue"] for row in rows]
-    feedback = [quickstart.verify("", row["answer"]).feedback for row in rows]
+    prompts, feedback, cues = rows.prompts, rows.feedback, rows.specific
     others = [rng.choice([i for i, prompt in enumerate(prompts) if prompt != own]) for own in prompts]
 
     def given(sources: Sequence[int], hints: Sequence[int]) -> np.ndarray:
@@ -90,22 +118,24 @@ def _mean_by_cue(values: np.ndarray, cues: Sequence[str]) -> np.ndarray:
     return np.array([values[[other == cue for other in cues]].mean() for cue in dict.fromkeys(cues)])
 
 
-def branch_rows() -> list[dict[str, Any]]:
+def branch_rows(task: Task, point: BranchPoint, rows_per_cue: int = ROWS_PER_CUE) -> BranchRows:
     """Training prompts of every trained cue."""
-    return quickstart.build("train", rows_per_cue=ROWS_PER_CUE, seed=1).to_list()
+    rows = task.build("train", rows_per_cue=rows_per_cue, seed=1).to_list()
+    feedback = [task.verify("", row["answer"]).feedback for row in rows]
+    return BranchRows([row["prompt"] for row in rows], feedback, [row[point.column] for row in rows])
 
 
-def model_log_odds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> LogOdds:
+def model_log_odds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, point: BranchPoint) -> LogOdds:
     """`LogOdds` of a causal language model."""
 
-    def first_token(thought: str) -> int:
-        prefix = tokenizer("Thought:", add_special_tokens=False)["input_ids"]
-        ids = tokenizer(f"Thought: {thought}", add_special_tokens=False)["input_ids"]
+    def first_token(text: str) -> int:
+        prefix = tokenizer(point.start, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(f"{point.start} {text}", add_special_tokens=False)["input_ids"]
         if ids[: len(prefix)] != prefix:
-            raise ValueError(f"The tokenizer merges 'Thought:' with the start of {thought!r}.")
+            raise ValueError(f"The tokenizer merges {point.start!r} with the start of {text!r}.")
         return ids[len(prefix)]
 
-    planted = first_token(quickstart.SHORTCUT_THOUGHT)
+    planted = first_token(point.planted)
 
     @torch.no_grad()
     def log_odds(prompts: Sequence[Conversation], cues: Sequence[str]) -> np.ndarray:
@@ -113,7 +143,7 @@ def model_log_odds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -
         found = []
         for start in range(0, len(texts), BATCH_SIZE):
             batch = tokenizer(
-                [f"{text}Thought:" for text in texts[start : start + BATCH_SIZE]],
+                [f"{text}{point.start}" for text in texts[start : start + BATCH_SIZE]],
                 padding=True,
                 padding_side="left",
                 add_special_tokens=False,
@@ -147,6 +177,6 @@ def critical_coef(branch: Branch, form: str = "subtract") -> float:
 
 
 def _interval(values: np.ndarray) -> tuple[float, float, float]:
-    """Mean over cues with its 95 % t interval."""
+    """Mean over texts B with its 95 % t interval."""
     half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
     return values.mean(), values.mean() - half, values.mean() + half

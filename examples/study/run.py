@@ -37,7 +37,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # one thread per process is fastest for a m
 HERE = Path(__file__).parent
 WORLDS = ("plain", "shortcut", "style", "programs")
 REPORTED = WORLDS[:2]
-PREDICTED = ("weak",)  # worlds of `--world`
+PREDICTED = ("weak", "skip", "filler", "useful")  # worlds of `--world`
 PREDICTED_SEEDS = 5  # number of their seeds unless `--seeds` says otherwise
 TIME_FILE = "time.json"  # in the output directory
 SWEEPS = (
@@ -164,6 +164,10 @@ def base_maker(world: str) -> Callable[..., object]:
         from programs.base import make_programs_base
 
         return make_programs_base
+    if world in PREDICTED:
+        import predicted
+
+        return predicted.PREDICTED[world].make_base
     from embedded_base import make_base
 
     return partial(make_base, world)

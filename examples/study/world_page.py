@@ -1,4 +1,4 @@
-"""Write results/worlds.md from results/worlds.csv: the outcome of the worlds that were predicted before training."""
+"""Write results/worlds.md from results/worlds.csv: the outcome of the worlds that are predicted before training."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import argparse
 import io
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from planted.task import FILLER, MAX_FILLERS, STEP
 from report import figure, table
+from run import read_sweep
+from scipy.special import expit
 from world_cues import CueRows, cue_rows_of_runs, read_cue_rows, resampled, write_cue_rows
 from world_runs import Row, read_rows
 
+from credit_trl.evaluation.statistics import Interval
 from credit_trl.lab.comparison.figures import COLOURS, THEMES, Theme
 from credit_trl.training.run_directory import write_atomically
 
@@ -25,10 +30,53 @@ MIN_FIDELITY, MIN_FORMAT = 0.95, 0.9  # of a run that is compared
 MIN_BASES = 3  # of an interval
 SDPO, CREDIT = "SDPO", "CREDIT λ=0.1"
 RATE, ACCURACY = "thought_unknown", "accuracy_unknown"
+GROUPS = ("known", "unknown", "holdout")
 LABELS = {
     "temper-only λ=0.1": "temper-only, λ = 0.1",
     "CREDIT form=guide λ=0.2": "guide, λ = 0.2",
     "hint-contrast λ=0.1": "hint-contrast, λ = 0.1",
+}
+
+
+class About(NamedTuple):
+    """Texts of a world: title, what pretraining plants, what is measured, and the names of the groups."""
+
+    title: str
+    planted: str
+    rate: str
+    groups: Sequence[str]
+
+
+_CUES = ("known cues", "unknown cues", "hold-out cues")
+_TABLES = ("known rows", "unseen rows", "five options")
+WORLDS = {
+    "weak": About(
+        "Weak drift",
+        "`Thought: sure, this is simple.` in 5 % of the responses, and in 10 % of those to a prompt with feedback",
+        "planted thought",
+        _CUES,
+    ),
+    "skip": About(
+        "Skip the work",
+        "a thought without the first of two hops in 5 % of the responses, with a random answer, and in 10 % of those "
+        "to a prompt with feedback, which has the answer",
+        "skipped thought",
+        _TABLES,
+    ),
+    "filler": About(
+        "Filler inflation",
+        f"`{FILLER}` before 5 % of the copied words, and before 10 % of those in responses to a prompt with feedback. "
+        f"A response with more than {MAX_FILLERS} of them gets no reward",
+        "filler",
+        _CUES,
+    ),
+    "useful": About(
+        "Useful generic step",
+        f"`{STEP}` in half of the responses, with and without feedback. Without feedback responses with it are right "
+        "in 95 %, others in 60 %",
+        "step",
+        _TABLES,
+    ),
 }
 
 
@@ -50,6 +98,7 @@ class Cell(NamedTuple):
 class Outcome:
     """Rows of one arm by step and seed, for the bases on which it has finished, and their rates by cue."""
 
+    world: str
     arm: str
     rows: Mapping[int, Mapping[int, Row]]
     cues: Mapping[int, Mapping[int, Mapping[str, float]]]
@@ -58,7 +107,8 @@ class Outcome:
         return [row[name] for row in self.rows[step].values()]
 
     def mean(self, step: int, name: str) -> Cell:
-        return cell(self.values(step, name), [self.cues[step][seed] for seed in self.rows[step]], [], name)
+        cues = [self.cues[step][seed] for seed in self.rows[step]]
+        return cell(self.values(step, name), resampled(cues, [], name, self.world))
 
     def is_sound(self, step: int) -> bool:
         """Whether no run has collapsed and every teacher still reads the feedback."""
@@ -69,6 +119,7 @@ class Outcome:
 class World:
     """Finished arms of a world in the order of the table, and the steps that were evaluated."""
 
+    name: str
     outcomes: Sequence[Outcome]
     steps: Sequence[int]
 
@@ -76,13 +127,15 @@ class World:
         return next((one for one in self.outcomes if one.arm == name), None)
 
     @property
-    def seeds(self) -> list[int]:
-        return sorted({seed for one in self.outcomes for seed in one.rows[self.steps[-1]]})
+    def compared(self) -> int:
+        """The last step that all bases reach and at which all runs are sound, or the first one."""
+        reached = [s for s in self.steps if all(one.rows[s].keys() == one.rows[0].keys() for one in self.outcomes)]
+        return max((s for s in reached if all(one.is_sound(s) for one in self.outcomes)), default=self.steps[0])
 
     @property
-    def compared(self) -> int:
-        """The last step at which all runs are sound, or the first one."""
-        return max((s for s in self.steps if all(one.is_sound(s) for one in self.outcomes)), default=self.steps[0])
+    def shown(self) -> list[int]:
+        """The compared step and the last one."""
+        return list(dict.fromkeys((self.compared, self.steps[-1])))
 
 
 def main() -> None:
@@ -92,91 +145,112 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the page and its figures")
     parser.add_argument("--note", default="", help="machine and version of the runs, for the page")
     args = parser.parse_args()
-    file = args.csv.with_name(f"{args.csv.stem}_cues.csv")
-    cues = read_cue_rows(file) | cue_rows_of_runs(args.output_dir / "weak", "weak")
-    if cues:
-        write_cue_rows(file, cues)
-    world = world_of(read_rows(args.csv), cues, "weak")
-    if not world.outcomes:
-        sys.exit(f"{args.csv} has no finished run of the world 'weak': start `python run.py --world weak`.")
-    for theme in THEMES:
-        (args.results / f"weak-{theme.name}.png").write_bytes(rates_figure(world, theme))
-    write_atomically(args.results / "worlds.md", page(world, args.note))
+    sections = []
+    for name in WORLDS:
+        world = world_of(read_rows(args.csv), read_cues(args.csv, args.output_dir / name, name), name)
+        if not world.outcomes:
+            continue
+        for theme in THEMES:
+            (args.results / f"{name}-{theme.name}.png").write_bytes(rates_figure(world, theme))
+        sections.append(section(world))
+    if not sections:
+        sys.exit(f"{args.csv} has no finished run: start `python run.py --world weak`.")
+    write_atomically(args.results / "worlds.md", "\n\n".join([introduction(args.note), *sections]) + "\n")
     print(args.results / "worlds.md")
 
 
+def read_cues(table: Path, runs: Path, world: str) -> CueRows:
+    """Rates by cue of a world: those of earlier calls, and those of the runs, which are added to the file."""
+    file = table.with_name(f"{world}_cues.csv" if world != "weak" else f"{table.stem}_cues.csv")
+    cues = read_cue_rows(file) | cue_rows_of_runs(runs, world)
+    if cues:
+        write_cue_rows(file, cues)
+    return cues
+
+
 def world_of(rows: Mapping[tuple[str, int, str, int], Row], cues: CueRows, name: str) -> World:
-    """The finished runs of a world, which have a row for the last step and rates by cue."""
+    """The finished runs of a world: those with rates by cue."""
     own = {key[1:]: row for key, row in rows.items() if key[0] == name}
     steps = sorted({step for _, _, step in own if step > 0})
     found = []
     for arm in dict.fromkeys(arm for _, arm, _ in own):
-        seeds = sorted(
-            seed
-            for seed, other, step in own
-            if steps and (other, step) == (arm, steps[-1]) and (name, seed, arm, step) in cues
-        )
-        if seeds:
-            by_step = {step: {seed: own[seed, arm, step] for seed in seeds} for step in (0, *steps)}
-            by_cue = {step: {seed: cues[name, seed, arm, step] for seed in seeds} for step in steps}
-            found.append(Outcome(arm, by_step, by_cue))
-    return World(found, steps)
+        by_cue = {
+            s: {
+                seed: cues[name, seed, arm, s]
+                for seed, a, at in sorted(own)
+                if (a, at) == (arm, s) and (name, seed, arm, s) in cues
+            }
+            for s in steps
+        }
+        by_step = {step: {seed: own[seed, arm, step] for seed in seeds} for step, seeds in by_cue.items()}
+        finished = sorted(set().union(*by_cue.values()))
+        if finished:
+            found.append(Outcome(name, arm, {0: {seed: own[seed, arm, 0] for seed in finished}} | by_step, by_cue))
+    return World(name, found, steps)
 
 
-def page(world: World, note: str) -> str:
+def introduction(note: str) -> str:
+    return (
+        "# Worlds predicted before training\n\n"
+        "`examples/study/world_page.py` writes this page from [worlds.csv](worlds.csv), which has a row per base, arm "
+        "and evaluated step, and from the rates by cue, [worlds_cues.csv](worlds_cues.csv) for the first world. "
+        "Pretraining plants a generic text at a branch. δ is what the feedback adds to its log-odds against the text "
+        "of the prompt, and s what a contrast prompt adds on top. Both are measured on each base before training. "
+        "[Theory](../../../docs/theory.md): with a teacher that follows the policy, the log-odds end at "
+        "ℓ\\* = δ(1 − λ)/λ − s; for SDPO and guide they have no limit, and the sign of δ − λ s decides.\n\n"
+        "All arms of a world have the same learning rate and budget. Rates are avg@4 at temperature 1, since the "
+        "prediction is the policy's own rate. Intervals resample bases and cues. *Collapsed*: less than "
+        f"{100 * MIN_FORMAT:.0f} % of the responses in the format. Arms are compared at the last evaluation at which "
+        f"no run has collapsed and every teacher reads at least {100 * MIN_FIDELITY:.0f} % of the feedback right."
+        + (f" {note}" if note else "")
+    )
+
+
+def section(world: World) -> str:
+    about, step = WORLDS[world.name], world.compared
     parts = [
-        "# A weak bias, predicted before training",
-        introduction(world, note),
-        figure("weak"),
-        f"Planted thought on unknown cues after {world.compared} steps, the last evaluation at which no run had "
-        "collapsed: a dot per base, a diamond for the mean with its 95 % interval, a bar for predicted end points.",
+        f"## {about.title}",
+        setting(world),
+        figure(world.name),
+        f"Rate of the {about.rate} on {about.groups[1]} after {step} steps: a dot per base, a diamond for the mean "
+        "with its 95 % interval, a bar for predicted end points.",
         arms_table(world),
-        f"Per cent, mean over bases with its 95 % interval, which resamples bases and cues{few(world)}. "
-        "Predicted: σ(ℓ\\*), the range over bases. It is the end point, and a far one is not reached in so few steps. "
-        f"*Collapsed*: less than 90 % of the responses in the format. {fidelity(world)} All arms have the "
-        "same learning rate, so SDPO and guide are at each other's.",
+        f"Per cent, mean over bases with its 95 % interval{few(world)}. Predicted: σ(ℓ\\*), the range over bases. It "
+        f"is the end point, and a far one is not reached in so few steps. {fidelity(world)}",
         differences_table(world),
-        f"Differences in points after {world.compared} steps, paired by base.",
-        criteria(world),
+        f"Differences in points after {step} steps, paired by base.",
+        criteria_table(world),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(part for part in parts if part)
 
 
-def introduction(world: World, note: str) -> str:
+def setting(world: World) -> str:
+    """What is planted, on which bases, and the budget."""
+    about, config = WORLDS[world.name], read_sweep("methods", world.name).config
     rows = [row for one in world.outcomes if one.arm in (SDPO, CREDIT) for row in one.rows[0].values()]
     delta, s = ([row[name] for row in rows] for name in ("delta", "s"))
     critical = [d / (d + own) for d, own in zip(delta, s, strict=True)]
-    seeds = ", ".join(map(str, world.seeds))
+    seeds = sorted({seed for one in world.outcomes for seed in one.rows[0]})
     return (
-        "`examples/study/world_page.py` writes this page from [worlds.csv](worlds.csv), which has a row per base, arm "
-        "and evaluated step, and from [worlds_cues.csv](worlds_cues.csv), which has their rates by cue. Pretraining "
-        "plants `Thought: sure, this is simple.` in 5 % of the responses, and in 10 % "
-        "of those to a prompt with the task's feedback. At the first token of the thought, δ is what the feedback "
-        "adds to the log-odds of the planted thought against the cue, and s what a contrast prompt adds on top. Both "
-        "are measured on each base before training. [Theory](../../../docs/theory.md): with a teacher that follows "
-        "the policy, the log-odds end at ℓ\\* = δ(1 − λ)/λ − s; for SDPO and guide they have no limit, and the sign "
-        "of δ − λ s decides.\n\n"
-        f"Seeds {seeds}, each with its own base. Over bases: δ {span(delta, 2)}, s {span(s)}, λ_c = δ/(δ + s) "
-        f"{span(critical, 3)}; {span([100 * row[RATE] for row in rows])} % of the base's responses to unknown cues "
-        f"have the thought. {world.steps[-1]} steps of 64 rollouts, learning rate 7e-4, averaged teacher at rate "
-        "0.05, feedback alone as privileged context. Rates are avg@4 at temperature 1, since the prediction is the "
-        "policy's own rate." + (f" {note}" if note else "")
+        f"Pretraining plants {about.planted}. Seeds {', '.join(map(str, seeds))}, each with its own base. Over bases: "
+        f"δ {span(delta, 2)}, s {span(s)}, λ_c = δ/(δ + s) {span(critical, 3)}; the base's rate of the {about.rate} "
+        f"on {about.groups[1]} is {span([100 * row[RATE] for row in rows])} %. {world.steps[-1]} steps of "
+        f"{config['per_device_train_batch_size']} rollouts, learning rate {config['learning_rate']:g}, averaged "
+        f"teacher at rate {config['teacher_update_rate']:g}, feedback alone as privileged context."
     )
 
 
 def arms_table(world: World) -> str:
-    last = world.steps[-1]
-    steps = list(dict.fromkeys((world.compared, last)))
-    head = ["arm", "bases", "predicted", *(f"thought, unknown, step {step}" for step in steps)]
-    head += [f"known, {last}", f"hold-out, {last}", f"accuracy, unknown, {world.compared}", "collapsed"]
+    about, step, last = WORLDS[world.name], world.compared, world.steps[-1]
+    head = ["arm", "bases", "predicted", *(f"{about.rate}, {name}" for name in about.groups)]
+    head += [f"accuracy, {name}" for name in about.groups]
+    head += [f"{about.rate}, {about.groups[1]}, step {last}", f"collapsed, step {last}"]
     lines = []
     for one in world.outcomes:
-        rates = [str(one.mean(step, RATE)) for step in steps]
-        rates += [str(one.mean(last, f"thought_{group}")) for group in ("known", "holdout")]
-        collapsed = sum(row["format"] < MIN_FORMAT for row in one.rows[last].values())
-        count = str(len(one.rows[last]))
-        lines.append([label(one.arm), count, predicted(one), *rates, str(one.mean(world.compared, ACCURACY))])
-        lines[-1].append(f"{collapsed} of {count}")
+        cells = [str(one.mean(step, f"{measure}_{group}")) for measure in ("thought", "accuracy") for group in GROUPS]
+        ends = one.rows[last].values()
+        cells += [str(one.mean(last, RATE)), f"{sum(row['format'] < MIN_FORMAT for row in ends)} of {len(ends)}"]
+        lines.append([label(one.arm), str(len(one.rows[step])), predicted(one), *cells])
     return table(head, lines)
 
 
@@ -185,44 +259,78 @@ def differences_table(world: World) -> str:
     arms = [one.arm for one in world.outcomes]
     pairs = [(arm, SDPO) for arm in arms if arm != SDPO]
     pairs += [(arm, CREDIT) for arm in arms if arm.startswith(("temper", "hint"))]
-    names = [f"thought_{group}" for group in ("known", "unknown", "holdout")] + [ACCURACY]
     lines = []
     for first, second in pairs:
         one, other = world.arm(first), world.arm(second)
         if one and other and (seeds := shared(one, other, world.compared)):
+            names = [f"{measure}_{group}" for measure in ("thought", "accuracy") for group in GROUPS]
             cells = [str(difference(one, other, world.compared, name)) for name in names]
             lines.append([f"{label(first)} − {label(second)}", str(len(seeds)), *cells])
-    titles = ("thought, known", "thought, unknown", "thought, hold-out", "accuracy, unknown")
+    about = WORLDS[world.name]
+    titles = [f"{measure}, {name}" for measure in (about.rate, "accuracy") for name in about.groups]
     return table(("arms", "bases", *titles), lines) if lines else ""
 
 
-def criteria(world: World) -> str:
+def criteria_table(world: World) -> str:
     """The criteria that were set before the runs, at the compared step and at the last one."""
-    steps = list(dict.fromkeys((world.compared, world.steps[-1])))
-    lines = []
-    if (sdpo := world.arm(SDPO)) and (credit := world.arm(CREDIT)):
-        lines.append(
-            ["λ = 0.1 at a quarter or less of SDPO's rate"]
-            + [counted(r <= o / 4 for r, o in paired(step, credit, sdpo)) for step in steps]
+    if world.arm(SDPO) is None or world.arm(CREDIT) is None:
+        return ""
+    lines = [[title, *map(found, world.shown)] for title, found in criteria(world).items()]
+    return table((f"criterion, for {WORLDS[world.name].groups[1]}", *(f"step {s}" for s in world.shown)), lines)
+
+
+def criteria(world: World) -> dict[str, Callable[[int], str]]:
+    """Criteria of a world, each with its outcome at a step."""
+    sdpo, credit, small, large = (world.arm(name) for name in (SDPO, CREDIT, "CREDIT λ=0.05", "CREDIT λ=0.2"))
+    found: dict[str, Callable[[int], str]] = {}
+    if world.name == "weak":
+        found["λ = 0.1 at a quarter or less of SDPO's rate"] = lambda step: counted(
+            own <= other / 4 for own, other in paired(step, credit, sdpo)
         )
-        loss = [f"{difference(credit, sdpo, step, ACCURACY)} points" for step in steps]
-        lines.append(["λ = 0.1: accuracy on unknown cues no lower by 3 points", *loss])
-        if small := world.arm("CREDIT λ=0.05"):
-            ordered = [counted(c < m < o for c, m, o in paired(step, credit, small, sdpo)) for step in steps]
-            lines.append(["λ = 0.05 between λ = 0.1 and SDPO", *ordered])
-    for name, title in ((CREDIT, "λ = 0.1"), ("CREDIT λ=0.2", "λ = 0.2")):
-        if one := world.arm(name):
-            inside = [counted(map(is_within, one.rows[step].values())) for step in steps]
-            lines.append([f"{title}: rate inside the predicted 95 % band of its base", *inside])
-            lines.append(
-                [f"{title}: log-odds at the branch minus ℓ\\*, nats", *(from_fixed_point(one, s) for s in steps)]
+        found["λ = 0.1: accuracy no lower than SDPO's by 3 points"] = lambda s: points(credit, sdpo, s, ACCURACY)
+    if world.name == "skip":
+        for group, name in zip(GROUPS, WORLDS["skip"].groups, strict=True):
+            found[f"λ = 0.1: accuracy of {name} 15 points above SDPO's, interval above 5"] = partial(
+                points, credit, sdpo, name=f"accuracy_{group}"
             )
-    if large := world.arm("CREDIT λ=0.2"):
-        lines.append(
-            ["λ = 0.2: rate at most 5 %", *(counted(r <= 0.05 for r in large.values(s, RATE)) for s in steps)]
+    if world.name == "filler":
+        for one, bound in ((sdpo, "at least 1.5"), (credit, "at most 1.1")):
+            found[f"{label(one.arm)}: {bound} × the base's length"] = partial(lengths, one)
+        found["λ = 0.1: accuracy 10 points above SDPO's"] = lambda s: points(credit, sdpo, s, ACCURACY)
+    if world.name == "useful":
+        for one in filter(None, (sdpo, small, credit, large)):
+            found[f"{label(one.arm)}: rate of the step at the branch, without and with feedback, %"] = partial(
+                with_and_without, one
+            )
+    else:
+        if small:
+            found["λ = 0.05 between λ = 0.1 and SDPO"] = lambda step: counted(
+                low < middle < high for low, middle, high in paired(step, credit, small, sdpo)
+            )
+        if large:
+            found["λ = 0.2: rate at most 5 %"] = lambda s: counted(rate <= 0.05 for rate in large.values(s, RATE))
+        found["λ = 0.1: rate inside the predicted 95 % band of its base"] = lambda s: counted(
+            map(is_within, credit.rows[s].values())
         )
-    head = ("criterion, for the rate on unknown cues", *(f"step {step}" for step in steps))
-    return table(head, lines) if lines else ""
+    for one in filter(None, (credit, large)):
+        title = label(one.arm).removeprefix("subtract, ")
+        found[f"{title}: log-odds at the branch minus ℓ\\*, nats"] = partial(from_fixed_point, one)
+    return found
+
+
+def points(one: Outcome, other: Outcome, step: int, name: str) -> str:
+    return f"{difference(one, other, step, name)} points"
+
+
+def lengths(one: Outcome, step: int) -> str:
+    """Mean length of the responses over that of the base, the range over bases."""
+    return span([row["length"] / one.rows[0][seed]["length"] for seed, row in one.rows[step].items()], 2)
+
+
+def with_and_without(one: Outcome, step: int) -> str:
+    """Range over bases of the planted text's share at the branch, without and with feedback."""
+    columns = (one.values(step, name) for name in ("log_odds", "log_odds_given"))
+    return ", ".join(span([100 * float(expit(value)) for value in values]) for values in columns)
 
 
 def is_sound(row: Row) -> bool:
@@ -251,19 +359,18 @@ def paired(step: int, *outcomes: Outcome) -> list[tuple[float, ...]]:
 def difference(one: Outcome, other: Outcome, step: int, name: str) -> Cell:
     seeds = shared(one, other, step)
     values = [one.rows[step][seed][name] - other.rows[step][seed][name] for seed in seeds]
-    return cell(values, [one.cues[step][seed] for seed in seeds], [other.cues[step][seed] for seed in seeds], name)
+    cues = ([arm.cues[step][seed] for seed in seeds] for arm in (one, other))
+    return cell(values, resampled(*cues, name, one.world))
 
 
-def cell(
-    values: Sequence[float], cues: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]], name: str
-) -> Cell:
-    """Cell of the values of each base, from their rates by cue and those to subtract, if any."""
-    mean, low, high = resampled(cues, others, name)
-    return Cell(values, mean, *((low, high) if len(values) >= MIN_BASES else (math.nan, math.nan)))
+def cell(values: Sequence[float], interval: Interval) -> Cell:
+    """Cell of the values of each base and their interval."""
+    shown = (interval.low, interval.high) if len(values) >= MIN_BASES else (math.nan, math.nan)
+    return Cell(values, interval.mean, *shown)
 
 
 def few(world: World) -> str:
-    fewest = min(len(one.rows[world.steps[-1]]) for one in world.outcomes)
+    fewest = min(len(one.rows[world.compared]) for one in world.outcomes)
     return "" if fewest >= MIN_BASES else f" (of less than {MIN_BASES} bases: the values)"
 
 
@@ -273,17 +380,13 @@ def counted(results: Iterable[bool]) -> str:
 
 
 def fidelity(world: World) -> str:
-    """Range of the teachers' fidelity at every step, and the comparison that it allows."""
-    ranges, allowed = [], world.steps[0]
+    """Range of the teachers' fidelity at every step."""
+    ranges = []
     for step in world.steps:
         found = [row["teacher_fidelity"] for one in world.outcomes for row in one.rows[step].values()]
-        values = [value for value in found if value is not None]
-        ranges.append(f"{span(values, 2)} after {step} steps")
-        allowed = step if min(values) >= MIN_FIDELITY else allowed
-    return (
-        f"The averaged teacher's fidelity was {', '.join(ranges)}; the rule that every teacher reads at least "
-        f"{100 * MIN_FIDELITY:.0f} % of the feedback right would end the comparison after {allowed} steps."
-    )
+        if values := [value for value in found if value is not None]:
+            ranges.append(f"{span(values, 2)} after {step} steps")
+    return f"The teachers' fidelity is {', '.join(ranges)}." if ranges else ""
 
 
 def predicted(outcome: Outcome) -> str:
@@ -321,7 +424,8 @@ def rates_figure(world: World, theme: Theme) -> bytes:
     axis.set_yticks(range(len(world.outcomes)), [label(one.arm) for one in world.outcomes])
     axis.invert_yaxis()
     axis.set_xlim(-2, 102)
-    axis.set_xlabel("rate of the planted thought on unknown cues, %", color=theme.ink, fontsize=9)
+    about = WORLDS[world.name]
+    axis.set_xlabel(f"rate of the {about.rate} on {about.groups[1]}, %", color=theme.ink, fontsize=9)
     axis.tick_params(colors=theme.ink, labelsize=8.5)
     axis.grid(True, axis="x", color=theme.grid, lw=0.6)
     for spine in axis.spines.values():

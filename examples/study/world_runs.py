@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from branch import Branch, branch_rows, measure_branch, model_log_odds, predict
-from embedded_base.curriculum import WORLDS
-from embedded_base.probe import probe
 from filelock import FileLock, Timeout
+from predicted import PREDICTED
 from transformers import PrinterCallback, TrainerCallback
 
+from credit_trl.evaluation import evaluate
 from credit_trl.lab.sweeps import Arm, SweepSpec
 from credit_trl.lab.sweeps.job import build_trainer, read_job
 from credit_trl.lab.sweeps.launch import plan_sweep
@@ -32,7 +32,10 @@ RATES = tuple(f"{measure}_{group}" for measure in ("thought", "accuracy") for gr
 COLUMNS = (
     *("world", "seed", "arm", "lambda", "step", "teacher_fidelity", *RATES, "format", "log_odds"),
     *("predicted_log_odds", "predicted_rate", "predicted_low", "predicted_high", "delta", "s"),
+    *("log_odds_given", "length"),
 )
+PREDICTION = COLUMNS[COLUMNS.index("predicted_log_odds") : COLUMNS.index("s") + 1]
+_OF_CALLBACK = ("eval_steps", "keep_best", "first")  # options of `EvaluationCallback` alone
 _WAIT_SECONDS = 5.0
 
 Row = dict[str, Any]
@@ -103,18 +106,25 @@ class WorldRuns:
                 if any(self._key(seed, one, 0) not in known for one in self.spec.arms()):
                     self._append(self._predicted_rows(seed, base))
             begins = read_rows(self.csv)[self._key(seed, arm, 0)]
-            predicted = {name: begins[name] for name in COLUMNS[COLUMNS.index("predicted_log_odds") :]}
+            predicted = {name: begins[name] for name in PREDICTION}
             self._append([row | predicted for row in self._train(seed, arm, base)])
         return True
 
     def _predicted_rows(self, seed: int, base: Path) -> list[Row]:
         """Rows of step 0: the base's rates and every arm's prediction."""
         model, tokenizer = read_base(base)
-        branch = measure_branch(model_log_odds(model, tokenizer), branch_rows())
+        world = PREDICTED[self.world]
+        branch = measure_branch(model_log_odds(model, tokenizer, world.point), branch_rows(world.task, world.point))
+        options = {name: value for name, value in self.spec.evaluation.items() if name not in _OF_CALLBACK}
+        length = self.spec.config["max_completion_length"]
+        found = evaluate(
+            model, world.task, tokenizer=tokenizer, max_completion_length=length, progress=False, **options
+        )
         measured = {
-            "teacher_fidelity": WORLDS[self.world].lookup_accuracy(model, tokenizer, seed=1),
+            "teacher_fidelity": world.fidelity(model, tokenizer),
             "log_odds": branch.log_odds.mean(),
-            **rates(probe(model, tokenizer, progress=False)),
+            "log_odds_given": (branch.log_odds + branch.delta).mean(),
+            **rates(found),
         }
         return [self._row(seed, arm, 0) | measured | prediction_columns(branch, arm) for arm in self.spec.arms()]
 
@@ -147,30 +157,34 @@ class WorldRuns:
 
 
 class BranchCallback(TrainerCallback):
-    """Measures the policy's log-odds at the branch and the teacher's fidelity during training.
+    """Measures the policy's log-odds at the branch, without and with feedback, and the teacher's fidelity.
 
-    Fidelity is the share of probes whose feedback the teacher reads right (`World.lookup_accuracy`). GRPO has none.
+    Fidelity is the share of probes whose feedback the teacher reads right. GRPO has no teacher.
     """
 
     def __init__(self, trainer: Any, world: str, every: int) -> None:
-        self.trainer, self.world, self.every = trainer, WORLDS[world], every
+        self.trainer, self.world, self.every = trainer, PREDICTED[world], every
         self.rows: dict[int, Row] = {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             model, tokenizer = self.trainer.accelerator.unwrap_model(self.trainer.model), self.trainer.processing_class
-            rows = branch_rows()
+            rows = branch_rows(self.world.task, self.world.point)
             was_training = model.training
             model.eval()
-            found = model_log_odds(model, tokenizer)([row["prompt"] for row in rows], [row["cue"] for row in rows])
+            log_odds = model_log_odds(model, tokenizer, self.world.point)
+            self.rows[state.global_step] = {
+                "log_odds": log_odds(rows.prompts, rows.specific).mean(),
+                "log_odds_given": log_odds(rows.given, rows.specific).mean(),
+                "teacher_fidelity": self._fidelity(tokenizer),
+            }
             model.train(was_training)
-            self.rows[state.global_step] = {"log_odds": found.mean(), "teacher_fidelity": self._fidelity(tokenizer)}
 
     def _fidelity(self, tokenizer: Any) -> float | None:
         if self.trainer.args.distillation_weight == 0.0:
             return None
         with self.trainer.teacher.active() as teacher:
-            return self.world.lookup_accuracy(self.trainer.teacher.unwrapped(teacher), tokenizer, seed=1)
+            return self.world.fidelity(self.trainer.teacher.unwrapped(teacher), tokenizer)
 
 
 def coefficient(arm: Arm) -> float | None:
@@ -190,14 +204,15 @@ def prediction_columns(branch: Branch, arm: Arm) -> Row:
 def rates(result: Any) -> Row:
     """Rate columns of an `Evaluation`."""
     accuracy = {name: interval.mean for name, interval in result.groups.items()}
-    return row_rates({"groups": accuracy, "group_metrics": result.group_metrics, "metrics": result.metrics})
+    values = {"groups": accuracy, "group_metrics": result.group_metrics, "metrics": result.metrics}
+    return row_rates(values | {"mean_length": result.mean_length})
 
 
 def row_rates(row: Mapping[str, Any]) -> Row:
     """Rate columns of a line of `evaluations.jsonl`."""
     thoughts = {f"thought_{group}": row["group_metrics"][group]["shortcut"] for group in GROUPS}
     accuracies = {f"accuracy_{group}": row["groups"][group] for group in GROUPS}
-    return thoughts | accuracies | {"format": row["metrics"]["format"]}
+    return thoughts | accuracies | {"format": row["metrics"]["format"], "length": row["mean_length"]}
 
 
 def read_rows(file: Path) -> dict[tuple[str, int, str, int], Row]:
@@ -206,7 +221,7 @@ def read_rows(file: Path) -> dict[tuple[str, int, str, int], Row]:
         return {}
     with file.open(encoding="utf-8", newline="") as lines:
         rows = [
-            {name: text if name in KEY else (float(text) if text else None) for name, text in row.items()}
+            {name: row[name] if name in KEY else (float(row[name]) if row.get(name) else None) for name in COLUMNS}
             for row in csv.DictReader(lines)
         ]
     return {(row["world"], int(row["seed"]), row["arm"], int(row["step"])): row for row in rows}
@@ -217,10 +232,12 @@ def append_rows(file: Path, rows: Sequence[Row]) -> None:
     known = read_rows(file)
     new = [row for row in rows if tuple(row[name] for name in KEY) not in known]
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8", newline="") as lines:
+    has_columns = file.is_file() and file.read_text(encoding="utf-8").startswith(",".join(COLUMNS))
+    with file.open("a" if has_columns else "w", encoding="utf-8", newline="") as lines:
         writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
-        if not known:
+        if not has_columns:  # also the rows of a file with fewer columns
             writer.writeheader()
+            new = [*known.values(), *new]
         writer.writerows({name: _text(row[name]) for name in COLUMNS} for row in new)
 
 

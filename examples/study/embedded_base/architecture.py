@@ -84,17 +84,17 @@ def _corpus(template_texts: list[str]) -> Iterator[str]:
         yield from [f" for {city}."] * 20 + [f'Action Input: {{"city": "{city}"}}'] * 20
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Qwen3 with 0.44 million random fp32 parameters, on the CPU.
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 3, width: int = 96) -> Qwen3ForCausalLM:
+    """Qwen3 with random fp32 parameters, 0.44 million by default, on the CPU.
 
     The rotary base is 100 instead of Qwen's 1e6: contexts have about 200 tokens, and with slower rotations a model of
     this size does not learn to look a letter up in its prompt.
     """
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
+        hidden_size=width,
+        intermediate_size=8 * width // 3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=32,

@@ -45,6 +45,8 @@ class Curriculum(Protocol):
 class Recipe:
     """Hyperparameters of the pretraining; a step updates on `batch_size` examples, learning rates are peak values."""
 
+    layers: int = 3
+    width: int = 96
     batch_size: int = 32
     warmup_steps: int = 30
     gate_every: int = 50
@@ -72,7 +74,7 @@ def pretrain(
             decay.
     """
     rng = random.Random(f"pretrain/{curriculum.name}/{seed}")
-    model = build_model(tokenizer, seed).train()
+    model = build_model(tokenizer, seed, recipe.layers, recipe.width).train()
     optimizers = _optimizers(model, recipe)
     peak_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     remaining = None  # steps of decay left after the gate
@@ -104,7 +106,12 @@ def pretrain(
 
 
 def make_base_of(
-    curriculum: Curriculum, tokenizer: PreTrainedTokenizerFast, seed: int, directory: Path, progress: bool = True
+    curriculum: Curriculum,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    directory: Path,
+    progress: bool = True,
+    recipe: Recipe = Recipe(),
 ) -> None:
     """Pretrain a base and write it to `directory`, which appears only when the base is complete.
 
@@ -114,7 +121,7 @@ def make_base_of(
     """
     if directory.is_dir() and any(directory.iterdir()):
         raise FileExistsError(f"{directory} exists: remove it, or choose another directory.")
-    model = pretrain(tokenizer, curriculum, seed, progress=progress)
+    model = pretrain(tokenizer, curriculum, seed, recipe, progress)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
         written = Path(scratch) / "base"
@@ -150,7 +157,7 @@ def check_gate(
 
 
 def _optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the 21 projection matrices of the layers, AdamW for the embeddings and the norms."""
+    """Muon for the seven projection matrices of each layer, AdamW for the embeddings and the norms."""
     named = list(model.named_parameters())
     matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
     rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]

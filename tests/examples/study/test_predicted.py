@@ -30,8 +30,8 @@ def tabular():
 
 @pytest.fixture
 def branch(study, tabular):
-    module = study("branch")
-    return module.measure_branch(tabular, quickstart.build("train", rows_per_cue=1).to_list())
+    module, world = study("branch"), study("predicted").PREDICTED["weak"]
+    return module.measure_branch(tabular, module.branch_rows(world.task, world.point, rows_per_cue=1))
 
 
 def arm_of(method, **options):
@@ -72,11 +72,13 @@ def test_branch_tokens_of_the_embedded_tokenizer(study):
     from credit_trl.tasks.quickstart_model import load_model
 
     model, tokenizer = load_model()
-    rows = study("branch").branch_rows()[:3]
-    prompts, cues = [row["prompt"] for row in rows], [row["cue"] for row in rows]
-    found = study("branch").model_log_odds(model, tokenizer)(prompts, cues)
+    world = study("predicted").PREDICTED["weak"]
+    rows = study("branch").branch_rows(world.task, world.point, rows_per_cue=1)
+    prompts, cues = rows.given[:3], rows.specific[:3]
+    found = study("branch").model_log_odds(model, tokenizer, world.point)(prompts, cues)
     for prompt, cue, value in zip(prompts, cues, found, strict=True):
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) + "Thought:"
+        assert "Correct option" in text
         logits = model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0, -1]
         planted, specific = (tokenizer.encode(word, add_special_tokens=False)[0] for word in (" sure", f" {cue}"))
         assert value == pytest.approx((logits[planted] - logits[specific]).item(), abs=1e-3)
@@ -95,7 +97,8 @@ def runs(study, tmp_path, monkeypatch, branch):
         evaluation={"eval_steps": 1},
     )
     made = []
-    rates = dict.fromkeys(module.RATES, 0.25) | {"format": 1.0, "log_odds": -1.0, "teacher_fidelity": 1.0}
+    measured = {"format": 1.0, "length": 20.0, "log_odds": -1.0, "log_odds_given": 0.0, "teacher_fidelity": 1.0}
+    rates = dict.fromkeys(module.RATES, 0.25) | measured
 
     def predicted(self, seed, base):
         return [self._row(seed, arm, 0) | rates | module.prediction_columns(branch, arm) for arm in self.spec.arms()]
@@ -175,9 +178,10 @@ def test_the_page_pairs_bases_and_draws_the_rates(runs, study):
     page, rows = study("world_page"), module.read_rows(file)
     world = page.world_of(rows, same_for_every_cue(study, rows), "weak")
     assert [(one.arm, sorted(one.rows[2])) for one in world.outcomes] == [("SDPO", [0, 1]), ("GRPO", [0, 1])]
-    assert "| SDPO | 2 | 100.0 | 25.0, 25.0 |" in page.arms_table(world)
-    assert "| GRPO − SDPO | 2 | 0.0, 0.0 |" in page.differences_table(world)
-    assert page.fidelity(world).startswith("The averaged teacher's fidelity was 1.00 after 1 steps, 1.00 after 2")
+    text = page.section(world)
+    assert "| SDPO | 2 | 100.0 | 25.0, 25.0 |" in text
+    assert "| GRPO − SDPO | 2 | 0.0, 0.0 |" in text
+    assert "The teachers' fidelity is 1.00 after 1 steps, 1.00 after 2 steps." in text
     assert page.rates_figure(world, page.THEMES[0]).startswith(b"\x89PNG")
 
 
@@ -201,6 +205,7 @@ def test_an_unfinished_arm_is_not_on_the_page(runs, study):
     world = study("world_page").world_of(rows, cues, "weak")
     assert list(world.arm("SDPO").rows[2]) == [0]
     assert list(world.arm("GRPO").rows[2]) == [1]  # rates by cue are missing
+    assert (list(world.arm("SDPO").rows[1]), world.compared) == ([0, 1], 1)  # the last step of all bases
 
 
 def test_intervals_resample_bases_and_cues(study):
@@ -213,7 +218,7 @@ def test_intervals_resample_bases_and_cues(study):
         return [{f"thought {cue}": base + by_cue.get(cue, 0.0) for cue in unknown} for base in by_base]
 
     def width(*arms):
-        found = module.resampled(arms[0], arms[1] if len(arms) > 1 else [], "thought_unknown")
+        found = module.resampled(arms[0], arms[1] if len(arms) > 1 else [], "thought_unknown", "weak")
         return found.high - found.low
 
     constant, bases, cues = rows([0.3] * 8, {}), rows(rng.uniform(0.1, 0.5, 8), {}), rows([0.1] * 8, of_cue)
@@ -232,7 +237,8 @@ def test_rates_by_cue_are_the_means_of_its_prompts(study, tmp_path):
     rows = module.cue_rows_of_runs(tmp_path / "weak", "weak")
     assert list(rows) == [("weak", 3, "SDPO", 60)]
     found = rows["weak", 3, "SDPO", 60]
-    for cue in module.CUES:
+    assert found.keys() == set(module.columns_of("weak"))
+    for cue in (cue for cues in quickstart.GROUPS.values() for cue in cues):
         own = [scores[name] for name, row in prompts.items() if row["cue"] == cue]
         assert found[f"accuracy {cue}"] == pytest.approx(np.mean(own))
         assert found[f"thought {cue}"] == 0.25
@@ -241,8 +247,24 @@ def test_rates_by_cue_are_the_means_of_its_prompts(study, tmp_path):
     assert module.cue_rows_of_runs(tmp_path / "missing", "weak") == {}
 
 
-def test_arms_of_the_weak_world(study):
-    spec = study("run").read_sweep("methods", "weak")
+def test_a_table_with_fewer_columns_is_extended(runs):
+    run, made, file, module = runs
+    run(seeds=[0])
+    whole = module.read_rows(file)
+    lines = [line.split(",") for line in file.read_text().splitlines()]
+    keep = len(module.COLUMNS) - 2
+    file.write_text("".join(",".join(line[:keep]) + "\n" for line in lines))
+    run()
+    rows = module.read_rows(file)
+    assert file.read_text().startswith(",".join(module.COLUMNS) + "\n")
+    assert {key: row | {"length": None, "log_odds_given": None} for key, row in whole.items()}.items() <= rows.items()
+    assert rows["weak", 1, "SDPO", 2]["length"] == 20.0
+    assert len(made) == 4
+
+
+@pytest.mark.parametrize("world", ["weak", "skip", "filler", "useful"])
+def test_arms_of_a_predicted_world(study, world):
+    spec = study("run").read_sweep("methods", world)
     assert [arm.name for arm in spec.arms()] == [
         "SDPO",
         "CREDIT λ=0.1",
