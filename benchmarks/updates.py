@@ -100,6 +100,7 @@ def _credit(workload: Workload, directory: str) -> MakeUpdate:
         distillation_tail=workload.tail,
         distillation_kernels=workload.kernels,
         update_packed=workload.padding == "packed",
+        scoring_packed=workload.padding == "packed",
     )
     if workload.padding == "kept":
         keep_padding()

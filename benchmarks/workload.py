@@ -29,8 +29,9 @@ QUESTIONS = [f"What is {i} times {i + 3}?" for i in range(40)]
 class Workload:
     """Shape of one update: a Qwen3 with random weights, B completions of T tokens, and options of the loss.
 
-    With a `spread` σ, lengths of prompts and completions are lognormal, with the means given and a cap of four times
-    the mean. `padding` is that of this project's student: "kept" (TRL's batches), "trimmed" or "packed".
+    With a `spread` σ, lengths of completions are lognormal with the mean given, and capped at four times the mean;
+    those of prompts have half the spread. `padding` is that of this project: "kept" (TRL's batches), "trimmed", or
+    "packed", student and teacher.
     """
 
     vocabulary: int = 151_936
@@ -79,7 +80,8 @@ class Workload:
 
     def rollouts(self) -> dict[str, Tensor]:
         """Prompts and completions of random tokens, padded as by TRL to the longest of the batch."""
-        prompts, completions = self.lengths(self.prompt, 11), self.lengths(self.completion, 12)
+        prompts = self.lengths(self.prompt, self.spread / 2, 11)
+        completions = self.lengths(self.completion, self.spread, 12)
         prompt_ids, completion_ids = self._ids(max(prompts), 1), self._ids(max(completions), 2)
         mask = (
             torch.arange(max(completions), device=self.device) < torch.tensor(completions, device=self.device)[:, None]
@@ -92,13 +94,11 @@ class Workload:
             "completion_mask": mask.long(),
         }
 
-    def lengths(self, mean: int, seed: int) -> list[int]:
-        """Lengths of the B samples."""
-        if not self.spread:
-            return [mean] * self.batch
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(self.batch, generator=generator) * self.spread - self.spread**2 / 2
-        return (mean * drawn.exp()).round().clamp(2, 4 * mean).int().tolist()
+    def lengths(self, mean: int, spread: float, seed: int) -> list[int]:
+        """Lengths of the B samples: evenly spaced quantiles of the distribution, in random order."""
+        order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(seed))
+        quantiles = torch.special.ndtri((order + 0.5) / self.batch) * spread - spread**2 / 2
+        return (mean * quantiles.exp()).round().clamp(2, 4 * mean).int().tolist()
 
     def contexts(self) -> list[list[list[int]]]:
         """Token ids of the teacher prompt and of C contrast prompts of each completion, all of one length."""

@@ -171,6 +171,8 @@ class CreditTrainer(ReportingTrainer):
         loss = DistillationLoss.of(args, self.teacher, self.accelerator, support, vocabulary, self.temperature, router)
         self.distillation = self._without_padding(loss)
         self.base_teacher = build_base(args, self.teacher, self.model, self.accelerator)
+        if self.base_teacher is not None:
+            checks.check_teacher(args, self.base_teacher, self.accelerator)
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids)
         if args.teacher_model_kind in ("ema", "trust_region"):
             self.add_callback(TeacherUpdate(self))

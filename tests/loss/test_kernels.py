@@ -274,7 +274,8 @@ class Allocations(TorchDispatchMode):
         self.products: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        given = [*args, *(kwargs or {}).values()]
+        before = {x.untyped_storage().data_ptr() for x in given if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         if "mm" in func.__name__:
             self.products += [x.numel() for x in args if isinstance(x, Tensor)]

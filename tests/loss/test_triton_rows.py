@@ -120,6 +120,8 @@ def bf16_products(monkeypatch):
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype_out", lambda a, b, dtype, *, out: out.copy_(a.float() @ b.float()), "CPU")
     library.impl("addmm.dtype_out", lambda c, a, b, dtype, *, out: out.copy_(c + a.float() @ b.float()), "CPU")
+    for name in ("mm.dtype_out", "addmm.dtype_out"):
+        library.impl(name, lambda *inputs, out: out, "Meta")
     monkeypatch.setattr(head, "matmul_dtype", lambda hidden: hidden.dtype)
     if INSTALLED:
         from credit_trl.loss import triton_rows
@@ -216,9 +218,8 @@ def test_the_loss_does_not_depend_on_the_order_of_the_support(inside):
 @kernels
 @pytest.mark.parametrize(("support", "tail", "alpha"), PATHS)
 def test_a_head_that_is_taken_in_blocks_gives_the_same(support, tail, alpha, rows, monkeypatch):
-    """A CPU's head always is; on a GPU one that is converted to fp32 is."""
+    """A CPU takes its head in blocks."""
     monkeypatch.setattr(head, "_CPU_BLOCK", 1)
-    monkeypatch.setattr(head, "_CONVERTED_ROWS", 1024)
     monkeypatch.setattr(rows, "BLOCK", 256)
     plain, case = both(n=3, v=1500, h=4, contrasts=1, bias=True, softcap=4.0, dtype=torch.float16)
     assert len(case.head(case.weight, case.bias).blocks(case.hidden)) == 2
@@ -372,22 +373,59 @@ def test_gradient_kernel_writes_each_entry_once(softcap, dtype, n, v, seed):
     assert_close(grads.double(), expected, rtol=rounding, atol=1e-7)
 
 
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(n=st.integers(1, 4), k=st.integers(1, 6), h=st.integers(1, 40), seed=st.integers(0, 2**16))
+@examples
+def test_products_with_columns_equal_gathered_rows(dtype, n, k, h, seed):
+    from credit_trl.loss import triton_rows as rows
+
+    generator = torch.Generator().manual_seed(seed)
+    weight, hidden = (torch.randn(x, h, generator=generator).to(DEVICE, dtype) for x in (9, n))
+    ids, factors = torch.randint(9, (n, k), generator=generator), torch.randn(n, k, generator=generator)
+    ids, factors, sums = ids.to(DEVICE), factors.to(DEVICE), torch.empty(n, h, device=DEVICE)
+    rows.sum_columns(weight, ids, factors, sums)
+    gathered = weight[ids].double()
+    dots = torch.einsum("nkh,nh->nk", gathered, hidden.double())
+    assert_close(rows.dot_columns(weight, ids, hidden).double(), dots, rtol=1e-5, atol=1e-5)
+    assert_close(sums.double(), torch.einsum("nkh,nk->nh", gathered, factors.double()), rtol=1e-5, atol=1e-5)
+
+
+def test_sorted_scatter_of_an_accelerator_equals_that_of_a_cpu(monkeypatch):
+    """The operation that sorts has a CPU implementation too; a fake device type selects it."""
+    generator = torch.Generator().manual_seed(0)
+    ids, grads, hidden = torch.randint(7, (30, 5), generator=generator), torch.randn(30, 5), torch.randn(30, 4)
+    for factors, shape in ((hidden, (9, 4)), (None, (9,))):
+        expected, total = torch.ones(shape), torch.ones(shape)
+        head.scatter_columns(ids, grads, factors, expected)
+        with monkeypatch.context() as patched:
+            patched.setattr(head, "_adds_in_order", lambda device: False)
+            head.scatter_columns(ids, grads, factors, total)
+        assert_close(total, expected)
+
+
+_ALLOCATES = re.compile(r"aten::((new_)?empty(_like)?|set_)$")
 # Not counted: matrix products, which both paths have, access to single columns, allocations and views.
 _NOT_A_PASS = re.compile(r"aten::(addmm|mm|index|index_put_|gather|scatter_|(new_)?empty(_like)?|set_)$")
 
 
 class Traffic(TorchDispatchMode):
-    """Counts bytes that elementwise operations and reductions read and write in tensors with `elements` elements."""
+    """Counts bytes that operations read and write.
 
-    def __init__(self, elements: int) -> None:
+    Args:
+        elements: size of a chunk of logits.
+        beside: count everything but logits; else elementwise operations and reductions of logits.
+    """
+
+    def __init__(self, elements: int, beside: bool = False) -> None:
         super().__init__()
-        self.elements, self.bytes = elements, 0
+        self.elements, self.beside, self.bytes = elements, beside, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         schema = func._schema
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        if is_view or _NOT_A_PASS.match(schema.name):
+        if is_view or (_ALLOCATES if self.beside else _NOT_A_PASS).match(schema.name):
             return result
         by_name = dict(zip([a.name for a in schema.arguments], args, strict=False)) | (kwargs or {})
         for argument in schema.arguments:
@@ -399,7 +437,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def _count(self, tensor: object, times: int) -> None:
-        if isinstance(tensor, Tensor) and tensor.numel() == self.elements:
+        if isinstance(tensor, Tensor) and (tensor.numel() == self.elements) != self.beside:
             self.bytes += times * tensor.numel() * tensor.element_size()
 
 
@@ -438,6 +476,40 @@ def test_contrast_moves_the_documented_bytes():
     with Traffic(4 * 64) as moved:
         project(one, hidden, None, ids[:, :1], ids, wants_entropy=False)
     assert moved.bytes == 4 * 64 * documented("contrast")[0]
+
+
+@counted
+def test_teacher_moves_the_documented_bytes():
+    hidden, one = torch.randn(4, 3), LMHead(torch.randn(64, 3))
+    with Traffic(4 * 64) as moved:
+        project(one, hidden, torch.empty(4, 64), torch.zeros(4, 1, dtype=torch.long), topk=1)
+    assert moved.bytes == 4 * 64 * documented("teacher")[0]
+
+
+@kernels
+@counted
+def test_search_for_the_top_k_reads_each_logit_once_beside_the_kernels():
+    hidden, one = torch.randn(4, 3), LMHead(torch.randn(64, 3), kernels="triton")
+    with Traffic(4 * 64) as moved:
+        project(one, hidden, torch.empty(4, 64), torch.zeros(4, 1, dtype=torch.long), topk=1)
+    assert moved.bytes == 4 * 64 * 4
+    assert documented("teacher")[1] == 4 + 4
+
+
+@counted
+@pytest.mark.parametrize(("chunk_size", "most"), [(8192, 6e9), (2048, 40e9)])
+def test_loss_of_8192_tokens_moves_six_gigabytes_beside_logits(chunk_size, most, bf16_products, monkeypatch):
+    """In one chunk the head is read twice, and its gradient is written once, in bf16."""
+    n, h, v, k = 8192, 4096, 151_936, 100
+    monkeypatch.setattr("credit_trl.loss.projection._FOLDED_COLUMNS", v)  # pieces of logits are not counted either
+    monkeypatch.setattr("credit_trl.loss.projection.matmul_dtype", head.matmul_dtype)
+    with torch.device("meta"):
+        hidden, weight = (torch.empty(x, h, dtype=torch.bfloat16, requires_grad=True) for x in (n, v))
+        ids, buckets, values = torch.empty(n, k, dtype=torch.long), torch.empty(n, k + 1), torch.empty(n)
+    scores, tokens = Scores(ids, buckets, buckets, values, values, values), LossTokens(ids[:, 0], values, values)
+    with Traffic(chunk_size * v, beside=True) as moved:
+        credit_loss(hidden, LMHead(weight), tokens, scores, LossConfig(SupportConfig(topk=k), chunk_size=chunk_size))
+    assert most / 2 < moved.bytes <= most
 
 
 @kernels
@@ -490,6 +562,11 @@ def moved(kernel, pointers, numbers, constants):
 rows = {"logits": "*fp32", "maxima": "*fp32", "sums": "*fp32"}
 numbers = {"row_stride": "i32", "width": "i32", "inner": "fp32", "outer": "fp32"}
 results = {}
+for kernel, dtypes in ((triton_rows._dot_columns, ("*bf16", "*fp32")), (triton_rows._sum_columns, ("*fp32", "*fp32"))):
+    _, _, factor, result, *strides = kernel.arg_names[:-1]
+    pointers = {"weight": "*bf16", "ids": "*i64", factor: dtypes[0], result: dtypes[1]}
+    results[result] = moved(kernel, pointers, dict.fromkeys(strides, "i32"), {"block": triton_rows.BLOCK})
+numbers = {"row_stride": "i32", "width": "i32", "inner": "fp32", "outer": "fp32"}
 for name in ("plain", "scaled", "bias", "softcap"):
     own = {} if name != "bias" else {"bias": "*bf16"}
     constants = {"blank": -1e15, "finishes": name != "plain", "has_bias": name == "bias", "keeps": name != "plain"}
@@ -515,10 +592,13 @@ def test_the_compiled_kernels_read_and_write_each_entry_once(capability, tmp_pat
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     moved = json.loads(done.stdout.splitlines()[-1])
-    assert len(moved["usage"]) == 6
+    assert len(moved["usage"]) == 8
     assert all(registers <= 40 and stack == 0 for registers, stack in moved["usage"])
     entries = moved["per_thread"]
     row, sums, of_row = 4 * entries, 3 * 4, 2 * 4
+    # In a program: an id and bf16 entries of two rows or one, and what the factor of a row needs.
+    assert moved["logits"]["ld"] == 8 + 2 * 2 * entries
+    assert moved["sums"] == {"ld": 8 + 4 + 2 * entries, "st": 4 * entries}
     assert moved["plain"] == {"ld": row, "st": sums}
     assert moved["scaled"] == moved["softcap"] == {"ld": row, "st": row + sums}
     assert moved["bias"] == {"ld": row + 2 * entries, "st": row + sums}

@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from padded import padding_kept
 
 from credit_trl import CreditTrainer
+from credit_trl.teacher.packing import PACKED_SDPA, attention_of
 from credit_trl.training.metrics import CreditWarning
 from credit_trl.training.micro_batches import arrange, even_groups, trim
 from tiny import length_verdicts
@@ -212,6 +213,15 @@ def test_pass_of_old_logps_reads_no_padding_of_the_batch(make_trainer, packed):
     reads = Reads(unread)
     unread.train()
     assert reads.no_grad == 0  # no ratio is formed
+
+
+@pytest.mark.parametrize("kind", ["ema", "live", "trust_region"])
+def test_every_model_that_scores_packed_rows_keeps_them_apart(make_trainer, kind):
+    """A copy of the policy is a model of its own, and transformers would form a mask of the square of the row."""
+    trainer = make_trainer(scoring_packed=True, teacher_model_kind=kind, teacher_rehearsal=0.5)
+    for teacher in (trainer.teacher, trainer.base_teacher):
+        with teacher.active() as model:
+            assert {attention_of(teacher.unwrapped(part)) for part in teacher.parts(model)} == {PACKED_SDPA}
 
 
 def test_packing_in_vain_warns_and_pads(make_trainer, make_model):

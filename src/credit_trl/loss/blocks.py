@@ -15,6 +15,8 @@ _CPU_PASSING_CHUNK = 1024
 # Share of the free memory for one chunk on CUDA.
 _CUDA_SHARE = 1 / 8
 _MAX_CHUNK = 4096
+# Tokens of one chunk of the loss at most: each chunk reads the head twice and its gradient once.
+MAX_LOSS_CHUNK = 8192
 # Columns of one group in `top_columns`.
 _TOPK_GROUP = 32
 
@@ -25,9 +27,16 @@ def chunks(n: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, n))
 
 
-def logits_chunk(n: int, vocabulary_size: int, dtype: torch.dtype, device: torch.device, buffers: int = 1) -> int:
-    """Tokens per logits chunk, of n, with `buffers` tensors of (tokens, vocabulary)."""
-    return _rows_within(_CPU_LOGITS_BYTES, n, buffers * vocabulary_size * dtype.itemsize, device)
+def logits_chunk(
+    n: int,
+    vocabulary_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    buffers: int = 1,
+    most: int = _MAX_CHUNK,
+) -> int:
+    """Tokens per logits chunk, of n and at most `most`, with `buffers` tensors of (tokens, vocabulary)."""
+    return _rows_within(_CPU_LOGITS_BYTES, n, buffers * vocabulary_size * dtype.itemsize, device, most)
 
 
 def passing_chunk(n: int, vocabulary_size: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -42,12 +51,12 @@ def columns_chunk(n: int, columns: int, hidden_size: int, dtype: torch.dtype, de
     return _rows_within(_CPU_COLUMNS_BYTES, n, columns * hidden_size * dtype.itemsize, device)
 
 
-def _rows_within(cpu_bytes: int, n: int, bytes_per_row: int, device: torch.device) -> int:
+def _rows_within(cpu_bytes: int, n: int, bytes_per_row: int, device: torch.device, most: int = _MAX_CHUNK) -> int:
     budget = cpu_bytes
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         budget = int((torch.cuda.mem_get_info(device)[0] + unused) * _CUDA_SHARE)
-    rows = min(max(budget // max(bytes_per_row, 1), 1), _MAX_CHUNK, max(n, 1))
+    rows = min(max(budget // max(bytes_per_row, 1), 1), most, max(n, 1))
     # A power of two, so that small changes of free memory do not change the order of summation.
     return 1 << (rows.bit_length() - 1)
 

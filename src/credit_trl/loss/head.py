@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -32,8 +33,25 @@ KernelChoice = Literal["auto", "torch", "triton"]
 # Replaces logits of the support: exp is 0, and products with 0 stay finite, unlike −∞.
 BLANK = -1e15
 
-# Rows of the head for K tokens per position, (n, K, H), and their biases, (n, K) or None.
-Columns = tuple[Float[Tensor, "n K H"], Float[Tensor, "n K"] | None]
+
+@dataclass(frozen=True)
+class Columns:
+    """K columns of the head for each of n positions.
+
+    Args:
+        ids: (n, K), their tokens.
+        rows: (n, K, H), their rows of the weight; None where a kernel reads them in place.
+        bias: (n, K) or None.
+    """
+
+    ids: Int[Tensor, "n K"]
+    rows: Float[Tensor, "n K H"] | None
+    bias: Float[Tensor, "n K"] | None
+
+    def first(self, count: int) -> Columns:
+        """The first columns of each position."""
+        rows, bias = (None if x is None else x[:, :count] for x in (self.rows, self.bias))
+        return Columns(self.ids[:, :count], rows, bias)
 
 
 @dataclass
@@ -42,24 +60,29 @@ class HeadGradients:
 
     Args:
         hidden: (N, H).
-        weight: (V, H).
+        weight: (V, H); in the dtype of the product where that is the parameter's and one chunk holds all tokens.
         bias: (V,).
+        is_first: no earlier chunk has written `weight` and `bias`, which are overwritten.
     """
 
     hidden: Float[Tensor, "N H"] | None
     weight: Float[Tensor, "V H"] | None
     bias: Float[Tensor, " V"] | None
+    is_first: bool = True
 
     @classmethod
-    def zeros(cls, hidden: Tensor | None, head: LMHead, dtype: torch.dtype) -> HeadGradients:
-        """Buffers for the tensors that require a gradient."""
-        tensors = (hidden, head.weight, head.bias)
-        wanted = (t is not None and t.requires_grad for t in tensors)
-        return cls(*(torch.zeros_like(t, dtype=dtype) if w else None for t, w in zip(tensors, wanted, strict=True)))
+    def of(cls, hidden: Tensor, head: LMHead, in_one_chunk: bool) -> HeadGradients:
+        """Buffers for the tensors that require a gradient, not initialized."""
+        dtype = accumulation_dtype(hidden)
+        rounded = in_one_chunk and head.weight.dtype == matmul_dtype(hidden)
+        dtypes = (dtype, head.weight.dtype if rounded else dtype, dtype)
+        tensors = zip((hidden, head.weight, head.bias), dtypes, strict=True)
+        return cls(*(torch.empty_like(t, dtype=d) if t is not None and t.requires_grad else None for t, d in tensors))
 
     def rows(self, rows: slice) -> HeadGradients:
         """The same buffers for one chunk of tokens."""
-        return HeadGradients(None if self.hidden is None else self.hidden[rows], self.weight, self.bias)
+        hidden = None if self.hidden is None else self.hidden[rows]
+        return HeadGradients(hidden, self.weight, self.bias, is_first=rows.start == 0)
 
 
 @dataclass
@@ -160,37 +183,47 @@ class LMHead:
     # --------------------------------------------------------------------------------------------------- K columns
 
     def gather_columns(self, ids: Int[Tensor, "n K"]) -> Columns:
-        """Rows of weight and bias of the given tokens, in the dtype of the head."""
-        rows = self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
-        return rows, None if self.bias is None else self.bias[ids]
+        """Columns of the given tokens, in the dtype of the head."""
+        rows = None
+        if self.fused(self.weight) is None:
+            rows = self.weight.index_select(0, ids.flatten()).view(*ids.shape, self.weight.shape[1])
+        return Columns(ids, rows, None if self.bias is None else self.bias[ids])
 
     def column_logits(self, hidden: Float[Tensor, "n H"], columns: Columns) -> Float[Tensor, "n K"]:
-        """Logits of K tokens per position, from the result of `gather_columns`."""
-        rows, bias = columns
-        dtype = accumulation_dtype(hidden)
-        logits = torch.bmm(rows.to(dtype), hidden.to(dtype).unsqueeze(-1)).squeeze(-1)
-        return self.finish(logits, bias)
+        """Logits of K tokens per position."""
+        if columns.rows is None:
+            logits = self.fused(hidden).dot_columns(self.weight, columns.ids, hidden)
+        else:
+            logits = _batched(columns.rows, hidden.unsqueeze(-1), matmul_dtype(hidden)).squeeze(-1)
+        return self.finish(logits, columns.bias)
 
     def backward_columns(
         self,
-        ids: Int[Tensor, "n K"],
-        rows: Float[Tensor, "n K H"],
+        columns: Columns,
         logits: Float[Tensor, "n K"],
         logit_grads: Float[Tensor, "n K"],
         hidden: Float[Tensor, "n H"],
         gradients: HeadGradients,
     ) -> None:
-        """Backpropagate a gradient of K logits per position; other rows of the head are not touched."""
+        """Backpropagate a gradient of K logits per position; other rows of the head get none."""
         grads = logit_grads * (self.scale / self.temperature)
         slope = self.softcap_slope(logits)
         grads = grads if slope is None else grads * slope
-        if gradients.hidden is not None:
-            gradients.hidden += torch.bmm(grads.unsqueeze(1), rows.to(grads.dtype)).squeeze(1)
-        if gradients.weight is not None:
-            outer = grads.unsqueeze(-1) * hidden.to(grads.dtype).unsqueeze(1)
-            gradients.weight.index_add_(0, ids.flatten(), outer.flatten(0, 1))
-        if gradients.bias is not None:
-            gradients.bias.index_add_(0, ids.flatten(), grads.flatten())
+        if gradients.hidden is not None and columns.rows is None:
+            self.fused(hidden).sum_columns(self.weight, columns.ids, grads, gradients.hidden)
+        elif gradients.hidden is not None:
+            gradients.hidden.copy_(_batched(grads.unsqueeze(1), columns.rows, matmul_dtype(hidden)).squeeze(1))
+        for total, factors in ((gradients.weight, hidden.to(grads.dtype)), (gradients.bias, None)):
+            if total is not None:
+                scatter_columns(columns.ids, grads, factors, total.zero_() if gradients.is_first else total)
+
+    def fused(self, hidden: Tensor) -> ModuleType | None:
+        """The Triton kernels for products with `hidden`, or None for torch."""
+        if self.kernels != "triton" or accumulation_dtype(hidden) != torch.float32:
+            return None
+        from credit_trl.loss import triton_rows
+
+        return triton_rows if triton_rows.runs_on(hidden.device) else None
 
     # ------------------------------------------------------------------------------------------------------- blocks
 
@@ -203,11 +236,7 @@ class LMHead:
 
     def multiply_block(self, hidden: Tensor, block: slice, out: Tensor) -> None:
         """Write raw logits of one block to `out`; `hidden` has the dtype of the product."""
-        weight = self.weight[block].to(hidden.dtype)
-        if hidden.dtype == out.dtype:
-            torch.mm(hidden, weight.T, out=out)
-        else:
-            torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
+        _multiply(hidden, self.weight[block].to(hidden.dtype).T, out, adds=False)
 
     def finish(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """Apply bias, scale, soft-cap and temperature, in place."""
@@ -226,15 +255,19 @@ class LMHead:
         return torch.square(logits * (self.temperature / self.softcap)).neg_().add_(1.0)
 
     def backward_block(self, grads: Tensor, block: slice, hidden: Tensor, gradients: HeadGradients) -> None:
-        """Backpropagate a gradient of one block of raw logits, before scale, soft-cap and temperature."""
+        """Backpropagate a gradient of one block of raw logits, before scale, soft-cap and temperature.
+
+        The blocks of a chunk come in order: the first one overwrites the gradient of the hidden states.
+        """
+        is_first, dtype = gradients.is_first, matmul_dtype(hidden)
         if gradients.bias is not None:
-            gradients.bias[block] += grads.sum(dim=0, dtype=gradients.bias.dtype)
-        dtype = matmul_dtype(hidden)
+            of_block = grads.sum(dim=0, dtype=gradients.bias.dtype)
+            gradients.bias[block] = of_block if is_first else gradients.bias[block] + of_block
         grads = grads.to(dtype)
         if gradients.hidden is not None:
-            _addmm(gradients.hidden, grads, self.weight[block].to(dtype))
+            _multiply(grads, self.weight[block].to(dtype), gradients.hidden, adds=block.start > 0)
         if gradients.weight is not None:
-            _addmm(gradients.weight[block], grads.T, hidden.to(dtype))
+            _multiply(grads.T, hidden.to(dtype), gradients.weight[block], adds=not is_first)
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
@@ -263,12 +296,53 @@ def choose_kernels(wanted: KernelChoice, device: torch.device) -> Kernels:
     return "torch"
 
 
-def _addmm(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b`, accumulated in the dtype of `total`."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
+def scatter_columns(
+    ids: Int[Tensor, "n K"],
+    grads: Float[Tensor, "n K"],
+    hidden: Float[Tensor, "n H"] | None,
+    total: Float[Tensor, "V H"] | Float[Tensor, " V"],
+) -> None:
+    """`total[v] += Σ grads[i, k] · hidden[i]` over the entries of `ids` that are v, always in the same order.
+
+    Args:
+        ids: columns.
+        grads: their gradients.
+        hidden: None for ones, where `total` is (V,).
+        total: changed in place.
+    """
+    n, k = ids.shape
+    if _adds_in_order(ids.device):
+        outer = grads if hidden is None else grads.unsqueeze(-1) * hidden.unsqueeze(1)
+        total.index_add_(0, ids.flatten(), outer.flatten(0, 1))
+        return
+    # The gradient of an embedding's sum, which sorts the entries by their id; `index_add_` adds in any order.
+    hidden, wide = (grads.new_ones(n, 1), total.unsqueeze(-1)) if hidden is None else (hidden, total)
+    bags = torch.arange(n, device=ids.device).repeat_interleave(k, output_size=n * k)
+    sizes, none = bags.new_full((n,), k), bags.new_empty(0)
+    wide += torch.ops.aten._embedding_bag_dense_backward(
+        hidden, ids.flatten(), bags, sizes, none, len(total), False, 0, grads.flatten()
+    )
+
+
+def _adds_in_order(device: torch.device) -> bool:
+    """Whether `index_add_` adds entries of one row in their order."""
+    return device.type == "cpu"
+
+
+def _batched(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`a @ b` of batches, with factors in `dtype` and sums in fp32 (fp64 for fp64)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    options = {} if wide == dtype else {"out_dtype": wide}
+    return torch.bmm(a.to(dtype), b.to(dtype), **options)
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, adds: bool) -> None:
+    """`out = a @ b`, or `out += a @ b`, accumulated in the dtype of `out`."""
+    options = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
+    if adds:
+        torch.addmm(out, a, b, **options, out=out)
     else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        torch.mm(a, b, **options, out=out)
 
 
 def _gather(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -36,7 +34,7 @@ def project(
         wants_entropy: whether the entropy is computed.
         keeps_logits: whether the logits are used later; False leaves `out` undefined.
     """
-    if (rows := _triton_rows(head, hidden)) is not None:
+    if (rows := head.fused(hidden)) is not None:
         return rows.project_rows(head, hidden, out, tokens, ids, topk, wants_entropy, keeps_logits)
     dtype = accumulation_dtype(hidden)
     blocks = head.blocks(hidden)
@@ -117,7 +115,7 @@ def backward_logps(
     slope = head.softcap_slope(projection.columns)
     column_grads = column_grads if slope is None else column_grads * slope
     factor = factor * rate
-    if (rows := _triton_rows(head, hidden)) is not None:
+    if (rows := head.fused(hidden)) is not None:
         rows.backward_rows(head, projection, column_grads, factor, hidden, gradients)
         return
     factor = factor.unsqueeze(-1)
@@ -148,15 +146,6 @@ def backward_logits(
         if slope is not None:
             tile.mul_(slope)
         head.backward_block(tile, block, hidden, gradients)
-
-
-def _triton_rows(head: LMHead, hidden: Tensor) -> ModuleType | None:
-    """The Triton kernels for this chunk, or None for torch."""
-    if head.kernels != "triton" or accumulation_dtype(hidden) != torch.float32:
-        return None
-    from credit_trl.loss import triton_rows
-
-    return triton_rows if triton_rows.runs_on(hidden.device) else None
 
 
 def _project_block(head: LMHead, hidden: Tensor, block: slice, out: Tensor) -> Tensor:

@@ -135,8 +135,8 @@ def step_within_support(
     scores, scored_here = tokens.teacher, isinstance(tokens.teacher, TeacherStates)
     if scored_here:
         scores = score_within_support(scores, tokens.support_ids, tokens.ids)
-    rows, bias = head.gather_columns(torch.cat([scores.support_ids, tokens.ids], dim=-1))
-    logits = head.column_logits(tokens.hidden, (rows, bias))
+    columns = head.gather_columns(torch.cat([scores.support_ids, tokens.ids], dim=-1))
+    logits = head.column_logits(tokens.hidden, columns)
     logps, token_logps = condition(logits, (scores.support_ids == tokens.ids).any(dim=-1))
     ratio, unknown = torch.ones_like(token_logps), torch.full_like(token_logps, torch.nan)
     entropy, student_mass, policy_logps = torch.special.entr(logps.exp()).sum(dim=-1), unknown, unknown
@@ -148,7 +148,8 @@ def step_within_support(
     token_loss, kl, grads, _ = support_divergence(logits[:, :-1], None, target.logps, config.alpha, config.support)
     if gradients is not None:
         grads = _weigh(grads, tokens.weights * ratio, tokens.weights)
-        head.backward_columns(scores.support_ids, rows[:, :-1], logits[:, :-1], grads, tokens.hidden, gradients)
+        columns = columns.first(scores.support_ids.shape[-1])
+        head.backward_columns(columns, logits[:, :-1], grads, tokens.hidden, gradients)
     return CreditLoss(
         loss=_weighted_sum(token_loss * ratio, tokens.weights),
         token_loss=token_loss,

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from credit_trl.loss.blocks import accumulation_dtype, chunks, columns_chunk, logits_chunk
+from credit_trl.loss.blocks import MAX_LOSS_CHUNK, accumulation_dtype, chunks, columns_chunk, logits_chunk
 from credit_trl.loss.head import HeadGradients, LMHead
 from credit_trl.loss.scores import Scores, TeacherStates
 from credit_trl.loss.steps import StepTokens, project_student, step_full, step_over_vocabulary, step_within_support
@@ -80,7 +80,6 @@ def credit_loss(
     inputs = (student_hidden, head.weight, head.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     dtype = accumulation_dtype(student_hidden)
-    gradients = HeadGradients.zeros(student_hidden, head, dtype) if wanted else None
     chunkable = StepTokens(
         student_hidden.detach(),
         tokens.ids.unsqueeze(-1),
@@ -90,8 +89,10 @@ def credit_loss(
         None if tokens.old_logps is None else tokens.old_logps.to(dtype),
         tokens.engine,
     )
+    size = _chunk_size(chunkable, head, config)
+    gradients = HeadGradients.of(student_hidden, head, len(student_hidden) <= size) if wanted else None
     with torch.no_grad():
-        terms = _in_chunks(chunkable, head.detached().for_products(student_hidden), config, gradients)
+        terms = _in_chunks(chunkable, head.detached().for_products(student_hidden), config, gradients, size)
         if wanted:
             terms.loss = with_gradients(terms.loss, gradients, inputs)
     return terms
@@ -100,20 +101,34 @@ def credit_loss(
 _Step = Callable[["StepTokens", LMHead, LossConfig, "HeadGradients | None", "list[Tensor]"], CreditLoss]
 
 
-def _in_chunks(tokens: StepTokens, head: LMHead, config: LossConfig, gradients: HeadGradients | None) -> CreditLoss:
-    """Form the loss chunk by chunk, with buffers that all chunks share."""
-    hidden, n = tokens.hidden, len(tokens.hidden)
-    dtype = accumulation_dtype(hidden)
-    step: _Step
-    tokens = project_student(tokens, head, config)
+def _step(tokens: StepTokens, config: LossConfig) -> tuple[_Step, int]:
+    """The function that forms the loss of a chunk, and how many buffers of logits it needs."""
     if config.support.renormalizes:
-        step, buffers = step_within_support, 0
-        size = config.chunk_size or columns_chunk(n, config.support.topk + 1, hidden.shape[1], dtype, hidden.device)
-    else:
-        in_step = isinstance(tokens.teacher, TeacherStates)
-        step, buffers = (step_full, 3) if config.support.kind == "full" else (step_over_vocabulary, 1 + in_step)
-        size = config.chunk_size or logits_chunk(n, head.vocabulary_size, dtype, hidden.device, buffers)
-    workspace = hidden.new_empty((buffers, min(size, n), head.vocabulary_size), dtype=dtype)
+        return step_within_support, 0
+    if config.support.kind == "full":
+        return step_full, 3
+    return step_over_vocabulary, 2 if isinstance(tokens.teacher, TeacherStates) else 1
+
+
+def _chunk_size(tokens: StepTokens, head: LMHead, config: LossConfig) -> int:
+    n, (vocabulary, width) = len(tokens.hidden), head.weight.shape
+    where = accumulation_dtype(tokens.hidden), tokens.hidden.device
+    if config.chunk_size:
+        return config.chunk_size
+    if config.support.renormalizes:
+        gathers = head.fused(tokens.hidden) is None
+        return columns_chunk(n, config.support.topk + 1, width, *where) if gathers else max(n, 1)
+    return logits_chunk(n, vocabulary, *where, _step(tokens, config)[1], MAX_LOSS_CHUNK)
+
+
+def _in_chunks(
+    tokens: StepTokens, head: LMHead, config: LossConfig, gradients: HeadGradients | None, size: int
+) -> CreditLoss:
+    """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
+    hidden, n = tokens.hidden, len(tokens.hidden)
+    tokens = project_student(tokens, head, config)
+    step, buffers = _step(tokens, config)
+    workspace = hidden.new_empty((buffers, min(size, n), head.vocabulary_size), dtype=accumulation_dtype(hidden))
     parts = []
     for rows in chunks(n, size):
         buffers_of_chunk = list(workspace[:, : rows.stop - rows.start])

@@ -7,7 +7,8 @@ Between the matrix products of the head, the work over (tokens × vocabulary) is
 - one kernel writes the gradient of the raw logits from the finished ones, in the dtype of the following product.
 
 Work on the K tokens of a support is O(n K) and stays in torch: their logits are replaced by `BLANK` before the first
-kernel, which skips blanks, and their gradients are written after the second.
+kernel, which skips blanks, and their gradients are written after the second. Two more kernels multiply hidden states
+with the K rows of a renormalised support, without a copy of the rows.
 
 The kernels agree with the torch path in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). docs/performance.md
 counts the bytes that they save; nothing has been timed on a GPU. Imported only where
@@ -121,6 +122,35 @@ def _write_gradients(
         grad *= 1.0 - (z * inner) * (z * inner)
     cells = grads + row.to(tl.int64) * grads_stride + column
     tl.store(cells, grad.to(grads.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dot_columns(weight, ids, hidden, logits, weight_stride, hidden_stride, count, width, block: tl.constexpr):
+    """Product of one position's hidden state with one row of the weight per program."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = row * count + tl.program_id(1)
+    cells = weight + tl.load(ids + entry) * weight_stride
+    total = tl.zeros([block], tl.float32)
+    for start in range(0, width, block):
+        column = start + tl.arange(0, block)
+        inside = column < width
+        w = tl.load(cells + column, mask=inside, other=0.0).to(tl.float32)
+        total += w * tl.load(hidden + row * hidden_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(logits + entry, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _sum_columns(weight, ids, factors, sums, weight_stride, sums_stride, count, width, block: tl.constexpr):
+    """Weighted sum of K rows of the weight, for one block of one position per program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    total = tl.zeros([block], tl.float32)
+    for k in range(0, count):
+        entry = row * count + k
+        w = tl.load(weight + tl.load(ids + entry) * weight_stride + column, mask=inside, other=0.0)
+        total += tl.load(factors + entry) * w.to(tl.float32)
+    tl.store(sums + row * sums_stride + column, total, mask=inside)
 
 
 class RowStatistics(Statistics):
@@ -267,6 +297,31 @@ def logit_gradients(
             num_warps=_WARPS,
         )
     return grads
+
+
+def dot_columns(
+    weight: Float[Tensor, "V H"], ids: Int[Tensor, "n K"], hidden: Float[Tensor, "n H"]
+) -> Float[Tensor, "n K"]:
+    """`hidden[i] · weight[ids[i, k]]` in fp32, without a copy of the rows."""
+    ids, (n, count), width = ids.contiguous(), ids.shape, weight.shape[1]
+    logits = hidden.new_empty((n, count), dtype=torch.float32)
+    with _launching_on(hidden):
+        _dot_columns[n, count](
+            weight, ids, hidden, logits, weight.stride(0), hidden.stride(0), count, width, BLOCK, num_warps=_WARPS
+        )
+    return logits
+
+
+def sum_columns(
+    weight: Float[Tensor, "V H"], ids: Int[Tensor, "n K"], factors: Float[Tensor, "n K"], out: Float[Tensor, "n H"]
+) -> None:
+    """Write `Σ_k factors[i, k] · weight[ids[i, k]]` to `out`, in fp32, without a copy of the rows."""
+    ids, factors, (n, count), width = ids.contiguous(), factors.contiguous(), ids.shape, weight.shape[1]
+    grid = (n, triton.cdiv(width, BLOCK))
+    with _launching_on(out):
+        _sum_columns[grid](
+            weight, ids, factors, out, weight.stride(0), out.stride(0), count, width, BLOCK, num_warps=_WARPS
+        )
 
 
 def _softcaps(head: LMHead) -> bool:

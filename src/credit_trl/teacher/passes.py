@@ -3,7 +3,7 @@
 Each prompt of each sample is read once, followed by the completion; only the hidden states that predict scored tokens
 are kept. Samples are processed in *groups*, whose hidden states are held at once. Within a group the sequences of all
 prompts are sorted by length and cut into *passes*, calls of the backbone with at most `batch_tokens` tokens, padded or
-packed one after the other.
+packed one after the other. A padded pass ends early where its padding would cost more than another pass.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
 PASSES_PER_GROUP = 4
+# Padding at which a padded pass ends, as a share of `batch_tokens`: another pass costs less time than more of it.
+_PADDING_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -196,12 +198,15 @@ def _groups(sequences: dict[int, list[_Sequence]], tokens: int) -> Iterator[list
 def passes(sequences: Sequence[_Sequence], config: PassConfig) -> Iterator[list[_Sequence]]:
     """Sequences sorted by length, in passes of at most `batch_tokens` tokens; a pass has at least one sequence."""
     batch: list[_Sequence] = []
+    real = 0
     for sequence in sorted(sequences, key=len):
-        tokens = sum(map(len, batch)) + len(sequence) if config.packed else (len(batch) + 1) * len(sequence)
-        if batch and tokens > config.batch_tokens:
+        tokens = real + len(sequence) if config.packed else (len(batch) + 1) * len(sequence)
+        padding = tokens - real - len(sequence)
+        if batch and (tokens > config.batch_tokens or padding > _PADDING_SHARE * config.batch_tokens):
             yield batch
-            batch = []
+            batch, real = [], 0
         batch.append(sequence)
+        real += len(sequence)
     if batch:
         yield batch
 

@@ -132,13 +132,15 @@ def check_teacher(args: CreditConfig, teacher: Teacher, accelerator: Accelerator
     Raises:
         ValueError: see `check_logits`, `teacher.packing.enable_packing` and `loss.trust_region.joint_head`.
     """
-    model = teacher.model if isinstance(teacher, ModelTeacher) else teacher.student
     if isinstance(teacher, ModelTeacher):
-        check_logits(teacher.unwrapped(model), accelerator)
+        check_logits(teacher.unwrapped(teacher.model), accelerator)
+    with teacher.active() as scoring:
+        parts = [teacher.unwrapped(part) for part in teacher.parts(scoring)]
     if args.scoring_packed:
-        enable_packing(teacher.unwrapped(model))
+        for part in parts:
+            enable_packing(part)
     if isinstance(teacher, TrustRegionTeacher):
-        joint_head([lm_head(teacher.unwrapped(part), temperature=1.0) for part in teacher.parts(teacher.student)])
+        joint_head([lm_head(part, temperature=1.0) for part in parts])
 
 
 @contextmanager
