@@ -104,7 +104,7 @@ def test_two_seeds_have_points_and_no_interval(write_run, tmp_path, seeds, has_i
     assert ("±" in table) == has_interval
     if not has_interval:
         first, second = cell.by_seed
-        assert f"({100 * first:.1f} {100 * second:.1f})" in table
+        assert f"({100 * first:.1f}, {100 * second:.1f})" in table
         assert row[3:] == [", ".join(f"{100 * one:+.1f}" for one in contrast.by_seed), "–", "–"]
 
 

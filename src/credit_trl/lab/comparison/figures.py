@@ -70,7 +70,7 @@ def scores_figure(comparison: Comparison, theme: Theme) -> bytes:
                     continue
                 style = {"color": COLOURS[position % len(COLOURS)], "ms": 6}
                 mean, low, high = (100 * v for v in cell.interval)
-                spread = [[np.nan_to_num(mean - low)], [np.nan_to_num(high - mean)]]
+                spread = None if np.isnan(low) else [[mean - low], [high - mean]]  # none for two seeds
                 fill = fill or style["color"]
                 axis.errorbar(mean, position + shift, xerr=spread, fmt="o", mfc=fill, capsize=3, **style)
                 height = np.full(len(cell.by_seed), position + shift)

@@ -45,7 +45,7 @@ def score_rows(comparison: Comparison, when: str) -> tuple[list[str], list[tuple
             mean = cell.interval.mean if cell else comparison.average(arm, when) if column == AVERAGE else math.nan
             half = cell.interval.half_width if cell else math.nan
             half_width = "" if math.isnan(half) else percent(half)
-            seeds = " ".join(map(percent, cell.by_seed)) if cell and has_few_seeds(cell.seeds) else ""
+            seeds = ", ".join(map(percent, cell.by_seed)) if cell and has_few_seeds(cell.seeds) else ""
             marks.append(Mark(percent(mean), half_width, seeds, rank if rank <= 2 else 0))
         rows.append((arm if arm == BASE else f"+ {arm}", marks))
     return list(columns), rows
