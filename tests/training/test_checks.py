@@ -172,7 +172,7 @@ def test_config_of_another_trainer_is_refused(make_model, tokenizer, dataset, tm
 
 @pytest.mark.usefixtures("no_rollout")
 def test_contrasts_from_streaming_dataset_are_refused(build, dataset):
-    with pytest.raises(ValueError, match=r"needs a `datasets.Dataset`"):
+    with pytest.raises(ValueError, match=r"needs a `datasets.Dataset`.*contrastive_source='none'"):
         build(rows=dataset.to_iterable_dataset(), contrastive_source="dataset")
 
 

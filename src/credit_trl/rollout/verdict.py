@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any, Literal
 
 from credit_trl.rollout.deadline import deadline_in
@@ -189,7 +188,9 @@ class VerdictLog:
 
     def wrap(self, reward_func: Callable[..., Any], position: int) -> Callable[..., Any]:
         """Wrap the reward function at `position` of the trainer's list. A coroutine function stays one."""
-        name, ignored = _callable_name(reward_func), () if _accepts(reward_func, "truncated") else ("truncated",)
+        from trl.trainer.utils import get_callable_name, is_async_callable  # tasks import this module without TRL
+
+        name, ignored = get_callable_name(reward_func), () if _accepts(reward_func, "truncated") else ("truncated",)
 
         def accepted(arguments: dict[str, Any]) -> dict[str, Any]:
             return {key: value for key, value in arguments.items() if key not in ignored}
@@ -200,7 +201,7 @@ class VerdictLog:
                 return [0.0] * len(arguments["completions"])  # placeholders, replaced in `mask_skipped_rewards`
             return self._record(position, as_verdicts(name, output, arguments), arguments)
 
-        if _is_async(reward_func):
+        if is_async_callable(reward_func):
 
             async def wrapped_async(**kwargs: Any) -> list[float | None]:
                 return record(await self.policy.call_async(name, reward_func, accepted(kwargs)), kwargs)
@@ -280,16 +281,6 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
     return verdicts
 
 
-def _callable_name(func: Callable[..., Any]) -> str:
-    return getattr(_unwrap_partial(func), "__name__", type(_unwrap_partial(func)).__name__)
-
-
-def _is_async(func: Callable[..., Any]) -> bool:
-    """Whether a function, a partial of one or a callable object returns a coroutine, as TRL's `is_async_callable`."""
-    func = _unwrap_partial(func)
-    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
-
-
 def _accepts(func: Callable[..., Any], name: str) -> bool:
     """Whether a function has a parameter of this name or takes any keyword."""
     try:
@@ -297,12 +288,6 @@ def _accepts(func: Callable[..., Any], name: str) -> bool:
     except (TypeError, ValueError):  # no signature: as if it took any keyword
         return True
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
-
-def _unwrap_partial(func: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(func, partial):
-        func = func.func
-    return func
 
 
 def join_feedback(parts: Sequence[str | None]) -> str | None:
