@@ -378,16 +378,16 @@ def test_gradient_kernel_writes_each_entry_once(softcap, dtype, n, v, seed):
 @given(n=st.integers(1, 4), k=st.integers(1, 6), h=st.integers(1, 40), seed=st.integers(0, 2**16))
 @examples
 def test_products_with_columns_equal_gathered_rows(dtype, n, k, h, seed):
-    from credit_trl.loss import triton_rows as rows
+    from credit_trl.loss import triton_columns
 
     generator = torch.Generator().manual_seed(seed)
     weight, hidden = (torch.randn(x, h, generator=generator).to(DEVICE, dtype) for x in (9, n))
     ids, factors = torch.randint(9, (n, k), generator=generator), torch.randn(n, k, generator=generator)
     ids, factors, sums = ids.to(DEVICE), factors.to(DEVICE), torch.empty(n, h, device=DEVICE)
-    rows.sum_columns(weight, ids, factors, sums)
+    triton_columns.sum_columns(weight, ids, factors, sums)
     gathered = weight[ids].double()
     dots = torch.einsum("nkh,nh->nk", gathered, hidden.double())
-    assert_close(rows.dot_columns(weight, ids, hidden).double(), dots, rtol=1e-5, atol=1e-5)
+    assert_close(triton_columns.dot_columns(weight, ids, hidden).double(), dots, rtol=1e-5, atol=1e-5)
     assert_close(sums.double(), torch.einsum("nkh,nk->nh", gathered, factors.double()), rtol=1e-5, atol=1e-5)
 
 
@@ -529,7 +529,7 @@ import json, pathlib, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from credit_trl.loss import triton_rows
+from credit_trl.loss import triton_columns, triton_rows
 
 usage = []
 
@@ -551,7 +551,7 @@ def moved(kernel, pointers, numbers, constants):
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    compiled = triton.compile(source, GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": triton_rows._WARPS})
+    compiled = triton.compile(source, GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": triton_rows.WARPS})
     note_usage(compiled.asm["cubin"])
     assert "bf16" not in pointers.get("grads", "") or "cvt.rn.bf16" in compiled.asm["ptx"]  # rounded, not truncated
     found = {"ld": 0, "st": 0}
@@ -562,7 +562,8 @@ def moved(kernel, pointers, numbers, constants):
 rows = {"logits": "*fp32", "maxima": "*fp32", "sums": "*fp32"}
 numbers = {"row_stride": "i32", "width": "i32", "inner": "fp32", "outer": "fp32"}
 results = {}
-for kernel, dtypes in ((triton_rows._dot_columns, ("*bf16", "*fp32")), (triton_rows._sum_columns, ("*fp32", "*fp32"))):
+columns = {triton_columns._dot_columns: ("*bf16", "*fp32"), triton_columns._sum_columns: ("*fp32", "*fp32")}
+for kernel, dtypes in columns.items():
     _, _, factor, result, *strides = kernel.arg_names[:-1]
     pointers = {"weight": "*bf16", "ids": "*i64", factor: dtypes[0], result: dtypes[1]}
     results[result] = moved(kernel, pointers, dict.fromkeys(strides, "i32"), {"block": triton_rows.BLOCK})
@@ -578,7 +579,7 @@ numbers = {"logits_stride": "i32", "grads_stride": "i32", "width": "i32", "inner
 for dtype in ("bf16", "fp32"):
     constants = {"softcaps": True, "block": triton_rows.BLOCK}
     results[dtype] = moved(triton_rows._write_gradients, rows | {"grads": f"*{dtype}"}, numbers, constants)
-print(json.dumps({"per_thread": triton_rows.BLOCK // (32 * triton_rows._WARPS), "usage": usage, **results}))
+print(json.dumps({"per_thread": triton_rows.BLOCK // (32 * triton_rows.WARPS), "usage": usage, **results}))
 """
 
 
@@ -631,7 +632,9 @@ def test_auto_takes_triton_on_a_gpu_where_it_is_installed(monkeypatch, recwarn):
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs the package triton: `make test-slow` has an environment for it")
-def test_triton_on_a_cpu_or_in_fp64_is_refused(make_config, make_model, dataset, tokenizer, rows, monkeypatch):
+def test_triton_on_a_cpu_or_in_fp64_is_refused(make_config, make_model, dataset, tokenizer, monkeypatch):
+    from credit_trl.loss import triton_columns
+
     def build(dtype: torch.dtype) -> None:
         CreditTrainer(
             make_model(dtype=dtype),
@@ -641,10 +644,10 @@ def test_triton_on_a_cpu_or_in_fp64_is_refused(make_config, make_model, dataset,
             processing_class=tokenizer,
         )
 
-    monkeypatch.setattr(rows, "INTERPRETED", False)
-    with pytest.raises(ValueError, match=r"needs a GPU, and this trains on 'cpu'.*TRITON_INTERPRET=1"):
+    monkeypatch.setattr(triton_columns, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=r"needs a GPU, but the device is 'cpu'.*TRITON_INTERPRET=1"):
         build(torch.float32)
-    monkeypatch.setattr(rows, "INTERPRETED", True)
+    monkeypatch.setattr(triton_columns, "INTERPRETED", True)
     build(torch.float32)
     with pytest.raises(ValueError, match="computes in fp32, and the model is in fp64"):
         build(torch.float64)

@@ -218,12 +218,12 @@ class LMHead:
                 scatter_columns(columns.ids, grads, factors, total.zero_() if gradients.is_first else total)
 
     def fused(self, hidden: Tensor) -> ModuleType | None:
-        """The Triton kernels for products with `hidden`, or None for torch."""
+        """The Triton kernels of K columns for products with `hidden`, or None for torch, also for whole rows."""
         if self.kernels != "triton" or accumulation_dtype(hidden) != torch.float32:
             return None
-        from credit_trl.loss import triton_rows
+        from credit_trl.loss import triton_columns
 
-        return triton_rows if triton_rows.runs_on(hidden.device) else None
+        return triton_columns if triton_columns.runs_on(hidden.device) else None
 
     # ------------------------------------------------------------------------------------------------------- blocks
 

@@ -34,8 +34,10 @@ def project(
         wants_entropy: whether the entropy is computed.
         keeps_logits: whether the logits are used later; False leaves `out` undefined.
     """
-    if (rows := head.fused(hidden)) is not None:
-        return rows.project_rows(head, hidden, out, tokens, ids, topk, wants_entropy, keeps_logits)
+    if head.fused(hidden) is not None:
+        from credit_trl.loss import triton_rows
+
+        return triton_rows.project_rows(head, hidden, out, tokens, ids, topk, wants_entropy, keeps_logits)
     dtype = accumulation_dtype(hidden)
     blocks = head.blocks(hidden)
     widest = blocks[0].stop
@@ -115,8 +117,10 @@ def backward_logps(
     slope = head.softcap_slope(projection.columns)
     column_grads = column_grads if slope is None else column_grads * slope
     factor = factor * rate
-    if (rows := head.fused(hidden)) is not None:
-        rows.backward_rows(head, projection, column_grads, factor, hidden, gradients)
+    if head.fused(hidden) is not None:
+        from credit_trl.loss import triton_rows
+
+        triton_rows.backward_rows(head, projection, column_grads, factor, hidden, gradients)
         return
     factor = factor.unsqueeze(-1)
     blocks = head.blocks(hidden)

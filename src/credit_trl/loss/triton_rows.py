@@ -7,8 +7,7 @@ Between the matrix products of the head, the work over (tokens × vocabulary) is
 - one kernel writes the gradient of the raw logits from the finished ones, in the dtype of the following product.
 
 Work on the K tokens of a support is O(n K) and stays in torch: their logits are replaced by `BLANK` before the first
-kernel, which skips blanks, and their gradients are written after the second. Two more kernels multiply hidden states
-with the K rows of a renormalised support, without a copy of the rows.
+kernel, which skips blanks, and their gradients are written after the second.
 
 The kernels agree with the torch path in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). docs/performance.md
 counts the bytes that they save; nothing has been timed on a GPU. Imported only where
@@ -16,8 +15,6 @@ counts the bytes that they save; nothing has been timed on a GPU. Imported only 
 """
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -27,17 +24,7 @@ from torch import Tensor
 
 from credit_trl.loss.blocks import ByBlock, Statistics, top_columns
 from credit_trl.loss.head import BLANK, HeadGradients, LMHead, Projection, matmul_dtype
-
-# Read when the kernels are defined, below, as Triton does.
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-# Columns of one program, and its warps: 8 elements per thread, so that no kernel needs more than 40 registers.
-BLOCK = 2048
-_WARPS = 8
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernels run on a device: a GPU, or any device in Triton's interpreter."""
-    return device.type == "cuda" or INTERPRETED
+from credit_trl.loss.triton_columns import BLOCK, WARPS, launching_on
 
 
 @triton.jit
@@ -124,35 +111,6 @@ def _write_gradients(
     tl.store(cells, grad.to(grads.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _dot_columns(weight, ids, hidden, logits, weight_stride, hidden_stride, count, width, block: tl.constexpr):
-    """Product of one position's hidden state with one row of the weight per program."""
-    row = tl.program_id(0).to(tl.int64)
-    entry = row * count + tl.program_id(1)
-    cells = weight + tl.load(ids + entry) * weight_stride
-    total = tl.zeros([block], tl.float32)
-    for start in range(0, width, block):
-        column = start + tl.arange(0, block)
-        inside = column < width
-        w = tl.load(cells + column, mask=inside, other=0.0).to(tl.float32)
-        total += w * tl.load(hidden + row * hidden_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(logits + entry, tl.sum(total, axis=0))
-
-
-@triton.jit
-def _sum_columns(weight, ids, factors, sums, weight_stride, sums_stride, count, width, block: tl.constexpr):
-    """Weighted sum of K rows of the weight, for one block of one position per program."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * block + tl.arange(0, block)
-    inside = column < width
-    total = tl.zeros([block], tl.float32)
-    for k in range(0, count):
-        entry = row * count + k
-        w = tl.load(weight + tl.load(ids + entry) * weight_stride + column, mask=inside, other=0.0)
-        total += tl.load(factors + entry) * w.to(tl.float32)
-    tl.store(sums + row * sums_stride + column, total, mask=inside)
-
-
 class RowStatistics(Statistics):
     """Streaming `log Σ exp z`, and optionally `Σ p z`; each block is read once."""
 
@@ -180,7 +138,7 @@ class RowStatistics(Statistics):
         kept = [self.maxima, self.sums, self.weighted][: 2 + self.wants_entropy]
         for of_block in kept:
             of_block.append(logits.new_empty(n))
-        with _launching_on(logits):
+        with launching_on(logits):
             _finish_and_fold[(n,)](
                 logits,
                 bias,
@@ -198,7 +156,7 @@ class RowStatistics(Statistics):
                 keeps=keeps,
                 wants_entropy=self.wants_entropy,
                 block=BLOCK,
-                num_warps=_WARPS,
+                num_warps=WARPS,
             )
 
 
@@ -282,7 +240,7 @@ def logit_gradients(
 ) -> Float[Tensor, "n w"]:
     """`factor · exp(z − log_normalizer)`, times the soft-cap's slope; in place where the dtype is the logits'."""
     grads = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-    with _launching_on(logits):
+    with launching_on(logits):
         _write_gradients[len(logits), triton.cdiv(logits.shape[1], BLOCK)](
             logits,
             grads,
@@ -294,34 +252,9 @@ def logit_gradients(
             1.0 if head.softcap is None else head.temperature / head.softcap,
             softcaps=_softcaps(head),
             block=BLOCK,
-            num_warps=_WARPS,
+            num_warps=WARPS,
         )
     return grads
-
-
-def dot_columns(
-    weight: Float[Tensor, "V H"], ids: Int[Tensor, "n K"], hidden: Float[Tensor, "n H"]
-) -> Float[Tensor, "n K"]:
-    """`hidden[i] · weight[ids[i, k]]` in fp32, without a copy of the rows."""
-    ids, (n, count), width = ids.contiguous(), ids.shape, weight.shape[1]
-    logits = hidden.new_empty((n, count), dtype=torch.float32)
-    with _launching_on(hidden):
-        _dot_columns[n, count](
-            weight, ids, hidden, logits, weight.stride(0), hidden.stride(0), count, width, BLOCK, num_warps=_WARPS
-        )
-    return logits
-
-
-def sum_columns(
-    weight: Float[Tensor, "V H"], ids: Int[Tensor, "n K"], factors: Float[Tensor, "n K"], out: Float[Tensor, "n H"]
-) -> None:
-    """Write `Σ_k factors[i, k] · weight[ids[i, k]]` to `out`, in fp32, without a copy of the rows."""
-    ids, factors, (n, count), width = ids.contiguous(), factors.contiguous(), ids.shape, weight.shape[1]
-    grid = (n, triton.cdiv(width, BLOCK))
-    with _launching_on(out):
-        _sum_columns[grid](
-            weight, ids, factors, out, weight.stride(0), out.stride(0), count, width, BLOCK, num_warps=_WARPS
-        )
 
 
 def _softcaps(head: LMHead) -> bool:
@@ -338,8 +271,3 @@ def _factors(head: LMHead) -> tuple[float, float]:
     if head.softcap is None:
         return 1.0, head.scale / head.temperature
     return head.scale / head.softcap, head.softcap / head.temperature
-
-
-def _launching_on(tensor: Tensor) -> AbstractContextManager:
-    """Make the tensor's device current, on which Triton launches."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -54,10 +54,10 @@ def check_machine(args: CreditConfig, model: nn.Module, accelerator: Accelerator
     device = accelerator.device
     if args.distillation_kernels != "triton":
         return
-    from credit_trl.loss import triton_rows
+    from credit_trl.loss import triton_columns
 
     fallback = "set `distillation_kernels='torch'`, which runs on every device"
-    if not triton_rows.runs_on(device):
+    if not triton_columns.runs_on(device):
         raise ValueError(
             f"`distillation_kernels='triton'` needs a GPU, but the device is {device.type!r}. Train on a GPU, or "
             f"{fallback}. For tests without a GPU, set TRITON_INTERPRET=1 to run the kernels in Triton's slow "
