@@ -17,6 +17,7 @@ passes over responses to other prompts, must be higher for successes than for fa
 result records that it failed the gate.
 
     python examples/interventional_credit.py --output_dir runs/interventional --seeds 0 1 2 3
+    python examples/interventional_credit.py --model BASE --task tool_choice --students base --seeds 0 --prompts 12
 
 Finished pieces are stored in the directory, where a second call continues; `--pieces 1` runs one piece a call.
 """
@@ -67,6 +68,8 @@ QUANTITIES: dict[str, tuple[str, CreditSettings]] = {
     "log π": ("student_logps", CreditSettings(0.0)),
 }
 GAPS = ("gap", "standard_error", "gap_to_theory")
+# Options of the held-out rows, by task.
+TEST_ROWS = {"quickstart": {"groups": ("known", "unknown")}}
 MAX_NEW_TOKENS = 32
 
 
@@ -81,7 +84,9 @@ class Graded:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="quickstart", help="path of a base of the embedded task")
+    parser.add_argument("--model", default="quickstart", help="path of a base of the task")
+    parser.add_argument("--task", default="quickstart", help="a task with prompts and rewards of 0 and 1")
+    parser.add_argument("--students", nargs="+", choices=STUDENTS, default=list(STUDENTS))
     parser.add_argument("--output_dir", type=Path, default=Path("runs/interventional"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--pieces", type=int, help="stop after this many students fine-tuned or measured")
@@ -111,7 +116,7 @@ def missing_pieces(args: argparse.Namespace) -> Iterator[tuple[Path, partial[Any
     """Yield the output file of each unfinished piece and the function that returns its content."""
     for seed in args.seeds:
         folder = args.output_dir / f"seed-{seed}"
-        for name in STUDENTS:
+        for name in args.students:
             if name != "base" and not (folder / f"student-{name}.json").exists():
                 yield folder / f"student-{name}.json", partial(make_student, args, seed, name)
             if not passes_gate(folder, name):
@@ -127,7 +132,7 @@ def passes_gate(folder: Path, name: str) -> bool:
 
 def make_student(args: argparse.Namespace, seed: int, name: str) -> dict[str, float]:
     """Fine-tune and save a student; returns its statistics and whether it passes the gate."""
-    task, base = load_task("quickstart"), Checkpoint.load(args.model, name="base")
+    task, base = load_task(args.task), Checkpoint.load(args.model, name="base")
     rows = list(task.build("train", seed=seed))[: args.questions] * args.epochs
     noise, steps, start = (args.noise, args.noisy_steps, "exact") if name == "noisy" else (0.0, args.steps, "base")
     model = copy.deepcopy(load_student(args, seed, start).student.student).train()
@@ -135,7 +140,7 @@ def make_student(args: argparse.Namespace, seed: int, name: str) -> dict[str, fl
     with_verdicts = [[with_verdict(base, row, z) for row in rows] for z in (0, 1)]
     loss = fine_tune(model, graded, with_verdicts, noise=noise, steps=steps, seed=seed)
     student = Checkpoint.of(model.eval(), base.tokenizer, name=name)
-    others = list(task.build("test", groups=("known", "unknown"), seed=seed))[args.prompts :]
+    others = list(task.build("test", **TEST_ROWS.get(args.task, {}), seed=seed))[args.prompts :]
     facts = {"base_success": float(graded.outcomes.mean()), "loss": loss}
     facts |= separation(student, base, task, others, seed)
     print(f"seed {seed}, {name}: " + ", ".join(f"{key} {value:.3f}" for key, value in facts.items()), flush=True)
@@ -264,8 +269,8 @@ def separation(
 
 def measure(args: argparse.Namespace, seed: int, name: str) -> dict[str, Any]:
     """r^cf, and every quantity under each feedback at the same prefixes and candidates."""
-    task, student = load_task("quickstart"), load_student(args, seed, name)
-    dataset = task.build("test", groups=("known", "unknown"), seed=seed)
+    task, student = load_task(args.task), load_student(args, seed, name)
+    dataset = task.build("test", **TEST_ROWS.get(args.task, {}), seed=seed)
     rows = list(dataset.take(args.prompts))
     graded = graded_responses(student, task, rows, seed)
     contexts = feedback_contexts(student, task, rows, list(dataset["prompt"]), graded, seed)
