@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--palette", choices=("red-blue", "orange-purple"), default="red-blue")
     output.add_argument("--pictures", type=int, default=4, help="number of PNGs (default 4)")
     output.add_argument("--terminal", type=int, default=1, help="number of maps printed in the terminal (default 1)")
+    output.add_argument("--top", type=int, default=10, help="token strings in each list of summary.md (default 10)")
     output.add_argument("--title", default="Token credit")
     add_sandbox_arguments(parser)
 
@@ -241,7 +242,8 @@ def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
     of_checkpoint = {m.checkpoint: [one for one in maps if one.checkpoint == m.checkpoint] for m in maps}
     branches = {name: format_branches(summarize_branches(own)) for name, own in of_checkpoint.items()}
     summaries = [
-        f"## {name}\n\n{format_summary(summarize_maps(own))}\n{branches[name]}" for name, own in of_checkpoint.items()
+        f"## {name}\n\n{format_summary(summarize_maps(own, top=args.top))}\n{branches[name]}"
+        for name, own in of_checkpoint.items()
     ]
     (directory / "summary.md").write_text("\n".join(summaries), encoding="utf-8")
     if args.pictures:

@@ -6,6 +6,7 @@ ranked as *specific* by their mean S_t and as *generic* by their mean ΔV_t − 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,9 +31,10 @@ class ClassShare:
 
 @dataclass(frozen=True)
 class TokenString:
-    """One token string: its number of occurrences and its means in nats."""
+    """One token string: its most frequent class, its number of occurrences and its means in nats."""
 
     text: str
+    class_name: str
     count: int
     mean_delta_v: float
     mean_specific: float
@@ -79,7 +81,13 @@ def summarize_maps(maps: Sequence[TokenMap], *, top: int = 10, min_count: int = 
     specific = torch.cat([empty, *(m.scores.specific.double() for m in maps)])
     shares = [_share(name, rows, delta_v, specific) for name, rows in _positions(labels).items()]
     strings = [
-        TokenString(text, len(rows), delta_v[rows].mean().item(), specific[rows].mean().item())
+        TokenString(
+            text,
+            Counter(labels[row] for row in rows).most_common(1)[0][0],
+            len(rows),
+            delta_v[rows].mean().item(),
+            specific[rows].mean().item(),
+        )
         for text, rows in _positions(texts).items()
         if len(rows) >= min_count
     ]
@@ -108,11 +116,11 @@ def format_summary(summary: Summary) -> str:
     for title, strings in (("specific", summary.most_specific), ("generic", summary.most_generic)):
         lines += [
             "",
-            f"| most {title} token | times | mean S | mean ΔV − S | mean ΔV |",
-            "| --- | ---: | ---: | ---: | ---: |",
+            f"| most {title} token | class | times | mean S | mean ΔV − S | mean ΔV |",
+            "| --- | --- | ---: | ---: | ---: | ---: |",
         ]
         lines += [
-            f"| {_code(s.text)} | {s.count} | {s.mean_specific:+.3f} | {s.mean_generic_credit:+.3f} "
+            f"| {_code(s.text)} | {s.class_name} | {s.count} | {s.mean_specific:+.3f} | {s.mean_generic_credit:+.3f} "
             f"| {s.mean_delta_v:+.3f} |"
             for s in strings
         ]
