@@ -45,7 +45,7 @@ def test_test_split_shares_no_argument_and_half_of_it_no_wording():
 def test_gold_call_gets_the_reward_and_no_complaint(seed, tool):
     request = draw_request(random.Random(seed), tool)
     gold = json.loads(request.answer)
-    assert request.argument in request.text
+    assert f'"{request.argument}"' in request.text  # as in the call, without a space before it
     assert f"{gold['option']} {tool}" in request.prompt[0]["content"]
     verdict = verify(f"{tool}({request.argument})", request.answer)
     assert verdict.reward == 1.0

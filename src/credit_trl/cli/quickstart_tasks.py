@@ -112,7 +112,7 @@ def _smollm2() -> QuickstartTask:
     from credit_trl.tasks import tool_choice
 
     options = {
-        "max_steps": 40,
+        "max_steps": 30,
         "per_device_train_batch_size": 16,
         "num_generations": 2,
         "max_completion_length": 24,
@@ -129,7 +129,7 @@ def _smollm2() -> QuickstartTask:
         groups={"argument": "new arguments", "request": "new requests"},
         words=("tool", "argument", "opening"),
         test_rows={"rows_per_tool": 8},
-        evaluations=4,
+        evaluations=3,
         evaluation_batch=96,
         scored=(16, 1),
         threads=0,

@@ -3,10 +3,14 @@
 SmolLM2-135M-Instruct follows no answer format and does not look a letter up in a list. The warm-up teaches both and
 little of the task. A step has rows of three kinds:
 
-- form: a few requests with their right call, again and again, without feedback;
+- form: a few requests and calls without feedback, again and again; the call is right in half of them, since a base
+  that sees right calls alone chooses 61 % of the held-out tools and has less to learn;
 - look-up: a letter and an argument in place of a request, and the call of that letter's tool with the argument;
 - feedback: prompts as the teacher reads them, whose feedback names a tool *drawn at random* (scrambled), and the call
   of that tool. They teach reading the feedback, and nothing about which tool suits a request.
+
+Arguments of look-up and feedback rows are random words: with the few of the training split the model would learn them
+by heart instead of copying.
 
 Under feedback the original model opens its answers with sentences such as "The correct answer is C." The warm-up keeps
 some of them: it samples answers of the original model to prompts with feedback, and where the first sentence is short,
@@ -48,7 +52,7 @@ class WarmUp:
         steps: optimizer steps.
         form_batch, lookup_batch, feedback_batch: rows of a step by kind.
         learning_rate: peak of a linear warm-up over a tenth of the steps and a linear decay.
-        form_rows: different rows of form.
+        form_rows: different rows of form with the right call, and as many with the call of an offered tool at random.
         stated_share: share of the rows with feedback whose feedback states the call instead of the letter.
         opening_share: share of the rows with feedback that have an opening of the original model.
         opening_prompts: prompts to which the original model writes openings; about a third of them are kept.
@@ -56,12 +60,12 @@ class WarmUp:
         seed: seed of rows, openings and order.
     """
 
-    steps: int = 60
+    steps: int = 32
     form_batch: int = 2
-    lookup_batch: int = 8
+    lookup_batch: int = 5
     feedback_batch: int = 6
     learning_rate: float = 1e-4
-    form_rows: int = 24
+    form_rows: int = 12
     stated_share: float = 0.15
     opening_share: float = 0.1
     opening_prompts: int = 48
@@ -106,7 +110,9 @@ class RowSource:
         words = sorted(set(re.findall(r"[A-Za-z]+", " ".join(wordings))))
         self.words = [*words, *(word.capitalize() for word in words)]
         tools = [tool for _ in range(settings.form_rows) for tool in tool_choice.TOOLS][: settings.form_rows]
-        requests = [tool_choice.draw_request(self.rng, tool) for tool in tools]
+        right = [tool_choice.draw_request(self.rng, tool) for tool in tools]
+        others = [tool_choice.draw_request(self.rng, tool) for tool in tools]
+        requests = [*right, *(replace(request, tool=self.rng.choice(request.options)) for request in others)]
         self.forms = [WarmUpRow(self._render(r.prompt), f"{r.tool}({r.argument})") for r in requests]
         plain = [self.feedback() for _ in range(settings.opening_prompts)]
         openings = write_openings(model, tokenizer, [row.prompt for row in plain], settings)
@@ -129,16 +135,11 @@ class RowSource:
         }
 
     def lookup(self) -> WarmUpRow:
-        """A letter and an argument, and the call of the letter's tool.
-
-        The argument is one or two words of the wordings, upper case or not: with the few arguments of the training
-        split the model would learn them by heart instead of copying.
-        """
+        """A letter and an argument, and the call of the letter's tool."""
         request, gold = self._scrambled()
-        argument = " ".join(self.rng.choice(self.words) for _ in range(self.rng.randint(1, 2)))
-        content = f"{tool_choice.correction(gold)} The argument is {argument}."
+        content = f'{tool_choice.correction(gold)} The argument is "{request.argument}".'
         prompt = [request.prompt[0], {"role": "user", "content": content}]
-        return WarmUpRow(self._render(prompt), f"{request.tool}({argument})")
+        return WarmUpRow(self._render(prompt), f"{request.tool}({request.argument})")
 
     def feedback(self) -> WarmUpRow:
         """A request whose feedback names one of its four tools at random, and the call of that tool."""
@@ -149,9 +150,14 @@ class RowSource:
         return WarmUpRow(self._render(prompt), f"{request.tool}({request.argument})")
 
     def _scrambled(self) -> tuple[tool_choice.ToolRequest, dict[str, str]]:
-        """A request with one of its options at random as the right tool, and its gold answer."""
+        """A request with one of its options at random as the right tool, and its gold answer.
+
+        The argument is one or two words of the wordings, upper case or not.
+        """
         request = tool_choice.draw_request(self.rng, self.rng.choice(list(tool_choice.TOOLS)))
-        request = replace(request, tool=self.rng.choice(request.options))
+        argument = " ".join(self.rng.choice(self.words) for _ in range(self.rng.randint(1, 2)))
+        text = request.text.replace(request.argument, argument)
+        request = replace(request, tool=self.rng.choice(request.options), argument=argument, text=text)
         return request, json.loads(request.answer)
 
     def _render(self, prompt: list[dict[str, str]]) -> str:
@@ -201,7 +207,7 @@ def train_rows(
 
     The logits of the prompts are not computed: with a vocabulary of 49,152 they cost a fifth of a step.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
     ramp = max(1, settings.steps // 10)
     model.train()
     for step in (bar := tqdm(range(settings.steps), desc="warm-up", unit="step")):
@@ -210,11 +216,9 @@ def train_rows(
             group["lr"] = settings.learning_rate * rate
         kinds = source.draw()
         count = sum(map(len, kinds.values()))
-        losses = {}
-        for kind, rows in kinds.items():  # one after the other, since their lengths differ
-            loss = _response_loss(model, tokenizer, rows)
-            (loss * len(rows) / count).backward()
-            losses[kind] = loss.item()
+        with torch.autocast(model.device.type, torch.bfloat16):  # casts each weight once for all kinds
+            losses = {kind: _response_loss(model, tokenizer, rows) for kind, rows in kinds.items()}
+        sum(losses[kind] * len(rows) / count for kind, rows in kinds.items()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -231,9 +235,8 @@ def _response_loss(
     lengths = [len(tokenizer(row.prompt, add_special_tokens=False)["input_ids"]) for row in rows]
     positions = torch.arange(batch["input_ids"].shape[1])
     is_response = (positions >= torch.tensor(lengths)[:, None]) & batch["attention_mask"].bool()
-    with torch.autocast(model.device.type, torch.bfloat16):
-        hidden = model.base_model(**batch).last_hidden_state
-        logits = model.get_output_embeddings()(hidden[:, :-1][is_response[:, 1:]])
+    hidden = model.base_model(**batch).last_hidden_state  # the kinds differ in length, so each has a pass of its own
+    logits = model.get_output_embeddings()(hidden[:, :-1][is_response[:, 1:]])
     losses = torch.nn.functional.cross_entropy(logits.float(), batch["input_ids"][is_response], reduction="none")
     weights = is_response / is_response.sum(1, keepdim=True)
     return (losses * weights[is_response]).sum() / len(rows)

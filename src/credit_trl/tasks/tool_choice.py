@@ -4,7 +4,7 @@ A prompt offers four tools under the letters A to D and has a request. The respo
 the request, and may have an opening before the call:
 
     system     Tools: A hotels, B weather, C call, D define. Answer with one call: tool(argument).
-    user       Do I need an umbrella in Oslo?
+    user       Do I need an umbrella in "Oslo"?
     assistant  weather(Oslo)
 
 Twelve tools share four kinds of arguments (cities, words, people, dishes), so the argument does not give the tool
@@ -192,11 +192,15 @@ class ToolRequest:
 
 
 def draw_request(rng: random.Random, tool: str, wordings: str = "train", arguments: str = "train") -> ToolRequest:
-    """Draw a request for a tool from the wordings of one split and the arguments of one."""
+    """Draw a request for a tool from the wordings of one split and the arguments of one.
+
+    The argument is quoted, so that its tokens in the request are those of the call. Without quotes a tokenizer merges
+    the space before it (` Dublin` is one token, `Dublin` two), and a small model writes Denmark for Denver.
+    """
     argument = rng.choice(arguments_of(tool, arguments))
     others = rng.sample([other for other in TOOLS if other != tool], len(OPTION_LETTERS) - 1)
     options = tuple(rng.sample([tool, *others], len(OPTION_LETTERS)))
-    return ToolRequest(tool, argument, rng.choice(wordings_of(tool, wordings)).format(argument), options)
+    return ToolRequest(tool, argument, rng.choice(wordings_of(tool, wordings)).format(f'"{argument}"'), options)
 
 
 def build(
