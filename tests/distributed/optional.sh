@@ -51,6 +51,7 @@ if ! made_from_these_files; then
 fi
 
 OMP_NUM_THREADS=1 "$python" -m pytest -m "slow or not slow" $here tests/loss/test_support_matrix.py tests/lab/planning/test_recipes.py \
+  tests/teacher/test_external.py \
   -k "zero or deepspeed or four_bits"
 # Without a GPU, the kernels run in Triton's interpreter.
 OMP_NUM_THREADS=1 TRITON_INTERPRET=1 "$python" -m pytest tests/loss/test_triton_rows.py tests/benchmarks/test_gpu_benchmark.py

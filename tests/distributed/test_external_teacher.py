@@ -21,7 +21,6 @@ CASES = [
     ("zero3", PLAIN),
     ("zero3", {}),
     ("zero3", {"distillation_support": "full", **PLAIN}),
-    ("zero3", {"teacher_model_init_kwargs": rounding.OPTIONS, **PLAIN}),
 ]
 
 
@@ -68,3 +67,11 @@ def test_external_teacher_matches_single_process(tmp_path, one_process, teacher,
         assert all(torch.equal(found["teacher"][key], value) for key, value in expected["teacher"].items())
         for key, value in expected["weights"].items():
             torch.testing.assert_close(found["weights"][key], value, rtol=1e-4, atol=2e-5, msg=key)
+
+
+@pytest.mark.slow
+def test_zero3_refuses_a_quantized_teacher(tmp_path, teacher):
+    pytest.importorskip("deepspeed", reason=DEEPSPEED)
+    ended = launch(tmp_path, 2, wrapper="zero3", teacher_model_init_kwargs=rounding.OPTIONS, **COMMON, **teacher)
+    assert ended.codes == [1, 1]
+    assert "Use FSDP2 or ZeRO-2, or remove the `quantization_config`" in ended.output

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from credit_trl.config import CreditConfig
 from credit_trl.teacher.models import BASE_SLOT, Teacher, TrustRegionTeacher, make_teacher
-from credit_trl.teacher.sharding import full_shape, place_frozen, reshard
+from credit_trl.teacher.sharding import full_shape, is_zero3, place_frozen, reshard
 
 SOURCE_FILE = "teacher.json"
 
@@ -162,15 +162,21 @@ def build_teacher(
 
 
 def _check_placement(source: TeacherSource, accelerator: Accelerator, offload: bool) -> None:
+    is_quantized = "quantization_config" in source.init_kwargs
     if offload and accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
         raise ValueError(
             "`teacher_offload=True` needs an unsharded teacher, and FSDP and DeepSpeed shard it (use their "
             "configuration to offload it). Set `teacher_offload=False`."
         )
-    if offload and "quantization_config" in source.init_kwargs:
+    if offload and is_quantized:
         raise ValueError(
             "`teacher_offload=True` moves the teacher's weights between devices, and quantized weights cannot be "
             "moved. Remove one of `teacher_offload` and the `quantization_config` of `teacher_model_init_kwargs`."
+        )
+    if is_quantized and is_zero3(accelerator):
+        raise ValueError(
+            "Under ZeRO-3 transformers loads no quantized model onto a device. Use FSDP2 or ZeRO-2, or remove the "
+            "`quantization_config` of `teacher_model_init_kwargs`."
         )
 
 
