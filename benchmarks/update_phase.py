@@ -1,6 +1,7 @@
 """Time and memory of one update (scoring, loss, backward), compared with TRL's SDPO and GRPO on identical batches.
 
     python benchmarks/update_phase.py --preset bar      # two fixed shapes; prints the ratios as JSON
+    python benchmarks/update_phase.py --preset teacher  # another model as the teacher, beside TRL's distillation
     python benchmarks/update_phase.py --preset ragged   # lognormal lengths, with TRL's padding and without
     python benchmarks/update_phase.py --preset sweep    # against T, K, C, vocabulary and batch; JSON, table and PNG
     python benchmarks/update_phase.py --preset gpu      # on a GPU, with torch and Triton kernels, see gpu.py
@@ -21,15 +22,17 @@ import gpu
 import ragged
 import step
 import torch
-from measure import Results, in_turns, ratio, seconds, trials
+from measure import Results, Sample, in_turns, ratio, seconds, trials
 from updates import build
 from workload import Workload, provenance
 
+Kind = tuple[str, Workload]  # arguments of `build`
 
-def bar(rounds: int, patience: float, results: Results) -> dict[str, Any]:
+
+def fixed(kinds: dict[str, Kind], rounds: int, patience: float, results: Results) -> dict[str, Any]:
     """Time and peak at T = 512, and growth of the peak from T = 128 to T = 1,024."""
     workload = Workload()
-    with trials(build, _kinds(workload)) as running:
+    with trials(build, kinds) as running:
         in_turns(running, 1, {"completion": 64})  # warm up
         samples = in_turns(running, rounds, {}, patience=patience, results=results)
         by_completion = {
@@ -44,16 +47,31 @@ def bar(rounds: int, patience: float, results: Results) -> dict[str, Any]:
         "peak_mb": peaks,
         "peak_mb_by_completion": by_completion,
         "mb_per_token": growth,
-        "ratios": {
+        "ratios": _ratios_to_trl(samples, peaks, growth),
+    }
+
+
+def _ratios_to_trl(
+    samples: dict[str, list[Sample]], peaks: dict[str, float], growth: dict[str, float]
+) -> dict[str, float]:
+    """Ratios to TRL's trainer that computes the same loss."""
+    if "sdpo" in samples:
+        return {
             "time_ratio": ratio(samples["credit"], samples["sdpo"]),
             "time_ratio_renormalize": ratio(samples["credit, renormalize"], samples["sdpo"]),
             "memory_ratio": peaks["credit"] / peaks["sdpo"],
             "memory_slope_ratio": growth["credit"] / growth["sdpo"],
-        },
-    }
+        }
+    theirs, found = "distillation", {}
+    for name in samples.keys() - {theirs}:
+        key = name.partition(", ")[2].replace(" ", "_")
+        found[f"teacher_time_ratio_{key}"] = ratio(samples[name], samples[theirs])
+        found[f"teacher_memory_ratio_{key}"] = peaks[name] / peaks[theirs]
+        found[f"teacher_memory_slope_ratio_{key}"] = growth[name] / growth[theirs]
+    return found
 
 
-def table_of_bar(result: dict[str, Any]) -> str:
+def table_of_fixed(result: dict[str, Any]) -> str:
     lines = ["| | seconds | peak MB over models | MB a token |", "| --- | --- | --- | --- |"]
     for name, value in result["seconds"].items():
         lines.append(f"| {name} | {value:.2f} | {result['peak_mb'][name]:.0f} | {result['mb_per_token'][name]:.3f} |")
@@ -119,7 +137,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _kinds(workload: Workload) -> dict[str, tuple[str, Workload]]:
+def _kinds_of_teacher(workload: Workload) -> dict[str, Kind]:
+    """Another model as the teacher, on the student's prompt: the whole vocabulary, as in TRL's, and the top K."""
+    return {
+        "credit, whole vocabulary": ("external", workload.with_(support="full")),
+        "credit, top K": ("external", workload),
+        "distillation": ("distillation", workload),
+    }
+
+
+def _kinds(workload: Workload) -> dict[str, Kind]:
     return {
         "credit": ("credit", workload),
         "credit, renormalize": ("credit", workload.with_(tail="renormalize")),
@@ -144,9 +171,10 @@ def main() -> None:
         results.merge(sweep(arguments.rounds, arguments.patience))
         print(table_of_sweep(results.values))
     else:
-        results.merge(bar(arguments.rounds, arguments.patience, results))
-        print(table_of_bar(results.values))
-        if arguments.step_rounds:
+        kinds = {"bar": _kinds, "teacher": _kinds_of_teacher}[arguments.preset](Workload())
+        results.merge(fixed(kinds, arguments.rounds, arguments.patience, results))
+        print(table_of_fixed(results.values))
+        if arguments.step_rounds and arguments.preset == "bar":
             of_step = step.measure_steps(Workload(), [0, 1, 16], arguments.step_rounds, arguments.patience)
             print(step.table(of_step))
             ratios = {f"step_ratio_c{c}": of_step["step_ratio"][str(c)] for c in (1, 16)}
@@ -160,7 +188,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=["bar", "ragged", "sweep", "gpu"], default="bar")
+    parser.add_argument("--preset", choices=["bar", "teacher", "ragged", "sweep", "gpu"], default="bar")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-rounds", type=int, default=2, help="whole steps per C in the bar; 0 for none")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for an idle machine, each time")

@@ -2,7 +2,8 @@
 
 `"credit"` is this project's trainer (teacher, C contrasts, loss, backward), `"sdpo"` TRL's `SDPOTrainer` with
 `topk_logits` and a tail bucket (teacher, loss, backward), `"grpo"` TRL's `GRPOTrainer` (loss, backward), and
-`"distillation"` TRL's `DistillationTrainer` (another teacher on the same prompt, whole vocabulary, backward).
+`"distillation"` TRL's `DistillationTrainer` (another teacher on the same prompt, whole vocabulary, backward), and
+`"external"` this project's trainer with that teacher and prompt.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ MakeUpdate = Callable[[Workload], tuple[Update, torch.nn.Module]]
 def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample]:
     """Load the models in the child process; return a function that measures one update of a changed workload."""
     directory = tempfile.mkdtemp()
-    make_update = {"credit": _credit, "sdpo": _sdpo, "grpo": _grpo, "distillation": _distillation}[kind](
-        workload, directory
-    )
+    kinds = {"credit": _credit, "external": _external, "sdpo": _sdpo, "grpo": _grpo, "distillation": _distillation}
+    make_update = kinds[kind](workload, directory)
 
     def answer(changes: dict[str, Any]) -> Sample:
         update, model = make_update(workload.with_(**changes))
@@ -89,7 +89,18 @@ def _dataset() -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q in QUESTIONS]})
 
 
-def _credit(workload: Workload, directory: str) -> MakeUpdate:
+def _external(workload: Workload, directory: str) -> MakeUpdate:
+    """Another model as the teacher, on the student's prompt."""
+    path = f"{directory}/teacher"
+    workload.make_model().save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    options = {"teacher_model_kind": "model", "teacher_model_name_or_path": path, "teacher_prompt": "student"}
+    make_update = _credit(workload, directory, **options, contrastive_coef=0.0)
+    shutil.rmtree(path)
+    return make_update
+
+
+def _credit(workload: Workload, directory: str, **options: Any) -> MakeUpdate:
     from credit_trl import CreditConfig, CreditTrainer
     from credit_trl.contexts.tokens import TokenContexts
 
@@ -98,9 +109,11 @@ def _credit(workload: Workload, directory: str) -> MakeUpdate:
         contrastive_source="dataset",
         distillation_topk=workload.topk,
         distillation_tail=workload.tail,
+        distillation_support=workload.support,
         distillation_kernels=workload.kernels,
         update_packed=workload.padding == "packed",
         scoring_packed=workload.padding == "packed",
+        **options,
     )
     if workload.padding == "kept":
         keep_padding()
@@ -114,6 +127,8 @@ def _credit(workload: Workload, directory: str) -> MakeUpdate:
         trainer.distillation = replace(of, scoring=scoring, loss=loss)
         batch = workload.rollouts()
         contexts = [TokenContexts(teacher, contrasts) for teacher, *contrasts in workload.contexts()]
+        if config.teacher_prompt == "student":
+            contexts = [TokenContexts(ids, []) for ids in _generated(batch)[0]]
         # TRL's preparation of a generation batch, whose completions and contexts are given.
         trainer._generate = lambda prompts: _generated(batch)
         trainer._build_contexts = lambda generation_batch: contexts
