@@ -819,11 +819,6 @@ def _check_no_effect(config: CreditConfig) -> None:
             "`distillation_topk=1` with `distillation_tail='renormalize'` conditions on one token, whose probability "
             "is then 1, so the loss is 0. Increase `distillation_topk`, or set `distillation_tail='bucket'`."
         )
-    if config.contrastive_auto_level is not None and config.contrastive_coef != "auto":
-        raise ValueError(
-            f"`contrastive_auto_level={config.contrastive_auto_level}` has no effect with `contrastive_coef="
-            f"{config.contrastive_coef}`. Set `contrastive_coef='auto'`, or remove it."
-        )
     if config.teacher_sync_steps is not None and config.teacher_model_kind in ("live", "base"):
         raise ValueError(
             f"`teacher_sync_steps={config.teacher_sync_steps}` has no effect with `teacher_model_kind="
@@ -968,6 +963,11 @@ _PRIVILEGED = (
 # Each is an error at construction.
 NEUTRAL = (
     Neutral(
+        "`contrastive_coef` other than `'auto'`",
+        lambda c: c.contrastive_coef != "auto",
+        ("contrastive_auto_level", "contrastive_auto_start", "contrastive_auto_rate", "contrastive_auto_quantity"),
+    ),
+    Neutral(
         "`credit_use='modulate'`",
         lambda c: c.credit_use == "modulate",
         (
@@ -980,6 +980,11 @@ NEUTRAL = (
         ),
     ),
     Neutral("`credit_use='modulate'`", lambda c: c.credit_use == "modulate", ("contrastive_coef",), (0.0,)),
+    Neutral(
+        "`contrastive_swap='self'`",
+        lambda c: c.contrastive_swap == "self" and c.contrasts,
+        ("contrastive_count", "contrastive_source", "contrastive_baseline"),
+    ),
     Neutral("`credit_weight='delta_v'`", lambda c: c.token_weight == "delta_v", _DRAWS),
     Neutral(
         "`credit_use` other than `'modulate'`",

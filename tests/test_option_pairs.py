@@ -1,0 +1,248 @@
+"""No option is silently without effect: a walk over all pairs of options on a tiny model.
+
+A run with a pair of choices is compared with the run without one of them. Each choice changes a loss or a gradient, or
+the pair is an error at construction, or docs/options.md lists it.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOConfig
+
+from credit_trl import CreditConfig, CreditTrainer, Verdict
+from test_trainer_parity import loss_and_gradients, perturb, prepared
+from tiny import build_model, build_tokenizer, save_model
+
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+TOKENIZER = build_tokenizer()
+ROWS = Dataset.from_list(
+    [
+        {
+            "prompt": [{"role": "user", "content": f"{a}+{b}={'?' * a}"}],
+            "privileged_context": f"Add {a} and {b}." if b < 3 else None,
+            "task": "one" if b else "other",
+        }
+        for a in range(4)
+        for b in range(4)
+    ]
+)
+
+# One choice besides the default for each option whose effect a loss can show; its first option names it.
+CHOICES = [
+    {"contrastive_coef": 0.4},
+    {"contrastive_coef": "auto", "contrastive_auto_level": 0.05, "contrastive_auto_start": 0.3},
+    {"contrastive_coef": 0.0},
+    {"contrastive_auto_level": 0.2},
+    {"contrastive_auto_start": 0.2},
+    {"contrastive_auto_rate": 0.5},
+    {"contrastive_auto_quantity": "s"},
+    {"contrastive_form": "guide"},
+    {"contrastive_gate": 0.015},  # between the positions of these runs, so that it hides no other option
+    {"contrastive_gate": 0.9},  # above all positions, so that it shows itself beside every other option
+    {"contrastive_count": 2},
+    {"contrastive_source": "dataset"},
+    {"contrastive_source": "same_task"},
+    {"contrastive_source": "none"},
+    {"contrastive_source": "wrong_feedback"},
+    {"contrastive_baseline": "log_mean"},
+    {"contrastive_swap": "hint"},
+    {"contrastive_swap": "self"},
+    {"credit_use": "modulate", "credit_weight_temperature": 6.0},  # few weights are clipped
+    {"credit_use": "route"},
+    {"credit_weight": "s"},
+    {"credit_weight": "entropy"},
+    {"credit_weight_form": "residual"},
+    {"credit_weight_clip": 0.6},
+    {"credit_weight_temperature": 3.0},
+    {"credit_weight_norm": False},
+    {"dynamic_sampling_rounds": 1},
+    {"distillation_weight": 0.5},
+    {"distillation_weight": 0.0},
+    {"distillation_alpha": 0.5},
+    {"distillation_support": "student_topk"},
+    {"distillation_support": "full"},
+    {"distillation_support": "sampled"},
+    {"distillation_topk": 40},
+    {"distillation_tail": "renormalize"},
+    {"teacher_model_kind": "base"},
+    {"teacher_model_kind": "live"},
+    {"teacher_model_kind": "trust_region"},
+    {"teacher_model_kind": "model", "teacher_model_name_or_path": "TEACHER"},
+    {"teacher_model_init_kwargs": '{"dtype": "bfloat16"}'},
+    {"teacher_trust_weight": 0.8},
+    {"teacher_trust_kl": 0.02},
+    {"teacher_rehearsal": 0.5},
+    {"teacher_update_rate": 0.7},
+    {"teacher_prompt": "student"},
+    {"teacher_hint": "foreign"},
+    {"include_environment_feedback": False},
+    {"environment_feedback_only_without_solution": True},
+    {"use_successful_as_teacher": False},
+    {"success_reward_threshold": 0.4},
+    {"dont_reprompt_on_self_success": False},
+    {"teacher_context": "think+solution"},
+    {"remove_thinking_from_demonstration": False},
+    {"max_reprompt_len": 250},
+    {"reprompt_style": "paper"},
+    {"reprompt_template": "{prompt}|{solution}|{feedback}"},
+    {"solution_template": "S{successful_previous_attempt}"},
+    {"feedback_template": "F{feedback_raw}"},
+    {"success_feedback_template": "W{feedback_raw}"},
+]
+
+# Options whose effect begins with the second generation batch.
+LATE = {
+    *("contrastive_auto_level", "contrastive_auto_rate", "contrastive_auto_quantity"),
+    *("teacher_update_rate", "teacher_model_kind", "teacher_rehearsal", "teacher_trust_weight", "teacher_trust_kl"),
+}
+
+
+def name_of(choice: int) -> str:
+    return next(iter(CHOICES[choice]))
+
+
+def text_of(choice: int) -> str:
+    return f"{name_of(choice)}={CHOICES[choice][name_of(choice)]}"
+
+
+def documented() -> tuple[set[str], list[tuple[set[str], set[str]]]]:
+    """Options that no loss shows, and the rows of settings and options that these disable, from docs/options.md."""
+    text = PAGE.read_text("utf-8").partition("## Accepted without effect")[2].partition("\n## ")[0]
+    alone, _, table = text.partition("| setting | without effect |")
+    cells = [row.replace("all others", "`all others`").split("|")[1:3] for row in table.splitlines()[2:]]
+    rows = [[set(re.findall(r"`([^`]+)`", cell)) for cell in row] for row in cells]
+    return set(re.findall(r"`(\w+)`", alone)), [(row[0], row[1]) for row in rows if len(row) == 2]
+
+
+def is_documented(choice: int, other: int) -> bool:
+    """Whether a row says that the other choice disables this one."""
+    return any(
+        {name_of(other), text_of(other)} & settings and {name_of(choice), text_of(choice), "all others"} & options
+        for settings, options in documented()[1]
+    )
+
+
+def test_every_option_is_walked_or_documented():
+    own = {f.name for f in fields(CreditConfig)} - {f.name for f in fields(GRPOConfig)}
+    assert own - {name for choice in CHOICES for name in choice} == documented()[0] & own
+
+
+def verdicts(completions, **kwargs):
+    """Success, a middle reward and failures with feedback; the last of four groups has no reward and no feedback."""
+    texts = [c[-1]["content"] for c in completions]
+    rewards = [(0.0, 1.0, 0.5, 0.0)[i % 4] if i < 12 else 0.0 for i in range(len(texts))]
+    feedback = [f"Not {text!r}, {'look ' * 9} at {i}." if i < 12 else None for i, text in enumerate(texts)]
+    return [Verdict(*pair) for pair in zip(rewards, feedback, strict=True)]
+
+
+def options_of(choices: frozenset[int], teacher: str) -> dict[str, object]:
+    """Options of several choices; the option that names a choice wins over another's further options."""
+    chosen = {name: value for choice in choices for name, value in CHOICES[choice].items()}
+    chosen |= {name_of(choice): CHOICES[choice][name_of(choice)] for choice in choices}
+    return {name: teacher if value == "TEACHER" else value for name, value in chosen.items()}
+
+
+class Walk:
+    """Losses of runs, each run once.
+
+    Args:
+        teacher: path of another model.
+    """
+
+    def __init__(self, teacher: str) -> None:
+        self.teacher = teacher
+        self.known: dict[tuple[frozenset[int], int], list[float] | str] = {}
+
+    def losses(self, choices: frozenset[int], batches: int) -> list[float] | str:
+        """Loss and squared gradient norm of each generation batch, or the error of the construction."""
+        key = choices, batches
+        if key not in self.known:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    trainer = make_trainer(folder, options_of(choices, self.teacher))
+                    self.known[key] = train(trainer, batches)
+                except ValueError as error:
+                    self.known[key] = str(error)
+        return self.known[key]
+
+    def is_neutral(self, choice: int, *others: int) -> bool:
+        """Whether a choice changes nothing beside others that train."""
+        names = {name_of(c) for c in (choice, *others)}
+        batches = 3 if "teacher_rehearsal" in names else 2 if names & LATE else 1  # the second batch rehearses
+        changed, unchanged = (self.losses(frozenset(c), batches) for c in ((choice, *others), others))
+        if isinstance(changed, str) or isinstance(unchanged, str):
+            return False
+        return changed == pytest.approx(unchanged, rel=1e-6, abs=1e-12)
+
+    def unexplained(self) -> list[str]:
+        """Pairs in which one choice has no effect and that no row names."""
+        alone = {choice for choice in range(len(CHOICES)) if self.is_neutral(choice)}  # they need another option
+        unnamed = [text_of(choice) for choice in alone if not any(is_documented(choice, o) for o in others(choice))]
+        return unnamed + [
+            f"{text_of(choice)} with {text_of(other)}"
+            for choice in range(len(CHOICES))
+            for other in others(choice)
+            if choice not in alone and not is_documented(choice, other) and self.is_neutral(choice, other)
+        ]
+
+
+def others(choice: int) -> list[int]:
+    """Choices beside which a choice must have an effect."""
+    if CHOICES[choice] == {"contrastive_gate": 0.015}:
+        return []
+    hides = {"contrastive_gate": 0.9}
+    return [o for o in range(len(CHOICES)) if name_of(o) != name_of(choice) and CHOICES[o] != hides]
+
+
+def make_trainer(folder: str, options: dict[str, object]) -> CreditTrainer:
+    config = CreditConfig(
+        folder,
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=16,
+        num_generations=4,
+        max_completion_length=3,
+        report_to="none",
+        gradient_checkpointing=False,
+        **options,
+    )
+    trainer = CreditTrainer(build_model(TOKENIZER), verdicts, config, ROWS, processing_class=TOKENIZER)
+    trainer._decode = lambda ids: [f"<think>since {sum(x)}</think>so {x[0]} {'so ' * (sum(x) % 7 * 12)}" for x in ids]
+    if config.distillation_weight:
+        kind = config.teacher_model_kind
+        if kind == "trust_region":
+            perturb(trainer.teacher.average.model)
+        elif kind in ("ema", "base"):
+            perturb(trainer.teacher.model)
+    return trainer
+
+
+def train(trainer: CreditTrainer, batches: int) -> list[float]:
+    losses = []
+    for trainer._step in range(batches):
+        loss, gradients = loss_and_gradients(trainer, prepared(trainer, rows=4))
+        losses += [loss.item(), sum(g.double().pow(2).sum().item() for g in gradients.values())]
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                parameter -= 0.5 * gradients[name]
+        if trainer.args.distillation_weight and trainer.args.teacher_model_kind in ("ema", "trust_region"):
+            trainer.teacher.update(trainer.args.teacher_update_rate)
+        if trainer.adaptive_coef is not None:
+            trainer.adaptive_coef.update()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_each_option_of_a_pair_has_an_effect_or_is_documented(tmp_path):
+    warnings.simplefilter("ignore")
+    teacher = save_model(tmp_path / "teacher", seed=5, hidden_size=48)
+    assert Walk(teacher).unexplained() == []
