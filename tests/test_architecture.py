@@ -61,8 +61,6 @@ SHARED_NAMES = {
     "run": "each command has its entry point",
     "main": "programs that run as `python -m`",
     "NAME": "each command has its name on the command line",
-    "project": "loss.triton_rows has the interface of loss.projection",
-    "backward_logps": "loss.triton_rows has the interface of loss.projection",
     "HUB": "each task module names its dataset on the Hub",
     "OPTION": "each task module names its `--task` value",
     "SPLITS": "each task module lists its splits",

@@ -55,9 +55,9 @@ from credit_trl.training.metrics import Alarms, context_metrics, engine_metrics,
 from credit_trl.training.reading import answer_metrics
 from credit_trl.training.reporting import ReportingTrainer
 from credit_trl.training.timing import StageClock
-from credit_trl.training.trl_compat import check_trl, sampled_logps
+from credit_trl.training.trl_compat import check_installed_trl, sampled_logps
 
-check_trl()  # for imports of this module that do not go through the package
+check_installed_trl()  # for imports of this module that do not go through the package
 
 # Evaluation draws its contrast prompts from random streams beyond those of the training batches.
 _EVAL_STREAM = 2**31

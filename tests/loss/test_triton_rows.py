@@ -649,14 +649,14 @@ def test_triton_on_a_cpu_or_in_fp64_is_refused(make_config, make_model, dataset,
         build(torch.float32)
     monkeypatch.setattr(triton_columns, "INTERPRETED", True)
     build(torch.float32)
-    with pytest.raises(ValueError, match="computes in fp32, and the model is in fp64"):
+    with pytest.raises(ValueError, match="computes in fp32, but the model is in fp64"):
         build(torch.float64)
 
 
 @kernels
 def test_fp64_stays_on_the_torch_path(monkeypatch, rows):
-    monkeypatch.setattr(rows, "project", None)
-    monkeypatch.setattr(rows, "backward_logps", None)
+    monkeypatch.setattr(rows, "project_rows", None)
+    monkeypatch.setattr(rows, "backward_rows", None)
     plain, case = both(dtype=torch.float64)
     for one in (plain, case):
         ours(one, "teacher_topk", "bucket", 0.5, 5).loss.backward()

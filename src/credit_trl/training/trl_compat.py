@@ -124,6 +124,12 @@ def check_trl(
         _warn_untested(installed)
 
 
+@cache
+def check_installed_trl() -> None:
+    """`check_trl` once per process, since it reads the bytecode of TRL's trainer."""
+    check_trl()
+
+
 def missing_attributes(owner: type, names: tuple[str, ...]) -> list[str]:
     """Names that are neither attributes of a class nor set by one of its methods, from their bytecode."""
     missing = set(names) - set(dir(owner))
