@@ -29,6 +29,7 @@ class Sample:
     Args:
         seconds: Wall-clock seconds.
         peak_mb: Peak memory during the call, above the memory held before.
+        processor: Processor seconds of this process, all threads together.
         foreign: Share of the processors used by other processes.
         stages: Seconds by stage, if the trial measures stages.
         tokens: Tokens that the student reads, if the trial counts them: "update" with gradient, "no_grad" without,
@@ -37,6 +38,7 @@ class Sample:
 
     seconds: float
     peak_mb: float = 0.0
+    processor: float = 0.0
     foreign: float = 0.0
     stages: dict[str, float] | None = None
     tokens: dict[str, int] | None = None
@@ -176,9 +178,9 @@ def seconds(samples: list[Sample]) -> float:
     return statistics.median(sample.seconds for sample in samples)
 
 
-def ratio(ours: list[Sample], theirs: list[Sample]) -> float:
-    """Median over rounds of the ratio of seconds within a round."""
-    return statistics.median(a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True))
+def ratio(ours: list[Sample], theirs: list[Sample], of: str = "seconds") -> float:
+    """Median over rounds of the ratio of seconds, or of another field, within a round."""
+    return statistics.median(getattr(a, of) / getattr(b, of) for a, b in zip(ours, theirs, strict=True))
 
 
 @contextmanager
@@ -193,7 +195,8 @@ def measured(device: str) -> Iterator[Sample]:
     sample.seconds = time.perf_counter() - started
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
     sample.peak_mb = (peak - before) / 1e6
-    foreign = _busy_seconds() - busy - (time.process_time() - own)
+    sample.processor = time.process_time() - own
+    foreign = _busy_seconds() - busy - sample.processor
     sample.foreign = max(foreign, 0.0) / (sample.seconds * os.cpu_count())
 
 

@@ -1,7 +1,8 @@
 """One update on completions of many lengths: `python benchmarks/update_phase.py --preset ragged`.
 
 A generation batch is one optimizer step of several micro-batches, with lognormal lengths. This project runs with TRL's
-padding, trimmed and packed; TRL's SDPO, GRPO and distillation trainers run on the same batch.
+padding, trimmed and packed; TRL's SDPO, GRPO and distillation trainers run on the same batch. On a machine with other
+load, use one thread (`OMP_NUM_THREADS=1`) and the ratios of processor seconds.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from measure import Results, in_turns, ratio, seconds, trials
 from updates import build
 from workload import Workload
 
-# Means of 2,048 completion tokens, 512 of a prompt and 1,024 of a teacher's prompt, all divided by 8. The head has a
+# Means of 2,000 completion tokens, 500 of a prompt and 1,000 of a teacher's prompt, all divided by 10. The head has a
 # third of the parameters, as in Qwen3-0.6B.
 WORKLOAD = Workload(
     vocabulary=16_384,
     layers=6,
     batch=16,
     micro_batches=8,
-    completion=256,
-    prompt=64,
-    teacher_prompt=128,
+    completion=200,
+    prompt=50,
+    teacher_prompt=100,
     topk=20,
     spread=1.0,
 )
@@ -39,7 +40,7 @@ def kinds(wanted: list[str] | None = None) -> dict[str, tuple[str, Workload]]:
 def measure(rounds: int, patience: float, results: Results, wanted: list[str] | None = None) -> dict[str, Any]:
     """Seconds, peaks and tokens of each trial, which take turns."""
     with trials(build, kinds(wanted)) as running:
-        in_turns(running, 1, {})  # warm up
+        in_turns(running, 1, {"completion": 20})  # warm up
         samples = in_turns(running, rounds, {}, patience=patience, results=results)
     return {
         "workload": vars(WORKLOAD),
@@ -57,6 +58,7 @@ def _ratios(samples: dict[str, list[Any]]) -> dict[str, float]:
     for key, other in (("padded", "credit, padded"), *((name, name) for name in THEIRS)):
         if best and other in samples:
             found[f"update_ratio_{key}"] = ratio(samples[best], samples[other])
+            found[f"processor_ratio_{key}"] = ratio(samples[best], samples[other], "processor")
     for name, of in samples.items():
         tokens = of[0].tokens
         key = name.removeprefix("credit, ")

@@ -71,7 +71,6 @@ from credit_trl.contexts.privileged import PrivilegedContext
         ({"delta": 1.01}, "`delta=1.01` is an option of GRPO's loss"),
         ({"epsilon_high": 0.28}, "`epsilon_high=0.28` is an option of GRPO's loss"),
         ({"enable_jit_checkpoint": True}, "saves inside a step.*save_steps"),
-        ({"torch_compile": True}, "nothing would be compiled. Set `torch_compile=False`"),
         ({"off_policy_mask_threshold": 0.5}, "`off_policy_mask_threshold=0.5` is an option of GRPO's loss"),
         ({"credit_use": "route", "distillation_weight": 0.0}, "has no credit to use.*`credit_use='distill'` for GRPO"),
         ({"credit_use": "modulate", "distillation_weight": 0.0}, "has no credit to use.*`credit_use='distill'` for"),

@@ -100,7 +100,7 @@ NOT_RUN = {
     "output_dir": "each run has its own",
     "parallelism_config": "needs several processes",
     "push_to_hub": "uploads to the hub: tests/training/test_checkpoints.py",
-    "torch_compile": "compiles for minutes at weight 0; refused above it: test_torch_compile_is_refused",
+    "torch_compile": "tests/teacher/test_compilation.py",
     "torch_compile_backend": "as torch_compile, which it switches on",
     "torch_compile_mode": "as torch_compile, which it switches on",
     "transformers_continuous_batching_config": "runs beside use_transformers_continuous_batching",

@@ -773,11 +773,6 @@ def check_combinations(config: CreditConfig) -> None:
         return
     _check_teacher(config)
     _check_effects(config)
-    if config.torch_compile:
-        raise ValueError(
-            "`torch_compile=True` compiles the model's forward pass, but a distillation loss calls the backbone "
-            "below it, so nothing would be compiled. Set `torch_compile=False`."
-        )
     if config.use_transformers_continuous_batching:
         raise ValueError(
             "`use_transformers_continuous_batching=True` casts the whole model at each rollout, including the "

@@ -44,6 +44,7 @@ from credit_trl.teacher.causal_lm import (
     position_embeddings,
     use_fp32_lm_head,
 )
+from credit_trl.teacher.compilation import compile_layers, keep_models_whole, uncompiled
 from credit_trl.teacher.external import build_base, build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.sharding import full_shape
@@ -162,6 +163,8 @@ class CreditTrainer(ReportingTrainer):
     def _init_distillation(self) -> None:
         args = self.args
         checks.check_machine(args, self.model, self.accelerator)
+        if args.torch_compile:
+            keep_models_whole(self.accelerator)
         vocabulary = checks.check_vocabulary(args, self.model)
         support = self.use.support(args, vocabulary)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
@@ -173,6 +176,9 @@ class CreditTrainer(ReportingTrainer):
         self.base_teacher = build_base(args, self.teacher, self.model, self.accelerator)
         if self.base_teacher is not None:
             checks.check_teacher(args, self.base_teacher, self.accelerator)
+        if args.torch_compile:
+            scoring = [model for one in (self.teacher, self.base_teacher) if one for model in one.models()]
+            compile_layers([self.model, *scoring], args)
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids)
         if args.teacher_model_kind in ("ema", "trust_region"):
             self.add_callback(TeacherUpdate(self))
@@ -206,7 +212,7 @@ class CreditTrainer(ReportingTrainer):
 
     def _generate(self, prompts: list) -> Any:
         self._turn = 0
-        with self.clock.stage("rollout"):
+        with self.clock.stage("rollout"), uncompiled(self.args):
             return super()._generate(prompts)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:

@@ -70,7 +70,6 @@ OPTIONS = {
         "without quotes",
     ),
     "mapping as broken JSON": ({"chat_template_kwargs": "{enable_thinking: false}"}, "{enable_thinking", "double"),
-    "compiled model": ({"torch_compile": True}, "torch_compile=True", "torch_compile=False"),
     "template without its place": ({"feedback_template": "Feedback:"}, "{feedback_raw}", "lacks"),
     "checkpoint inside a step": ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True", "save_steps"),
     "completion as long as the engine's context": (

@@ -220,8 +220,7 @@ def test_every_model_that_scores_packed_rows_keeps_them_apart(make_trainer, kind
     """A copy of the policy is a model of its own, and transformers would form a mask of the square of the row."""
     trainer = make_trainer(scoring_packed=True, teacher_model_kind=kind, teacher_rehearsal=0.5)
     for teacher in (trainer.teacher, trainer.base_teacher):
-        with teacher.active() as model:
-            assert {attention_of(teacher.unwrapped(part)) for part in teacher.parts(model)} == {PACKED_SDPA}
+        assert {attention_of(model) for model in teacher.models()} == {PACKED_SDPA}
 
 
 def test_packing_in_vain_warns_and_pads(make_trainer, make_model):

@@ -73,6 +73,11 @@ class Teacher:
         """
         yield model
 
+    def models(self) -> list[nn.Module]:
+        """Return the causal LMs that score."""
+        with self.active() as model:
+            return [self.unwrapped(part) for part in self.parts(model)]
+
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (teacher, student) pairs of parameters that may differ."""
         yield from ()

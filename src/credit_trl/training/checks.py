@@ -134,13 +134,11 @@ def check_teacher(args: CreditConfig, teacher: Teacher, accelerator: Accelerator
     """
     if isinstance(teacher, ModelTeacher):
         check_logits(teacher.unwrapped(teacher.model), accelerator)
-    with teacher.active() as scoring:
-        parts = [teacher.unwrapped(part) for part in teacher.parts(scoring)]
     if args.scoring_packed:
-        for part in parts:
-            enable_packing(part)
+        for model in teacher.models():
+            enable_packing(model)
     if isinstance(teacher, TrustRegionTeacher):
-        joint_head([lm_head(part, temperature=1.0) for part in parts])
+        joint_head([lm_head(model, temperature=1.0) for model in teacher.models()])
 
 
 @contextmanager
