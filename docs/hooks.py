@@ -1,4 +1,4 @@
-"""Hooks of the site: pages from the repository's root, option tables, formulae as MathML, links to the repository."""
+"""Hooks of the site: pages from the root, the API page, option tables, formulae as MathML, links to the repository."""
 
 from __future__ import annotations
 
@@ -15,6 +15,35 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 # Page of the site → the file at the repository's root that it shows.
 ROOT_PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
+# Sections of the API page: a module or a folder of the package each.
+API = {
+    "Trainer": "trainer",
+    "Objective": "objective",
+    "Rollout": "rollout",
+    "Contexts": "contexts",
+    "Teacher": "teacher",
+    "Loss": "loss",
+    "Training": "training",
+    "Tasks": "tasks",
+    "Sandbox": "sandbox.protocol",
+    "Evaluation": "evaluation",
+    "Comparison": "lab.comparison",
+    "Sweeps": "lab.sweeps",
+    "Planning": "lab.planning",
+    "Analysis": "lab.analysis",
+}
+# Beginnings of modules of these folders that are internal, or documented elsewhere.
+INTERNAL = tuple(
+    """
+    contexts.prompts evaluation.generation evaluation.samples evaluation.trainer_engine evaluation.verdicts
+    lab.analysis.compatibility_report lab.analysis.formula lab.analysis.naming lab.analysis.passes
+    lab.analysis.tokentext lab.comparison.figures lab.comparison.tables lab.planning.duration lab.planning.fit
+    lab.planning.limits lab.planning.memory lab.planning.work lab.sweeps.job loss.blocks loss.correction loss.head
+    loss.projection loss.rehearsal loss.steps loss.target loss.terms loss.triton rollout.deadline rollout.threads
+    tasks.cache tasks.lcb_ tasks.math_ tasks.model_names tasks.printable
+    tasks.records tasks.toolalpaca_protocols teacher.causal_lm teacher.sharding training.timing
+    """.split()
+)
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(\.\./([^)#\s]+)(?:#[^)\s]*)?\)")
@@ -37,7 +66,37 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages of `ROOT_PAGES`."""
     for page, source in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=root_page(source)))
+    files.append(File.generated(config, "api.md", content=api_page()))
     return files
+
+
+def api_page() -> str:
+    """Markdown of the API page: every module of `API` but the internal ones. A task shows `build` and `verify`."""
+    lines = [
+        "# API",
+        "",
+        "`CreditConfig(output_dir, **options)` extends TRL's `GRPOConfig`: see [Options](options.md).",
+    ]
+    for title, part in API.items():
+        lines += ["", f"## {title}"]
+        if title == "Sandbox":
+            lines += ["", "::: credit_trl.sandbox", "    options: {members: [open_sandbox]}"]
+        for module in api_modules(part):
+            lines += ["", f"::: credit_trl.{module}"]
+            if module == "trainer":
+                lines.append("    options: {members: [CreditTrainer]}")
+            elif part == "tasks" and module.partition(".")[2] not in ("completions", "registry", "smollm2", "task"):
+                lines.append("    options: {members: [build, verify], show_root_heading: true}")
+    return "\n".join(lines)
+
+
+def api_modules(part: str) -> list[str]:
+    """Documented modules of a folder, or the module itself, as names within the package."""
+    package = ROOT / "src" / "credit_trl"
+    folder = package.joinpath(*part.split("."))
+    found = folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
+    names = (".".join(path.relative_to(package).with_suffix("").parts) for path in sorted(found))
+    return [name for name in names if not name.startswith(INTERNAL) and not name.endswith("__init__")]
 
 
 def root_page(source: str) -> str:
