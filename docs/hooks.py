@@ -66,17 +66,12 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages of `ROOT_PAGES`."""
     for page, source in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=root_page(source)))
-    files.append(File.generated(config, "api.md", content=api_page()))
     return files
 
 
-def api_page() -> str:
-    """Markdown of the API page: every module of `API` but the internal ones. A task shows `build` and `verify`."""
-    lines = [
-        "# API",
-        "",
-        "`CreditConfig(output_dir, **options)` extends TRL's `GRPOConfig`: see [Options](options.md).",
-    ]
+def api_markdown() -> str:
+    """Sections of the API page: every module of `API` but the internal ones. A task shows `build` and `verify`."""
+    lines: list[str] = []
     for title, part in API.items():
         lines += ["", f"## {title}"]
         if title == "Sandbox":
@@ -111,9 +106,11 @@ def root_page(source: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Insert the option tables and replace links to files that are not pages."""
+    """Insert the option tables and the API reference, and replace links to files that are not pages."""
     if page.file.src_uri == "options.md":
         markdown = markdown.replace("<!-- options -->", options_markdown())
+    if page.file.src_uri == "api.md":
+        markdown = markdown.replace("<!-- api -->", api_markdown())
     return _LINK.sub(_repository_link, markdown)
 
 
