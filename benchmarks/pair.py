@@ -129,9 +129,9 @@ def build_ceilings(pair: Pair) -> Callable[[], dict[str, float]]:
 
 def chunk_size(pair: Pair) -> int:
     """Tokens of a logits chunk that the loss takes on this device now."""
-    from credit_trl.loss.blocks import logits_chunk
+    from credit_trl.loss.blocks import MAX_LOSS_CHUNK, logits_chunk
 
-    return logits_chunk(pair.tokens, pair.vocabulary, torch.float32, torch.device(pair.device))
+    return logits_chunk(pair.tokens, pair.vocabulary, torch.float32, torch.device(pair.device), most=MAX_LOSS_CHUNK)
 
 
 def measure_pairs(pair: Pair, kernels: tuple[str, ...], rounds: int) -> Iterator[tuple[str, dict[str, float] | None]]:

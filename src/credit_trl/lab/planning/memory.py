@@ -24,7 +24,7 @@ RUNTIME = int(1.5 * GIB)
 FRAGMENTATION = 0.03
 # DeepSpeed's `reduce_bucket_size` and `allgather_bucket_size`, in elements.
 _ZERO_BUCKET = 500_000_000
-# Tokens of a logits chunk in short memory; `loss.blocks` takes up to 4,096 if there is room.
+# Tokens of a logits chunk in short memory; `loss.blocks` takes up to 8,192 if there is room.
 _CHUNK_TOKENS = 256
 # bitsandbytes stores a quantized absmax for every 64 quantized weights.
 _QUANTIZATION_OVERHEAD = 1.016
