@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", choices=("quickstart", "smollm2"), default="quickstart", help="default quickstart")
     parser.add_argument("--output_dir", help="default runs/quickstart or runs/smollm2")
-    parser.add_argument("--steps", type=int, help="optimizer steps (default 130, with SmolLM2 30)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default 130, with SmolLM2 40)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--world", default="plain", help="plain (default), or a world pretrained before: shortcut, style"

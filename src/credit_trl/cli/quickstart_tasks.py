@@ -112,7 +112,7 @@ def _smollm2() -> QuickstartTask:
     from credit_trl.tasks import tool_choice
 
     options = {
-        "max_steps": 30,
+        "max_steps": 40,
         "per_device_train_batch_size": 16,
         "num_generations": 2,
         "max_completion_length": 24,

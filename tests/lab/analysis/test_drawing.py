@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,6 +121,14 @@ def test_png_has_a_panel_for_each_quantity(tmp_path):
     two = drawn(token_map, tmp_path / "two.png", quantities=("specific",))
     assert three.shape[1] == two.shape[1]
     assert three.shape[0] > two.shape[0]
+
+
+def test_png_shows_the_system_turn(tmp_path):
+    plain = drawn_map(["word "])
+    turns = [{"role": "system", "content": "Tools: A hotels."}, {"role": "user", "content": plain.response.problem}]
+    with_system = replace(plain, response=replace(plain.response, prompt=turns))
+    lines = [drawn(one, tmp_path / "system.png", dpi=50).shape[0] for one in (plain, with_system)]
+    assert lines[1] > lines[0]
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # a missing glyph

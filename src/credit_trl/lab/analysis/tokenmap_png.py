@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.patches import Rectangle
 
+from credit_trl.contexts.prompts import Prompt
 from credit_trl.lab.analysis.responses import feedback_text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, colour_strength
 from credit_trl.lab.analysis.tokentext import display_width, visible
@@ -48,7 +49,7 @@ def draw_png(
     max_lines: int = 60,
     dpi: int = 160,
 ) -> None:
-    """Draw one map: the problem, the feedback, then the response once for each quantity.
+    """Draw one map: the problem with its system turn, the feedback, then the response once for each quantity.
 
     The title of the response has its reward and the λ of its R_t.
 
@@ -61,8 +62,8 @@ def draw_png(
         max_lines: line limit of each text; the end of a cut text is marked.
         dpi: dots per inch.
     """
-    problem = _lay_out([(visible(token_map.response.problem), 0.0)], max_lines)
-    panels = [("problem", problem)]
+    texts = [*_system_texts(token_map.response.prompt), token_map.response.problem]
+    panels = [("problem", _lay_out([(visible("\n".join(texts)), 0.0)], max_lines))]
     if (feedback := feedback_text(token_map.response)) is not None:
         panels.append(("feedback z", _lay_out([(feedback, 0.0)], max_lines)))
     for quantity in quantities:
@@ -80,6 +81,12 @@ def draw_png(
     # Without hinting, the width of a character is not rounded to whole pixels and text stays on its background.
     with rc_context({"text.hinting": "no_hinting", "text.hinting_factor": 1}):
         figure.savefig(path, dpi=dpi)
+
+
+def _system_texts(prompt: Prompt) -> list[str]:
+    """System turns of a prompt, on which feedback such as a letter may depend."""
+    turns = [] if isinstance(prompt, str) else [turn for turn in prompt if turn["role"] == "system"]
+    return [turn["content"] for turn in turns if isinstance(turn["content"], str)]
 
 
 def _run_facts(token_map: TokenMap) -> str:
