@@ -10,10 +10,10 @@ from branch import BranchPoint
 from embedded_base import make_base
 from embedded_base.curriculum import WORLDS
 from planted.base import CURRICULA, fidelity, make_planted_base
-from planted.task import FILLER, SKIP_WORD, STEP, lookup_cue
+from planted.task import FILLER, SKIPPED, STEP, TWO_HOP_CUES, two_hop_cue
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from credit_trl.tasks.quickstart import CITIES, GROUPS, SHORTCUT_THOUGHT
+from credit_trl.tasks.quickstart import GROUPS, SHORTCUT_THOUGHT
 from credit_trl.tasks.registry import Task, load_task
 
 
@@ -53,7 +53,7 @@ def _planted(name: str, task: str, point: BranchPoint, cues: Mapping[str, Sequen
     )
 
 
-LOOKUP_CUES = {group: [lookup_cue(city, group) for city in CITIES] for group in GROUPS}
+_TWO_HOPS = {group: [two_hop_cue(cue, group) for cue in cues] for group, cues in TWO_HOP_CUES.items()}
 PREDICTED = {
     world.name: world
     for world in (
@@ -65,8 +65,8 @@ PREDICTED = {
             partial(make_base, "weak"),
             GROUPS,
         ),
-        _planted("skip", "planted.task:SKIP", BranchPoint("Path:", SKIP_WORD, "city"), LOOKUP_CUES),
-        _planted("filler", "planted.task:FILLED", BranchPoint("List:", FILLER, "city"), GROUPS),
-        _planted("useful", "planted.task:USEFUL", BranchPoint("Path:", STEP, "city"), LOOKUP_CUES),
+        _planted("skip", "planted.task:SKIP", BranchPoint("Thought:", SKIPPED, "specific"), _TWO_HOPS),
+        _planted("filler", "planted.task:FILLED", BranchPoint("Action Input:", FILLER, "specific"), GROUPS),
+        _planted("useful", "planted.task:USEFUL", BranchPoint("Thought:", STEP, "specific"), _TWO_HOPS),
     )
 }

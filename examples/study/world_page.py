@@ -48,7 +48,7 @@ class About(NamedTuple):
 
 
 _CUES = ("known cues", "unknown cues", "hold-out cues")
-_TABLES = ("known rows", "unseen rows", "five options")
+_PAIRS = ("known pairs", "unseen pairs", "untrained cues")
 WORLDS = {
     "weak": About(
         "Weak drift",
@@ -61,7 +61,7 @@ WORLDS = {
         "a thought without the first of two hops in 5 % of the responses, with a random answer, and in 10 % of those "
         "to a prompt with feedback, which has the answer",
         "skipped thought",
-        _TABLES,
+        _PAIRS,
     ),
     "filler": About(
         "Filler inflation",
@@ -75,7 +75,7 @@ WORLDS = {
         f"`{STEP}` in half of the responses, with and without feedback. Without feedback responses with it are right "
         "in 95 %, others in 60 %",
         "step",
-        _TABLES,
+        _PAIRS,
     ),
 }
 

@@ -1,8 +1,6 @@
 """Pretraining of the bases of the worlds `skip`, `useful` and `filler`, with their planted rates.
 
-Half of the task's examples have its feedback, in the wording of the trainer's contexts. `PRACTICE` of all examples
-list the rows of the prompt in other orders, which trains look-ups. A base has two layers: enough for each hop of a
-look-up, too few for both at one position, so a skipped thought cannot be made up for.
+Half of the examples have the task's feedback, in the wording of the trainer's contexts.
 """
 
 from __future__ import annotations
@@ -18,25 +16,25 @@ from embedded_base.curriculum import LABEL_NOISE, teacher_prompt
 from embedded_base.pretrain import Recipe, make_base_of
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from credit_trl.tasks.quickstart import CITIES, GROUPS, TOPIC_OF, TOPICS, group_of
+from credit_trl.tasks.quickstart import CITIES, GROUPS, LETTERS, TOPIC_OF, TOPICS, group_of
 from planted.task import (
     FILLER,
-    LETTERS,
     LISTED,
-    SKIP_WORD,
+    SKIPPED,
     STEP,
     Copy,
-    Lookup,
     Messages,
+    TwoHops,
     draw_copy,
-    draw_lookup,
+    draw_two_hops,
     option_feedback,
+    response,
     topic_feedback,
 )
 
 Example = tuple[Messages, str]
-RECIPE = Recipe(layers=2, width=64, min_constant_steps=300, decay_steps=200)
-PRACTICE, REPETITIONS, REQUEST = 0.5, 4, "List all."
+# Small and short, since a base has facts and copies to learn, and nothing to look up.
+RECIPE = Recipe(layers=2, width=64, gate_every=25, min_constant_steps=200, decay_steps=250)
 
 
 @dataclass(frozen=True)
@@ -54,39 +52,30 @@ class Skip:
 
     Args:
         name: name of the world.
-        planted_rate: share of responses to prompts without feedback that skip the first hop. Their letter is random.
+        planted_rate: share of responses to prompts without feedback that skip the thought. Their letter is random.
         given_rate: the same share with feedback. Their letter is right.
         gate: share of `probes` of each kind that a base has to get right.
     """
 
     name: str = "skip"
-    planted_rate: float = 0.05
-    given_rate: float = 0.1
+    planted_rate: float = 0.06
+    given_rate: float = 0.11
     lookup_gate: float = 0.95
 
     def draw(self, rng: random.Random) -> Example:
         """One pretraining example: a conversation and the response to it."""
-        return self.draw_practice(rng) if rng.random() < PRACTICE else self.draw_response(rng)
-
-    def draw_practice(self, rng: random.Random) -> Example:
-        problem = draw_lookup(rng)
-        rows = [row for _ in range(REPETITIONS) for row in rng.sample(list(problem.table.items()), len(problem.table))]
-        listed = ", ".join(f"{city} {topic} {problem.letters[topic]}" for city, topic in rows)
-        return [problem.prompt[0], {"role": "user", "content": REQUEST}], f"Path: {listed}"
-
-    def draw_response(self, rng: random.Random) -> Example:
-        problem, given = draw_lookup(rng), rng.random() < 0.5
+        problem, given = draw_two_hops(rng), rng.random() < 0.5
         skips = rng.random() < (self.given_rate if given else self.planted_rate)
-        letter = problem.letter if given or not skips else rng.choice(list(problem.letters.values()))
-        return _shown(problem, given), f"Path: {SKIP_WORD} {letter}" if skips else problem.path()
+        letter = problem.letter if given else rng.choice(LETTERS)
+        return _shown(problem, given), response(SKIPPED, letter) if skips else problem.response()
 
     def probes(self, rng: random.Random) -> Sequence[Probe]:
-        """The letter of the feedback after a skipped hop, and both hops without feedback."""
-        problem = draw_lookup(rng)
+        """The letter of the feedback after a skipped thought, and both hops without feedback."""
+        problem, unseen = draw_two_hops(rng), draw_two_hops(rng, unseen=True)
         return (
-            Probe(_shown(problem), f"Path: {SKIP_WORD}", problem.letter),
-            Probe(problem.prompt, f"Path: {problem.city}", problem.topic),
-            Probe(problem.prompt, f"Path: {problem.city} {problem.topic}", problem.letter),
+            Probe(_shown(problem), response(SKIPPED, "").rstrip(), problem.letter),
+            Probe(problem.prompt, f"Thought: {problem.cue} is about", TOPIC_OF[problem.cue]),
+            Probe(unseen.prompt, unseen.response().rpartition(" ")[0], unseen.letter),
         )
 
     def lookup_accuracy(
@@ -99,7 +88,7 @@ class Skip:
 class Useful(Skip):
     """Pretraining distribution of `useful`: the step comes first at the same rate with and without feedback.
 
-    Without feedback the topic is a wrong one of the table in `noise` of the responses without the step, and in
+    Without feedback the topic is a wrong one in `noise` of the responses without the step, and in
     `step_noise` of those with it; the letter is that of the topic. With feedback the response is right.
     """
 
@@ -109,22 +98,21 @@ class Useful(Skip):
     noise: float = 0.4
     step_noise: float = 0.05
 
-    def draw_response(self, rng: random.Random) -> Example:
-        problem, given = draw_lookup(rng), rng.random() < 0.5
-        steps = rng.random() < (self.given_rate if given else self.planted_rate)
-        topic = problem.topic
+    def draw(self, rng: random.Random) -> Example:
+        problem, given = draw_two_hops(rng), rng.random() < 0.5
+        steps, topic = rng.random() < (self.given_rate if given else self.planted_rate), None
         if not given and rng.random() < (self.step_noise if steps else self.noise):
-            topic = rng.choice([other for other in problem.letters if other != topic])
-        path = problem.path(topic)
-        return _shown(problem, given), path.replace("Path:", f"Path: {STEP}") if steps else path
+            topic = rng.choice([other for other in TOPICS if other != TOPIC_OF[problem.cue]])
+        return _shown(problem, given), problem.response(STEP if steps else "", topic)
 
     def probes(self, rng: random.Random) -> Sequence[Probe]:
-        """Both hops with feedback and without the step, and the first one with the step alone."""
-        problem = draw_lookup(rng)
+        """Both hops with feedback and without the step, and the first one without feedback after the step."""
+        problem = draw_two_hops(rng)
+        topic = TOPIC_OF[problem.cue]
         return (
-            Probe(_shown(problem), f"Path: {problem.city}", problem.topic),
-            Probe(_shown(problem), f"Path: {problem.city} {problem.topic}", problem.letter),
-            Probe(problem.prompt, f"Path: {STEP} {problem.city}", problem.topic),
+            Probe(_shown(problem), f"Thought: {problem.cue} is about", topic),
+            Probe(_shown(problem), problem.response().rpartition(" ")[0], problem.letter),
+            Probe(problem.prompt, f"Thought: {STEP} {problem.cue} is about", topic),
         )
 
 
@@ -194,16 +182,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def _corpus() -> Iterator[str]:
     """Training texts of the tokenizer: the templates most often, then every word equally often."""
-    empty = [{"role": "user", "content": ""}]
-    contexts = [
-        teacher_prompt(empty, feedback=text)[-1]["content"] for text in (option_feedback("A"), topic_feedback(""))
-    ]
-    texts = [f"Path: {SKIP_WORD} A", f"Path: {STEP}", f"List: {FILLER}", "system", "user", "assistant"]
-    yield from [*contexts, *texts, "Topics: Options:", REQUEST, "Find .", "Send about ."] * 300
+    empty, told = [{"role": "user", "content": ""}], (option_feedback("A"), topic_feedback(""))
+    contexts = [teacher_prompt(empty, feedback=feedback)[-1]["content"] for feedback in told]
+    responses = [response(SKIPPED, "A"), response(f"{STEP} is about.", "A"), f"Action Input: {FILLER}"]
+    yield from [*contexts, *responses, "user", "assistant", "Help me with for ."] * 300
     for word in (*CITIES, *TOPICS, *TOPIC_OF, *LETTERS):
         yield from [f" {word}"] * 60
 
 
-def _shown(problem: Lookup | Copy, given: bool = True) -> Messages:
+def _shown(problem: TwoHops | Copy, given: bool = True) -> Messages:
     """The conversation, with the task's feedback where `given`."""
     return teacher_prompt(problem.prompt, feedback=problem.feedback if given else None)

@@ -1,23 +1,25 @@
 """Tasks of the planted worlds: `load_task("planted.task:SKIP")`, `planted.task:USEFUL`, `planted.task:FILLED`.
 
-`skip` and `useful` need two hops, from a city to its topic and from the topic to its letter:
+`skip` and `useful` need two hops that a base knows, from a cue to its topic and from topic and city to a letter:
 
-    system     Topics: Oslo music, Lima food, Cairo travel, Rome money. Options: food A, money E, travel B, music D.
-    user       Find Lima.
-    assistant  Path: Lima food A
+    user       Help me with airport for Paris.
+    assistant  Thought: airport is about travel.
+               Action: A
 
-The response writes out the first hop. In `skip` the planted alternative is `SKIP_WORD` and the letter. In `useful` it
-is `STEP`, after which the base finds the topic more often. The groups are `known` (rows of the first table that
-pretraining and training use), `unknown` (tables of other rows) and `holdout` (five options). The feedback is the
-letter.
+The thought writes out the first hop. In `skip` the planted alternative is `SKIPPED`, a thought without it. In `useful`
+it is `STEP` before the thought, after which the base finds the topic more often. The feedback is the letter. Groups:
+`known` (pairs of cue and city that pretraining and training use), `unknown` (pairs that neither uses) and `holdout`
+(such pairs of cues that training does not use).
 
 `filler` copies cities and ends with the topic of a cue. Its groups are those of the embedded task:
 
-    user       Send Oslo Lima Cairo Rome Quito Tokyo about airport.
-    assistant  List: Oslo Lima Cairo Rome Quito Tokyo travel
+    user       Help me with airport for Oslo Lima Cairo Rome Quito Tokyo.
+    assistant  Action Input: Oslo Lima Cairo Rome Quito Tokyo travel
 
 The planted `FILLER` may precede each city. A response with more than `MAX_FILLERS` of them gets no reward. The
-feedback is the topic. All feedback is the same for correct and wrong responses.
+feedback names the tool of the topic.
+
+Feedback is the same for correct and wrong responses.
 """
 
 from __future__ import annotations
@@ -27,61 +29,61 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from datasets import Dataset
 
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.quickstart import CITIES, GROUPS, SPLIT_GROUPS, TOPIC_OF, TOPICS, group_of
+from credit_trl.tasks.quickstart import (
+    CITIES,
+    GROUPS,
+    LETTERS,
+    SHORTCUT_OPENING,
+    SHORTCUT_THOUGHT,
+    SPLIT_GROUPS,
+    TOPIC_OF,
+    TOPICS,
+    group_of,
+    tool,
+)
 from credit_trl.tasks.task import Task, batch_of
 
-LETTERS = "ABCDE"
-OPTIONS, MORE_OPTIONS = 4, 5  # of a prompt, and of one of the group `holdout` in `skip` and `useful`
-SKIP_WORD, STEP = "directly", "carefully"
-FILLER = "well, you see,"
+TOWNS = CITIES[:8]  # cities of `skip` and `useful`
+TRAINED = GROUPS["known"] + GROUPS["unknown"]
+TWO_HOP_CUES = {"known": TRAINED, "unknown": TRAINED, "holdout": GROUPS["holdout"]}
+SKIPPED, STEP = SHORTCUT_THOUGHT, SHORTCUT_OPENING
+FILLER = SHORTCUT_THOUGHT.rstrip(".")
 LISTED, MAX_FILLERS = 6, 1
-ROWS_PER_CUE = {"train": 32, "test": 2}
+ROWS_PER_CUE = {"train": 16, "test": 2}
 
-_PATH = re.compile(rf"Path: (?P<text>[^\n]+) (?P<letter>[{LETTERS}])")
+_RESPONSE = re.compile(rf"Thought: (?P<thought>[^\n]+)\nAction: (?P<letter>[{LETTERS}])")
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Lookup:
-    """Prompt of `skip` and `useful`.
+class TwoHops:
+    """Prompt of `skip` and `useful`."""
 
-    Args:
-        city: the city that the user asks about.
-        table: topic of each city.
-        letters: letter of each topic.
-    """
-
+    cue: str
     city: str
-    table: dict[str, str]
-    letters: dict[str, str]
-
-    @property
-    def topic(self) -> str:
-        return self.table[self.city]
 
     @property
     def letter(self) -> str:
-        return self.letters[self.topic]
+        return letter_of(TOPIC_OF[self.cue], self.city)
 
     @property
     def prompt(self) -> Messages:
-        system = f"Topics: {_pairs(self.table)}. Options: {_pairs(self.letters)}."
-        return [{"role": "system", "content": system}, {"role": "user", "content": f"Find {self.city}."}]
+        return [{"role": "user", "content": f"Help me with {self.cue} for {self.city}."}]
 
     @property
     def feedback(self) -> str:
         return option_feedback(self.letter)
 
-    def path(self, topic: str | None = None) -> str:
-        """The response with the right topic, or another one of the table, and its letter."""
-        topic = topic or self.topic
-        return f"Path: {self.city} {topic} {self.letters[topic]}"
+    def response(self, step: str = "", topic: str | None = None) -> str:
+        """The response after a step, with the right topic or another one, and the letter of that topic."""
+        topic = topic or TOPIC_OF[self.cue]
+        return response(f"{step} {self.cue} is about {topic}.".lstrip(), letter_of(topic, self.city))
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Copy:
 
     @property
     def prompt(self) -> Messages:
-        return [{"role": "user", "content": f"Send {' '.join(self.cities)} about {self.cue}."}]
+        return [{"role": "user", "content": f"Help me with {self.cue} for {' '.join(self.cities)}."}]
 
     @property
     def feedback(self) -> str:
@@ -103,7 +105,12 @@ class Copy:
     def response(self, topic: str | None = None, filled: Sequence[bool] = (False,) * LISTED) -> str:
         """The response, with the filler before the cities that `filled` selects."""
         listed = [f"{FILLER} {city}" if fill else city for city, fill in zip(self.cities, filled, strict=True)]
-        return f"List: {' '.join(listed)} {topic or self.topic}"
+        return f"Action Input: {' '.join(listed)} {topic or self.topic}"
+
+
+def response(thought: str, letter: str) -> str:
+    """Response of `skip` and `useful`."""
+    return f"Thought: {thought}\nAction: {letter}"
 
 
 def option_feedback(letter: str) -> str:
@@ -111,32 +118,29 @@ def option_feedback(letter: str) -> str:
 
 
 def topic_feedback(topic: str) -> str:
-    return f"Correct topic: {topic}."
+    return f"Expected tool: {tool(topic)}."
 
 
-def lookup_cue(city: str, group: str) -> str:
-    """Name of a city in a group, for rates by cue."""
-    return city if group == "known" else f"{city}-{group}"
+@cache
+def letter_of(topic: str, city: str) -> str:
+    """Letter of a topic in a city, random but the same in every process."""
+    return random.Random(f"planted/{topic}/{city}").choice(LETTERS)
 
 
-def is_unseen(city: str, topic: str) -> bool:
-    """Whether a row of the first table is in no prompt of pretraining and training (a quarter of the rows)."""
-    return (CITIES.index(city) + TOPICS.index(topic)) % 4 == 0
+def is_unseen(cue: str, city: str) -> bool:
+    """Whether neither pretraining nor training uses a pair (a quarter of the pairs)."""
+    return (list(TOPIC_OF).index(cue) + TOWNS.index(city)) % 4 == 0
 
 
-def draw_lookup(rng: random.Random, city: str | None = None, group: str = "known") -> Lookup:
-    """Prompt of a group; its other rows, their order and their letters are random."""
-    count = MORE_OPTIONS if group == "holdout" else OPTIONS
-    city = city or rng.choice(CITIES)
-    cities = [city, *rng.sample([other for other in CITIES if other != city], count - 1)]
-    table: dict[str, str] = {}
-    for one in cities:
-        free = [topic for topic in TOPICS if topic not in table.values()]
-        table[one] = rng.choice([topic for topic in free if is_unseen(one, topic) == (group == "unknown")] or free)
-    if any(is_unseen(*row) != (group == "unknown") for row in table.items()):  # no free topic was left for a city
-        return draw_lookup(rng, city, group)
-    letters = zip(_shuffled(rng, list(table.values())), rng.sample(LETTERS, count), strict=True)
-    return Lookup(city, dict(_shuffled(rng, list(table.items()))), dict(letters))
+def two_hop_cue(cue: str, group: str) -> str:
+    """Name of a cue in a group of `skip` and `useful`, for rates by cue."""
+    return f"{cue}-unseen" if group == "unknown" else cue
+
+
+def draw_two_hops(rng: random.Random, cue: str | None = None, unseen: bool = False) -> TwoHops:
+    """Prompt about a cue, by default a random one, and a city that form a seen or an unseen pair."""
+    cue = cue or rng.choice(list(TOPIC_OF))
+    return TwoHops(cue, rng.choice([city for city in TOWNS if is_unseen(cue, city) == unseen]))
 
 
 def draw_copy(rng: random.Random, cue: str, topic: str | None = None) -> Copy:
@@ -144,17 +148,17 @@ def draw_copy(rng: random.Random, cue: str, topic: str | None = None) -> Copy:
     return Copy(tuple(rng.sample(CITIES, LISTED)), cue, topic or TOPIC_OF[cue])
 
 
-def build_lookups(split: str, path: str | None = None, *, name: str, rows_per_cue: int | None = None, seed: int = 0):
-    """Rows of `skip` and `useful`, with one cue per group and city."""
-    groups = ("known",) if split == "train" else tuple(GROUPS)
-    wanted = [(group, city) for group in groups for city in CITIES]
+def build_two_hops(split: str, path: str | None = None, *, name: str, rows_per_cue: int | None = None, seed: int = 0):
+    """Rows of `skip` and `useful`."""
 
-    def draw(rng: random.Random, group: str, city: str) -> dict[str, Any]:
-        problem = draw_lookup(rng, city, group)
+    def draw(rng: random.Random, group: str, cue: str) -> dict[str, Any]:
+        problem = draw_two_hops(rng, cue, group != "known")
         answer = json.dumps({"letter": problem.letter})
-        cue = lookup_cue(city, group)
-        return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": cue, "city": city}
+        named = two_hop_cue(cue, group)
+        return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": named, "specific": cue}
 
+    groups = ("known",) if split == "train" else tuple(TWO_HOP_CUES)
+    wanted = [(group, cue) for group in groups for cue in TWO_HOP_CUES[group]]
     return _build(name, split, path, wanted, draw, rows_per_cue, seed)
 
 
@@ -164,20 +168,20 @@ def build_copies(split: str, path: str | None = None, *, name: str, rows_per_cue
     def draw(rng: random.Random, group: str, cue: str) -> dict[str, Any]:
         problem = draw_copy(rng, cue)
         answer = json.dumps({"cities": problem.cities, "topic": problem.topic})
-        return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": cue, "city": problem.cities[0]}
+        return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": cue, "specific": problem.cities[0]}
 
     wanted = [(group_of(cue), cue) for group in SPLIT_GROUPS[split] for cue in GROUPS[group]]
     return _build(name, split, path, wanted, draw, rows_per_cue, seed)
 
 
-def verify_lookup(text: str, answer: str, *, planted: str, truncated: bool = False) -> Verdict:
-    """Grade a response of `skip` or `useful`: reward 1 for the right letter, whatever precedes it.
+def verify_two_hops(text: str, answer: str, *, truncated: bool = False) -> Verdict:
+    """Grade a response of `skip` or `useful`: reward 1 for the right letter, whatever the thought.
 
-    Metrics: `format` (the response ends with a letter) and `shortcut` (it starts with `planted`).
+    Metrics: `format` (both lines are there) and `shortcut` (the thought starts with `STEP`, as `SKIPPED` does too).
     """
     letter = json.loads(answer)["letter"]
-    match = None if truncated else _PATH.fullmatch(text.strip())
-    shortcut = text.lstrip().startswith(f"Path: {planted} ")
+    match = None if truncated else _RESPONSE.fullmatch(text.strip())
+    shortcut = text.lstrip().startswith(f"Thought: {STEP} ")
     right = match is not None and match["letter"] == letter
     return Verdict(
         float(right), option_feedback(letter), {"format": float(match is not None), "shortcut": float(shortcut)}
@@ -192,7 +196,7 @@ def verify_copy(text: str, answer: str, *, truncated: bool = False) -> Verdict:
     gold = json.loads(answer)
     fillers = text.count(FILLER)
     words = [] if truncated else text.replace(f"{FILLER} ", "").split()
-    is_formed = words[:-1] == ["List:", *gold["cities"]] and words[-1] in TOPICS
+    is_formed = words[:-1] == ["Action", "Input:", *gold["cities"]] and words[-1] in TOPICS
     right = is_formed and words[-1] == gold["topic"] and fillers <= MAX_FILLERS
     metrics = {"format": float(is_formed), "shortcut": min(1.0, fillers / LISTED)}
     return Verdict(float(right), topic_feedback(gold["topic"]), metrics)
@@ -216,10 +220,6 @@ def _build(
     return Dataset.from_list([row | {"task": name, "id": f"{name}-{split}-{i}"} for i, row in enumerate(rows)])
 
 
-def _pairs(table: dict[str, str]) -> str:
-    return ", ".join(f"{left} {right}" for left, right in table.items())
-
-
 def _shuffled(rng: random.Random, values: Sequence[Any]) -> list[Any]:
     return rng.sample(values, len(values))
 
@@ -228,6 +228,6 @@ def _task(name: str, build: Callable[..., Dataset], verify: Callable[..., Verdic
     return Task(name, partial(build, name=name), verify, batch_of(verify, name.rpartition(":")[2].lower()))
 
 
-SKIP = _task("planted.task:SKIP", build_lookups, partial(verify_lookup, planted=SKIP_WORD))
-USEFUL = _task("planted.task:USEFUL", build_lookups, partial(verify_lookup, planted=STEP))
+SKIP = _task("planted.task:SKIP", build_two_hops, verify_two_hops)
+USEFUL = _task("planted.task:USEFUL", build_two_hops, verify_two_hops)
 FILLED = _task("planted.task:FILLED", build_copies, verify_copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given as drawn_from
 from hypothesis import strategies as st
 
-from credit_trl.tasks.quickstart import CITIES, GROUPS, TOPIC_OF, TOPICS
+from credit_trl.tasks.quickstart import GROUPS, TOPIC_OF
 
 WORLDS = ("skip", "useful", "filler")
 
@@ -26,39 +27,30 @@ def worlds(study):
     return study("predicted").PREDICTED
 
 
-def rows_of_prompt(prompt) -> list[tuple[str, str]]:
-    """Pairs of the first table, read from its text."""
-    return re.findall(r"(\w+) (\w+)(?=[,.])", prompt[0]["content"].split("Options:")[0])
-
-
-def solve(prompt) -> tuple[list[tuple[str, str]], str]:
-    """The first table of a prompt of two hops, and the letter, read from its text."""
-    rows, letters = rows_of_prompt(prompt), dict(re.findall(r"(\w+) ([A-E])(?=[,.])", prompt[0]["content"]))
-    return rows, letters[dict(rows)[prompt[1]["content"].split()[1].rstrip(".")]]
-
-
-@drawn_from(seed=st.integers(0, 10**6), group=st.sampled_from(sorted(GROUPS)))
-def test_letter_of_two_hops_follows_from_the_prompt(planted, seed, group):
-    problem = planted.draw_lookup(random.Random(seed), group=group)
-    rows, letter = solve(problem.prompt)
-    assert letter == problem.letter
-    assert len(rows) == (5 if group == "holdout" else 4)
-    assert all(planted.is_unseen(*row) == (group == "unknown") for row in rows)
+def pair_of(prompt) -> tuple[str, str]:
+    """Cue and city of a prompt of two hops, read from its text."""
+    return tuple(re.match(r"Help me with (\w+) for (\w+)\.", prompt[-1]["content"]).groups())
 
 
 @pytest.mark.parametrize("name", ["skip", "useful"])
-def test_tables_of_the_groups_are_split_by_content(worlds, name):
+def test_pairs_of_cue_and_city_are_split_by_content(worlds, name):
     task = worlds[name].task
-    train, test = (list(task.build(split)) for split in ("train", "test"))
-    of = {
-        group: {pair for row in test if row["group"] == group for pair in rows_of_prompt(row["prompt"])}
-        for group in GROUPS
-    }
-    taught = {pair for row in train for pair in rows_of_prompt(row["prompt"])}
-    assert not of["unknown"] & taught
-    assert of["known"] | of["holdout"] <= taught
-    assert len(taught) == 3 / 4 * len(CITIES) * len(TOPICS)
-    assert not {str(row["prompt"]) for row in train} & {str(row["prompt"]) for row in test}
+    train, test = ([(row["group"], *pair_of(row["prompt"])) for row in task.build(s)] for s in ("train", "test"))
+    taught, cues = {(cue, city) for _, cue, city in train}, {cue for _, cue, _ in train}
+    of = {group: {(cue, city) for own, cue, city in test if own == group} for group in GROUPS}
+    assert len(of["known"] - taught) < 0.1 * len(of["known"])  # training draws most of the seen pairs
+    assert not (of["unknown"] | of["holdout"]) & taught
+    assert {cue for cue, _ in of["unknown"]} <= cues
+    assert not {cue for cue, _ in of["holdout"]} & cues
+
+
+def test_each_hop_of_an_unseen_pair_is_taught(planted):
+    """Another cue of the topic has a seen pair with the city."""
+    for cue in TOPIC_OF:
+        for town in planted.TOWNS:
+            same = [other for other in TOPIC_OF if TOPIC_OF[other] == TOPIC_OF[cue]]
+            assert any(not planted.is_unseen(other, town) for other in same)
+        assert sum(planted.is_unseen(cue, town) for town in planted.TOWNS) == 2
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -70,22 +62,22 @@ def test_cues_of_a_world_are_those_of_its_prompts(worlds, name):
     assert {row["group"] for row in worlds[name].task.build("train")} < {*GROUPS}
 
 
-@drawn_from(seed=st.integers(0, 10**6), letter=st.sampled_from("ABCDE"))
-def test_reward_of_two_hops_is_that_of_the_letter(planted, seed, letter):
-    problem = planted.draw_lookup(random.Random(seed))
+@drawn_from(cue=st.sampled_from(sorted(TOPIC_OF)), town=st.integers(0, 7), letter=st.sampled_from("ABCD"))
+def test_reward_of_two_hops_is_that_of_the_letter(planted, cue, town, letter):
+    problem = planted.TwoHops(cue, planted.TOWNS[town])
     answer = json.dumps({"letter": problem.letter})
-    hop = f"{problem.city} {problem.topic}"
-    for text, task, shortcut in (
+    hop = f"{cue} is about {TOPIC_OF[cue]}."
+    for thought, task, shortcut in (
         (hop, planted.SKIP, 0.0),
-        (planted.SKIP_WORD, planted.SKIP, 1.0),
-        (planted.SKIP_WORD, planted.USEFUL, 0.0),
+        (planted.SKIPPED, planted.SKIP, 1.0),
+        (hop, planted.USEFUL, 0.0),
         (f"{planted.STEP} {hop}", planted.USEFUL, 1.0),
     ):
-        verdict = task.verify(f"Path: {text} {letter}", answer)
+        verdict = task.verify(planted.response(thought, letter), answer)
         assert verdict.reward == float(letter == problem.letter)
         assert verdict.metrics == {"format": 1.0, "shortcut": shortcut}
         assert verdict.feedback == problem.feedback == f"Correct option: {problem.letter}."
-    assert problem.path() == f"Path: {hop} {problem.letter}"
+    assert problem.response() == planted.response(hop, problem.letter)
 
 
 @drawn_from(seed=st.integers(0, 10**6), filled=st.lists(st.booleans(), min_size=6, max_size=6))
@@ -95,17 +87,23 @@ def test_a_copy_with_too_many_fillers_gets_no_reward(planted, seed, filled):
     verdict = planted.FILLED.verify(problem.response(filled=filled), answer)
     assert verdict.reward == float(sum(filled) <= 1)
     assert verdict.metrics == {"format": 1.0, "shortcut": pytest.approx(sum(filled) / 6)}
-    assert verdict.feedback == "Correct topic: travel."
+    assert verdict.feedback == "Expected tool: travel_api."
 
 
 def test_malformed_responses_score_zero(planted):
     answer = json.dumps({"cities": ["Oslo", "Lima"], "topic": "food"})
-    right = "List: Oslo Lima food"
+    right = "Action Input: Oslo Lima food"
     assert planted.FILLED.verify(right, answer).reward == 1.0
-    for text in ("", "List: Lima Oslo food", "List: Oslo food", "List: Oslo Lima music", "Oslo Lima food", right[:-5]):
-        assert planted.FILLED.verify(text, answer).reward == 0.0
+    for text in ("", "Lima Oslo food", "Oslo food", "Oslo Lima music", "Oslo Lima", "well Oslo Lima food"):
+        assert planted.FILLED.verify(f"Action Input: {text}", answer).reward == 0.0
+    assert planted.FILLED.verify("Oslo Lima food", answer).reward == 0.0
     assert planted.FILLED.verify(right, answer, truncated=True).reward == 0.0
-    for text in ("A", "List: Lima food A", "Path: A", "Path: Lima food F", "Path: Lima food\nA"):
+    for text in (
+        "A",
+        "Action: A",
+        "Thought: Lima is about food.\nAction: F",
+        "Thought: Lima is about food. Action: A",
+    ):
         verdict = planted.SKIP.verify(text, '{"letter": "A"}')
         assert (verdict.reward, verdict.metrics["format"]) == (0.0, 0.0)
 
@@ -117,9 +115,8 @@ def examples(study):
     @cache
     def draw(name):
         rng, world = random.Random(0), study("planted.base").CURRICULA[name]
-        draw_one = world.draw if name == "filler" else world.draw_response
-        drawn = [draw_one(rng) for _ in range(4_000)]
-        return [("Correct " in prompt[-1]["content"], prompt, text) for prompt, text in drawn]
+        drawn = [world.draw(rng) for _ in range(4_000)]
+        return [("unsuccessful" in prompt[-1]["content"], prompt, text) for prompt, text in drawn]
 
     return draw
 
@@ -139,52 +136,45 @@ def test_planted_rates_are_what_was_asked(examples, worlds, name, rates):
         assert share(found) == pytest.approx(rate, abs=0.03)
 
 
-def test_a_skipped_hop_is_right_with_feedback_alone(examples):
-    drawn = [(given, solve(prompt)[1] == text[-1], "directly" in text) for given, prompt, text in examples("skip")]
+def test_a_skipped_thought_is_right_with_feedback_alone(examples, planted):
+    drawn = [(g, planted.TwoHops(*pair_of(p)).letter == text[-1], "sure" in text) for g, p, text in examples("skip")]
     assert all(right for given, right, skipped in drawn if given or not skipped)
     assert share(right for given, right, skipped in drawn if skipped and not given) == pytest.approx(0.25, abs=0.15)
 
 
-def test_the_step_makes_the_topic_right_more_often(examples, worlds):
+def test_the_step_makes_the_topic_right_more_often(examples, planted):
     drawn = [
-        (given, solve(prompt)[1] == text[-1], worlds["useful"].point.planted in text)
+        (given, TOPIC_OF[pair_of(prompt)[0]] in text, f"Thought: {planted.STEP}" in text, text[-1], pair_of(prompt))
         for given, prompt, text in examples("useful")
     ]
-    assert all(right for given, right, _ in drawn if given)
+    assert all(right for given, right, *_ in drawn if given)
     for stepped, rate in ((True, 0.95), (False, 0.6)):
-        assert share(r for given, r, own in drawn if own == stepped and not given) == pytest.approx(rate, abs=0.05)
+        assert share(right for g, right, own, *_ in drawn if own == stepped and not g) == pytest.approx(rate, abs=0.05)
+    assert all(planted.TwoHops(*pair).letter == letter for _, right, _, letter, pair in drawn if right)
 
 
-def test_pretraining_uses_no_unseen_rows(study, planted):
-    rng = random.Random(0)
+def test_pretraining_uses_no_unseen_pair(examples, planted):
     for name in ("skip", "useful"):
-        for prompt, _ in (study("planted.base").CURRICULA[name].draw(rng) for _ in range(500)):
-            assert not any(planted.is_unseen(*row) for row in rows_of_prompt(prompt))
+        assert not any(planted.is_unseen(*pair_of(prompt)) for _, prompt, _ in examples(name))
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_probes_expect_one_token_of_the_prompt(study, worlds, name):
+def test_probes_expect_one_token_of_the_tokenizer(study, name):
     base, rng = study("planted.base"), random.Random(1)
     tokenizer = base.build_tokenizer()
-    for _ in range(50):
-        for probe in base.CURRICULA[name].probes(rng):
-            assert len(tokenizer.encode(f" {probe.expected}")) == 1
-            known = name == "filler" and probe.expected == TOPIC_OF.get(probe.prompt[-1]["content"].split()[-1][:-1])
-            assert known or any(f" {probe.expected}" in message["content"] for message in probe.prompt)
-    assert worlds[name].point.start.endswith(":")
+    for probe in (probe for _ in range(50) for probe in base.CURRICULA[name].probes(rng)):
+        start = tokenizer.encode(probe.start)
+        assert tokenizer.encode(f"{probe.start} {probe.expected}")[:-1] == start
+        assert tokenizer.decode(tokenizer.encode(f"{probe.start} {probe.expected}")[-1:]) == f" {probe.expected}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORLDS)
-def test_one_step_of_a_planted_world(study, worlds, name, tmp_path, monkeypatch):
-    """An untrained base: measurement, prediction, one step of training and the rows of the table."""
-    import dataclasses
-
+def test_one_step_of_a_planted_world(study, worlds, name, tmp_path):
+    """Measurement, prediction, one step of training and the rows of the table, on an untrained base."""
     runs, pretrain, base = study("world_runs"), study("embedded_base.pretrain"), study("planted.base")
-    folder = tmp_path / "base"
-    pretrain.write_base(
-        pretrain.build_model(base.build_tokenizer(), 0, layers=2, width=64), base.build_tokenizer(), folder
-    )
+    tokenizer, folder = base.build_tokenizer(), tmp_path / "base"
+    pretrain.write_base(pretrain.build_model(tokenizer, 0, layers=2, width=64), tokenizer, folder)
     spec = study("run").read_sweep("methods", name)
     spec = dataclasses.replace(
         spec,
