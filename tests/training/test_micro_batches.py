@@ -115,9 +115,9 @@ def trained(trainer, **arguments):
     return [(row["loss"], row["grad_norm"]) for row in log], weights, log
 
 
-def assert_equal_runs(first, second):
+def assert_equal_runs(first, second, rtol=1e-6):
     """To 1e-6 in fp32: sums are ordered otherwise where rows are shorter or share another micro-batch."""
-    torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(second[0]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(second[0]), rtol=rtol, atol=1e-6)
     assert first[1].keys() == second[1].keys()
     for name, weight in first[1].items():
         assert (weight - second[1][name]).abs().max() <= 1e-6, name
@@ -150,9 +150,12 @@ def test_run_equals_the_padded_run(make_trainer, name):
     steps = 3 if name in FAST else 8
     with padding_kept():
         expected = trained(make_trainer(**options, max_steps=steps))
-    assert_equal_runs(trained(make_trainer(**options, max_steps=steps)), expected)
+    # A ratio of two probabilities has the absolute rounding of their logarithms, 5e-7 at −5.
+    rtol = 4e-6 if name.startswith("engine") else 1e-6
+    assert_equal_runs(trained(make_trainer(**options, max_steps=steps)), expected, rtol)
     if name.startswith("engine"):
-        ratios = [row["sampling/importance_sampling_ratio/min"] for row in expected[2]]
+        key = "sampling/importance_sampling_ratio/min"  # logged once a generation batch
+        ratios = [row[key] for row in expected[2] if key in row]
         assert min(ratios) < 0.9
         uncorrected = trained(make_trainer(**options, max_steps=steps, vllm_importance_sampling_correction=False))
         assert max(abs(a[0] - b[0]) for a, b in zip(uncorrected[0], expected[0], strict=True)) > 1e-4
