@@ -136,10 +136,10 @@ def test_every_option_is_walked_or_documented():
 
 
 def verdicts(completions, **kwargs):
-    """Success, a middle reward and failures with feedback; the last of four groups has no reward and no feedback."""
+    """A success (the k-th of group k), a middle reward and failures, all with feedback; nothing in the last group."""
     texts = [c[-1]["content"] for c in completions]
-    rewards = [(0.0, 1.0, 0.5, 0.0)[i % 4] if i < 12 else 0.0 for i in range(len(texts))]
-    feedback = [f"Not {text!r}, {'look ' * 9} at {i}." if i < 12 else None for i, text in enumerate(texts)]
+    rewards = [(1.0, 0.5, 0.0, 0.0)[(i - i // 4) % 4] if i < 12 else 0.0 for i in range(len(texts))]
+    feedback = [f"Not {text!r}, {'look ' * 20} at {i}." if i < 12 else None for i, text in enumerate(texts)]
     return [Verdict(*pair) for pair in zip(rewards, feedback, strict=True)]
 
 
@@ -215,7 +215,7 @@ def make_trainer(folder: str, options: dict[str, object]) -> CreditTrainer:
         **options,
     )
     trainer = CreditTrainer(build_model(TOKENIZER), verdicts, config, ROWS, processing_class=TOKENIZER)
-    trainer._decode = lambda ids: [f"<think>since {sum(x)}</think>so {x[0]} {'so ' * (sum(x) % 7 * 12)}" for x in ids]
+    trainer._decode = lambda ids: [f"<think>since {sum(x)}</think>so {x[0]} {'so ' * (sum(x) % 7 * 16)}" for x in ids]
     if config.distillation_weight:
         kind = config.teacher_model_kind
         if kind == "trust_region":
