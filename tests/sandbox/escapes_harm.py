@@ -426,7 +426,7 @@ RESOURCES = [
 ]
 
 # Two copies run beside a program that needs most of its processor time. `multiply` is in `PRELUDE`.
-_NEIGHBOUR = replace(LIMITS, cpu_seconds=1, wall_seconds=1, memory_bytes=192 * MIB)
+_NEIGHBOUR = replace(LIMITS, cpu_seconds=1, wall_seconds=1, memory_bytes=192 * MIB, processes=16)
 NEIGHBOURS = [
     Escape(
         "spin in many sessions",
