@@ -58,14 +58,14 @@ WORLDS = {
     ),
     "skip": About(
         "Skip the work",
-        "a thought without the first of two hops in 5 % of the responses, with a random answer, and in 10 % of those "
+        "a thought without the first of two hops in 6 % of the responses, with a random answer, and in 11 % of those "
         "to a prompt with feedback, which has the answer",
         "skipped thought",
         _PAIRS,
     ),
     "filler": About(
         "Filler inflation",
-        f"`{FILLER}` before 5 % of the copied words, and before 10 % of those in responses to a prompt with feedback. "
+        f"`{FILLER}` before 6 % of the copied words, and before 11 % of those in responses to a prompt with feedback. "
         f"A response with more than {MAX_FILLERS} of them gets no reward",
         "filler",
         _CUES,
