@@ -775,9 +775,9 @@ def check_combinations(config: CreditConfig) -> None:
     _check_effects(config)
     if config.use_transformers_continuous_batching:
         raise ValueError(
-            "`use_transformers_continuous_batching=True` casts the whole model at each rollout, including the "
-            "teacher's adapter, which would round its average away. Set `use_vllm=True` for fast rollouts, or "
-            "`use_transformers_continuous_batching=False`."
+            "`use_transformers_continuous_batching=True` (or `use_transformers_paged`) casts the whole model at each "
+            "rollout, with the teacher's adapter, which would round its average away. Set `use_vllm=True` for fast "
+            "rollouts, or `use_transformers_continuous_batching=False`."
         )
     if config.distillation_support == "sampled":
         _check_sampled(config)
