@@ -109,7 +109,10 @@ from credit_trl.contexts.privileged import PrivilegedContext
             "makes the policy its own target",
         ),
         ({"teacher_prompt": "student", "contrastive_source": "wrong_feedback"}, "exchanges the privileged context"),
-        ({"contrastive_source": "wrong_feedback", "contrastive_swap": "self"}, "no effect with `contrastive_source"),
+        (
+            {"contrastive_source": "wrong_feedback", "contrastive_swap": "self"},
+            "no effect with `contrastive_swap='self'`",
+        ),
         ({"teacher_trust_weight": 0.2}, "no effect with `teacher_model_kind` other than `'trust_region'`"),
         ({"teacher_trust_kl": 0.0}, "`teacher_trust_kl` must be positive or None"),
         ({"teacher_rehearsal": 1.0}, r"`teacher_rehearsal` must be in \[0, 1\)"),

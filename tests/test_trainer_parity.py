@@ -128,6 +128,7 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
                 distillation_topk=7,
                 distillation_alpha=alpha,
                 loss_type="grpo",
+                success_feedback_template=None,  # SDPO's wording for every attempt
                 **options,
             ),
             rows,
