@@ -60,7 +60,7 @@ def rows_of_runs(root: Path) -> Rows:
     """Final means of the finished runs, and those of their base."""
     rows: Rows = {}
     for sweep in WORLDS:
-        for run in find_runs([root / sweep]) if (root / sweep).is_dir() else ():
+        for run in find_runs([root / sweep]) if any((root / sweep).rglob("run.json")) else ():
             if run.finished:
                 base = replace(run, evaluations=run.evaluations[:1])
                 for arm, means in ((run.arm, run), (BASE, base)):

@@ -20,6 +20,7 @@ def test_page_has_means_and_paired_differences_of_all_runs(study, tmp_path, monk
             steps = {0: {"k": 1.0, "u": 0.25, "h": 0.3}, 36: {"k": 1.0, "u": score, "h": 0.3}}
             metrics = {"format": 1.0, "shortcut": 0.0}
             write(f"{arm}-{seed}", steps, arm=arm, seed=seed, groups=GROUPS, metrics=metrics)
+    (tmp_path / "runs" / "uses_programs" / "grpo").mkdir(parents=True)  # planned, without a run
     line = ["uses.py", "--output_dir", str(tmp_path / "runs"), "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", line)
     uses = study("uses")
