@@ -71,16 +71,14 @@ def test_swapped_input_keeps_z_and_exchanges_x(contexts_of):
 
 
 def test_self_contrast_repeats_the_teachers_context(contexts_of):
-    contexts = contexts_of(contrastive_swap="self", contrastive_count=2)
+    contexts = contexts_of(contrastive_swap="self")
     assert contexts[:4] == [None] * 4
-    assert all(context == [(sample // 4, sample // 4)] * 3 for sample, context in enumerate(contexts) if context)
+    assert all(context == [(sample // 4, sample // 4)] * 2 for sample, context in enumerate(contexts) if context)
 
 
 @pytest.mark.parametrize("support", ["teacher_topk", "sampled"])
 def test_self_contrast_makes_the_baseline_the_teacher(make_model, make_config, tokenizer, problems, support):
-    config = make_config(
-        per_device_train_batch_size=16, contrastive_swap="self", contrastive_count=2, distillation_support=support
-    )
+    config = make_config(per_device_train_batch_size=16, contrastive_swap="self", distillation_support=support)
     trainer = CreditTrainer(make_model(), name_answers, config, problems, processing_class=tokenizer)
     trainer.model.train()
     scores = trainer._generate_and_score_completions([problems[i] for i in range(1, 5) for _ in range(4)])

@@ -45,8 +45,6 @@ class Curriculum(Protocol):
 class Recipe:
     """Hyperparameters of the pretraining; a step updates on `batch_size` examples, learning rates are peak values."""
 
-    layers: int = 3
-    width: int = 96
     batch_size: int = 32
     warmup_steps: int = 30
     gate_every: int = 50
@@ -58,6 +56,8 @@ class Recipe:
     adamw_lr: float = 3e-3
     adamw_weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    layers: int = 3
+    width: int = 96
 
 
 def pretrain(

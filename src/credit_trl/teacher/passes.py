@@ -25,7 +25,7 @@ from credit_trl.teacher.sharding import run_in_wrapped_forward
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
 PASSES_PER_GROUP = 4
 # Padding at which a padded pass ends, as a share of `batch_tokens`: another pass costs less time than more of it.
-_PADDING_SHARE = 1 / 16
+PADDING_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def passes(sequences: Sequence[_Sequence], config: PassConfig) -> Iterator[list[
     for sequence in sorted(sequences, key=len):
         tokens = real + len(sequence) if config.packed else (len(batch) + 1) * len(sequence)
         padding = tokens - real - len(sequence)
-        if batch and (tokens > config.batch_tokens or padding > _PADDING_SHARE * config.batch_tokens):
+        if batch and (tokens > config.batch_tokens or padding > PADDING_SHARE * config.batch_tokens):
             yield batch
             batch, real = [], 0
         batch.append(sequence)

@@ -17,7 +17,7 @@ from torch import Tensor
 from credit_trl.contexts.tokens import CompletionBatch, ContextColumns, TokenContexts
 from credit_trl.loss.head import LMHead, lm_head
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.passes import PassConfig, token_states
+from credit_trl.teacher.passes import PADDING_SHARE, PassConfig, token_states
 
 if TYPE_CHECKING:
     from credit_trl.lab.analysis.checkpoints import Checkpoint
@@ -135,11 +135,12 @@ def _states(
     if only_last:
         wanted[:, :-1] = False
     prompts = list(reading.prompts.sequences())
-    one_pass = len(prompts) * (max((len(prompt) for prompt, _ in prompts), default=0) + ids.shape[1])
+    padded = len(prompts) * (max((len(prompt) for prompt, _ in prompts), default=0) + ids.shape[1])
     batch = CompletionBatch(ids, torch.ones_like(ids), wanted)
+    one_pass = PassConfig(round(padded / PADDING_SHARE))  # neither its tokens nor its padding end it
     with reading.model.active() as model:
         head = lm_head(reading.model.unwrapped(model), temperature).gathered().detached()
-        parts = list(token_states(reading.model, model, [reading.prompts], batch, PassConfig(one_pass)))
+        parts = list(token_states(reading.model, model, [reading.prompts], batch, one_pass))
     if not parts:
         return head.weight.new_zeros(0, 0, head.weight.shape[1]), head
     [states] = parts
