@@ -246,6 +246,8 @@ def test_own_template_replaces_that_of_the_style(make_config):
     assert config.feedback_template == config.success_feedback_template == own
     assert "step by step" in config.reprompt_template
     assert make_config(feedback_template=own).success_feedback_template == own
+    sdpos = make_config(success_feedback_template="None")  # from a command line
+    assert sdpos.success_feedback_template == sdpos.feedback_template
     both = make_config(feedback_template=own, success_feedback_template="{feedback_raw}")
     assert (both.feedback_template, both.success_feedback_template) == (own, "{feedback_raw}")
 

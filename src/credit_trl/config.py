@@ -205,7 +205,8 @@ class CreditConfig(GRPOConfig):
             `{prompt}{solution}{feedback}`, `{successful_previous_attempt}`, `{feedback_raw}`.
         success_feedback_template (`str`, *optional*):
             `feedback_template` of successful rollouts. By default it does not call the attempt unsuccessful, as SDPO's
-            code does. `None`, or a `feedback_template` that is not SDPO's: the same as `feedback_template`.
+            code does. `None` (`"None"` too, for command lines), or a `feedback_template` that is not SDPO's: the same
+            as `feedback_template`.
 
         > Errors of reward functions
 
@@ -409,6 +410,8 @@ class CreditConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        if self.success_feedback_template == "None":  # a command line cannot pass None
+            self.success_feedback_template = None
         # Own options first: TRL checks the machine, and its error would hide theirs.
         check_values(self)
         self._settle_templates()
