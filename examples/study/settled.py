@@ -94,11 +94,12 @@ def read_rows(file: Path) -> Rows:
         }
 
 
-def as_csv(rows: Rows) -> str:
+def as_csv(rows: Mapping, fields: Sequence[str] = Key._fields, columns: Sequence[str] = COLUMNS) -> str:
+    """Rows sorted by their keys, whose `fields` come first; four decimals."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerow((*Key._fields, *COLUMNS))
-    lines.writerows((*key, *(f"{rows[key][name]:.4f}" for name in COLUMNS)) for key in sorted(rows))
+    lines.writerow((*fields, *columns))
+    lines.writerows((*key, *(f"{rows[key][name]:.4f}" for name in columns)) for key in sorted(rows))
     return text.getvalue()
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import io
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 from bars import final_mean
 from report import table
-from settled import interval, within_rates
+from settled import as_csv, interval, within_rates
 
 from credit_trl.lab.comparison.runs import find_runs
 from credit_trl.lab.sweeps import read_spec
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the page and the table")
     args = parser.parse_args()
     rows = read_rows(args.results / "uses.csv") | rows_of_runs(args.output_dir)
-    write_atomically(args.results / "uses.csv", as_csv(rows))
+    write_atomically(args.results / "uses.csv", as_csv(rows, Key._fields, COLUMNS))
     write_atomically(args.results / "uses.md", page(rows))
     print(args.results / "uses.md")
 
@@ -76,14 +75,6 @@ def read_rows(file: Path) -> Rows:
             Key(row["sweep"], row["arm"], int(row["seed"])): {name: float(row[name]) for name in COLUMNS}
             for row in csv.DictReader(lines)
         }
-
-
-def as_csv(rows: Rows) -> str:
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow((*Key._fields, *COLUMNS))
-    lines.writerows((*key, *(f"{rows[key][name]:.4f}" for name in COLUMNS)) for key in sorted(rows))
-    return text.getvalue()
 
 
 def page(rows: Rows) -> str:
