@@ -202,3 +202,21 @@ def test_a_contrast_of_no_token_is_none(tokenizer, make_config, render):
     assert built.teacher == builder.build("Open the door.", [], privileged, render).teacher
     assert built.privileged == privileged
     assert not built.cut
+
+
+def test_rollouts_of_a_group_share_the_prompt_without_z(builder, render, monkeypatch):
+    texts = []
+    tokenize = builder._tokenize
+    monkeypatch.setattr(builder, "_tokenize", lambda text, *, first: texts.append(text) or tokenize(text, first=first))
+    for feedback in ("too low", "too high"):
+        builder.encode(PROMPT, PrivilegedContext(None, feedback), render)
+    scaffolds = [text for text in texts if "too " not in text]
+    assert len(texts) == 3
+    assert len(scaffolds) == 1
+
+
+def test_a_prompt_that_holds_a_mark_is_tokenised_as_written(builder, tokenizer, render):
+    text = "a\x02" + "0" * 32 + "\x03b"
+    ids = builder.encode([{"role": "user", "content": text}], PrivilegedContext(None, "no"), render)
+    own = tokenizer(f"<|im_start|>user\n{text}")["input_ids"]
+    assert ids[: len(own) - 1] == own[:-1]

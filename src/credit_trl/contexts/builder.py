@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,9 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, Render, user_text, with_user_text
 from credit_trl.contexts.tokens import TokenContexts
+
+_MARK = re.compile("(\x02[0-9a-f]{32}\x03)")  # stands for untrusted text in a rendered prompt
+_SCAFFOLDS = 4096  # prompts without z whose control tokens are kept; the rollouts of a group share them
 
 
 class ContextBuilder:
@@ -37,6 +41,7 @@ class ContextBuilder:
         self.config = config
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._control_ids = frozenset(special | set(tokenizer.all_special_ids) | set(eos_token_ids))
+        self._scaffold_controls = lru_cache(_SCAFFOLDS)(self._controls_of_text)
 
     def build(
         self, prompt: Prompt, contrasts: Sequence[Prompt], privileged: PrivilegedContext, render: Render
@@ -131,7 +136,7 @@ class ContextBuilder:
 
     def _encode_pieces(self, pieces: list[tuple[str, bool]], *, first: bool) -> list[int]:
         ids = self._tokenize("".join(text for text, _ in pieces), first=first)
-        expected = self._controls(self._tokenize(_scaffold(pieces), first=first))
+        expected = self._scaffold_controls(_scaffold(pieces), first)
         if self._controls(ids) == expected:
             return ids
         # z contains the text of a control token: encode it as plain text, separately from the text around it.
@@ -164,8 +169,7 @@ class ContextBuilder:
             feedback = self._feedback_section(next(marks), privileged.success)
         turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
         text = turn if isinstance(prompt, str) else render(with_user_text(prompt, turn))
-        parts = re.split("(" + "|".join(map(re.escape, untrusted)) + ")", text)
-        return [(untrusted.get(part, part), part not in untrusted) for part in parts if part]
+        return [(untrusted.get(part, part), part not in untrusted) for part in _MARK.split(text) if part]
 
     def _feedback_section(self, feedback: str, success: bool) -> str:
         own = self.config.success_feedback_template if success else None
@@ -177,6 +181,9 @@ class ContextBuilder:
 
     def _tokenize_plain(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def _controls_of_text(self, text: str, first: bool) -> list[int]:
+        return self._controls(self._tokenize(text, first=first))
 
     def _controls(self, ids: list[int]) -> list[int]:
         return [i for i in ids if i in self._control_ids]
