@@ -87,6 +87,7 @@ def _embedded() -> QuickstartTask:
         "warmup_steps": 10,
         "teacher_model_kind": "base",
         "distillation_alpha": 0.0,
+        "scoring_batch_tokens": 4096,  # the states of a pass stay in the cache of a core
         "bf16": False,
     }
     return QuickstartTask(
