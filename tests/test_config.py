@@ -219,12 +219,16 @@ def test_json_options_are_parsed_and_file_names_kept(make_config):
         make_config(accelerator_config="no_such.json")
 
 
-def test_every_option_has_a_line_in_the_docstring():
-    own = {f.name for f in dataclasses.fields(CreditConfig)} - {
-        f.name for f in dataclasses.fields(CreditConfig.__mro__[1])
-    }
-    missing = [name for name in own if name not in CreditConfig.__doc__]
-    assert not missing
+def test_help_of_every_option_is_its_part_of_the_docstring():
+    options = {one.name: one for one in dataclasses.fields(CreditConfig)}
+    own = options.keys() - {one.name for one in dataclasses.fields(CreditConfig.__mro__[1])}
+    docstring = " ".join(CreditConfig.__doc__.split())
+    assert own
+    for name in own:
+        entry, _, description = docstring.partition(options[name].metadata["help"])
+        assert f"{name} (" in entry or f"{name}, " in entry
+        assert description  # other entries, or the errors, follow
+    assert options["contrastive_auto_start"].metadata["help"] == "λ of the first step."
 
 
 def test_luspo_takes_the_sequence_level_that_trl_asks_for(make_config):

@@ -10,10 +10,10 @@ import numbers
 import re
 import string
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from trl import GRPOConfig
 
@@ -28,6 +28,16 @@ else:
         return value if value == "auto" else float(value)
 
 
+def _with_help(config: type) -> type:
+    """The dataclass with the docstring's description of each option as its help on the command line."""
+    described = re.findall(r"^ {8}([a-z_, ]+) \(.+\):\n((?: {12}.+\n)+)", config.__doc__ or "", re.MULTILINE)
+    for names, text in described:
+        for name in names.split(", "):
+            config.__dataclass_fields__[name].metadata = {"help": " ".join(text.split())}
+    return config
+
+
+@_with_help
 @dataclass
 class CreditConfig(GRPOConfig):
     r"""
@@ -236,178 +246,76 @@ class CreditConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]  # noqa: RUF012, as in TRL
 
-    contrastive_coef: Coefficient = field(
-        default=0.1, metadata={"help": "λ in [0, 1] (Eq. 8), any λ >= 0 for 'guide', or auto."}
+    contrastive_coef: Coefficient = 0.1
+    contrastive_auto_quantity: Literal["kl", "s"] = "kl"
+    contrastive_auto_level: float | None = None
+    contrastive_auto_start: float = 0.1
+    contrastive_auto_rate: float = 0.1
+    contrastive_form: Literal["subtract", "guide"] = "subtract"
+    contrastive_gate: float = 0.0
+    contrastive_count: int = 1
+    contrastive_source: Literal["batch", "dataset", "hard", "same_task", "none", "wrong_feedback"] = "batch"
+    contrastive_baseline: Literal["mean_log", "log_mean"] = "mean_log"
+    contrastive_swap: Literal["input", "hint", "self"] = "input"
+
+    credit_use: Literal["distill", "modulate", "route"] = "distill"
+    credit_weight: Literal["delta_v", "s", "entropy"] | None = None
+    credit_weight_form: Literal["ratio", "residual"] = "ratio"
+    credit_weight_clip: float = 0.2
+    credit_weight_temperature: float = 1.0
+    credit_weight_norm: bool = True
+    dynamic_sampling_rounds: int = 0
+
+    distillation_weight: float = 1.0
+    distillation_alpha: float = 1.0
+    distillation_support: Literal["teacher_topk", "student_topk", "full", "sampled"] = "teacher_topk"
+    distillation_topk: int = 20
+    distillation_tail: Literal["bucket", "renormalize"] = "bucket"
+    distillation_is_clip: float | None = 2.0
+    distillation_chunk_size: int | None = None
+    distillation_kernels: Literal["auto", "torch", "triton"] = "auto"
+    scoring_batch_tokens: int = 16384
+    scoring_packed: bool = False
+    update_packed: bool = False
+
+    teacher_model_kind: Literal["ema", "live", "base", "trust_region", "model"] = "ema"
+    teacher_trust_weight: float = 0.5
+    teacher_trust_kl: float | None = None
+    teacher_rehearsal: float = 0.0
+    teacher_model_name_or_path: str | None = None
+    teacher_model_revision: str | None = None
+    teacher_model_init_kwargs: dict[str, Any] | str | None = None
+    teacher_adapter_name_or_path: str | None = None
+    teacher_prompt: Literal["privileged", "student"] = "privileged"
+    teacher_update_rate: float = 0.01
+    teacher_sync_steps: int | None = None
+    teacher_offload: bool = False
+
+    teacher_hint: Literal["own", "foreign"] = "own"
+    include_environment_feedback: bool = True
+    environment_feedback_only_without_solution: bool = False
+    use_successful_as_teacher: bool = True
+    success_reward_threshold: float = 1.0
+    dont_reprompt_on_self_success: bool = True
+    teacher_context: Literal["solution", "think", "think+solution"] = "solution"
+    remove_thinking_from_demonstration: bool | None = None
+    max_reprompt_len: int = 10240
+    reprompt_style: Literal["sdpo", "paper"] = "sdpo"
+    reprompt_template: str = "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n"
+    solution_template: str = "\nCorrect solution:\n\n{successful_previous_attempt}\n\n"
+    feedback_template: str = (
+        "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"
     )
-    contrastive_auto_quantity: Literal["kl", "s"] = field(
-        default="kl",
-        metadata={"help": "Quantity that an adapted λ holds: the KL from target to teacher, or S_t."},
-    )
-    contrastive_auto_level: float | None = field(default=None, metadata={"help": "Level of that quantity, in nats."})
-    contrastive_auto_start: float = field(default=0.1, metadata={"help": "Adapted λ at the first step."})
-    contrastive_auto_rate: float = field(
-        default=0.1, metadata={"help": "Maximum change of the log of an adapted λ in one step."}
-    )
-    contrastive_form: Literal["subtract", "guide"] = field(
-        default="subtract", metadata={"help": "The target: f - λ G (the paper), or f + λ (f - G)."}
-    )
-    contrastive_gate: float = field(
-        default=0.0, metadata={"help": "Contrast where the total variation to the contrast exceeds it; 0 is off."}
-    )
-    contrastive_count: int = field(default=1, metadata={"help": "C >= 1, contrast prompts per sample."})
-    contrastive_source: Literal["batch", "dataset", "hard", "same_task", "none", "wrong_feedback"] = field(
-        default="batch",
-        metadata={
-            "help": "Contrasts: prompts of the batch (all, similar, same task) or dataset, none, or wrong feedback."
-        },
-    )
-    contrastive_baseline: Literal["mean_log", "log_mean"] = field(
-        default="mean_log", metadata={"help": "Average contrasts as the mean of logs (the paper) or log of the mean."}
-    )
-    contrastive_swap: Literal["input", "hint", "self"] = field(
-        default="input", metadata={"help": "Exchange the prompt, the privileged context or nothing (controls)."}
+    success_feedback_template: str | None = (
+        "\nThe following is feedback from your earlier attempt:\n\n{feedback_raw}\n\n"
     )
 
-    credit_use: Literal["distill", "modulate", "route"] = field(
-        default="distill", metadata={"help": "Distil the credit, weight GRPO's tokens with it, or distil failures."}
-    )
-    credit_weight: Literal["delta_v", "s", "entropy"] | None = field(
-        default=None, metadata={"help": "Quantity that weights tokens; None for the default of the use."}
-    )
-    credit_weight_form: Literal["ratio", "residual"] = field(
-        default="ratio", metadata={"help": "Weight of a token: exp(sign(A) c), or 1 + e tanh(c) / A."}
-    )
-    credit_weight_clip: float = field(default=0.2, metadata={"help": "Bound e of the weights, in (0, 1]."})
-    credit_weight_temperature: float = field(default=1.0, metadata={"help": "Temperature of the weights."})
-    credit_weight_norm: bool = field(
-        default=True, metadata={"help": "Whether the weights of a sample are divided by their mean."}
-    )
-    dynamic_sampling_rounds: int = field(
-        default=0, metadata={"help": "Maximum redraws of groups without any signal; 0 for none."}
-    )
+    on_verifier_error: Literal["raise", "skip"] = "raise"
+    verifier_timeout: float | None = None
 
-    distillation_weight: float = field(
-        default=1.0, metadata={"help": "w in [0, 1]: (1 - w) * GRPO loss + w * distillation loss."}
-    )
-    distillation_alpha: float = field(
-        default=1.0, metadata={"help": "α in [0, 1]: 1 reverse KL, 0 forward KL, 0.5 Jensen-Shannon."}
-    )
-    distillation_support: Literal["teacher_topk", "student_topk", "full", "sampled"] = field(
-        default="teacher_topk", metadata={"help": "Tokens that carry the loss."}
-    )
-    distillation_topk: int = field(default=20, metadata={"help": "K, the size of a top-k support."})
-    distillation_tail: Literal["bucket", "renormalize"] = field(
-        default="bucket", metadata={"help": "The mass outside a top-k support: one more bucket, or renormalised away."}
-    )
-    distillation_is_clip: float | None = field(
-        default=2.0, metadata={"help": "Upper bound on the importance ratio of off-policy updates; None for no ratio."}
-    )
-    distillation_chunk_size: int | None = field(
-        default=None, metadata={"help": "Tokens per logits chunk; None picks from free memory."}
-    )
-    distillation_kernels: Literal["auto", "torch", "triton"] = field(
-        default="auto", metadata={"help": "Passes over rows of logits: auto is triton on a GPU, torch elsewhere."}
-    )
-    scoring_batch_tokens: int = field(
-        default=16384, metadata={"help": "Maximum tokens of one forward pass of the teacher, padding included."}
-    )
-    scoring_packed: bool = field(
-        default=False, metadata={"help": "Score without padding; needs attention with variable lengths."}
-    )
-    update_packed: bool = field(
-        default=False, metadata={"help": "Train without padding where the attention has variable lengths."}
-    )
+    credit_stop_on: str | None = None
 
-    teacher_model_kind: Literal["ema", "live", "base", "trust_region", "model"] = field(
-        default="ema",
-        metadata={"help": "The teacher: average, policy, initial policy, a mixture of the two, or another model."},
-    )
-    teacher_trust_weight: float = field(
-        default=0.5, metadata={"help": "Weight of the average in the mixture of 'trust_region'; 1 is the average."}
-    )
-    teacher_trust_kl: float | None = field(
-        default=None, metadata={"help": "Largest KL from the initial policy of 'trust_region' at a position, nats."}
-    )
-    teacher_rehearsal: float = field(
-        default=0.0, metadata={"help": "Share of generation batches that rehearse the initial policy under (x, z)."}
-    )
-    teacher_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Name or path of the teacher of the kind 'model'."}
-    )
-    teacher_model_revision: str | None = field(default=None, metadata={"help": "Revision of that model."})
-    teacher_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keyword arguments of that model's `from_pretrained`."}
-    )
-    teacher_adapter_name_or_path: str | None = field(default=None, metadata={"help": "PEFT adapter of that model."})
-    teacher_prompt: Literal["privileged", "student"] = field(
-        default="privileged", metadata={"help": "The teacher reads the privileged context, or the student's prompt."}
-    )
-    teacher_update_rate: float = field(default=0.01, metadata={"help": "Update rate of the EMA teacher."})
-    teacher_sync_steps: int | None = field(
-        default=None,
-        metadata={"help": "Optimizer steps between updates of the EMA; None for one per generation batch."},
-    )
-    teacher_offload: bool = field(
-        default=False, metadata={"help": "Keep the teacher's weights in main memory between scoring phases."}
-    )
-
-    teacher_hint: Literal["own", "foreign"] = field(
-        default="own", metadata={"help": "Privileged context that the teacher reads; foreign is a control."}
-    )
-    include_environment_feedback: bool = field(
-        default=True, metadata={"help": "Whether feedback reaches the teacher."}
-    )
-    environment_feedback_only_without_solution: bool = field(
-        default=False, metadata={"help": "Use feedback only where the group has no successful rollout."}
-    )
-    use_successful_as_teacher: bool = field(
-        default=True, metadata={"help": "Whether the teacher reads a successful rollout of the group."}
-    )
-    success_reward_threshold: float = field(default=1.0, metadata={"help": "Lowest reward of a successful rollout."})
-    dont_reprompt_on_self_success: bool = field(
-        default=True, metadata={"help": "Whether a rollout may not be its own demonstration."}
-    )
-    teacher_context: Literal["solution", "think", "think+solution"] = field(
-        default="solution", metadata={"help": "Part of a demonstration that the teacher reads."}
-    )
-    remove_thinking_from_demonstration: bool | None = field(
-        default=None, metadata={"help": "Name of `teacher_context` in SDPO; None keeps `teacher_context`."}
-    )
-    max_reprompt_len: int = field(default=10240, metadata={"help": "Maximum tokens of a teacher or contrast prompt."})
-    reprompt_style: Literal["sdpo", "paper"] = field(
-        default="sdpo", metadata={"help": "Wording of the teacher's user turn: SDPO's code, or the paper's appendix."}
-    )
-    reprompt_template: str = field(
-        default="{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
-        metadata={"help": "The teacher's user turn; needs {prompt}, {solution} and {feedback}."},
-    )
-    solution_template: str = field(
-        default="\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
-        metadata={"help": "The demonstration's section; needs {successful_previous_attempt}."},
-    )
-    feedback_template: str = field(
-        default="\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
-        metadata={"help": "The feedback's section; needs {feedback_raw}."},
-    )
-    success_feedback_template: str | None = field(
-        default="\nThe following is feedback from your earlier attempt:\n\n{feedback_raw}\n\n",
-        metadata={"help": "`feedback_template` of successful rollouts; None for the same."},
-    )
-
-    on_verifier_error: Literal["raise", "skip"] = field(
-        default="raise", metadata={"help": "A failing reward function ends the run, or its rollouts are masked."}
-    )
-    verifier_timeout: float | None = field(
-        default=None, metadata={"help": "Maximum seconds of one call of a reward function; None for no limit."}
-    )
-
-    credit_stop_on: str | None = field(
-        default=None, metadata={"help": "Alarms that end the run: fidelity, collapse, length, joined by |."}
-    )
-
-    console_log: Literal["line", "full"] = field(
-        default="line", metadata={"help": "Print the main metrics in one line per log, or the full dictionary."}
-    )
+    console_log: Literal["line", "full"] = "line"
 
     def __post_init__(self) -> None:
         if self.success_feedback_template == "None":  # a command line cannot pass None
@@ -537,34 +445,32 @@ TEMPLATE_PLACEHOLDERS = {
     "success_feedback_template": ("feedback_raw",),
 }
 
-_CHOICES = {
-    "distillation_support": ("teacher_topk", "student_topk", "full", "sampled"),
-    "distillation_tail": ("bucket", "renormalize"),
-    "distillation_kernels": ("auto", "torch", "triton"),
-    "contrastive_form": ("subtract", "guide"),
-    "contrastive_source": ("batch", "dataset", "hard", "same_task", "none", "wrong_feedback"),
-    "contrastive_baseline": ("mean_log", "log_mean"),
-    "contrastive_auto_quantity": ("kl", "s"),
-    "contrastive_swap": ("input", "hint", "self"),
-    "reprompt_style": ("sdpo", "paper"),
-    "teacher_hint": ("own", "foreign"),
-    "teacher_model_kind": ("ema", "live", "base", "trust_region", "model"),
-    "teacher_prompt": ("privileged", "student"),
-    "credit_use": ("distill", "modulate", "route"),
-    "credit_weight": (None, "delta_v", "s", "entropy"),
-    "credit_weight_form": ("ratio", "residual"),
-    "teacher_context": ("solution", "think", "think+solution"),
-    "on_verifier_error": ("raise", "skip"),
-    "console_log": ("line", "full"),
+# Values of options of TRL that it checks later or not at all.
+_CHOICES_OF_TRL = {
     "loss_type": ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
     "scale_rewards": ("group", "batch", "none", True, False),
 }
 
-# Counts that are at least 1.
-_COUNTS = (
-    *("contrastive_count", "distillation_topk", "max_reprompt_len", "scoring_batch_tokens"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length"),
-)
+# Range in words -> its test, and the options that are in it.
+_RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "in [0, 1]": (lambda x: 0.0 <= x <= 1.0, ("distillation_weight", "distillation_alpha")),
+    "in [0, 1)": (lambda x: 0.0 <= x < 1.0, ("teacher_rehearsal",)),
+    "in (0, 1]": (lambda x: 0.0 < x <= 1.0, ("teacher_update_rate", "teacher_trust_weight", "credit_weight_clip")),
+    "positive": (lambda x: 0.0 < x < math.inf, ("credit_weight_temperature",)),
+    "positive or None": (
+        lambda x: x is None or x > 0.0,
+        ("teacher_trust_kl", "verifier_timeout", "distillation_is_clip"),
+    ),
+    "at least 0": (lambda x: x >= 0, ("dynamic_sampling_rounds",)),
+    "at least 1": (
+        lambda x: x >= 1,
+        (
+            *("contrastive_count", "distillation_topk", "max_reprompt_len", "scoring_batch_tokens"),
+            *("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length"),
+        ),
+    ),
+    "at least 1 or None": (lambda x: x is None or x >= 1, ("teacher_sync_steps", "distillation_chunk_size")),
+}
 
 # JSON options of transformers that may also be file names.
 _JSON_OR_FILE = ("accelerator_config", "fsdp_config", "deepspeed")
@@ -590,7 +496,7 @@ def check_values(config: CreditConfig) -> None:
     """
     _check_types(config)
     _check_json(config)
-    for name, choices in _CHOICES.items():
+    for name, choices in _choices().items():
         if getattr(config, name) not in choices:
             raise ValueError(f"`{name}` must be one of {', '.join(map(str, choices))}; got {getattr(config, name)!r}.")
     if config.distillation_kernels == "triton" and find_spec("triton") is None:
@@ -599,41 +505,20 @@ def check_values(config: CreditConfig) -> None:
             "bring it along: install one, or set `distillation_kernels='torch'`."
         )
     _check_adapted(config) if config.contrastive_coef == "auto" else _check_coefficient(config)
-    for name in ("distillation_weight", "distillation_alpha"):
-        if not 0.0 <= getattr(config, name) <= 1.0:
-            raise ValueError(f"`{name}` must be in [0, 1], got {getattr(config, name)}.")
+    for words, (holds, names) in _RANGES.items():
+        if wrong := [name for name in names if not holds(getattr(config, name))]:
+            raise ValueError(f"`{wrong[0]}` must be {words}, got {getattr(config, wrong[0])}.")
     if not 0.0 <= config.contrastive_gate < 1.0:
         raise ValueError(
             f"`contrastive_gate` must be in [0, 1), got {config.contrastive_gate}: no total variation exceeds 1. To "
             "disable the contrast set `contrastive_coef=0`."
         )
-    for name in ("teacher_update_rate", "teacher_trust_weight", "credit_weight_clip"):
-        if not 0.0 < getattr(config, name) <= 1.0:
-            raise ValueError(f"`{name}` must be in (0, 1], got {getattr(config, name)}.")
-    if config.teacher_trust_kl is not None and not config.teacher_trust_kl > 0.0:
-        raise ValueError(f"`teacher_trust_kl` must be positive or None, got {config.teacher_trust_kl}.")
-    if not 0.0 <= config.teacher_rehearsal < 1.0:
-        raise ValueError(f"`teacher_rehearsal` must be in [0, 1), got {config.teacher_rehearsal}.")
-    if not (config.credit_weight_temperature > 0.0 and math.isfinite(config.credit_weight_temperature)):
-        raise ValueError(f"`credit_weight_temperature` must be positive, got {config.credit_weight_temperature}.")
-    if config.dynamic_sampling_rounds < 0:
-        raise ValueError(f"`dynamic_sampling_rounds` must be at least 0, got {config.dynamic_sampling_rounds}.")
-    for name in _COUNTS:
-        if getattr(config, name) < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {getattr(config, name)}.")
-    for name in ("teacher_sync_steps", "distillation_chunk_size"):
-        if getattr(config, name) is not None and getattr(config, name) < 1:
-            raise ValueError(f"`{name}` must be at least 1 or None, got {getattr(config, name)}.")
     _check_sampling(config)
     if not math.isfinite(config.success_reward_threshold):
         raise ValueError(
             f"`success_reward_threshold={config.success_reward_threshold}` is reached by no rollout or by all: set "
             "the lowest reward of a success. For no demonstrations set `use_successful_as_teacher=False`."
         )
-    if config.verifier_timeout is not None and config.verifier_timeout <= 0.0:
-        raise ValueError(f"`verifier_timeout` must be positive or None, got {config.verifier_timeout}.")
-    if config.distillation_is_clip is not None and config.distillation_is_clip <= 0.0:
-        raise ValueError(f"`distillation_is_clip` must be positive or None, got {config.distillation_is_clip}.")
     if unknown := [cause for cause in config.stop_causes if cause not in STOP_CAUSES]:
         raise ValueError(
             f"`credit_stop_on` must name alarms out of {', '.join(STOP_CAUSES)}, joined by `|`; got {unknown[0]!r}."
@@ -641,6 +526,17 @@ def check_values(config: CreditConfig) -> None:
     for name, placeholders in TEMPLATE_PLACEHOLDERS.items():
         if getattr(config, name) is not None:
             _check_template(name, getattr(config, name), placeholders)
+
+
+@functools.cache
+def _choices() -> dict[str, tuple[object, ...]]:
+    """Values of each option that has a `Literal` type, and of `_CHOICES_OF_TRL`."""
+    choices, types = dict(_CHOICES_OF_TRL), get_type_hints(CreditConfig)
+    for name in CreditConfig.__annotations__:
+        for kind in (types[name], *get_args(types[name])):  # `Literal[…]`, or a part of `Literal[…] | None`
+            if get_origin(kind) is Literal:
+                choices[name] = get_args(kind) if kind is types[name] else (None, *get_args(kind))
+    return choices
 
 
 def _check_sampling(config: CreditConfig) -> None:

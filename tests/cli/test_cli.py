@@ -86,7 +86,7 @@ def test_credit_help_shows_options_and_symbols(capsys):
     assert "usage: trl credit" in shown
     for option in ("--contrastive_coef", "--contrastive_count", "--distillation_support", "--task", "--use_peft"):
         assert option in shown
-    assert "λ in [0, 1]" in shown
+    assert "λ, the weight of the input-generic baseline" in " ".join(shown.split())
 
 
 @pytest.fixture
