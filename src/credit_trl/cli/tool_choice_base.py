@@ -60,9 +60,9 @@ class WarmUp:
         seed: seed of rows, openings and order.
     """
 
-    steps: int = 60
-    form_batch: int = 2
-    lookup_batch: int = 8
+    steps: int = 48
+    form_batch: int = 1
+    lookup_batch: int = 10
     feedback_batch: int = 6
     learning_rate: float = 1e-4
     form_rows: int = 12
