@@ -16,7 +16,7 @@ from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss import SupportConfig, TeacherStates, score_tokens
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.scoring import ScoringConfig, gather_states, score_completions
-from credit_trl.teacher.models import OffloadedTeacher, Teacher, make_teacher
+from credit_trl.teacher.models import CopyTeacher, Teacher, make_teacher
 from credit_trl.teacher.packing import enable_packing
 from credit_trl.teacher.passes import PassConfig, _Sequence, passes
 from tiny import context_ids
@@ -179,7 +179,8 @@ def test_trainer_refuses_packing_before_generation(make_model, make_config, toke
 def test_offloaded_teacher_is_on_the_device_while_scoring(make_model, monkeypatch):
     student = make_model()
     teacher = make_teacher("ema", student, Accelerator(cpu=True), offload=True)
-    assert isinstance(teacher, OffloadedTeacher)
+    assert isinstance(teacher, CopyTeacher)
+    assert teacher.offload
     moves = []
     monkeypatch.setattr(type(teacher.model), "to", lambda self, device: moves.append(str(device)) or self)
     with teacher.active():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
-from credit_trl.teacher.models import BASE_SLOT, Teacher, TrustRegionTeacher, make_teacher
-from credit_trl.teacher.sharding import full_shape, is_zero3, place_frozen, reshard
+from credit_trl.teacher.models import BASE_SLOT, OwnModelTeacher, Teacher, TrustRegionTeacher, make_teacher
+from credit_trl.teacher.sharding import full_shape, is_zero3, place_frozen
 
 SOURCE_FILE = "teacher.json"
 
@@ -69,7 +68,7 @@ class TeacherSource:
         )
 
 
-class ModelTeacher(Teacher):
+class ModelTeacher(OwnModelTeacher):
     """Teacher with weights of its own that never change.
 
     It computes in its own dtype; under FSDP2 and DeepSpeed in that of the run's configuration. Quantized weights are
@@ -85,24 +84,10 @@ class ModelTeacher(Teacher):
     def __init__(
         self, student: nn.Module, accelerator: Accelerator, source: TeacherSource, offload: bool = False
     ) -> None:
-        super().__init__(student, accelerator)
-        self.source, self.offload = source, offload
-        model = source.load(accelerator)
+        self.source, model = source, source.load(accelerator)
         self.commit = getattr(model.config, "_commit_hash", None)
-        is_quantized = getattr(model, "is_quantized", False)  # such weights stay where they were loaded
-        self.model = model if is_quantized else model.to("cpu") if offload else place_frozen(model, accelerator)
-        self.model.eval()  # not chained: DeepSpeed's `eval` returns None
-
-    @contextmanager
-    def active(self) -> Iterator[nn.Module]:
-        if self.offload:
-            self.model.to(self.accelerator.device)
-        try:
-            yield self.model
-        finally:
-            reshard(self.model)
-            if self.offload:
-                self.model.to("cpu")
+        stays = offload or getattr(model, "is_quantized", False)  # quantized weights stay where they were loaded
+        super().__init__(student, accelerator, model if stays else place_frozen(model, accelerator), offload)
 
     def autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.accelerator.device.type, enabled=False)

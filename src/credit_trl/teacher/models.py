@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 
 from credit_trl.teacher.sharding import copy_full, frozen_copy, full_tensor, gathered, is_zero3, reshard, sharded_copy
 
@@ -179,21 +179,36 @@ class _StoredTeacher(Teacher, ABC):
                 copy_full(weight, saved.get_tensor(name))
 
 
-class CopyTeacher(_StoredTeacher):
-    """Teacher of full fine-tuning: a second copy of the policy."""
+class OwnModelTeacher(Teacher):
+    """A teacher with a model of its own.
 
-    def __init__(self, student: PreTrainedModel, accelerator: Accelerator, model: nn.Module) -> None:
+    Args:
+        student: the unwrapped policy.
+        accelerator: the trainer's accelerator.
+        model: the model that scores, placed or sharded.
+        offload: keep the model in main memory except while it scores.
+    """
+
+    def __init__(self, student: nn.Module, accelerator: Accelerator, model: nn.Module, offload: bool = False) -> None:
         super().__init__(student, accelerator)
-        self.model = model
+        self.model, self.offload = model.to("cpu") if offload else model, offload
         self.model.requires_grad_(False)
         self.model.eval()  # not chained: DeepSpeed's `eval` returns None
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
+        if self.offload:
+            self.model.to(self.accelerator.device)
         try:
             yield self.model
         finally:
             reshard(self.model)
+            if self.offload:
+                self.model.to("cpu")
+
+
+class CopyTeacher(OwnModelTeacher, _StoredTeacher):
+    """Teacher of full fine-tuning: a second copy of the policy."""
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         student = _parameters(self.student)
@@ -202,21 +217,6 @@ class CopyTeacher(_StoredTeacher):
 
     def named_weights(self) -> dict[str, Tensor]:
         return _parameters(self.accelerator.unwrap_model(self.model))
-
-
-class OffloadedTeacher(CopyTeacher):
-    """Copy in main memory that is on the accelerator only while it scores."""
-
-    def __init__(self, student: PreTrainedModel, accelerator: Accelerator, model: PreTrainedModel) -> None:
-        super().__init__(student, accelerator, model.to("cpu"))
-
-    @contextmanager
-    def active(self) -> Iterator[nn.Module]:
-        self.model.to(self.accelerator.device)
-        try:
-            yield self.model
-        finally:
-            self.model.to("cpu")
 
 
 class AdapterTeacher(_StoredTeacher):
@@ -382,10 +382,8 @@ def make_teacher(
         _check_trains_adapter_only(student)
         return AdapterTeacher(student, accelerator, slot)
     precise = kind == "ema"
-    if offload:
-        copied = OffloadedTeacher(student, accelerator, frozen_copy(student, precise=precise))
-    else:
-        copied = CopyTeacher(student, accelerator, sharded_copy(student, accelerator, precise=precise))
+    own = frozen_copy(student, precise=precise) if offload else sharded_copy(student, accelerator, precise=precise)
+    copied = CopyTeacher(student, accelerator, own, offload)
     copied.slot = slot
     return copied
 
