@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 
 from credit_trl.sandbox.protocol import printable
 
@@ -10,6 +11,17 @@ from credit_trl.sandbox.protocol import printable
 def plain(text: str) -> str:
     """Text for a cell of a Markdown table: no cell, HTML tag or terminal escape sequence can begin in it."""
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", printable(text)).replace("|", "\\|")
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table without a final newline, whose first `left` columns are aligned left and the others right.
+
+    Cells are not escaped: untrusted text passes through `plain` first.
+    """
+    alignment = ["---"] * left + ["---:"] * (len(columns) - left)
+    return "\n".join(
+        "|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in (columns, alignment, *rows)
+    )
 
 
 def printable_lines(text: str) -> str:

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
+from credit_trl.tasks.printable import markdown_table
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,11 @@ def format_branches(classes: Sequence[ClassBranches]) -> str:
     """Markdown table of median and quartiles; one sentence where there is no branch."""
     if not classes:
         return "No branch between a generic and an input-specific token was found.\n"
-    lines = [
-        "Branches of a generic token A and an input-specific token B: median [quartiles]; λ_c where δ > 0.",
-        "",
-        "| token class | branches | δ > 0 | δ | s | λ_c subtract | λ_c guide |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for c in classes:
-        columns = (c.delta, c.s, c.lambda_subtract, c.lambda_guide)
-        cells = (f"{q.median:.2f} [{q.lower:.2f}, {q.upper:.2f}]" if q else "–" for q in columns)
-        lines.append(f"| {c.name} | {c.count} | {c.rising} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        quartiles = (c.delta, c.s, c.lambda_subtract, c.lambda_guide)
+        cells = (f"{q.median:.2f} [{q.lower:.2f}, {q.upper:.2f}]" if q else "–" for q in quartiles)
+        rows.append([c.name, str(c.count), str(c.rising), *cells])
+    title = "Branches of a generic token A and an input-specific token B: median [quartiles]; λ_c where δ > 0."
+    columns = ("token class", "branches", "δ > 0", "δ", "s", "λ_c subtract", "λ_c guide")
+    return f"{title}\n\n{markdown_table(columns, rows)}\n"

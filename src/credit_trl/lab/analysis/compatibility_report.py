@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from credit_trl.lab.analysis.compatibility import Record
+from credit_trl.tasks.printable import markdown_table
 
 # Residuals below it count as compatible, as in the paper.
 THRESHOLD = 1e-3
@@ -55,11 +55,9 @@ def format_compatibility(models: Mapping[str, Sequence[Record]]) -> str:
         name: {label: _formatted(label, value) for label, value in compatibility_metrics(records).items()}
         for name, records in models.items()
     }
-    labels = list(dict.fromkeys(label for column in columns.values() for label in column))
-    lines = ["| Metric | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
-    for label in labels:
-        lines.append(f"| {label} | " + " | ".join(column.get(label, "–") for column in columns.values()) + " |")
-    return "\n".join(lines) + "\n"
+    labels = dict.fromkeys(label for column in columns.values() for label in column)
+    rows = ([label, *(column.get(label, "–") for column in columns.values())] for label in labels)
+    return markdown_table(["Metric", *columns], rows) + "\n"
 
 
 def _formatted(label: str, value: float | str) -> str:
@@ -81,7 +79,6 @@ def make_figure(models: Mapping[str, Sequence[Record]], *, matrix_of: str | None
         worst = "Teacher fidelity (median, worst z)"
         matrix_of = min(models, key=lambda name: compatibility_metrics(models[name])[worst])
     figure = Figure(figsize=(8.4, 3.3), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1.5, 1.0))
     _draw_residuals(left, models)
     _draw_teachers(right, matrix_of, models[matrix_of])

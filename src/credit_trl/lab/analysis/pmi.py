@@ -24,7 +24,7 @@ from credit_trl.lab.analysis.passes import CreditLogps, Reading, RolloutContexts
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, gather_scores
 from credit_trl.objective import Baseline, Form
-from credit_trl.tasks.printable import plain
+from credit_trl.tasks.printable import markdown_table, plain
 
 
 def trajectory_pmi(
@@ -349,8 +349,8 @@ def format_reports(reports: Sequence[PMIReport]) -> str:
     }
     if any(one.conditioning for one in reports):
         columns["conditioning"] = "conditioning"
-    lines = [f"| response | T | {' | '.join(columns.values())} |", "| --- |" + " ---: |" * (len(columns) + 1)]
-    for one in reports:
-        numbers = " | ".join(f"{getattr(one, name):+.2f}" for name in columns)
-        lines.append(f"| {plain(one.identifier)} | {one.tokens} | {numbers} |")
-    return "\n".join(lines) + "\n"
+    rows = (
+        [plain(one.identifier), str(one.tokens), *(f"{getattr(one, name):+.2f}" for name in columns)]
+        for one in reports
+    )
+    return markdown_table(["response", "T", *columns.values()], rows) + "\n"

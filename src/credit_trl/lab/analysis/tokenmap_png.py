@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.patches import Rectangle
@@ -73,7 +72,6 @@ def draw_png(
         panels.append((title, _lay_out(list(zip(texts, strengths, strict=True)), max_lines)))
     heights = [(_lines(pieces) + 2.2) * _LINE for _, pieces in panels]
     figure = Figure(figsize=(_COLUMNS * _CELL + 2 * _MARGIN, sum(heights) + 2 * _MARGIN), dpi=dpi, facecolor="white")
-    FigureCanvasAgg(figure)
     top = figure.get_figheight() - _MARGIN
     for letter, (title, pieces), own in zip("abcdefgh", panels, heights, strict=False):
         _draw_panel(figure, f"({letter}) {title}", pieces, top, palette)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
+from credit_trl.tasks.printable import markdown_table
 
 
 @dataclass(frozen=True)
@@ -102,29 +103,21 @@ def summarize_maps(maps: Sequence[TokenMap], *, top: int = 10, min_count: int = 
 
 def format_summary(summary: Summary) -> str:
     """Markdown tables of the summary; token strings are inline code without line feeds."""
-    lines = [
-        f"{summary.responses} responses, {summary.tokens} tokens",
-        "",
-        "| token class | tokens | share of tokens | share of \\|ΔV\\| | share of \\|S\\| | mean ΔV | mean S |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {c.name} | {c.count} | {c.share_of_tokens:.3f} | {c.share_of_delta_v:.3f} | {c.share_of_specific:.3f} "
-        f"| {c.mean_delta_v:+.3f} | {c.mean_specific:+.3f} |"
-        for c in summary.classes
-    ]
+    shares = ("share of tokens", "share of \\|ΔV\\|", "share of \\|S\\|")
+    rows: list[list[str]] = []
+    for c in summary.classes:
+        shown = (f"{share:.3f}" for share in (c.share_of_tokens, c.share_of_delta_v, c.share_of_specific))
+        rows.append([c.name, str(c.count), *shown, f"{c.mean_delta_v:+.3f}", f"{c.mean_specific:+.3f}"])
+    parts = [f"{summary.responses} responses, {summary.tokens} tokens"]
+    parts.append(markdown_table(["token class", "tokens", *shares, "mean ΔV", "mean S"], rows))
     for title, strings in (("specific", summary.most_specific), ("generic", summary.most_generic)):
-        lines += [
-            "",
-            f"| most {title} token | class | times | mean S | mean ΔV − S | mean ΔV |",
-            "| --- | --- | ---: | ---: | ---: | ---: |",
-        ]
-        lines += [
-            f"| {_code(s.text)} | {s.class_name} | {s.count} | {s.mean_specific:+.3f} | {s.mean_generic_credit:+.3f} "
-            f"| {s.mean_delta_v:+.3f} |"
-            for s in strings
-        ]
-    return "\n".join(lines) + "\n"
+        rows = []
+        for s in strings:
+            means = (f"{mean:+.3f}" for mean in (s.mean_specific, s.mean_generic_credit, s.mean_delta_v))
+            rows.append([_code(s.text), s.class_name, str(s.count), *means])
+        columns = (f"most {title} token", "class", "times", "mean S", "mean ΔV − S", "mean ΔV")
+        parts.append(markdown_table(columns, rows, left=2))
+    return "\n\n".join(parts) + "\n"
 
 
 def _positions(names: Sequence[str]) -> dict[str, list[int]]:

@@ -102,11 +102,9 @@ def ablation_figure(
 
 
 def _canvas(theme: Theme, rows: int, columns: int, *, width: float, height: float, **options: Any) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), facecolor=theme.background, layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False, **options).ravel().tolist()
 
 

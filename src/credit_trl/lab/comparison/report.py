@@ -51,7 +51,7 @@ def write_report(comparison: Comparison, folder: str | Path, *, title: str = "Co
     run directories.
 
     Raises:
-        ImportError: matplotlib or Jinja2 is not installed; the message names the extra.
+        ImportError: matplotlib is not installed.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,11 +73,9 @@ def report_html(comparison: Comparison, figures: Mapping[str, Mapping[str, bytes
         figures: figure name → theme name → PNG.
         title: heading of the page.
     """
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise ImportError("The report is a Jinja2 template: pip install jinja2.") from error
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
     source = files("credit_trl.lab.comparison").joinpath("report.html.jinja").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(source)
     return template.render(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from credit_trl.lab.comparison.compare import BASE, Comparison, Contrast, StepsTo, has_few_seeds
-from credit_trl.tasks.printable import plain
+from credit_trl.tasks.printable import markdown_table, plain
 
 AVERAGE = "Avg."
 CONTRAST_COLUMNS = ("arm", "domain", "difference (points)", "95 % interval, or seeds", "p", "p (Holm)")
@@ -54,10 +54,8 @@ def score_rows(comparison: Comparison, when: str) -> tuple[list[str], list[tuple
 def score_markdown(comparison: Comparison, when: str) -> str:
     """The score table in Markdown: best in bold, second underlined, ± half the width of the interval, or seeds."""
     columns, rows = score_rows(comparison, when)
-    lines = ["| " + _row(columns), "| --- |" + " ---: |" * len(columns)]
-    for name, marks in rows:
-        lines.append(f"| {plain(name)} | " + " | ".join(_markdown(mark) for mark in marks) + " |")
-    return "\n".join(lines)
+    cells = ([plain(name), *map(_markdown, marks)] for name, marks in rows)
+    return markdown_table(["", *map(plain, columns)], cells)
 
 
 def contrast_row(contrast: Contrast) -> list[str]:
@@ -76,8 +74,8 @@ def contrast_row(contrast: Contrast) -> list[str]:
 
 def contrast_markdown(contrasts: Iterable[Contrast]) -> str:
     """Differences from the baseline as a Markdown table."""
-    alignment = "| --- | --- | ---: | ---: | ---: | ---: |"
-    return "\n".join([_row(CONTRAST_COLUMNS), alignment, *(_row(contrast_row(contrast)) for contrast in contrasts)])
+    rows = (list(map(plain, contrast_row(contrast))) for contrast in contrasts)
+    return markdown_table(CONTRAST_COLUMNS, rows, left=2)
 
 
 def steps_row(steps_to: StepsTo) -> list[str]:
@@ -91,8 +89,8 @@ def steps_row(steps_to: StepsTo) -> list[str]:
 
 def steps_markdown(steps_to: Iterable[StepsTo]) -> str:
     """First steps that reach the targets as a Markdown table."""
-    alignment = "|" + " --- |" * len(STEPS_COLUMNS)
-    return "\n".join([_row(STEPS_COLUMNS), alignment, *(_row(steps_row(row)) for row in steps_to)])
+    rows = (list(map(plain, steps_row(row))) for row in steps_to)
+    return markdown_table(STEPS_COLUMNS, rows, left=len(STEPS_COLUMNS))
 
 
 def percent(value: float) -> str:
@@ -105,10 +103,6 @@ def p_text(p: float) -> str:
     if math.isnan(p):
         return "–"
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(plain, cells)) + " |"
 
 
 def _markdown(mark: Mark) -> str:
