@@ -34,9 +34,9 @@ from credit_trl.rollout.batch import (
     loss_mask,
     mask_skipped_rewards,
     mask_skipped_tokens,
+    set_current_turn,
     total_rewards,
 )
-from credit_trl.rollout.turns import set_current_turn
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration, await_engine
 from credit_trl.teacher.causal_lm import (

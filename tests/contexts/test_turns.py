@@ -22,8 +22,7 @@ from credit_trl.contexts.tokens import CompletionBatch, ContextColumns, TokenCon
 from credit_trl.contexts.turns import TurnFormat, place_turns
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.loss.scoring import ScoringConfig, gather_states
-from credit_trl.rollout.batch import loss_mask
-from credit_trl.rollout.turns import turn_starts
+from credit_trl.rollout.batch import loss_mask, turn_starts
 from credit_trl.rollout.verdict import VerdictLog
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import PassConfig

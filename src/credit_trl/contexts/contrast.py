@@ -259,9 +259,8 @@ def draw_wrong_contexts(
         Lists of C, with repetition where fewer exist; empty where the group has none.
     """
     texts, feedback = gather_object(list(texts)), gather_object(batch.feedback)
-    has_failed = [
-        reward == reward and not ok for reward, ok in zip(batch.rewards, _successes(batch, config), strict=True)
-    ]
+    successes = is_successful(batch.rewards, config.success_reward_threshold)
+    has_failed = [reward == reward and not ok for reward, ok in zip(batch.rewards, successes, strict=True)]
     draws = []
     for index, z in zip(batch.indices, privileged, strict=True):
         start = index // batch.group_size * batch.group_size
@@ -279,10 +278,6 @@ def draw_wrong_contexts(
         rng = np.random.default_rng([config.seed, step, index])
         draws.append([wrong[i] for i in _rounds(rng, len(wrong), config.contrastive_count)])
     return draws
-
-
-def _successes(batch: GenerationBatch, config: CreditConfig) -> list[bool]:
-    return is_successful(batch.rewards, config.success_reward_threshold)
 
 
 def _parts(z: PrivilegedContext) -> tuple[bool, bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from accelerate.utils import gather_object
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from credit_trl.rollout.turns import turn_starts
 from credit_trl.rollout.verdict import join_feedback
 
 Prompt = str | list[dict[str, Any]]
@@ -97,6 +96,22 @@ class GenerationBatch:
         """Turn indices that have feedback but no such turn. Completions without any turn are ignored."""
         pairs = zip(self.turn_feedback, self.turn_starts, strict=True)
         return [turn for given, own in pairs if own for turn in given if turn >= len(own)]
+
+
+def turn_starts(mask: Sequence[bool]) -> list[int]:
+    """Return the columns of a completion at which the model's turns start.
+
+    Args:
+        mask: (T,), True on the model's own tokens.
+    """
+    return [column for column, own in enumerate(mask) if own and (column == 0 or not mask[column - 1])]
+
+
+def set_current_turn(environments: Iterable[Any], turn: int) -> None:
+    """Set `current_turn` to the turn index on environments that have the attribute, before their tools run."""
+    for environment in environments:
+        if hasattr(environment, "current_turn"):
+            environment.current_turn = turn
 
 
 def is_successful(rewards: Sequence[float], threshold: float) -> list[bool]:

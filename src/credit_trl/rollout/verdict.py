@@ -181,16 +181,15 @@ class VerdictLog:
 
     def clear(self) -> None:
         """Remove the feedback of the last generation batch."""
-        self._feedback: dict[int, list[str | None]] = {}
-        self._turn_feedback: dict[int, list[Mapping[int, str]]] = {}
-        self._corrected: dict[int, list[str | None]] = {}
+        self._verdicts: dict[int, list[Verdict]] = {}  # by position of the reward function
         self._has_failed = False
 
     def wrap(self, reward_func: Callable[..., Any], position: int) -> Callable[..., Any]:
         """Wrap the reward function at `position` of the trainer's list. A coroutine function stays one."""
         from trl.trainer.utils import get_callable_name, is_async_callable  # tasks import this module without TRL
 
-        name, ignored = get_callable_name(reward_func), () if _accepts(reward_func, "truncated") else ("truncated",)
+        name, parameters = get_callable_name(reward_func), parameters_of(reward_func)
+        ignored = () if "truncated" in parameters or takes_any_keyword(parameters) else ("truncated",)
 
         def accepted(arguments: dict[str, Any]) -> dict[str, Any]:
             return {key: value for key, value in arguments.items() if key not in ignored}
@@ -215,9 +214,7 @@ class VerdictLog:
 
     def _record(self, position: int, verdicts: list[Verdict], arguments: Mapping[str, Any]) -> list[float | None]:
         log_metric = arguments.get("log_metric")
-        self._feedback[position] = [v.feedback for v in verdicts]
-        self._turn_feedback[position] = [v.turn_feedback for v in verdicts]
-        self._corrected[position] = [v.corrected for v in verdicts]
+        self._verdicts[position] = verdicts
         if log_metric is not None:
             for verdict in verdicts:
                 for name, value in verdict.metrics.items():
@@ -228,23 +225,26 @@ class VerdictLog:
         """For each local sample, whether a reward function failed. Each call grades all local samples."""
         return [self._has_failed] * num_samples
 
+    def _of_samples(self, num_samples: int) -> list[list[Verdict]]:
+        """Verdicts of each local sample, in the order of the reward functions."""
+        columns = [self._verdicts[position] for position in sorted(self._verdicts)]
+        return [[column[row] for column in columns] for row in range(num_samples)]
+
     def feedback(self, num_samples: int) -> list[str | None]:
         """Feedback of each local sample, or None."""
-        columns = [self._feedback[position] for position in sorted(self._feedback)]
-        return [join_feedback([column[row] for column in columns]) for row in range(num_samples)]
+        return [join_feedback([v.feedback for v in own]) for own in self._of_samples(num_samples)]
 
     def corrected(self, num_samples: int) -> list[str | None]:
         """`Verdict.corrected` of each local sample, of the first reward function that has one, or None."""
-        columns = [self._corrected[position] for position in sorted(self._corrected)]
-        return [next((column[row] for column in columns if column[row]), None) for row in range(num_samples)]
+        return [next((v.corrected for v in own if v.corrected), None) for own in self._of_samples(num_samples)]
 
     def turn_feedback(self, num_samples: int) -> list[dict[int, str]]:
         """Feedback on the turns of each local sample, by turn index."""
         merged: list[dict[int, str]] = [{} for _ in range(num_samples)]
-        for position in sorted(self._turn_feedback):
-            for turns, texts in zip(merged, self._turn_feedback[position], strict=True):
-                joined = {turn: join_feedback([turns.get(turn), text]) for turn, text in texts.items()}
-                turns.update({turn: text for turn, text in joined.items() if text is not None})
+        for turns, own in zip(merged, self._of_samples(num_samples), strict=True):
+            for turn, text in ((turn, text) for v in own for turn, text in v.turn_feedback.items()):
+                if (joined := join_feedback([turns.get(turn), text])) is not None:
+                    turns[turn] = joined
         return merged
 
 
@@ -281,13 +281,17 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
     return verdicts
 
 
-def _accepts(func: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name or takes any keyword."""
+def parameters_of(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Parameters of a function by name; a callable without a signature takes any keyword."""
     try:
-        parameters = inspect.signature(func).parameters
-    except (TypeError, ValueError):  # no signature: as if it took any keyword
-        return True
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        return dict(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        return {"kwargs": inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)}
+
+
+def takes_any_keyword(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether one of the parameters is `**kwargs`."""
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
 
 def join_feedback(parts: Sequence[str | None]) -> str | None:

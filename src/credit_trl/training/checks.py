@@ -21,6 +21,7 @@ from credit_trl.loss.blocks import accumulation_dtype
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.projection import project
 from credit_trl.loss.trust_region import joint_head
+from credit_trl.rollout.verdict import parameters_of, takes_any_keyword
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
 from credit_trl.teacher.external import ModelTeacher
 from credit_trl.teacher.models import Teacher, TrustRegionTeacher, eval_mode
@@ -472,15 +473,11 @@ def check_reward_columns(
 
 def _check_takes_all(func: Callable[..., Any], columns: Sequence[str]) -> None:
     """Raise where a reward function refuses an argument that TRL passes by name."""
-    try:
-        parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):  # a callable without a signature
-        return
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    taken = parameters_of(func)
+    if takes_any_keyword(taken):
         return
     passed = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", *columns}
-    taken = {p.name for p in parameters}
-    if refused := sorted(passed - taken - {"prompt", "completion", "task", "privileged_context"}):
+    if refused := sorted(passed - taken.keys() - {"prompt", "completion", "task", "privileged_context"}):
         name = getattr(func, "__name__", type(func).__name__)
         raise ValueError(
             f"Reward function `{name}` takes no argument `{refused[0]}`, which it is called with, as with every "
@@ -501,11 +498,8 @@ def _remedy(columns: Sequence[str], wanted: str) -> str:
 
 def _required(func: Callable[..., Any]) -> list[str]:
     """Names of the parameters without a default."""
-    try:
-        parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):  # a callable without a signature
-        return []
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = parameters_of(func).values()
     return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
 
 
