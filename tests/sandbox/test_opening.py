@@ -16,6 +16,7 @@ import pytest
 
 from credit_trl import sandbox as package
 from credit_trl.sandbox import Limits, Program, SandboxError, accounts, choose_sandbox, interpreter, open_sandbox
+from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.probe import probe
 
@@ -199,13 +200,13 @@ def test_missing_or_old_bubblewrap_raises(monkeypatch: pytest.MonkeyPatch, tmp_p
     found = interpreter.find_interpreter()
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: None)
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
-        bubblewrap.Bubblewrap(found, b"")
+        bubblewrap.Bubblewrap(found, b"", Packages())
     old = tmp_path / "bwrap"
     old.write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
     old.chmod(0o755)
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: str(old))
     with pytest.raises(SandboxError, match=r"version 0\.4\.1"):
-        bubblewrap.Bubblewrap(found, b"")
+        bubblewrap.Bubblewrap(found, b"", Packages())
 
 
 def test_old_bubblewrap_has_no_scratch_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,12 +215,14 @@ def test_old_bubblewrap_has_no_scratch_directory(monkeypatch: pytest.MonkeyPatch
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     found = interpreter.find_interpreter()
-    with_scratch, _ = bubblewrap.Bubblewrap(found, b"").command(Program("pass", limits=Limits(file_bytes=5000)))
+    with_scratch, _ = bubblewrap.Bubblewrap(found, b"", Packages()).command(
+        Program("pass", limits=Limits(file_bytes=5000))
+    )
     assert with_scratch[with_scratch.index("--size") : with_scratch.index("--size") + 4] == [
         *("--size", "5000", "--tmpfs", "/tmp")
     ]
     monkeypatch.setattr(bubblewrap, "_version", lambda path: (0, 6, 1))
-    without, _ = bubblewrap.Bubblewrap(found, b"").command(Program("pass"))
+    without, _ = bubblewrap.Bubblewrap(found, b"", Packages()).command(Program("pass"))
     assert "/tmp" not in without
 
 
@@ -228,7 +231,7 @@ def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(landlock, "version", lambda: 0)
     with pytest.raises(SandboxError, match=r"Linux 5\.13"):
-        landlock.Landlock(interpreter.find_interpreter(), b"")
+        landlock.Landlock(interpreter.find_interpreter(), b"", Packages())
 
 
 @pytest.mark.parametrize(
@@ -323,7 +326,8 @@ def relocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         os.chmod(directory, 0o755)
         home = Path(directory) / "python"
         monkeypatch.setattr(interpreter, "COPIES", directory)
-        interpreter._copy(interpreter.find_interpreter(system), [], str(home))
+        found = interpreter.find_interpreter(system)
+        interpreter.make_copy(str(home), lambda empty: interpreter._copy_interpreter(found, [], empty))
         [stdlib] = (home / "lib").glob("python*")
         for kind in ("site-packages", "dist-packages"):
             package = stdlib / kind / "planted"

@@ -21,7 +21,6 @@ from credit_trl.sandbox.protocol import Program, SandboxError
 
 _SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64")
 _DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
-_NO_PACKAGES = Packages()
 _PACKAGES = "/packages"  # where the packages that programs may import are mounted
 _INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora)."
 
@@ -35,8 +34,8 @@ class Bubblewrap(Isolation):
 
     own_tasks = 1  # the reaper, process 1 of the namespace
 
-    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages = _NO_PACKAGES) -> None:
-        super().__init__(interpreter, driver)
+    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages) -> None:
+        super().__init__(interpreter, driver, packages)
         self.modules = packages.modules(_PACKAGES)
         path = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
         if path is None:

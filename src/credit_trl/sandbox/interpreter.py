@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from credit_trl.sandbox.protocol import SandboxError
@@ -146,10 +146,7 @@ def public_copy(interpreter: Interpreter) -> Interpreter:
     digest = hashlib.sha256(stamp.encode()).hexdigest()[:12]
     home = os.path.join(COPIES, f"python-{interpreter.version}-{digest}")
     try:
-        if not os.path.isdir(home):
-            _copy(interpreter, private, home)
-        if os.stat(home).st_uid != os.geteuid():
-            raise SandboxError(f"{home} belongs to another user; remove it.")
+        make_copy(home, lambda empty: _copy_interpreter(interpreter, private, empty))
     except OSError as error:
         raise SandboxError(
             f"Programs run as an unprivileged user, who cannot read the interpreter {interpreter.executable}, and it "
@@ -169,23 +166,40 @@ def public_copy(interpreter: Interpreter) -> Interpreter:
     )
 
 
-def _copy(interpreter: Interpreter, private: list[str], home: str) -> None:
-    os.makedirs(COPIES, mode=0o755, exist_ok=True)
-    os.chmod(COPIES, 0o755)
+def _copy_interpreter(interpreter: Interpreter, private: list[str], home: str) -> None:
     ignored = shutil.ignore_patterns("test", "tests", "idlelib", "ensurepip", *_PACKAGES, "config-*", "tkinter")
-    building = tempfile.mkdtemp(dir=COPIES)
-    lib = os.path.join(building, "lib")
-    try:
-        os.chmod(building, 0o755)
-        os.mkdir(os.path.join(building, "bin"))
-        shutil.copy2(interpreter.executable, os.path.join(building, "bin", interpreter.name))
-        for directory in interpreter.stdlib:
-            shutil.copytree(directory, os.path.join(lib, interpreter.name), ignore=ignored, dirs_exist_ok=True)
-        for library in private:
-            if not any(library.startswith(directory + "/") for directory in interpreter.stdlib):
-                shutil.copy2(library, os.path.join(lib, os.path.basename(library)))
-        os.rename(building, home)
-    except OSError:
-        shutil.rmtree(building, ignore_errors=True)
-        if not os.path.isdir(home):  # another process may have made the same copy first
-            raise
+    lib = os.path.join(home, "lib")
+    os.mkdir(os.path.join(home, "bin"))
+    shutil.copy2(interpreter.executable, os.path.join(home, "bin", interpreter.name))
+    for directory in interpreter.stdlib:
+        shutil.copytree(directory, os.path.join(lib, interpreter.name), ignore=ignored, dirs_exist_ok=True)
+    for library in private:
+        if not any(library.startswith(directory + "/") for directory in interpreter.stdlib):
+            shutil.copy2(library, os.path.join(lib, os.path.basename(library)))
+
+
+def make_copy(home: str, fill: Callable[[str], None]) -> None:
+    """Make a directory in `COPIES` that every user can read, if it does not exist.
+
+    Args:
+        home: the directory. It is complete where it exists.
+        fill: writes its content to a new directory, which is then renamed.
+
+    Raises:
+        SandboxError: the directory belongs to another user.
+        OSError: it cannot be made.
+    """
+    if not os.path.isdir(home):
+        os.makedirs(COPIES, mode=0o755, exist_ok=True)
+        os.chmod(COPIES, 0o755)
+        building = tempfile.mkdtemp(dir=COPIES)
+        try:
+            os.chmod(building, 0o755)
+            fill(building)
+            os.rename(building, home)
+        except OSError:
+            shutil.rmtree(building, ignore_errors=True)
+            if not os.path.isdir(home):  # another process may have made the same copy first
+                raise
+    if os.stat(home).st_uid != os.geteuid():
+        raise SandboxError(f"{home} belongs to another user; remove it.")

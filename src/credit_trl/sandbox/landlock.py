@@ -30,7 +30,6 @@ _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _NETWORK_RIGHTS = 0b11  # bind and connect TCP, from version 4
 _SCOPES = 0b11  # abstract Unix sockets and signals, from version 6
 
-_NO_PACKAGES = Packages()
 _READABLE = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
 
@@ -114,7 +113,7 @@ class Landlock(Isolation):
         SandboxError: the kernel has no Landlock, or the seccomp table lacks this architecture.
     """
 
-    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages = _NO_PACKAGES) -> None:
+    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages) -> None:
         super().__init__(interpreter, driver, packages)
         abi = version()
         if not abi:

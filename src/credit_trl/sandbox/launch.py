@@ -23,7 +23,6 @@ from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError
 from credit_trl.sandbox.running import Process
 
-_NO_PACKAGES = Packages()
 _SIGNALS = 256  # queued signals and timers, which hold memory of the kernel
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -82,7 +81,7 @@ class Isolation(ABC):
     counts_own_users = False
     scratch: str | None = None
 
-    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages = _NO_PACKAGES) -> None:
+    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages) -> None:
         self.driver = driver
         self.modules = packages.modules()
         self._command = interpreter_command(interpreter)

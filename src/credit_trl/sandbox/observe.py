@@ -58,7 +58,7 @@ def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
 
 def run_delays(threads: Iterable[tuple[int, str]]) -> dict[str, float]:
     """Seconds by thread in which it could run and waited for a processor. A wait counts when it ends."""
-    return {thread: _run_delay(process, thread) for process, thread in threads}
+    return {thread: _second(_read(f"/proc/{process}/task/{thread}/schedstat")) / 1e9 for process, thread in threads}
 
 
 def threads_of(pid: int) -> list[tuple[int, str]]:
@@ -68,14 +68,8 @@ def threads_of(pid: int) -> list[tuple[int, str]]:
 
 def is_runnable(pid: int) -> bool:
     """Whether a thread of a process or of its descendants runs, or waits for a processor."""
-    for process, thread in threads_of(pid):
-        try:
-            with open(f"/proc/{process}/task/{thread}/stat", "rb") as stat:
-                if stat.read().rpartition(b")")[2].split()[0] == b"R":
-                    return True
-        except (OSError, IndexError):
-            continue
-    return False
+    stats = (_read(f"/proc/{process}/task/{thread}/stat") for process, thread in threads_of(pid))
+    return any(stat.rpartition(b")")[2].split(None, 1)[:1] == [b"R"] for stat in stats)
 
 
 def descendants(pid: int) -> dict[int, list[str]]:
@@ -95,53 +89,43 @@ def descendants(pid: int) -> dict[int, list[str]]:
     return found
 
 
+def _read(path: str) -> bytes:
+    """Content of a file of /proc; empty if its process has ended."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _second(content: bytes) -> int:
+    """The second of several numbers, 0 for an ended process."""
+    fields = content.split(None, 2)
+    return int(fields[1]) if len(fields) > 1 else 0
+
+
+def _kibibytes(content: bytes, name: bytes) -> int:
+    """Bytes of a line `Name:  12 kB`, 0 without such a line."""
+    fields = content.partition(b"\n" + name + b":")[2].split(None, 1)
+    return int(fields[0]) * 1024 if fields else 0
+
+
 def _cpu_seconds(pid: int) -> float:
     """Processor time of a process, with its ended threads and the ended children that it waited for."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0.0
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return sum(map(int, fields[11:15])) / _TICKS
 
 
-def _run_delay(pid: int, thread: str) -> float:
-    try:
-        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as schedstat:
-            return int(schedstat.read().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
-
-
 def _resident(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as statm:
-            return int(statm.read().split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return 0
+    return _second(_read(f"/proc/{pid}/statm")) * _PAGE
 
 
 def _proportional(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as rollup:
-            for line in rollup:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return _resident(pid)
+    return _kibibytes(_read(f"/proc/{pid}/smaps_rollup"), b"Pss") or _resident(pid)
 
 
 def _page_tables(processes: Iterable[int]) -> int:
-    total = 0
-    for process in processes:
-        try:
-            with open(f"/proc/{process}/status", "rb") as status:
-                tables = status.read().partition(b"VmPTE:")[2]
-            total += int(tables.split(None, 1)[0]) * 1024 if tables else 0
-        except OSError:
-            continue
-    return total
+    return sum(_kibibytes(_read(f"/proc/{process}/status"), b"VmPTE") for process in processes)
 
 
 def _buffers(processes: Iterable[int]) -> int:
@@ -161,11 +145,8 @@ def _buffers(processes: Iterable[int]) -> int:
 
 def _socket_bytes() -> int:
     """Most bytes that a Unix socket whose buffer nobody enlarged holds for its peer."""
-    try:
-        with open("/proc/sys/net/core/wmem_default", "rb") as default:
-            return int(default.read()) + _SKB_BYTES
-    except (OSError, ValueError):
-        return 4 * _SKB_BYTES
+    default = _read("/proc/sys/net/core/wmem_default")
+    return int(default) + _SKB_BYTES if default else 4 * _SKB_BYTES
 
 
 def _files(pid: int, directory: str) -> int:

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,16 +89,14 @@ def public_packages(packages: Packages) -> Packages:
 
     Raises:
         PackageError: the copy cannot be made.
+        SandboxError: it belongs to another user.
     """
     if all(map(interpreter.readable_by_others, packages.paths)):
         return packages
     stamp = "\n".join(f"{path} {os.stat(path).st_mtime_ns}" for path in packages.paths)
     home = os.path.join(interpreter.COPIES, f"packages-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}")
     try:
-        if not os.path.isdir(home):
-            _copy(packages.paths, home)
-        if os.stat(home).st_uid != os.geteuid():
-            raise PackageError(f"{home} belongs to another user; remove it.")
+        interpreter.make_copy(home, lambda empty: _copy_packages(packages.paths, empty))
     except OSError as error:
         raise PackageError(
             f"Programs run as an unprivileged user, who cannot read {packages.paths[0]}, and it cannot be copied to "
@@ -109,20 +106,10 @@ def public_packages(packages: Packages) -> Packages:
     return Packages(packages.names, copies)
 
 
-def _copy(paths: Sequence[str], home: str) -> None:
-    os.makedirs(interpreter.COPIES, mode=0o755, exist_ok=True)
-    os.chmod(interpreter.COPIES, 0o755)
-    building = tempfile.mkdtemp(dir=interpreter.COPIES)
-    try:
-        os.chmod(building, 0o755)
-        for path in paths:
-            target = os.path.join(building, os.path.basename(path))
-            if os.path.isdir(path):
-                shutil.copytree(path, target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy2(path, target)
-        os.rename(building, home)
-    except OSError:
-        shutil.rmtree(building, ignore_errors=True)
-        if not os.path.isdir(home):  # another process may have made the same copy first
-            raise
+def _copy_packages(paths: Sequence[str], home: str) -> None:
+    for path in paths:
+        target = os.path.join(home, os.path.basename(path))
+        if os.path.isdir(path):
+            shutil.copytree(path, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(path, target)
