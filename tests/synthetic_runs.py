@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from credit_trl.training.run_directory import append_line, write_json
+from credit_trl.training.run_directory import append_lines, write_json
 
 K = 4
 
@@ -28,7 +28,7 @@ def writer(root):
         config = {"contrastive_coef": 0.1, "contrastive_count": 1, "distillation_weight": 1.0} | (config or {})
         write_json(folder / "run.json", {"arm": arm, "seed": seed, "task": task, "config": config, "model": model})
         for row in log or []:
-            append_line(folder / "log.jsonl", row)
+            append_lines(folder / "log.jsonl", row)
         for step, by_prompt in scores.items():
             prompts = [
                 {
@@ -42,7 +42,7 @@ def writer(root):
                 for prompt, score in by_prompt.items()
             ]
             mean = sum(by_prompt.values()) / len(by_prompt)
-            append_line(folder / "evaluations.jsonl", {"step": step, "task": task, "k": K, "score": mean})
+            append_lines(folder / "evaluations.jsonl", {"step": step, "task": task, "k": K, "score": mean})
             write_json(
                 folder / "evaluations" / f"step-{step:06d}" / "result.json",
                 {"task": task, "model": "m", "k": K, "score": mean, "prompts": prompts},

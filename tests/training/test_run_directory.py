@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from credit_trl.training.run_directory import append_line, keep_up_to, read_lines, write_atomically, write_json
+from credit_trl.training.run_directory import append_lines, keep_up_to, read_lines, write_atomically, write_json
 
 
 def test_read_lines_skips_unfinished_and_names_broken_lines(tmp_path):
     path = tmp_path / "log.jsonl"
-    append_line(path, {"step": 1, "loss": float("nan")})
-    append_line(path, {"step": 2, "text": "line\u2028separator"})
+    append_lines(path, {"step": 1, "loss": float("nan")})
+    append_lines(path, {"step": 2, "text": "line\u2028separator"})
     with path.open("a") as file:
         file.write('{"step": 3, "lo')
     assert read_lines(path) == [{"step": 1, "loss": None}, {"step": 2, "text": "line\u2028separator"}]

@@ -392,16 +392,10 @@ def drop_long_prompts(name: str, dataset: Any, model: str, limit: int, options: 
     """
     from transformers import AutoTokenizer
 
+    from credit_trl.evaluation.generation import encode_prompt
+
     tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def fits(row: dict[str, Any]) -> bool:
-        prompt = row["prompt"]
-        if isinstance(prompt, str):
-            return len(tokenizer(prompt)["input_ids"]) <= limit
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **options)
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"]) <= limit
-
-    kept = dataset.filter(fits)
+    kept = dataset.filter(lambda row: len(encode_prompt(tokenizer, row["prompt"], **options)) <= limit)
     if hasattr(kept, "__len__"):
         if len(kept) == 0:
             raise ValueError(f"`--max_prompt_tokens {limit}` drops all {len(dataset)} {name} rows. Raise it.")

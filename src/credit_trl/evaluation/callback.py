@@ -25,7 +25,7 @@ from credit_trl.training.run_directory import (
     EVALUATIONS_FILE,
     EVALUATIONS_FOLDER,
     SUMMARY_FILE,
-    append_line,
+    append_lines,
     keep_up_to,
     read_lines,
     write_json,
@@ -117,19 +117,17 @@ class EvaluationCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.eval_steps == 0 and not control.should_training_stop:  # else `on_train_end` does
             self._evaluate(state.global_step)
-            if args.save_strategy == "no" and self.engine.is_main:
+            if args.save_strategy == "no":
                 self._remove_other_models()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.engine.is_main:
-            self._remove_other_models()
+        self._remove_other_models()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluate(state.global_step)
-        if self.engine.is_main:
-            self._remove_other_models()
-            if any(row["step"] == state.global_step for row in self.history):
-                write_json(self.folder / SUMMARY_FILE, score_summary(self.history, state.global_step))
+        self._remove_other_models()
+        if self.engine.is_main and any(row["step"] == state.global_step for row in self.history):
+            write_json(self.folder / SUMMARY_FILE, score_summary(self.history, state.global_step))
 
     def _evaluate(self, step: int) -> None:
         if any(row["step"] == step for row in self.history):
@@ -145,7 +143,7 @@ class EvaluationCallback(TrainerCallback):
         if (message := diversity_message(self.history)) is not None:
             self.alarms.raise_once("diversity", message)
         if self.engine.is_main:
-            append_line(self.folder / EVALUATIONS_FILE, self.history[-1])
+            append_lines(self.folder / EVALUATIONS_FILE, self.history[-1])
             self._write_best()
         self.trainer.accelerator.wait_for_everyone()
         # TRL's `log` would also reset the averages of the training log, and any log clears `should_log`.
@@ -181,10 +179,10 @@ class EvaluationCallback(TrainerCallback):
         write_json(self.folder / BEST_FILE, {"folder": folder, **best})
 
     def _remove_other_models(self) -> None:
-        """Remove all saved models except the best."""
+        """Remove all saved models except the best, on the main process."""
         best = best_folder(best_of(self.history)["step"]) if self.history else None
         for folder in self.folder.glob("best-step-*"):
-            if folder.name != best:
+            if self.engine.is_main and folder.name != best:
                 shutil.rmtree(folder)
 
 

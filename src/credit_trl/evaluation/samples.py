@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from credit_trl.training.run_directory import json_line, read_lines
+from credit_trl.training.run_directory import append_lines, read_lines
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -60,11 +60,7 @@ class SampleFile:
     def append(self, samples: Sequence[Sample]) -> None:
         """Add samples; they are on disk when this returns."""
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
-                file.write("".join(json_line(asdict(sample)) for sample in samples).encode())
-                file.flush()
-                os.fsync(file.fileno())
+            append_lines(self.path, *map(asdict, samples))
         self.samples.extend(samples)
 
 

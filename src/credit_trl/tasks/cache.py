@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from filelock import FileLock
 
 
 def cache_directory() -> Path:
@@ -24,8 +25,7 @@ def cached(directory: Path, make: Callable[[Path], None]) -> Path:
     if directory.is_dir():
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(directory.parent / f".{directory.name}.lock"):
         if not directory.is_dir():
             scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
             try:

@@ -197,10 +197,6 @@ def _not_mcq(row: Row) -> str | None:
     return None if row.data.get("kind", "mcq") == "mcq" else f"of kind {row.data['kind']}"
 
 
-def _not_mcq(row: Row) -> str | None:
-    return None if row.data.get("kind", "mcq") == "mcq" else f"of kind {row.data['kind']}"
-
-
 @dataclass
 class _Places:
     """Places of the rows in the full set, of which the split is a permutation.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,12 @@ def json_line(value: Any) -> str:
     return json.dumps(without_nan(value), ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def append_line(path: str | Path, value: Any) -> None:
-    """Append one object to a JSON Lines file. The line is on disk when this returns."""
+def append_lines(path: str | Path, *rows: Mapping[str, Any]) -> None:
+    """Append objects to a JSON Lines file. The lines are on disk when this returns."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8", newline="\n") as file:
-        file.write(json_line(value))
+        file.write("".join(map(json_line, rows)))
         file.flush()
         os.fsync(file.fileno())
 
@@ -87,15 +87,10 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a JSON Lines file with `write_atomically`."""
-    write_atomically(path, "".join(json_line(row) for row in rows))
-
-
 def keep_up_to(path: str | Path, step: int) -> None:
     """Drop the lines of a JSON Lines file whose `step` is above the step that a run resumes from."""
     if Path(path).is_file():
-        write_lines(path, [row for row in read_lines(path) if row.get("step", 0) <= step])
+        write_atomically(path, "".join(json_line(row) for row in read_lines(path) if row.get("step", 0) <= step))
 
 
 def without_nan(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from credit_trl.training.run_directory import LOG_FILE, RUN_FILE, append_line, keep_up_to, write_json
+from credit_trl.training.run_directory import LOG_FILE, RUN_FILE, append_lines, keep_up_to, write_json
 
 # `keep_up_to` this step removes all lines, those of step 0 too: the run starts from the beginning.
 BEFORE_FIRST_STEP = -1
@@ -46,4 +46,4 @@ class RunLog(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero and logs:
-            append_line(Path(args.output_dir) / LOG_FILE, {"step": state.global_step, **logs})
+            append_lines(Path(args.output_dir) / LOG_FILE, {"step": state.global_step, **logs})

@@ -22,7 +22,7 @@ from credit_trl.cli import credit_sweep
 from credit_trl.lab.sweeps import SweepSpec, launch, run_sweep
 from credit_trl.lab.sweeps.job import DONE_FILE, LOCK_FILE, complete_checkpoints, finish, is_done
 from credit_trl.lab.sweeps.launch import ERROR_FILE
-from credit_trl.training.run_directory import append_line, read_lines, write_json
+from credit_trl.training.run_directory import append_lines, read_lines, write_json
 
 CONFIG = {
     "use_cpu": True,
@@ -280,7 +280,7 @@ def test_finish_writes_best_and_final_and_can_keep_checkpoints(tmp_path):
     (tmp_path / "checkpoint-4").mkdir()
     write_json(tmp_path / "job.json", {"keep_checkpoints": True})
     for step, score in ((0, 0.1), (2, 0.5), (4, 0.3)):
-        append_line(tmp_path / "evaluations.jsonl", {"step": step, "score": score})
+        append_lines(tmp_path / "evaluations.jsonl", {"step": step, "score": score})
     with pytest.raises(ValueError, match="Step 5 was not evaluated"):  # an earlier evaluation is not the final one
         finish(tmp_path, 5)
     assert not is_done(tmp_path)

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from credit_trl.contexts.build import build_contexts
@@ -28,6 +26,7 @@ from credit_trl.lab.analysis.tokenmap_html import write_html
 from credit_trl.lab.analysis.tokenmap_parquet import read_parquet, write_parquet
 from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
 from credit_trl.teacher.models import Teacher
+from credit_trl.teacher.sharding import reshard
 
 DIRECTORY = "credit_maps"
 
@@ -138,7 +137,7 @@ class CreditMapCallback(TrainerCallback):
         maps = self._maps(checkpoint, chosen, share)
         if not is_first:
             maps += self._maps(checkpoint, self._pinned[:share], share)
-        _reshard(trainer.model)
+        reshard(trainer.model)  # the update would not reach the group that FSDP2 keeps gathered
         maps = gather_object(maps)
         if maps and trainer.accelerator.is_main_process:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -213,13 +212,6 @@ class CreditMapCallback(TrainerCallback):
 
     def _page(self, step: int, suffix: str) -> Path:
         return self.directory / f"step-{step:06d}.{suffix}"
-
-
-def _reshard(model: nn.Module) -> None:
-    """Free the group that FSDP2 keeps gathered after a forward pass, which the update would not reach."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _choose(rollouts: Sequence[Rollout], count: int, group_size: int) -> list[Rollout]:

@@ -310,15 +310,16 @@ def rank_agreement(
         resolved: use only prefixes with `is_resolved`.
         seed: seed of the bootstrap.
     """
+    from scipy.stats import kendalltau, spearmanr
+
     kept = [c for c in credits if (c.is_resolved if resolved else c.is_informative)]
     nan = float("nan")
     if not kept:
         return RankAgreement(0, nan, nan, nan, (nan, nan), nan)
     pairs = [(c.successes, getattr(c.branching, quantity).double().numpy()) for c in kept]
     questions = [c.branching.question for c in kept]
-    taus, rhos, concordances = (
-        np.array([measure(*pair) for pair in pairs]) for measure in (_kendall, _spearman, concordance)
-    )
+    taus, rhos = (np.array([_correlation(of_ranks, *pair) for pair in pairs]) for of_ranks in (kendalltau, spearmanr))
+    concordances = np.array([concordance(*pair) for pair in pairs])
     tops = [outcomes[other.argmax()] == outcomes.max() for outcomes, other in pairs]
     return RankAgreement(
         len(kept),
@@ -337,16 +338,8 @@ def concordance(outcomes: NDArray, quantity: NDArray) -> float:
     return float((ordered > 0).mean() + 0.5 * (ordered == 0).mean())
 
 
-def _kendall(outcomes: NDArray, quantity: NDArray) -> float:
-    from scipy.stats import kendalltau
-
-    return 0.0 if np.ptp(quantity) == 0 else float(kendalltau(outcomes, quantity).statistic)
-
-
-def _spearman(outcomes: NDArray, quantity: NDArray) -> float:
-    from scipy.stats import spearmanr
-
-    return 0.0 if np.ptp(quantity) == 0 else float(spearmanr(outcomes, quantity).statistic)
+def _correlation(of_ranks: Callable[..., Any], outcomes: NDArray, quantity: NDArray) -> float:
+    return 0.0 if np.ptp(quantity) == 0 else float(of_ranks(outcomes, quantity).statistic)
 
 
 def _interval(values: NDArray, questions: Sequence[int], seed: int, resamples: int = 2000) -> tuple[float, float]:

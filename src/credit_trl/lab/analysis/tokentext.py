@@ -45,9 +45,9 @@ def visible(text: str) -> str:
     zero-width characters, line and paragraph separators, lone surrogates, and unassigned code points.
     """
     has_body = any(c not in _JOINERS and not _is_hidden(c) for c in text)
-    return "".join(_spelled(c) if _is_hidden(c) and not (has_body and c in _JOINERS) else c for c in text).replace(
-        "\t", TAB
-    )
+    return "".join(
+        f"⟨U+{ord(c):04X}⟩" if _is_hidden(c) and not (has_body and c in _JOINERS) else c for c in text
+    ).replace("\t", TAB)
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[TokenText]:
@@ -58,7 +58,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     raw = [str(tokenizer.convert_ids_to_tokens(i)).encode() if i in control else _bytes(tokenizer, i) for i in ids]
     pieces = _split_characters(raw)
     return [
-        TokenText(_with_line_marks(text), character, special=i in control)
+        TokenText(text.replace("\n", f"{NEWLINE}\n"), character, special=i in control)
         for i, (text, character) in zip(ids, pieces, strict=True)
     ]
 
@@ -72,14 +72,6 @@ def display_width(character: str) -> int:
 
 def _is_hidden(character: str) -> bool:
     return character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-
-
-def _spelled(character: str) -> str:
-    return f"⟨U+{ord(character):04X}⟩"
-
-
-def _with_line_marks(text: str) -> str:
-    return text.replace("\n", f"{NEWLINE}\n")
 
 
 def _split_characters(tokens: Sequence[bytes]) -> list[tuple[str, str | None]]:

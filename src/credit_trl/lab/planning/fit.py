@@ -130,6 +130,10 @@ def _split_engine(setup: Setup) -> dict[str, Any] | None:
 
 
 _SPLIT_ENGINE = Change("vllm_tensor_parallel_size: {parallel}", _split_engine)
+_USE_VLLM = Change(
+    "use_vllm: true, vllm_enable_sleep_mode: true, vllm_gpu_memory_utilization: {share}",
+    lambda setup: None if setup.vllm or setup.bits else {"vllm": Vllm("colocate", 0.4, sleeps=True)},
+)
 
 # Cheapest first: changes that leave the training's numbers alone, then changes of the training.
 CHANGES = (
@@ -139,10 +143,7 @@ CHANGES = (
     Change("per_device_train_batch_size: {per_device}, gradient_accumulation_steps: {accumulation}", _micro_batch),
     Change("scoring_batch_tokens: {scoring}", _scoring),
     Change("attn_implementation: flash_attention_2", lambda setup: None if setup.flash else {"flash": True}),
-    Change(
-        "use_vllm: true, vllm_enable_sleep_mode: true, vllm_gpu_memory_utilization: {share}",
-        lambda setup: None if setup.vllm or setup.bits else {"vllm": Vllm("colocate", 0.4, sleeps=True)},
-    ),
+    _USE_VLLM,
     Change("teacher_offload: true", _offload),
     Change(
         "accelerate_config: fsdp2",
@@ -189,10 +190,7 @@ SAVINGS = (
     ),
     Change("update_packed: true", lambda setup: None if setup.packed else {"packed": True}),
     Change("gradient_checkpointing: false", lambda setup: {"checkpointing": False} if setup.checkpointing else None),
-    Change(
-        "use_vllm: true, vllm_enable_sleep_mode: true, vllm_gpu_memory_utilization: {share}",
-        lambda setup: None if setup.vllm or setup.bits else {"vllm": Vllm("colocate", 0.4, sleeps=True)},
-    ),
+    _USE_VLLM,
 )
 
 

@@ -16,8 +16,6 @@ from credit_trl.lab.planning.shape import Shape
 from credit_trl.loss.scoring import stored_layout
 from credit_trl.teacher.passes import PASSES_PER_GROUP
 
-PHASES = ("rollout", "scores", "update")
-
 # CUDA context, NCCL buffers and cuBLAS workspaces.
 RUNTIME = int(1.5 * GIB)
 # Share of a GPU that the allocator loses to fragmentation.

@@ -63,7 +63,10 @@ def plan_sweep(spec: SweepSpec, output_dir: str | Path, *, write: bool = True) -
     root = Path(output_dir)
     jobs = {root / arm.slug / f"seed-{seed}": _job(spec, arm, seed) for seed in spec.seeds for arm in spec.arms()}
     for folder, job in jobs.items():
-        _check_job(job, folder)
+        try:
+            CreditConfig(output_dir=str(folder), seed=job["seed"], **job["config"])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Arm {job['arm']!r} has an invalid configuration: {error}") from error
         _check_same_job(job, folder)
     for folder, job in jobs.items():
         if write and not (folder / JOB_FILE).is_file():
@@ -150,13 +153,6 @@ def _check_evaluation(spec: SweepSpec) -> None:
         check_options(spec.evaluation.get("k", 1), passed_on)
     except (TypeError, ValueError) as error:
         raise ValueError(f"`evaluation`: {error}") from error
-
-
-def _check_job(job: Mapping[str, Any], folder: Path) -> None:
-    try:
-        CreditConfig(output_dir=str(folder), seed=job["seed"], **job["config"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"Arm {job['arm']!r} has an invalid configuration: {error}") from error
 
 
 def _check_same_job(job: Mapping[str, Any], folder: Path) -> None:
