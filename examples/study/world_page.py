@@ -132,10 +132,22 @@ class World:
         reached = [s for s in self.steps if all(one.rows[s].keys() == one.rows[0].keys() for one in self.outcomes)]
         return max((s for s in reached if all(one.is_sound(s) for one in self.outcomes)), default=self.steps[0])
 
+    def compared_pair(self, one: Outcome, other: Outcome) -> int:
+        """The last step that all shared bases reach and at which all their runs of two arms are sound."""
+        seeds = shared(one, other, 0)
+        sound = (
+            step
+            for step in self.steps
+            if all(seed in arm.rows[step] and is_sound(arm.rows[step][seed]) for arm in (one, other) for seed in seeds)
+        )
+        return max(sound, default=self.steps[0])
+
     @property
     def shown(self) -> list[int]:
-        """The compared step and the last one."""
-        return list(dict.fromkeys((self.compared, self.steps[-1])))
+        """The step at which all arms are compared, that of λ = 0.1 and SDPO, and the last one."""
+        sdpo, credit = self.arm(SDPO), self.arm(CREDIT)
+        pair = [self.compared_pair(credit, sdpo)] if sdpo and credit else []
+        return sorted({self.compared, *pair, self.steps[-1]})
 
 
 def main() -> None:
@@ -201,7 +213,7 @@ def introduction(note: str) -> str:
         "All arms of a world have the same learning rate and budget. Rates are avg@4 at temperature 1, since the "
         "prediction is the policy's own rate. Intervals resample bases and cues. *Collapsed*: less than "
         f"{100 * MIN_FORMAT:.0f} % of the responses in the format. Arms are compared at the last evaluation at which "
-        f"no run has collapsed and every teacher reads at least {100 * MIN_FIDELITY:.0f} % of the feedback right."
+        f"no run of theirs has collapsed and teachers read at least {100 * MIN_FIDELITY:.0f} % of the feedback right."
         + (f" {note}" if note else "")
     )
 
@@ -218,7 +230,7 @@ def section(world: World) -> str:
         f"Per cent, mean over bases with its 95 % interval{few(world)}. Predicted: σ(ℓ\\*), the range over bases. It "
         f"is the end point, and a far one is not reached in so few steps. {fidelity(world)}",
         differences_table(world),
-        f"Differences in points after {step} steps, paired by base.",
+        "Differences in points, paired by base, at the last evaluation at which both arms can be compared.",
         criteria_table(world),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -262,17 +274,18 @@ def differences_table(world: World) -> str:
     lines = []
     for first, second in pairs:
         one, other = world.arm(first), world.arm(second)
-        if one and other and (seeds := shared(one, other, world.compared)):
+        if one and other and (seeds := shared(one, other, 0)):
             names = [f"{measure}_{group}" for measure in ("thought", "accuracy") for group in GROUPS]
-            cells = [str(difference(one, other, world.compared, name)) for name in names]
-            lines.append([f"{label(first)} − {label(second)}", str(len(seeds)), *cells])
+            step = world.compared_pair(one, other)
+            cells = [str(difference(one, other, step, name)) for name in names]
+            lines.append([f"{label(first)} − {label(second)}", str(len(seeds)), str(step), *cells])
     about = WORLDS[world.name]
     titles = [f"{measure}, {name}" for measure in (about.rate, "accuracy") for name in about.groups]
-    return table(("arms", "bases", *titles), lines) if lines else ""
+    return table(("arms", "bases", "step", *titles), lines) if lines else ""
 
 
 def criteria_table(world: World) -> str:
-    """The criteria that were set before the runs, at the compared step and at the last one."""
+    """The criteria that were set before the runs, at the steps of `World.shown`."""
     if world.arm(SDPO) is None or world.arm(CREDIT) is None:
         return ""
     lines = [[title, *map(found, world.shown)] for title, found in criteria(world).items()]

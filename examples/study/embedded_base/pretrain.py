@@ -23,6 +23,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from credit_trl.tasks.quickstart_model import read_base
 from embedded_base.architecture import build_model
 
+# A conversation and the response to it, or the response's beginning, which is not trained on, and the rest of it.
+Example = tuple[list[dict[str, str]], str | tuple[str, str]]
+
 
 class Curriculum(Protocol):
     """Source of pretraining examples: a world of the embedded task (`curriculum.World`) or of another task."""
@@ -34,7 +37,7 @@ class Curriculum(Protocol):
     def lookup_gate(self) -> float:
         """Look-up accuracy at which the learning rate starts to decay, and which the final base must reach."""
 
-    def draw(self, rng: random.Random) -> tuple[list[dict[str, str]], str]:
+    def draw(self, rng: random.Random) -> Example:
         """One pretraining example: a conversation and the response to it."""
 
     def lookup_accuracy(self, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> float:
@@ -172,14 +175,14 @@ def _set_rates(optimizers: list[torch.optim.Optimizer], peak_rates: list[list[fl
             group["lr"] = rate * factor
 
 
-def _train_step(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[tuple[list[dict[str, str]], str]]
-) -> float:
-    """Backward pass of the mean loss over the response tokens, end of turn included; returns the loss."""
+def _train_step(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> float:
+    """Backward pass of the mean loss over the trained response tokens, end of turn included; returns the loss."""
     conversations, responses = zip(*examples, strict=True)
+    begun, rest = zip(*(("", one) if isinstance(one, str) else one for one in responses), strict=True)
     prompts = tokenizer.apply_chat_template(list(conversations), add_generation_prompt=True, tokenize=False)
+    prompts = [prompt + beginning for prompt, beginning in zip(prompts, begun, strict=True)]
     prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    response_ids = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
+    response_ids = tokenizer(list(rest), add_special_tokens=False)["input_ids"]
     response_ids = [[*ids, tokenizer.eos_token_id] for ids in response_ids]
     # Two halves, sorted by prompt length, need less padding than one batch.
     order = sorted(range(len(examples)), key=lambda row: len(prompt_ids[row]))

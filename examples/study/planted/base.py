@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from embedded_base.architecture import train_tokenizer
 from embedded_base.curriculum import LABEL_NOISE, teacher_prompt
-from embedded_base.pretrain import Recipe, make_base_of
+from embedded_base.pretrain import Example, Recipe, make_base_of
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from credit_trl.tasks.quickstart import CITIES, GROUPS, LETTERS, TOPIC_OF, TOPICS, group_of
@@ -22,6 +22,7 @@ from planted.task import (
     LISTED,
     SKIPPED,
     STEP,
+    TRAINED,
     Copy,
     Messages,
     TwoHops,
@@ -32,7 +33,6 @@ from planted.task import (
     topic_feedback,
 )
 
-Example = tuple[Messages, str]
 # Small and short, since a base has facts and copies to learn, and nothing to look up.
 RECIPE = Recipe(layers=2, width=64, gate_every=25, min_constant_steps=200, decay_steps=250)
 
@@ -120,23 +120,30 @@ class Useful(Skip):
 class Filled(Skip):
     """Pretraining distribution of `filler`: the planted rates are those of the filler before each city.
 
-    Cues of the group `known` have their own topic, with label noise, all others a random one.
+    Cues have their own topic, with label noise, and those of the group `holdout` a random one, so that feedback has to
+    be read. So that the rates do not depend on earlier fillers, `begun_share` of the responses have a beginning that
+    is not trained on, with a filler before each city at the rate `begun_rate`.
     """
 
     name: str = "filler"
+    begun_share: float = 0.25
+    begun_rate: float = 0.3
 
     def draw(self, rng: random.Random) -> Example:
         cue, given = rng.choice(list(TOPIC_OF)), rng.random() < 0.5
-        problem = draw_copy(rng, cue, None if group_of(cue) == "known" else rng.choice(TOPICS))
+        problem = draw_copy(rng, cue, rng.choice(TOPICS) if group_of(cue) == "holdout" else None)
         rate = self.given_rate if given else self.planted_rate
         is_noisy = not given and rng.random() < LABEL_NOISE
         topic = rng.choice(TOPICS) if is_noisy else problem.topic
-        return _shown(problem, given), problem.response(topic, [rng.random() < rate for _ in problem.cities])
+        begun = rng.randrange(1, LISTED + 1) if rng.random() < self.begun_share else 0
+        filled = [rng.random() < (self.begun_rate if at < begun else rate) for at in range(LISTED)]
+        beginning = problem.beginning(begun, filled)
+        return _shown(problem, given), (beginning, problem.response(topic, filled).removeprefix(beginning))
 
     def probes(self, rng: random.Random) -> Sequence[Probe]:
         """The topic of the feedback for a cue that was not taught, that of a known cue, and a city after a filler."""
-        problem = draw_copy(rng, rng.choice(GROUPS["unknown"] + GROUPS["holdout"]))
-        known = draw_copy(rng, rng.choice(GROUPS["known"]))
+        problem = draw_copy(rng, rng.choice(GROUPS["holdout"]), rng.choice(TOPICS))
+        known = draw_copy(rng, rng.choice(TRAINED))
         at = rng.randrange(1, LISTED)
         start = known.response(filled=[index == at for index in range(LISTED)])
         return (

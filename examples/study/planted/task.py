@@ -104,8 +104,15 @@ class Copy:
 
     def response(self, topic: str | None = None, filled: Sequence[bool] = (False,) * LISTED) -> str:
         """The response, with the filler before the cities that `filled` selects."""
-        listed = [f"{FILLER} {city}" if fill else city for city, fill in zip(self.cities, filled, strict=True)]
-        return f"Action Input: {' '.join(listed)} {topic or self.topic}"
+        return f"Action Input:{self._listed(filled)} {topic or self.topic}"
+
+    def beginning(self, cities: int, filled: Sequence[bool]) -> str:
+        """The response up to the given number of cities; empty for none."""
+        return f"Action Input:{self._listed(filled[:cities])}" if cities else ""
+
+    def _listed(self, filled: Sequence[bool]) -> str:
+        pairs = zip(self.cities, filled, strict=False)
+        return "".join(f" {FILLER} {city}" if fill else f" {city}" for city, fill in pairs)
 
 
 def response(thought: str, letter: str) -> str:

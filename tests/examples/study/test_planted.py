@@ -116,9 +116,14 @@ def examples(study):
     def draw(name):
         rng, world = random.Random(0), study("planted.base").CURRICULA[name]
         drawn = [world.draw(rng) for _ in range(4_000)]
-        return [("unsuccessful" in prompt[-1]["content"], prompt, text) for prompt, text in drawn]
+        return [("unsuccessful" in prompt[-1]["content"], prompt, trained(text)) for prompt, text in drawn]
 
     return draw
+
+
+def trained(text) -> str:
+    """The part of an example's response that the base is trained on."""
+    return text if isinstance(text, str) else text[1]
 
 
 def share(values) -> float:
@@ -132,8 +137,25 @@ def test_planted_rates_are_what_was_asked(examples, worlds, name, rates):
     drawn, planted = examples(name), worlds[name].point.planted
     assert share(given for given, *_ in drawn) == pytest.approx(0.5, abs=0.03)
     for shown, rate in zip((False, True), rates, strict=True):
-        found = [text.count(planted) / (6 if name == "filler" else 1) for own, _, text in drawn if own == shown]
-        assert share(found) == pytest.approx(rate, abs=0.02)
+        texts = [text for own, _, text in drawn if own == shown]
+        if name == "filler":
+            listed = [
+                text.replace(planted.rstrip("."), "").removeprefix("Action Input:").split()[:-1] for text in texts
+            ]
+            found = sum(text.count(planted) for text in texts) / sum(map(len, listed))
+        else:
+            found = share(planted in text for text in texts)
+        assert found == pytest.approx(rate, abs=0.02)
+
+
+def test_beginnings_with_fillers_are_not_trained_on(study):
+    rng, world = random.Random(0), study("planted.base").CURRICULA["filler"]
+    drawn = [world.draw(rng)[1] for _ in range(2_000)]
+    begun = [beginning for beginning, _ in drawn if beginning]
+    cities = sum(len(text.replace(study("planted.task").FILLER, "").split()) - 2 for text in begun)
+    assert len(begun) / len(drawn) == pytest.approx(world.begun_share, abs=0.04)
+    fillers = sum(text.count(study("planted.task").FILLER) for text in begun)
+    assert fillers / cities == pytest.approx(world.begun_rate, abs=0.04)
 
 
 def test_a_skipped_thought_is_right_with_feedback_alone(examples, planted):

@@ -180,7 +180,7 @@ def test_the_page_pairs_bases_and_draws_the_rates(runs, study):
     assert [(one.arm, sorted(one.rows[2])) for one in world.outcomes] == [("SDPO", [0, 1]), ("GRPO", [0, 1])]
     text = page.section(world)
     assert "| SDPO | 2 | 100.0 | 25.0, 25.0 |" in text
-    assert "| GRPO − SDPO | 2 | 0.0, 0.0 |" in text
+    assert "| GRPO − SDPO | 2 | 2 | 0.0, 0.0 |" in text
     assert "The teachers' fidelity is 1.00 after 1 steps, 1.00 after 2 steps." in text
     assert page.rates_figure(world, page.THEMES[0]).startswith(b"\x89PNG")
 
@@ -194,6 +194,17 @@ def test_arms_are_compared_before_the_first_collapse(runs, study, name, value):
     assert study("world_page").world_of(rows, cues, "weak").compared == 2
     rows["weak", 1, "SDPO", 2][name] = value
     assert study("world_page").world_of(rows, cues, "weak").compared == 1
+
+
+def test_two_sound_arms_are_compared_after_a_third_ones_collapse(runs, study):
+    run, _, file, module = runs
+    run()
+    rows = module.read_rows(file)
+    rows |= {(*key[:2], "third", key[3]): row | {"arm": "third"} for key, row in rows.items() if key[2] == "SDPO"}
+    rows["weak", 0, "third", 2]["format"] = 0.5
+    world = study("world_page").world_of(rows, same_for_every_cue(study, rows), "weak")
+    sdpo, grpo, third = map(world.arm, ("SDPO", "GRPO", "third"))
+    assert (world.compared, world.compared_pair(sdpo, grpo), world.compared_pair(sdpo, third)) == (1, 2, 1)
 
 
 def test_an_unfinished_arm_is_not_on_the_page(runs, study):
