@@ -88,6 +88,7 @@ from credit_trl.contexts.privileged import PrivilegedContext
         ),
         ({"credit_use": "modulate", "contrastive_count": 2}, "no effect with `credit_weight='delta_v'`"),
         ({"credit_use": "modulate", "credit_stop_on": "fidelity"}, "Remove it from `credit_stop_on`"),
+        ({"teacher_model_kind": "base", "credit_stop_on": "length|fidelity"}, "a frozen teacher"),
         ({"credit_weight_clip": 0.5}, "`credit_weight_clip=0.5` has no effect.*other than `'modulate'`"),
         ({"credit_use": "route", "credit_weight_temperature": 0.5}, "no effect with `credit_weight=None`"),
         (

@@ -355,6 +355,11 @@ class CreditConfig(GRPOConfig):
         return tuple(cause.strip() for cause in (self.credit_stop_on or "").split("|") if cause.strip())
 
     @property
+    def teacher_is_frozen(self) -> bool:
+        """Whether the teacher's weights never change."""
+        return self.teacher_model_kind in ("base", "model")
+
+    @property
     def contrast_rule(self) -> ContrastRule:
         """Form and gate of the contrast."""
         return ContrastRule(self.contrastive_form, self.contrastive_gate)
@@ -816,7 +821,7 @@ def _check_rehearsal(config: CreditConfig) -> None:
         problem = "needs stored scores: set `distillation_support='teacher_topk'`"
     elif config.teacher_prompt == "student":
         problem = "keeps what the policy says with z, and `teacher_prompt='student'` has no z"
-    elif config.teacher_model_kind in ("base", "model"):
+    elif config.teacher_is_frozen:
         problem = f"keeps the policy a teacher, and `teacher_model_kind={config.teacher_model_kind!r}` never changes"
     if problem is not None:
         raise ValueError(f"`teacher_rehearsal={config.teacher_rehearsal}` {problem}. Or set `teacher_rehearsal=0`.")
@@ -928,10 +933,15 @@ def _check_effects(config: CreditConfig) -> None:
                     f"`{name}={value!r}` has no effect with {rule.setting}. Leave it at its default, {default!r}, or "
                     "change that setting."
                 )
-    if config.stop_causes and "fidelity" in config.stop_causes and config.credit_use != "distill":
+    if "fidelity" in config.stop_causes and config.credit_use != "distill":
         raise ValueError(
             f"`credit_stop_on='fidelity'` needs the distillation loss of successes and failures, which `credit_use="
             f"{config.credit_use!r}` does not compute. Remove it from `credit_stop_on`."
+        )
+    if "fidelity" in config.stop_causes and config.teacher_is_frozen:
+        raise ValueError(
+            "`credit_stop_on='fidelity'` stops when the teacher unlearns to read feedback, which a frozen teacher "
+            f"(`teacher_model_kind={config.teacher_model_kind!r}`) cannot. Remove it from `credit_stop_on`."
         )
 
 

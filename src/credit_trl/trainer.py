@@ -145,7 +145,7 @@ class CreditTrainer(ReportingTrainer):
             )
             checks.check_prompts(args, datasets, self._encode_prompt, limits, self.alarms.raise_once)
         checks.check_progress(args, self.alarms.raise_once)
-        self.drift_alarms = DriftAlarms(self.alarms)
+        self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=args.teacher_is_frozen)
         if args.credit_stop_on is not None:
             self.add_callback(StopOnDrift(self.drift_alarms, args.stop_causes))
         self.use = UseConfig.of(args)

@@ -54,9 +54,9 @@ def test_success_weights_give_the_mean_gap_of_mixed_groups(rewards, size, data):
         assert all(math.isnan(w) for w in weights)
 
 
-def observe(**series):
+def observe(*, frozen_teacher=False, **series):
     """Alarms after logging the given series of values."""
-    drift = DriftAlarms(Alarms())
+    drift = DriftAlarms(Alarms(), frozen_teacher=frozen_teacher)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for values in zip(*series.values(), strict=True):
@@ -88,6 +88,12 @@ def observe(**series):
 def test_alarm_compares_the_latest_with_the_first_window(name, first, last, cause):
     assert observe(**{name: [first] * WINDOW + [last] * WINDOW}) == ({cause} if cause else set())
     assert observe(**{name: [first] * WINDOW + [last] * (WINDOW - 1)}) == set()
+
+
+def test_a_frozen_teacher_raises_no_alarm_of_its_fidelity():
+    falling = [2.0] * WINDOW + [0.1] * WINDOW
+    assert observe(frozen_teacher=True, **{FIDELITY: falling, ANSWERS: falling}) == set()
+    assert observe(frozen_teacher=True, **{FIDELITY: falling, REWARD: falling}) == {"collapse"}
 
 
 def test_missing_values_are_ignored():

@@ -63,13 +63,16 @@ class DriftAlarms:
 
     Args:
         alarms: raises the warnings.
+        frozen_teacher: whether the teacher never changes. Its fidelity falls as the policy learns what it shows, since
+            ΔV_t shrinks, so there is no alarm for it.
 
     Attributes:
         causes: causes that have been found, with their message.
     """
 
-    def __init__(self, alarms: Alarms) -> None:
+    def __init__(self, alarms: Alarms, *, frozen_teacher: bool = False) -> None:
         self.alarms = alarms
+        self.frozen_teacher = frozen_teacher
         self.causes: dict[StopCause, str] = {}
         self._windows = {
             name: Window()
@@ -90,14 +93,14 @@ class DriftAlarms:
         """
         ready = {name for name, window in self._windows.items() if window.add(_mean(metrics.get(name, ())))}
         fidelity, length, truncated, reward, answers = self._windows.values()
-        if "credit/teacher_fidelity" in ready and _has_fallen(fidelity):
+        if "credit/teacher_fidelity" in ready and _has_fallen(fidelity) and not self.frozen_teacher:
             self._raise(
                 "fidelity",
                 f"The teacher's fidelity (`credit/teacher_fidelity`) fell from {fidelity.first:.3f} to "
                 f"{fidelity.latest:.3f}: with the feedback the teacher prefers successful over failed completions "
                 f"less than before. {_UNREAD}",
             )
-        if "credit/teacher_prefers_answer" in ready and _has_fallen(answers):
+        if "credit/teacher_prefers_answer" in ready and _has_fallen(answers) and not self.frozen_teacher:
             self._raise(
                 "fidelity",
                 "The share of samples whose teacher prefers the answer that the verdict names "
