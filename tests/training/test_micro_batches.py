@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,17 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from padded import padding_kept
 
 from credit_trl import CreditTrainer
+from credit_trl.cli.credit_plan import parse_run
+from credit_trl.lab.planning.setup import GPUS, make_setup
+from credit_trl.lab.planning.shape import load_shape
+from credit_trl.lab.planning.work import Lengths, work_of
 from credit_trl.teacher.packing import PACKED_SDPA, attention_of
 from credit_trl.training.metrics import CreditWarning
 from credit_trl.training.micro_batches import arrange, even_groups, trim
 from tiny import length_verdicts
 
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+PLANNED = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--generation_batch_size", "64"]
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -159,6 +165,62 @@ def test_run_equals_the_padded_run(make_trainer, name):
         assert min(ratios) < 0.9
         uncorrected = trained(make_trainer(**options, max_steps=steps, vllm_importance_sampling_correction=False))
         assert max(abs(a[0] - b[0]) for a, b in zip(uncorrected[0], expected[0], strict=True)) > 1e-4
+
+
+class ExponentialRollouts:
+    """Completions of exponential lengths with the mean of a quarter of the maximum, after prompts of one length."""
+
+    def __init__(self, prompt, longest):
+        self.prompt, self.longest = prompt, longest
+        self.lengths = []
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, prompts, trainer):
+        drawn = torch.empty(len(prompts)).exponential_(4 / self.longest, generator=self.generator)
+        lengths = drawn.ceil().clamp(1, self.longest).int().tolist()
+        self.lengths += lengths
+        eos = trainer.processing_class.eos_token_id
+        return {
+            "prompt_ids": [[5] * self.prompt for _ in prompts],
+            "completion_ids": [[6 + i % 7 for i in range(length - 1)] + [eos] for length in lengths],
+            "logprobs": None,
+        }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"update_packed": True}, marks=pytest.mark.slow),
+        pytest.param({"num_iterations": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_planned_tokens_are_those_that_the_student_reads(make_trainer, options):
+    """Within 5 %, over 24 generation batches; exact for packed rows."""
+    fields = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+    batches, iterations = 24, options.get("num_iterations", 1)
+    trainer = make_trainer(**fields, **options, max_completion_length=64, max_steps=batches * iterations)
+    trainer.rollout_func = rollouts = ExponentialRollouts(prompt=20, longest=64)
+    reads = Reads(trainer)
+    trainer.train()
+    training, model, launcher, mixed, _ = parse_run(PLANNED)
+    setup = replace(
+        make_setup(training, model, launcher, GPUS["h20"], mixed=mixed),
+        processes=1,
+        per_device=4,
+        accumulation=4,
+        generation_batch=16,
+        completion=64,
+        iterations=iterations,
+        old_logps=iterations > 1,
+        packed=trainer.args.update_packed,
+    )
+    mean = sum(rollouts.lengths) / len(rollouts.lengths)
+    planned = work_of(load_shape("Qwen/Qwen3-0.6B"), setup, Lengths(20, mean, 20)).tokens
+    tolerance = 0.002 if setup.packed else 0.05
+    assert reads.update == pytest.approx(batches * (planned["trained"] + planned["padding"]), rel=tolerance)
+    assert reads.no_grad == pytest.approx(batches * planned["old_logps"], rel=tolerance)
 
 
 @pytest.mark.parametrize("packed", [False, True])
