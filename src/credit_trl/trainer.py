@@ -49,7 +49,7 @@ from credit_trl.teacher.external import build_base, build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import checks
-from credit_trl.training.adaptive import CoefficientUpdate, make_adaptive
+from credit_trl.training.adaptive import make_adaptive
 from credit_trl.training.drift import DriftAlarms, StopOnDrift
 from credit_trl.training.dynamic_sampling import Rollouts, redraw
 from credit_trl.training.metrics import Alarms, context_metrics, engine_metrics, token_metrics
@@ -184,7 +184,7 @@ class CreditTrainer(ReportingTrainer):
             self.add_callback(TeacherUpdate(self))
         if args.contrastive_coef == "auto":
             self.adaptive_coef = make_adaptive(args)
-            self.add_callback(CoefficientUpdate(self.adaptive_coef))
+            self.add_callback(self.adaptive_coef)
 
     @property
     def contrastive_coef(self) -> float:
@@ -382,7 +382,7 @@ class CreditTrainer(ReportingTrainer):
             self._log_values({"entropy": metrics.entropy})
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        with self.clock.around("update"):
+        with self.clock.stage("update"):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -18,7 +18,7 @@ def now(monkeypatch):
 
 def test_outer_stage_excludes_time_of_inner_stages(now):
     clock = StageClock()
-    with clock.around("update"):
+    with clock.stage("update"):
         now[0] += 1
         with clock.stage("rollout"):
             now[0] += 10
@@ -43,7 +43,7 @@ def test_failed_stage_is_timed(now):
     clock = StageClock()
 
     def fail():
-        with clock.around("update"), clock.stage("verdict"):
+        with clock.stage("update"), clock.stage("verdict"):
             now[0] += 2
             raise RuntimeError
 

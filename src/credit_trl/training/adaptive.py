@@ -26,8 +26,8 @@ METRICS = {"kl": ("credit/kl_to_teacher", 1.0), "s": ("credit/s_mean", -1.0)}
 COEFFICIENT_FILE = "contrastive_coef.json"
 
 
-class AdaptiveCoefficient:
-    """λ and the controller that updates it.
+class AdaptiveCoefficient(TrainerCallback):
+    """λ and the controller that updates it, after each optimizer step of the trainer that it is added to.
 
     Observations are sums over all processes, so every process computes the same λ.
 
@@ -59,6 +59,9 @@ class AdaptiveCoefficient:
             self.value = min(max(self.value * factor, FLOOR), self.ceiling)
         self._total, self._count = 0.0, 0.0
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.update()
+
     def save(self, directory: str | Path) -> None:
         """Write λ into a checkpoint directory; call it on one process."""
         (Path(directory) / COEFFICIENT_FILE).write_text(json.dumps({"contrastive_coef": self.value}))
@@ -87,13 +90,3 @@ def make_adaptive(config: CreditConfig) -> AdaptiveCoefficient:
         rate=config.contrastive_auto_rate,
         ceiling=CEILING[config.contrastive_form],
     )
-
-
-class CoefficientUpdate(TrainerCallback):
-    """Updates λ after each optimizer step."""
-
-    def __init__(self, coefficient: AdaptiveCoefficient) -> None:
-        self.coefficient = coefficient
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.coefficient.update()

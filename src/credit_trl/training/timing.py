@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 
 class StageClock:
-    """Accumulates wall-clock seconds by stage. Stages do not nest, except inside `around`.
+    """Accumulates wall-clock seconds by stage. The time of a stage inside another counts for the inner one only.
 
     Args:
-        counts: called when a stage begins; the stage is timed if it returns True. By default every stage is.
+        counts: called when a stage ends; the stage is timed if it returns True. By default every stage is.
     """
 
     def __init__(self, counts: Callable[[], bool] = lambda: True) -> None:
@@ -23,25 +23,13 @@ class StageClock:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the duration of the block to a stage."""
-        if not self._counts():
-            yield
-            return
-        started = time.perf_counter()
+        before, started = sum(self.seconds.values()), time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - started
-
-    @contextmanager
-    def around(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to a stage, without the time of the stages timed inside the block."""
-        before = sum(self.seconds.values())
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            inside = sum(self.seconds.values()) - before
-            self.seconds[name] += time.perf_counter() - started - inside
+            if self._counts():
+                inside = sum(self.seconds.values()) - before
+                self.seconds[name] += time.perf_counter() - started - inside
 
     def report(self, step: int) -> dict[str, float]:
         """Return `credit/seconds_<stage>`, means per optimizer step since the last report, and reset the clock.
