@@ -206,8 +206,8 @@ def test_a_contrast_of_no_token_is_none(tokenizer, make_config, render):
 
 def test_rollouts_of_a_group_share_the_prompt_without_z(builder, render, monkeypatch):
     texts = []
-    tokenize = builder._tokenize
-    monkeypatch.setattr(builder, "_tokenize", lambda text, *, first: texts.append(text) or tokenize(text, first=first))
+    tokenize = builder.tokenize
+    monkeypatch.setattr(builder, "tokenize", lambda text, *, first: texts.append(text) or tokenize(text, first=first))
     for feedback in ("too low", "too high"):
         builder.encode(PROMPT, PrivilegedContext(None, feedback), render)
     scaffolds = [text for text in texts if "too " not in text]

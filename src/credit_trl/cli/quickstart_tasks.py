@@ -8,12 +8,7 @@ from typing import Any
 
 # Options of `CreditConfig` that differ from its defaults.
 _COMMON: dict[str, Any] = {
-    "temperature": 1.0,
     "lr_scheduler_type": "constant_with_warmup",
-    "contrastive_coef": 0.1,
-    "contrastive_count": 1,
-    "distillation_topk": 20,
-    "distillation_tail": "bucket",
     "teacher_update_rate": 0.02,
     "success_feedback_template": None,  # SDPO's wording for all feedback, which the bases were pretrained to read
     "logging_steps": 1,

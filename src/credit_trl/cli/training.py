@@ -104,18 +104,8 @@ def refuse(message: str) -> NoReturn:
     raise ValueError(message)
 
 
-def main(
-    script_args: CreditScriptArguments,
-    training_args: CreditConfig,
-    model_args: ModelConfig,
-    dataset_args: DatasetMixtureConfig,
-) -> None:
-    """Build data, verifier and trainer, train, evaluate and save."""
-    train(make_trainer(script_args, training_args, model_args, dataset_args), script_args)
-
-
 def run(argv: list[str] | None = None) -> int:
-    """Run `main` in a process of `trl credit`; user errors are reported without a traceback.
+    """Train in a process of `trl credit`; user errors are reported without a traceback.
 
     Every `USER_ERRORS` exception before training is a user error. During training, exceptions of other code, such as a
     verifier, keep their traceback.

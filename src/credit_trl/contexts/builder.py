@@ -107,10 +107,6 @@ class ContextBuilder:
         """Token ids of one context, of any length."""
         return self._encode_pieces(self._pieces(prompt, privileged, render), first=isinstance(prompt, str))
 
-    def encode_text(self, text: str) -> list[int]:
-        """Token ids of a part of the chat template."""
-        return self._tokenize(text, first=False)
-
     def encode_turn(
         self, feedback: str, before: str, after: str, budget: int, *, success: bool = False
     ) -> tuple[list[int], bool]:
@@ -135,14 +131,14 @@ class ContextBuilder:
         return [], True
 
     def _encode_pieces(self, pieces: list[tuple[str, bool]], *, first: bool) -> list[int]:
-        ids = self._tokenize("".join(text for text, _ in pieces), first=first)
+        ids = self.tokenize("".join(text for text, _ in pieces), first=first)
         expected = self._scaffold_controls(_scaffold(pieces), first)
         if self._controls(ids) == expected:
             return ids
         # z contains the text of a control token: encode it as plain text, separately from the text around it.
         ids = []
         for position, (text, trusted) in enumerate(pieces):
-            ids += self._tokenize(text, first=first and position == 0) if trusted else self._tokenize_plain(text)
+            ids += self.tokenize(text, first=first and position == 0) if trusted else self._tokenize_plain(text)
         if self._controls(ids) != expected:
             raise ValueError(
                 "A demonstration or feedback encodes to control tokens although `split_special_tokens=True`: the "
@@ -175,7 +171,7 @@ class ContextBuilder:
         own = self.config.success_feedback_template if success else None
         return (own or self.config.feedback_template).format(feedback_raw=feedback)
 
-    def _tokenize(self, text: str, *, first: bool) -> list[int]:
+    def tokenize(self, text: str, *, first: bool = False) -> list[int]:
         """Token ids; with `first` the tokenizer adds its special tokens, as for the student's plain prompts."""
         return self.tokenizer(text, add_special_tokens=first)["input_ids"]
 
@@ -183,7 +179,7 @@ class ContextBuilder:
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
     def _controls_of_text(self, text: str, first: bool) -> list[int]:
-        return self._controls(self._tokenize(text, first=first))
+        return self._controls(self.tokenize(text, first=first))
 
     def _controls(self, ids: list[int]) -> list[int]:
         return [i for i in ids if i in self._control_ids]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,7 +174,8 @@ class ContrastSource:
     """Where contrast prompts come from besides the generation batch.
 
     Args:
-        dataset: rows of `contrastive_source="dataset"`.
+        dataset: a `Dataset`, or a mapping with the column `prompt`, for `contrastive_source="dataset"`; streams have
+            no rows to draw.
         step: index of the generation batch; selects the random stream.
     """
 
@@ -207,7 +208,7 @@ def draw_contrasts(batch: GenerationBatch, config: CreditConfig, source: Contras
     elif config.contrastive_source == "same_task":
         draws = draw_within_groups(keys, gather_object([row["task"] for row in batch.rows]), **options)
     else:
-        prompts = source.dataset["prompt"] if isinstance(source.dataset, Dataset) else []
+        prompts = source.dataset["prompt"] if isinstance(source.dataset, Dataset | Mapping) else []
         draws = draw_from_dataset(prompts, keys, **options)
     return [[prompts[i] for i in drawn] for drawn in draws]
 

@@ -82,7 +82,7 @@ def place_turns(
         ValueError: a turn does not begin with the template's generation prompt.
     """
     feedback = {turn: text for turn, text in sorted(contexts.privileged.turns.items()) if turn < len(starts)}
-    opening = builder.encode_text(form.generation_prompt)
+    opening = builder.tokenize(form.generation_prompt)
     share = builder.config.max_reprompt_len // max(len(feedback), 1)
     prompts, inserted, columns, cut = [contexts.teacher, *contexts.contrasts], [], [], contexts.cut
     for turn, text in feedback.items():

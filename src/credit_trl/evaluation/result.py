@@ -143,6 +143,7 @@ def summarize(
     prompts = [_prompt_score(samples[i : i + k], config, golds, groups) for i in range(0, len(samples), k)]
     mean, low, high = bootstrap_ci([prompt.score for prompt in prompts], config.n_resamples)
     successes = [prompt.successes for prompt in prompts]
+    powers = sorted({2**e for e in range(k.bit_length())} | {k})
     names = sorted({group for group in groups.values() if group is not None})
     scores = {name: [p.score for p in prompts if p.group == name] for name in names if len(names) > 1}
     return Evaluation(
@@ -154,7 +155,7 @@ def summarize(
         score=mean,
         low=low,
         high=high,
-        pass_at={j: float(pass_at_k(successes, k, j).mean()) for j in _powers(k)},
+        pass_at={j: float(pass_at_k(successes, k, j).mean()) for j in powers},
         majority=None if golds is None else float(np.mean([prompt.majority for prompt in prompts])),
         mean_length=float(np.mean([s.length for s in samples])),
         truncated=float(np.mean([s.truncated for s in samples])),
@@ -184,10 +185,6 @@ def _prompt_score(
 def _interval(bounds: Mapping[str, Any]) -> Interval:
     """An interval from JSON, where null stands for NaN: the bounds of a single prompt."""
     return Interval(*(float("nan") if bounds[name] is None else bounds[name] for name in ("mean", "low", "high")))
-
-
-def _powers(k: int) -> list[int]:
-    return sorted({2**e for e in range(k.bit_length())} | {k})
 
 
 def _metric_means(samples: Sequence[Sample]) -> dict[str, float]:

@@ -131,7 +131,7 @@ class Server:
         """Release the next programs if workers are free, and prepare those after them."""
         while self.free and self.waiting:
             self._prepare(self.waiting.popleft())
-        while self.prepared and self._released() < self.workers:
+        while self.prepared and sum(run.released_at is not None for run in self.runs.values()) < self.workers:
             run = self.prepared.popleft()
             run.released_at = time.monotonic()
             with contextlib.suppress(OSError):  # it has ended already, which `_finish` reports
@@ -140,9 +140,6 @@ class Server:
         if not self.channel.closed:
             events = select.EPOLLIN | (select.EPOLLOUT if self.channel.unsent else 0)
             self.poll.modify(self.channel.fileno(), events)
-
-    def _released(self) -> int:
-        return sum(run.released_at is not None for run in self.runs.values())
 
     def _prepare(self, job: Job) -> None:
         user = self.free.pop()

@@ -380,12 +380,9 @@ def engine_metrics(loss: MicroBatchLoss, gather: Callable[[Tensor], Tensor]) -> 
 
 def drop_undefined(metrics: MutableMapping[str, Sequence[float]]) -> None:
     """Remove metrics without a finite value, which loggers would show as NaN or None."""
-    for name in [name for name, values in metrics.items() if not any(map(_is_finite, values))]:
-        del metrics[name]
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    for name, values in list(metrics.items()):
+        if not any(value is not None and math.isfinite(value) for value in values):
+            del metrics[name]
 
 
 def _ratio(total: float, count: float) -> float:

@@ -263,7 +263,7 @@ def test_a_recipe_runs_on_a_tiny_model(recipe, tiny_directory, tmp_path, monkeyp
     run = tmp_path / "run"
     line = [*SMALL, "--model_name_or_path", str(tiny_directory), "--output_dir", str(run), *data_of(recipe, tmp_path)]
     options = parsed(recipe, *line)
-    training.main(*options)
+    training.train(training.make_trainer(*options), options[0])
     config = next(part for part in options if isinstance(part, CreditConfig))
     per_batch = max(1, config.steps_per_generation * config.num_iterations // config.gradient_accumulation_steps)
     log = [json.loads(row) for row in (run / "log.jsonl").read_text().splitlines()]
@@ -288,7 +288,8 @@ def test_the_qlora_recipe_trains_an_adapter_on_four_bits(tmp_path, monkeypatch):
     tokenizer.save_pretrained(model)
     line = [*SMALL, "--model_name_or_path", str(model), "--output_dir", str(run), *data_of(recipe, tmp_path)]
     line[line.index("--load_in_4bit") + 1] = "true"
-    training.main(*parsed(recipe, *line))
+    options = parsed(recipe, *line)
+    training.train(training.make_trainer(*options), options[0])
     losses = [row for row in map(json.loads, (run / "log.jsonl").read_text().splitlines()) if "loss" in row]
     assert [row["credit/frac_lost_gradient"] for row in losses] == [0.0, 0.0]
     base = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
@@ -309,6 +310,7 @@ def test_the_science_recipe_runs_on_the_real_questions(tiny_directory, tmp_path,
         line += ["--eval_dataset_path", str(held_out)]
     else:  # two domains have no test split
         line += ["--dataset_test_split", "all"]
-    training.main(*parsed(recipe, *line))
+    options = parsed(recipe, *line)
+    training.train(training.make_trainer(*options), options[0])
     # Both steps are one generation batch.
     assert json.loads((tmp_path / "summary.json").read_text())["evaluations"] == 2

@@ -13,7 +13,7 @@ import torch
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import ContrastSource, draw_contrasts, draw_from_dataset
+from credit_trl.contexts.contrast import ContrastSource, draw_contrasts
 from credit_trl.contexts.privileged import PrivilegedContext, gather_privileged_contexts
 from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.contexts.tokens import ContextColumns
@@ -218,14 +218,6 @@ def draw(
             "`contrastive_swap='hint'` and `teacher_hint='foreign'` use the privileged contexts of the run's own "
             "rollouts: map such a run with `CreditMapCallback` during training."
         )
-    if config.contrastive_swap == "self":
-        return [[prompt] * config.contrastive_count for prompt in prompts]
-    if config.contrastive_source == "dataset":
-        keys = [prompt_key(prompt) for prompt in prompts]
-        draws = draw_from_dataset(
-            population, keys, range(len(prompts)), config.contrastive_count, seed=config.seed, step=0
-        )
-        return [[population[i] for i in drawn] for drawn in draws]
     if config.contrastive_source == "same_task" and (tasks is None or None in tasks):
         raise ValueError(
             "`contrastive_source='same_task'` needs the task of every prompt: a column `task`, or a field `task` of "
@@ -235,7 +227,7 @@ def draw(
     config.contrastive_coef = config.contrastive_coef or 1.0
     rows = [{"task": task} for task in tasks or prompts]
     batch = GenerationBatch(rows, list(prompts), [[] for _ in prompts], [], [None for _ in prompts], first=0)
-    return draw_contrasts(batch, config, ContrastSource(None, step=0))
+    return draw_contrasts(batch, config, ContrastSource({"prompt": population}, step=0))
 
 
 def read_rollouts(
