@@ -119,9 +119,9 @@ def conditionals(
 
 
 @torch.no_grad()
-def last_position(reading: Reading, response_ids: Sequence[int], *, temperature: float = 1.0) -> Float[Tensor, "P V"]:
+def last_position(reading: Reading, response_ids: Sequence[int]) -> Float[Tensor, "P V"]:
     """Log-probabilities of the token that follows the whole response, in one batched pass over all prompts."""
-    hidden, head = _states(reading, [*response_ids, 0], temperature, only_last=True)
+    hidden, head = _states(reading, [*response_ids, 0], temperature=1.0, only_last=True)
     return _project(hidden, head)[:, 0]
 
 

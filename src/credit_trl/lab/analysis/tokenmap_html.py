@@ -11,7 +11,7 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -24,37 +24,28 @@ from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.lab.analysis.responses import Rollout, feedback_text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, group_scales
 from credit_trl.lab.analysis.tokenmap_parquet import check_distinct
-from credit_trl.lab.analysis.tokenmap_summary import Summary, summarize_maps
+from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
 from credit_trl.lab.analysis.tokentext import visible
 
 # `ensure_ascii` escapes U+2028 and U+2029, which end a line in a script.
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
-def write_html(
-    maps: Sequence[TokenMap],
-    path: str | Path,
-    *,
-    title: str = "Token credit",
-    summaries: Mapping[str, Summary] | None = None,
-) -> None:
+def write_html(maps: Sequence[TokenMap], path: str | Path, *, title: str = "Token credit") -> None:
     """Write a page of maps.
 
     Args:
         maps: maps of any responses and checkpoints; maps of one response are shown side by side.
         path: path of the page.
         title: heading of the page.
-        summaries: summary of token classes and strings by checkpoint; by default that of the page's maps.
 
     Raises:
         ValueError: `maps` is empty, or has two maps of one response under one checkpoint.
     """
-    Path(path).write_text(render_html(maps, title=title, summaries=summaries), encoding="utf-8")
+    Path(path).write_text(render_html(maps, title=title), encoding="utf-8")
 
 
-def render_html(
-    maps: Sequence[TokenMap], *, title: str = "Token credit", summaries: Mapping[str, Summary] | None = None
-) -> str:
+def render_html(maps: Sequence[TokenMap], *, title: str = "Token credit") -> str:
     """HTML text of the page; see `write_html`."""
     if not maps:
         raise ValueError("There is no map to draw.")
@@ -67,7 +58,7 @@ def render_html(
         title=html.escape(visible(title)),
         style=page["css"],
         script=page["js"],
-        data=embed_json(_document(maps, summaries or {})),
+        data=embed_json(_document(maps)),
     )
 
 
@@ -106,7 +97,7 @@ class _Strings(dict[str, int]):
         return self[text]
 
 
-def _document(maps: Sequence[TokenMap], summaries: Mapping[str, Summary]) -> dict[str, Any]:
+def _document(maps: Sequence[TokenMap]) -> dict[str, Any]:
     strings, classes = _Strings(), _Strings()
     checkpoints = list(dict.fromkeys(m.checkpoint for m in maps))
     groups = {group: number for number, group in enumerate(dict.fromkeys(m.response.group for m in maps))}
@@ -130,10 +121,7 @@ def _document(maps: Sequence[TokenMap], summaries: Mapping[str, Summary]) -> dic
         "responses": responses,
         "strings": list(strings),
         "classes": list(classes),
-        "summaries": [
-            (summaries.get(name) or summarize_maps([m for m in maps if m.checkpoint == name])).to_json()
-            for name in checkpoints
-        ],
+        "summaries": [summarize_maps([m for m in maps if m.checkpoint == name]).to_json() for name in checkpoints],
     }
 
 
