@@ -15,6 +15,7 @@ from trl.cli.commands import get_commands
 
 from credit_trl import cli
 from credit_trl.cli import credit, training
+from credit_trl.tasks.registry import load_task
 from tiny import SHARED_DATA
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +88,15 @@ def test_credit_help_shows_options_and_symbols(capsys):
     for option in ("--contrastive_coef", "--contrastive_count", "--distillation_support", "--task", "--use_peft"):
         assert option in shown
     assert "λ, the weight of the input-generic baseline" in " ".join(shown.split())
+
+
+def test_eval_finds_a_task_of_the_working_directory(tmp_path, monkeypatch, capsys):
+    (tmp_path / "task_of_this_folder.py").write_text("class Own:\n    build = verify = print\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("credit_trl.evaluation.protocol.evaluate", lambda model, task, **_: load_task(task).name)
+    assert cli.main(["credit-eval", "--model", "any", "--task", "task_of_this_folder:Own"]) == 0
+    assert capsys.readouterr().out == "task_of_this_folder:Own\n"
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from dataclasses import fields
 
 from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     accepted = {field.name for field in fields(EvaluationConfig)}
     apply_sandbox_arguments(args)
+    sys.path.insert(0, os.getcwd())
     print(evaluate(args.model, args.task, **{name: value for name, value in vars(args).items() if name in accepted}))
     if args.output_dir:
         print(f"  written to {args.output_dir}")
