@@ -28,6 +28,7 @@ from credit_trl.training.run_directory import write_atomically
 HERE = Path(__file__).parent
 MIN_FIDELITY, MIN_FORMAT = 0.95, 0.9  # of a run that is compared
 MIN_BASES = 3  # of an interval
+SOUND_SHARE = 0.75  # of the bases, at a step at which arms are compared
 SDPO, CREDIT = "SDPO", "CREDIT λ=0.1"
 RATE, ACCURACY = "thought_unknown", "accuracy_unknown"
 GROUPS = ("known", "unknown", "holdout")
@@ -81,7 +82,10 @@ WORLDS = {
 
 
 class Cell(NamedTuple):
-    """Mean over bases with its 95 % interval over bases and cues, which is NaN for less than three bases."""
+    """Mean over bases with its 95 % interval over bases and cues, which is NaN for less than three bases.
+
+    Empty without any base.
+    """
 
     values: Sequence[float]
     mean: float
@@ -106,13 +110,15 @@ class Outcome:
     def values(self, step: int, name: str) -> list[float]:
         return [row[name] for row in self.rows[step].values()]
 
-    def mean(self, step: int, name: str) -> Cell:
-        cues = [self.cues[step][seed] for seed in self.rows[step]]
-        return cell(self.values(step, name), resampled(cues, [], name, self.world))
+    def sound(self, step: int) -> list[int]:
+        """Seeds of the bases whose run has not collapsed, and whose teacher still reads the feedback."""
+        return [seed for seed, row in self.rows[step].items() if is_sound(row)]
 
-    def is_sound(self, step: int) -> bool:
-        """Whether no run has collapsed and every teacher still reads the feedback."""
-        return all(is_sound(row) for row in self.rows[step].values())
+    def mean(self, step: int, name: str) -> Cell:
+        """Mean over the bases with a sound run."""
+        seeds = self.sound(step)
+        values = [self.rows[step][seed][name] for seed in seeds]
+        return cell(values, lambda: resampled([self.cues[step][seed] for seed in seeds], [], name, self.world))
 
 
 @dataclass(frozen=True)
@@ -128,26 +134,18 @@ class World:
 
     @property
     def compared(self) -> int:
-        """The last step that all bases reach and at which all runs are sound, or the first one."""
-        reached = [s for s in self.steps if all(one.rows[s].keys() == one.rows[0].keys() for one in self.outcomes)]
-        return max((s for s in reached if all(one.is_sound(s) for one in self.outcomes)), default=self.steps[0])
-
-    def compared_pair(self, one: Outcome, other: Outcome) -> int:
-        """The last step that all shared bases reach and at which all their runs of two arms are sound."""
-        seeds = shared(one, other, 0)
-        sound = (
+        """The last step at which each arm has sound runs on `SOUND_SHARE` of its bases, or the first one."""
+        steps = (
             step
             for step in self.steps
-            if all(seed in arm.rows[step] and is_sound(arm.rows[step][seed]) for arm in (one, other) for seed in seeds)
+            if all(len(one.sound(step)) >= SOUND_SHARE * len(one.rows[0]) for one in self.outcomes)
         )
-        return max(sound, default=self.steps[0])
+        return max(steps, default=self.steps[0])
 
-    @property
-    def shown(self) -> list[int]:
-        """The step at which all arms are compared, that of λ = 0.1 and SDPO, and the last one."""
-        sdpo, credit = self.arm(SDPO), self.arm(CREDIT)
-        pair = [self.compared_pair(credit, sdpo)] if sdpo and credit else []
-        return sorted({self.compared, *pair, self.steps[-1]})
+    def compared_pair(self, one: Outcome, other: Outcome) -> int:
+        """The last step at which both arms have sound runs on `SOUND_SHARE` of the bases that they share."""
+        needed = SOUND_SHARE * len(one.rows[0].keys() & other.rows[0].keys())
+        return max((s for s in self.steps if len(shared(one, other, s)) >= needed), default=self.steps[0])
 
 
 def main() -> None:
@@ -212,8 +210,9 @@ def introduction(note: str) -> str:
         "ℓ\\* = δ(1 − λ)/λ − s; for SDPO and guide they have no limit, and the sign of δ − λ s decides.\n\n"
         "All arms of a world have the same learning rate and budget. Rates are avg@4 at temperature 1, since the "
         "prediction is the policy's own rate. Intervals resample bases and cues. *Collapsed*: less than "
-        f"{100 * MIN_FORMAT:.0f} % of the responses in the format. Arms are compared at the last evaluation at which "
-        f"no run of theirs has collapsed and teachers read at least {100 * MIN_FIDELITY:.0f} % of the feedback right."
+        f"{100 * MIN_FORMAT:.0f} % of the responses in the format. A run counts unless it collapsed or the teacher "
+        f"reads less than {100 * MIN_FIDELITY:.0f} % of the feedback right. Arms are compared at the last evaluation "
+        f"at which they count on {100 * SOUND_SHARE:.0f} % of the bases, over those bases."
         + (f" {note}" if note else "")
     )
 
@@ -262,7 +261,7 @@ def arms_table(world: World) -> str:
         cells = [str(one.mean(step, f"{measure}_{group}")) for measure in ("thought", "accuracy") for group in GROUPS]
         ends = one.rows[last].values()
         cells += [str(one.mean(last, RATE)), f"{sum(row['format'] < MIN_FORMAT for row in ends)} of {len(ends)}"]
-        lines.append([label(one.arm), str(len(one.rows[step])), predicted(one), *cells])
+        lines.append([label(one.arm), str(len(one.sound(step))), predicted(one), *cells])
     return table(head, lines)
 
 
@@ -274,9 +273,8 @@ def differences_table(world: World) -> str:
     lines = []
     for first, second in pairs:
         one, other = world.arm(first), world.arm(second)
-        if one and other and (seeds := shared(one, other, 0)):
+        if one and other and (seeds := shared(one, other, step := world.compared_pair(one, other))):
             names = [f"{measure}_{group}" for measure in ("thought", "accuracy") for group in GROUPS]
-            step = world.compared_pair(one, other)
             cells = [str(difference(one, other, step, name)) for name in names]
             lines.append([f"{label(first)} − {label(second)}", str(len(seeds)), str(step), *cells])
     about = WORLDS[world.name]
@@ -285,11 +283,11 @@ def differences_table(world: World) -> str:
 
 
 def criteria_table(world: World) -> str:
-    """The criteria that were set before the runs, at the steps of `World.shown`."""
+    """The criteria that were set before the runs, at each evaluated step."""
     if world.arm(SDPO) is None or world.arm(CREDIT) is None:
         return ""
-    lines = [[title, *map(found, world.shown)] for title, found in criteria(world).items()]
-    return table((f"criterion, for {WORLDS[world.name].groups[1]}", *(f"step {s}" for s in world.shown)), lines)
+    lines = [[title, *map(found, world.steps)] for title, found in criteria(world).items()]
+    return table((f"criterion, for {WORLDS[world.name].groups[1]}", *(f"step {s}" for s in world.steps)), lines)
 
 
 def criteria(world: World) -> dict[str, Callable[[int], str]]:
@@ -332,7 +330,8 @@ def criteria(world: World) -> dict[str, Callable[[int], str]]:
 
 
 def points(one: Outcome, other: Outcome, step: int, name: str) -> str:
-    return f"{difference(one, other, step, name)} points"
+    found = str(difference(one, other, step, name))
+    return f"{found} points" if found else ""
 
 
 def lengths(one: Outcome, step: int) -> str:
@@ -360,12 +359,13 @@ def from_fixed_point(one: Outcome, step: int) -> str:
 
 
 def shared(one: Outcome, other: Outcome, step: int) -> list[int]:
-    return [seed for seed in one.rows[step] if seed in other.rows[step]]
+    """Seeds of the bases on which both arms have a sound run."""
+    return [seed for seed in one.sound(step) if seed in other.sound(step)]
 
 
 def paired(step: int, *outcomes: Outcome) -> list[tuple[float, ...]]:
-    """Rates of the arms on each base that all of them have."""
-    seeds = set.intersection(*(set(one.rows[step]) for one in outcomes))
+    """Rates of the arms on each base on which all of them have a sound run."""
+    seeds = set.intersection(*(set(one.sound(step)) for one in outcomes))
     return [tuple(one.rows[step][seed][RATE] for one in outcomes) for seed in sorted(seeds)]
 
 
@@ -373,17 +373,20 @@ def difference(one: Outcome, other: Outcome, step: int, name: str) -> Cell:
     seeds = shared(one, other, step)
     values = [one.rows[step][seed][name] - other.rows[step][seed][name] for seed in seeds]
     cues = ([arm.cues[step][seed] for seed in seeds] for arm in (one, other))
-    return cell(values, resampled(*cues, name, one.world))
+    return cell(values, lambda: resampled(*cues, name, one.world))
 
 
-def cell(values: Sequence[float], interval: Interval) -> Cell:
+def cell(values: Sequence[float], resample: Callable[[], Interval]) -> Cell:
     """Cell of the values of each base and their interval."""
+    if not values:
+        return Cell(values, math.nan, math.nan, math.nan)
+    interval = resample()
     shown = (interval.low, interval.high) if len(values) >= MIN_BASES else (math.nan, math.nan)
     return Cell(values, interval.mean, *shown)
 
 
 def few(world: World) -> str:
-    fewest = min(len(one.rows[world.compared]) for one in world.outcomes)
+    fewest = min(len(one.sound(world.compared)) for one in world.outcomes)
     return "" if fewest >= MIN_BASES else f" (of less than {MIN_BASES} bases: the values)"
 
 
@@ -423,14 +426,15 @@ def rates_figure(world: World, theme: Theme) -> bytes:
     axis = drawn.subplots()
     axis.set_facecolor(theme.background)
     for position, one in enumerate(world.outcomes):
-        colour, rates = COLOURS[position % len(COLOURS)], [100 * rate for rate in one.values(world.compared, RATE)]
+        colour, mean = COLOURS[position % len(COLOURS)], one.mean(world.compared, RATE)
+        rates = [100 * rate for rate in mean.values]
         found = [100 * row["predicted_rate"] for row in one.rows[0].values() if row["predicted_rate"] is not None]
         if found:
             width = max(max(found) - min(found), 0.8)
             left = min(min(found), 100 - width)
             axis.barh(position, width, left=left, height=0.75, color=theme.ink, alpha=0.3)
         axis.plot(rates, [position] * len(rates), "o", color=colour, alpha=0.5, ms=5, mew=0)
-        mean, low, high = (100 * value for value in one.mean(world.compared, RATE)[1:])
+        mean, low, high = (100 * value for value in mean[1:])
         if not math.isnan(low):
             axis.plot([max(low, 0), min(high, 100)], [position, position], color=colour, lw=2)
         axis.plot(mean, position, "D", color=colour, ms=6)

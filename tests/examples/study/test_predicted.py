@@ -186,25 +186,32 @@ def test_the_page_pairs_bases_and_draws_the_rates(runs, study):
 
 
 @pytest.mark.parametrize(("name", "value"), [("format", 0.5), ("teacher_fidelity", 0.9)])
-def test_arms_are_compared_before_the_first_collapse(runs, study, name, value):
-    run, _, file, module = runs
-    run()
-    rows = module.read_rows(file)
-    cues = same_for_every_cue(study, rows)
-    assert study("world_page").world_of(rows, cues, "weak").compared == 2
-    rows["weak", 1, "SDPO", 2][name] = value
-    assert study("world_page").world_of(rows, cues, "weak").compared == 1
-
-
-def test_two_sound_arms_are_compared_after_a_third_ones_collapse(runs, study):
+def test_arms_are_compared_where_most_runs_are_sound(runs, study, name, value):
     run, _, file, module = runs
     run()
     rows = module.read_rows(file)
     rows |= {(*key[:2], "third", key[3]): row | {"arm": "third"} for key, row in rows.items() if key[2] == "SDPO"}
-    rows["weak", 0, "third", 2]["format"] = 0.5
-    world = study("world_page").world_of(rows, same_for_every_cue(study, rows), "weak")
+    cues = same_for_every_cue(study, rows)
+    page = study("world_page")
+    assert page.world_of(rows, cues, "weak").compared == 2
+    rows["weak", 1, "third", 2][name] = value  # on half of the bases
+    world = page.world_of(rows, cues, "weak")
     sdpo, grpo, third = map(world.arm, ("SDPO", "GRPO", "third"))
     assert (world.compared, world.compared_pair(sdpo, grpo), world.compared_pair(sdpo, third)) == (1, 2, 1)
+
+
+def test_a_collapsed_run_is_not_in_the_means(runs, study, monkeypatch):
+    run, _, file, module = runs
+    run()
+    rows = module.read_rows(file)
+    rows["weak", 1, "SDPO", 2] |= {"format": 0.5, "thought_unknown": 0.0}
+    page = study("world_page")
+    monkeypatch.setattr(page, "SOUND_SHARE", 0.5)
+    world = page.world_of(rows, same_for_every_cue(study, rows), "weak")
+    sdpo, grpo = map(world.arm, ("SDPO", "GRPO"))
+    assert (world.compared, sdpo.sound(2), sdpo.mean(2, "thought_unknown").mean) == (2, [0], 0.25)
+    assert page.shared(sdpo, grpo, 2) == [0]
+    assert page.paired(2, sdpo, grpo) == [(0.25, 0.25)]
 
 
 def test_an_unfinished_arm_is_not_on_the_page(runs, study):
