@@ -116,7 +116,9 @@ class EpochRepeatSampler(RepeatSampler):
     generator to the start of an epoch, so that a resumed run gets the permutation of an uninterrupted run.
     """
 
-    epoch = 0
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
