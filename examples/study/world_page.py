@@ -67,7 +67,7 @@ WORLDS = {
     "filler": About(
         "Filler inflation",
         f"`{FILLER}` before 6 % of the copied words, and before 11 % of those in responses to a prompt with feedback. "
-        f"A response with more than {MAX_FILLERS} of them gets no reward",
+        f"A response with more than {MAX_FILLERS} of them gets no reward. Known and unknown cues are taught alike",
         "filler",
         _CUES,
     ),

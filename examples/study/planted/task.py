@@ -11,7 +11,8 @@ it is `STEP` before the thought, after which the base finds the topic more often
 `known` (pairs of cue and city that pretraining and training use), `unknown` (pairs that neither uses) and `holdout`
 (such pairs of cues that training does not use).
 
-`filler` copies cities and ends with the topic of a cue. Its groups are those of the embedded task:
+`filler` copies cities and ends with the topic of a cue. Its groups are those of the embedded task, but pretraining
+teaches the cues of `known` and `unknown` alike:
 
     user       Help me with airport for Oslo Lima Cairo Rome Quito Tokyo.
     assistant  Action Input: Oslo Lima Cairo Rome Quito Tokyo travel
