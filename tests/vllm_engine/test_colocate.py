@@ -106,13 +106,14 @@ def test_phases_keep_engine_policy_and_teacher_weights_apart(make_trainer, kind,
     first = snapshot()
     trainer.train()
     assert [name for name, *_ in phases].count("scores") == 4
-    drifts = []
-    for name, before, after, policy in phases:
+    drifts, in_engine = [], first["engine"]
+    for name, before, after, policy in phases:  # in the order in which they end: a rollout before its update
         # Only optimizer steps change policy and teacher.
         for part in ("policy", "teacher") if kind == "full" else ("policy", "base", "teacher"):
             assert equal(before[part], after[part]), (name, part)
         # Only rollouts change the engine's weights, to those of the policy.
-        assert name == "rollout" or equal(before["engine"], after["engine"])
+        in_engine = after["engine"] if name == "rollout" else in_engine
+        assert equal(in_engine, after["engine"]), name
         for weight_name, weight in policy.items():
             held = after["engine"][weight_name][: len(weight)]
             torch.testing.assert_close(held, weight, rtol=0, atol=0 if kind == "full" else 1e-6)
