@@ -260,7 +260,7 @@ RESOURCES = [
         time.sleep(1)
         """,
         statuses=("ok", "memory", "runtime_error"),
-        limits=replace(LIMITS, memory_bytes=128 * MIB),
+        limits=replace(LIMITS, memory_bytes=192 * MIB),
     ),
     Escape(
         "hide sockets in sockets",

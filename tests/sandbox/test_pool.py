@@ -139,7 +139,7 @@ def test_abnormal_exit_reports_stderr_or_signal(sandbox) -> None:
 def test_each_limit_has_its_status(sandbox) -> None:
     cases = {
         "timeout": ("import time; time.sleep(9)", Limits(wall_seconds=0.3)),
-        "memory": ("x = bytearray(300 * 1024 * 1024)", Limits(memory_bytes=128 * MIB)),
+        "memory": ("x = bytearray(300 * 1024 * 1024)", Limits(memory_bytes=192 * MIB)),
         "output_limit": ("while True: print('x' * 1000)", Limits(output_bytes=100_000)),
         "runtime_error": ("open('/tmp/x', 'wb').write(bytes(1 << 20))", Limits(file_bytes=1 << 16)),
     }
@@ -157,7 +157,7 @@ def test_each_limit_has_its_status(sandbox) -> None:
     ("status", "ending", "limits"),
     [
         ("timeout", "while True: pass", Limits(wall_seconds=0.5)),
-        ("memory", "bytearray(300 * 1024 * 1024)", Limits(memory_bytes=128 * MIB)),
+        ("memory", "bytearray(300 * 1024 * 1024)", Limits(memory_bytes=192 * MIB)),
         ("output_limit", "while True: print('x' * 1000)", Limits(output_bytes=3 * MIB)),
         ("runtime_error", "1 / 0", Limits()),
     ],

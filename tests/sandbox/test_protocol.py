@@ -49,6 +49,12 @@ def test_limits_too_small_for_interpreter_raise() -> None:
         Limits(open_files=3)
 
 
+def test_tree_needs_more_memory_than_one_process() -> None:
+    Limits(memory_bytes=64 << 20, processes=1)
+    with pytest.raises(ValueError, match=r"at least 201326592.*Limits.processes to 1"):
+        Limits(memory_bytes=128 << 20, processes=2)
+
+
 @given(st.text(max_size=50), st.integers(0, 9000))
 def test_excerpt_keeps_both_ends(text: str, middle: int) -> None:
     text += "x" * middle + text

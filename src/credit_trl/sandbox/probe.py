@@ -95,7 +95,7 @@ _SHORT = Limits(wall_seconds=0.2, memory_bytes=256 * MIB)
 _LIMITS = replace(
     _SHORT, cpu_seconds=5, wall_seconds=20, processes=4, file_bytes=MIB, open_files=32, output_bytes=1 << 16
 )
-_BUFFER_LIMITS = replace(_LIMITS, memory_bytes=64 * MIB, open_files=512)
+_BUFFER_LIMITS = replace(_LIMITS, memory_bytes=64 * MIB, processes=1, open_files=512)
 
 
 def probe(sandbox: PoolSandbox) -> None:

@@ -27,6 +27,11 @@ _EXCERPT_CHARACTERS = 4096
 _LARGEST_LIMIT = 1 << 62  # the kernel stores limits as signed longs
 
 
+_SMALLEST_MEMORY = 64 * MIB
+# Between two samples 12 processes on two busy cores can take 135 MiB.
+_SMALLEST_TREE_MEMORY = 192 * MIB
+
+
 class SandboxError(RuntimeError):
     """The sandbox itself failed (not the program in it), or this machine has none."""
 
@@ -41,7 +46,8 @@ class Limits:
         wall_seconds: wall-clock time of the program, without the time in which it could run and waited for a
             processor. At the limit its whole process group is killed.
         memory_bytes: address space of each process (`RLIMIT_AS`), and what all the program's processes hold together,
-            which is sampled: resident memory, page tables, buffers of pipes and sockets.
+            which is sampled: resident memory, page tables, buffers of pipes and sockets. At least 192 MiB, or 64 MiB
+            with one process.
         processes: processes and threads together, including the interpreter.
         file_bytes: size of the largest file, and of all scratch files together if there is a scratch directory, which
             then holds at most one file for each 4 KiB of it.
@@ -68,11 +74,16 @@ class Limits:
             value = getattr(self, limit.name)
             if not (value is None and limit.name == "answer_bytes") and not 0 < value < _LARGEST_LIMIT:
                 raise ValueError(f"Limits.{limit.name} must be positive and finite, below 2**62, got {value!r}.")
-        for name, least in (("memory_bytes", 64 * MIB), ("open_files", 16)):
+        for name, least in (("memory_bytes", _SMALLEST_MEMORY), ("open_files", 16)):
             if getattr(self, name) < least:
                 raise ValueError(
                     f"Limits.{name} must be at least {least} for an interpreter to start, got {getattr(self, name)}."
                 )
+        if self.processes > 1 and self.memory_bytes < _SMALLEST_TREE_MEMORY:
+            raise ValueError(
+                f"Limits.memory_bytes must be at least {_SMALLEST_TREE_MEMORY} with several processes, since samples "
+                f"hold no less, got {self.memory_bytes}. Set it to that, or Limits.processes to 1."
+            )
 
     @property
     def longest_answer(self) -> int:
