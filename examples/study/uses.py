@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -49,30 +49,30 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="folder of the sweeps' folders")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the page and the table")
     args = parser.parse_args()
-    rows = read_rows(args.results / "uses.csv") | rows_of_runs(args.output_dir)
+    rows = read_rows(args.results / "uses.csv", COLUMNS) | rows_of_runs(args.output_dir, WORLDS, COLUMNS)
     write_atomically(args.results / "uses.csv", as_csv(rows, Key._fields, COLUMNS))
     write_atomically(args.results / "uses.md", page(rows))
     print(args.results / "uses.md")
 
 
-def rows_of_runs(root: Path) -> Rows:
-    """Final means of the finished runs, and those of their base."""
+def rows_of_runs(root: Path, sweeps: Iterable[str], columns: Sequence[str]) -> Rows:
+    """Final means of the finished runs in the folders of some sweeps, and those of their base."""
     rows: Rows = {}
-    for sweep in WORLDS:
+    for sweep in sweeps:
         for run in find_runs([root / sweep]) if any((root / sweep).rglob("run.json")) else ():
             if run.finished:
                 base = replace(run, evaluations=run.evaluations[:1])
                 for arm, means in ((run.arm, run), (BASE, base)):
-                    rows[Key(sweep, arm, run.seed)] = {name: final_mean(means, name) for name in COLUMNS}
+                    rows[Key(sweep, arm, run.seed)] = {name: final_mean(means, name) for name in columns}
     return rows
 
 
-def read_rows(file: Path) -> Rows:
+def read_rows(file: Path, columns: Sequence[str]) -> Rows:
     if not file.is_file():
         return {}
     with file.open(encoding="utf-8", newline="") as lines:
         return {
-            Key(row["sweep"], row["arm"], int(row["seed"])): {name: float(row[name]) for name in COLUMNS}
+            Key(row["sweep"], row["arm"], int(row["seed"])): {name: float(row[name]) for name in columns}
             for row in csv.DictReader(lines)
         }
 

@@ -31,7 +31,7 @@ def test_page_has_means_and_paired_differences_of_all_runs(study, tmp_path, monk
     low, high = found.confidence_interval(0.95)
     assert f"| modulate − GRPO | +0.0 [+0.0, +0.0] | +30.0 [{100 * low:+.1f}, {100 * high:+.1f}] |" in page
     assert "Not run yet." in page  # the other world
-    before = uses.read_rows(tmp_path / "uses.csv")
+    before = uses.read_rows(tmp_path / "uses.csv", uses.COLUMNS)
     assert before[uses.Key("uses", "GRPO", 1)]["unknown"] == pytest.approx(0.6)
     monkeypatch.setattr(sys, "argv", [*line[:2], str(tmp_path / "none"), *line[3:]])
     uses.main()  # from the table alone
