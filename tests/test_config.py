@@ -21,7 +21,7 @@ from credit_trl.contexts.privileged import PrivilegedContext
     ("options", "message"),
     [
         ({"contrastive_coef": 2.0}, r"`contrastive_coef` must be in \[0, 1\], got 2.0"),
-        ({"contrastive_coef": [0.1]}, r"`contrastive_coef` must be a number or 'auto', got \[0.1\]"),
+        ({"contrastive_coef": [0.1]}, r"`contrastive_coef` must be a number, got \[0.1\]"),
         ({"contrastive_coef": True}, "`contrastive_coef` must be a number"),
         ({"contrastive_count": 1.5}, "`contrastive_count` must be a whole number, got 1.5"),
         ({"distillation_topk": "20"}, "`distillation_topk` must be a whole number, got '20'"),
@@ -229,7 +229,7 @@ def test_help_of_every_option_is_its_part_of_the_docstring():
         entry, _, description = docstring.partition(options[name].metadata["help"])
         assert f"{name} (" in entry or f"{name}, " in entry
         assert description  # other entries, or the errors, follow
-    assert options["contrastive_auto_start"].metadata["help"] == "λ of the first step."
+    assert options["teacher_model_revision"].metadata["help"] == "Branch, tag or commit of that model."
 
 
 def test_luspo_takes_the_sequence_level_that_trl_asks_for(make_config):

@@ -38,12 +38,7 @@ ROWS = Dataset.from_list(
 # One choice besides the default for each option whose effect a loss can show; its first option names it.
 CHOICES = [
     {"contrastive_coef": 0.4},
-    {"contrastive_coef": "auto", "contrastive_auto_level": 0.05, "contrastive_auto_start": 0.3},
     {"contrastive_coef": 0.0},
-    {"contrastive_auto_level": 0.2},
-    {"contrastive_auto_start": 0.2},
-    {"contrastive_auto_rate": 0.5},
-    {"contrastive_auto_quantity": "s"},
     {"contrastive_form": "guide"},
     {"contrastive_gate": 0.015},  # between the positions of these runs, so that it hides no other option
     {"contrastive_gate": 0.9},  # above all positions, so that it shows itself beside every other option
@@ -100,7 +95,6 @@ CHOICES = [
 
 # Options whose effect begins with the second generation batch.
 LATE = {
-    *("contrastive_auto_level", "contrastive_auto_rate", "contrastive_auto_quantity"),
     *("teacher_update_rate", "teacher_model_kind", "teacher_rehearsal", "teacher_trust_weight", "teacher_trust_kl"),
 }
 
@@ -235,8 +229,6 @@ def train(trainer: CreditTrainer, batches: int) -> list[float]:
                 parameter -= 0.5 * gradients[name]
         if trainer.args.distillation_weight and trainer.args.teacher_model_kind in ("ema", "trust_region"):
             trainer.teacher.update(trainer.args.teacher_update_rate)
-        if trainer.adaptive_coef is not None:
-            trainer.adaptive_coef.update()
     return losses
 
 

@@ -13,19 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trl import GRPOConfig
 
 from credit_trl.objective import ContrastRule
-
-if TYPE_CHECKING:
-    Coefficient = float | Literal["auto"]
-else:
-
-    def Coefficient(value: str | float) -> float | str:
-        """A number, or `"auto"`."""
-        return value if value == "auto" else float(value)
 
 
 def _with_help(config: type) -> type:
@@ -50,21 +42,9 @@ class CreditConfig(GRPOConfig):
     Parameters:
         > The contrast
 
-        contrastive_coef (`float` or `"auto"`, *optional*, defaults to `0.1`):
+        contrastive_coef (`float`, *optional*, defaults to `0.1`):
             λ, the weight of the input-generic baseline Ĝ that is subtracted from the teacher (Eq. 8), in [0, 1]; any
             λ ≥ 0 for `contrastive_form="guide"`. The paper finds 0.05 to 0.1 best, and a collapse of S_t towards 0.5.
-            `"auto"` adapts λ after every optimizer step by the next four options; it is logged as
-            `credit/contrastive_coef`.
-        contrastive_auto_quantity (`"kl"` or `"s"`, *optional*, defaults to `"kl"`):
-            Quantity that `"auto"` holds constant: the mean divergence from the target to the teacher
-            (`credit/kl_to_teacher`), or the mean S_t (`credit/s_mean`).
-        contrastive_auto_level (`float`, *optional*):
-            Level of that quantity, in nats; required with `"auto"`. Take the value that a good run with a fixed λ
-            logs.
-        contrastive_auto_start (`float`, *optional*, defaults to `0.1`):
-            λ of the first step.
-        contrastive_auto_rate (`float`, *optional*, defaults to `0.1`):
-            In (0, 1]: maximum change of log λ in one step.
         contrastive_form (`"subtract"` or `"guide"`, *optional*, defaults to `"subtract"`):
             Form of the target: the paper's `f − λ Ĝ`, or `f + λ (f − Ĝ)`, which equals the teacher at positions where
             teacher and contrast agree. λ = 1 of `"guide"` is λ = 0.5 of `"subtract"` without its flattening.
@@ -246,11 +226,7 @@ class CreditConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]  # noqa: RUF012, as in TRL
 
-    contrastive_coef: Coefficient = 0.1
-    contrastive_auto_quantity: Literal["kl", "s"] = "kl"
-    contrastive_auto_level: float | None = None
-    contrastive_auto_start: float = 0.1
-    contrastive_auto_rate: float = 0.1
+    contrastive_coef: float = 0.1
     contrastive_form: Literal["subtract", "guide"] = "subtract"
     contrastive_gate: float = 0.0
     contrastive_count: int = 1
@@ -439,10 +415,6 @@ class _OneRollout(int):
         return False
 
 
-# Bounds of an adapted λ.
-FLOOR = 1e-3
-CEILING = {"subtract": 1.0, "guide": 10.0}
-
 TEMPLATE_PLACEHOLDERS = {
     "reprompt_template": ("prompt", "solution", "feedback"),
     "solution_template": ("successful_previous_attempt",),
@@ -509,7 +481,7 @@ def check_values(config: CreditConfig) -> None:
             "`distillation_kernels='triton'` needs the package triton, which is not installed. torch's CUDA builds "
             "bring it along: install one, or set `distillation_kernels='torch'`."
         )
-    _check_adapted(config) if config.contrastive_coef == "auto" else _check_coefficient(config)
+    _check_coefficient(config)
     for words, (holds, names) in _RANGES.items():
         if wrong := [name for name in names if not holds(getattr(config, name))]:
             raise ValueError(f"`{wrong[0]}` must be {words}, got {getattr(config, wrong[0])}.")
@@ -585,8 +557,6 @@ def _check_types(config: CreditConfig) -> None:
             value = getattr(config, name)
             if kind in _NUMBERS and not (value is None and otherwise == "None"):
                 _check_number(name, value, kind)
-    if config.contrastive_coef != "auto":
-        _check_number("contrastive_coef", config.contrastive_coef, "float", " or 'auto'")
     for one in fields(config):
         if re.search(r"\b(int|float)\b", declared := str(one.type)) and not re.search(r"\bstr\b", declared):
             _check_is_no_text(one.name, getattr(config, one.name))
@@ -606,10 +576,10 @@ def _check_is_no_text(name: str, value: object) -> None:
     )
 
 
-def _check_number(name: str, value: object, kind: str, otherwise: str = "") -> None:
+def _check_number(name: str, value: object, kind: str) -> None:
     if isinstance(value, bool) or not isinstance(value, _NUMBERS[kind]):
         wanted = {"int": "a whole number", "float": "a number"}[kind]
-        raise ValueError(f"`{name}` must be {wanted}{otherwise}, got {value!r}.")
+        raise ValueError(f"`{name}` must be {wanted}, got {value!r}.")
 
 
 def _check_coefficient(config: CreditConfig) -> None:
@@ -640,22 +610,6 @@ def _check_json(config: CreditConfig) -> None:
                 f"`{name}` must be a JSON object such as '{{\"name\": false}}', got {value!r}{why}. Use double "
                 "quotes, true, false and null."
             )
-
-
-def _check_adapted(config: CreditConfig) -> None:
-    level, ceiling = config.contrastive_auto_level, CEILING[config.contrastive_form]
-    if level is None or not (level > 0.0 and math.isfinite(level)):
-        raise ValueError(
-            f"`contrastive_coef='auto'` needs `contrastive_auto_level` above 0, got {level}. "
-            "A run with a fixed λ logs the quantity as `credit/kl_to_teacher` or `credit/s_mean`."
-        )
-    if not FLOOR <= config.contrastive_auto_start <= ceiling:
-        raise ValueError(
-            f"`contrastive_auto_start` must be in [{FLOOR}, {ceiling}] for `contrastive_form="
-            f"{config.contrastive_form!r}`, got {config.contrastive_auto_start}."
-        )
-    if not 0.0 < config.contrastive_auto_rate <= 1.0:
-        raise ValueError(f"`contrastive_auto_rate` must be in (0, 1], got {config.contrastive_auto_rate}.")
 
 
 def check_combinations(config: CreditConfig) -> None:
@@ -862,11 +816,6 @@ _PRIVILEGED = (
 # Each is an error at construction.
 NEUTRAL = (
     Neutral(
-        "`contrastive_coef` other than `'auto'`",
-        lambda c: c.contrastive_coef != "auto",
-        ("contrastive_auto_level", "contrastive_auto_start", "contrastive_auto_rate", "contrastive_auto_quantity"),
-    ),
-    Neutral(
         "`credit_use='modulate'`",
         lambda c: c.credit_use == "modulate",
         (
@@ -950,11 +899,6 @@ def _check_sampled(config: CreditConfig) -> None:
         raise ValueError(
             "`distillation_support='sampled'` scores the sampled token only, which estimates the reverse KL: it "
             f"needs `distillation_alpha=1`, got {config.distillation_alpha}."
-        )
-    if config.contrastive_coef == "auto" and config.contrastive_auto_quantity == "kl":
-        raise ValueError(
-            "`contrastive_auto_quantity='kl'` is a divergence between distributions, and `distillation_support="
-            "'sampled'` scores one token: set `contrastive_auto_quantity='s'`, or use a top-k or full support."
         )
 
 

@@ -49,7 +49,6 @@ from credit_trl.teacher.external import build_base, build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import checks
-from credit_trl.training.adaptive import make_adaptive
 from credit_trl.training.drift import DriftAlarms, StopOnDrift
 from credit_trl.training.dynamic_sampling import Rollouts, redraw
 from credit_trl.training.metrics import Alarms, context_metrics, engine_metrics, token_metrics
@@ -182,14 +181,6 @@ class CreditTrainer(ReportingTrainer):
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids)
         if args.teacher_model_kind in ("ema", "trust_region"):
             self.add_callback(TeacherUpdate(self))
-        if args.contrastive_coef == "auto":
-            self.adaptive_coef = make_adaptive(args)
-            self.add_callback(self.adaptive_coef)
-
-    @property
-    def contrastive_coef(self) -> float:
-        """λ of the next update."""
-        return self.args.contrastive_coef if self.adaptive_coef is None else self.adaptive_coef.value
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -354,7 +345,7 @@ class CreditTrainer(ReportingTrainer):
         mask = loss_mask(inputs)
         weights = token_weights(inputs, mask, self._reduction(), loss_dtype(self.model))
         weights = weights * inputs.get("credit_weights", 1.0)
-        result = self.distillation(model, inputs, mask, weights, self.contrastive_coef)
+        result = self.distillation(model, inputs, mask, weights, self.args.contrastive_coef)
         loss = result.terms.loss
         if result.aux_loss is not None:
             steps = self.current_gradient_accumulation_steps if self.model.training else 1.0
@@ -374,10 +365,6 @@ class CreditTrainer(ReportingTrainer):
         self._log_values(metrics.values | engine_metrics(loss, self.accelerator.gather))
         self.alarms.check_engine(self._metrics[self._mode])
         self.alarms.check_tokens(metrics.values, full_shape(self.model.get_output_embeddings().weight)[0])
-        if self.adaptive_coef is not None:
-            if self.model.training:
-                self.adaptive_coef.observe(metrics.values[self.adaptive_coef.metric], metrics.contrasted_tokens)
-            self._log_values({"credit/contrastive_coef": self.adaptive_coef.value})
         if self.use.shares[0] == 0.0:  # otherwise GRPO logs its own
             self._log_values({"entropy": metrics.entropy})
 

@@ -112,7 +112,7 @@ LINES = [
     ("credit --config no_yaml.yaml", "no_yaml.yaml"),
     ("credit --config nowhere.yaml", "nowhere.yaml"),
     ("credit --config", "give its path"),
-    ("credit --config grid.yaml", "`contrastive_coef` must be a number or 'auto', got [0.1, 0.2]"),
+    ("credit --config grid.yaml", "`contrastive_coef` must be a number, got [0.1, 0.2]"),
     ("credit --task nowhere --model_name_or_path no/such --contrastive_coef 2", "must be in [0, 1], got 2.0"),
     ("credit --task quickstart", "set `use_cpu=True` and `bf16=False`"),
     ("credit --learning_rate much", "invalid float value: 'much'"),

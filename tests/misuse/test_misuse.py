@@ -18,9 +18,7 @@ from tiny import build_model, build_tokenizer, length_verdicts
 # What is written -> a part of the error with the value, and one with the fix.
 OPTIONS = {
     "λ in percent": ({"contrastive_coef": 10}, "got 10", "0.05 to 0.1"),
-    "λ as text": ({"contrastive_coef": "0.1"}, "got '0.1'", "a number or 'auto'"),
-    "adapted λ without its level": ({"contrastive_coef": "auto"}, "got None", "credit/kl_to_teacher"),
-    "level without an adapted λ": ({"contrastive_auto_level": 0.1}, "contrastive_auto_level=0.1", "`'auto'`"),
+    "λ as text": ({"contrastive_coef": "0.1"}, "got '0.1'", "must be a number"),
     "misspelt option": ({"contrastive_coeff": 0.1}, "contrastive_coeff", "Did you mean `contrastive_coef`"),
     "TRL's name of the support": ({"distillation_mode": "topk_logits"}, "distillation_mode", "`distillation_support`"),
     "GKD's name of the length": ({"max_new_tokens": 64}, "max_new_tokens", "`max_completion_length`"),

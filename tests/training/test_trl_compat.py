@@ -36,7 +36,7 @@ SUBCLASSES = {
 READERS = {
     GRPOTrainer: (
         "trainer training/checkpoints training/micro_batches training/reporting training/model_card teacher/models "
-        "training/adaptive training/drift evaluation/trainer_engine evaluation/callback lab/analysis/callback".split(),
+        "training/drift evaluation/trainer_engine evaluation/callback lab/analysis/callback".split(),
         ("self", "trainer"),
     ),
     RepeatSampler: (["training/checkpoints"], ("self",)),

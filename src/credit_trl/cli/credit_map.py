@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +95,6 @@ def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> 
         known = CreditConfig.__dataclass_fields__
         given |= {n: v for n, v in _read_options(Path(path)).items() if n in known and _affects_credit(n)}
     given |= {n: v for n, v in vars(args).items() if v is not None and _affects_credit(n)}
-    if args.contrastive_coef is not None:  # a run that adapts λ has options that a fixed λ refuses
-        given = {n: v for n, v in given.items() if not n.startswith("contrastive_auto_")}
     given.setdefault("contrastive_count", 1 if given.get("contrastive_source") == "none" else 4)
     return analysis_config(**given)
 
@@ -165,10 +162,8 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
         Checkpoint.load(args.model, path, name=name, chat_template_kwargs=config.chat_template_kwargs)
         for path, name, config in zip([None, *args.checkpoint], names, configs, strict=True)
     ]
-    if args.checkpoint:  # the initial λ of a run that adapts it
-        checkpoints[0] = replace(checkpoints[0], contrastive_coef=configs[0].contrastive_auto_start)
     for checkpoint, config in zip(checkpoints, configs, strict=True):
-        print(f"{checkpoint.describe()}; {CreditSettings.of(config, checkpoint.contrastive_coef).text}")
+        print(f"{checkpoint.describe()}; {CreditSettings.of(config).text}")
     responses = _responses(args, task, checkpoints[-1], configs[-1])
     classify = default_classes if task is None else task_classes(task, checkpoints[-1].tokenizer)
     if args.pmi:
@@ -221,7 +216,7 @@ def _write_pmi(
     texts = []
     for checkpoint, config in zip(checkpoints, configs, strict=True):
         reports = [pmi.measure_pmi(checkpoint, r, config) for r in responses if r.contrasts]
-        settings = CreditSettings.of(config, checkpoint.contrastive_coef)
+        settings = CreditSettings.of(config)
         texts.append(f"## {checkpoint.name}\n\n{settings.text}\n\n{pmi.format_reports(reports)}")
     path = _directory(args) / "pmi.md"
     path.write_text("\n".join(texts), encoding="utf-8")

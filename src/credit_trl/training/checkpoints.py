@@ -1,6 +1,6 @@
 """Atomic checkpoints from which a run resumes bit for bit.
 
-Beside TRL's files, a checkpoint holds the teacher's weights, an adaptive λ, the count of forward-backward passes and,
+Beside TRL's files, a checkpoint holds the teacher's weights, the count of forward-backward passes and,
 where it lies inside a generation batch, each process's part of that batch.
 
 All processes write a checkpoint into `<output_dir>/unfinished/`. It is synced to disk and then renamed to
@@ -28,7 +28,6 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from credit_trl.teacher.models import Teacher
-from credit_trl.training.adaptive import AdaptiveCoefficient
 
 UNFINISHED = "unfinished"
 LATEST = "latest"
@@ -137,12 +136,10 @@ class ResumableTrainer(GRPOTrainer):
     Args:
         teacher: the teacher π_ref, or None. Set by the subclass.
         base_teacher: the initial policy that rehearsal reads, or None. Set by the subclass.
-        adaptive_coef: the controller of an adaptive λ, or None. Set by the subclass.
     """
 
     teacher: Teacher | None = None
     base_teacher: Teacher | None = None
-    adaptive_coef: AdaptiveCoefficient | None = None
     _save_dir: str | None = None
     _has_push: bool = False
 
@@ -176,8 +173,6 @@ class ResumableTrainer(GRPOTrainer):
             super()._save_checkpoint(model, trial)
             for stored in filter(None, (self.teacher, self.base_teacher)):
                 stored.save(unfinished)
-            if self.adaptive_coef is not None and self.accelerator.is_main_process:
-                self.adaptive_coef.save(unfinished)
             rollouts = self._buffered_inputs if self._step % self._layout.passes != 0 else None
             save_progress(unfinished, self._step, rollouts, self.accelerator.process_index, self._layout)
             if self.state.best_model_checkpoint == str(unfinished):
@@ -247,8 +242,6 @@ class ResumableTrainer(GRPOTrainer):
             return
         for stored in filter(None, (self.teacher, self.base_teacher)):
             stored.load(checkpoint)
-        if self.adaptive_coef is not None:
-            self.adaptive_coef.load(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
         progress = load_progress(checkpoint, rank, device, self._layout)
         if progress is not None:

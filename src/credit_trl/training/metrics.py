@@ -283,12 +283,10 @@ class TokenMetrics:
     Args:
         values: `credit/…`, for logging; NaN, which TRL ignores in the mean of a log, where no token counts.
         entropy: entropy of the student.
-        contrasted_tokens: number of tokens with a contrast.
     """
 
     values: dict[str, float]
     entropy: float
-    contrasted_tokens: float
 
 
 # Not defined for `distillation_support="sampled"`: one token is no distribution.
@@ -348,7 +346,7 @@ def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tens
     means["padding_factor"] = _ratio(read, valid)
     dropped = _NOT_SAMPLED if is_sampled else ()
     values = {f"credit/{name}": value for name, value in means.items() if name not in dropped}
-    return TokenMetrics(values, entropy, contrasts)
+    return TokenMetrics(values, entropy)
 
 
 def engine_metrics(loss: MicroBatchLoss, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:

@@ -56,17 +56,17 @@ def _method(trainer: Trainer, data: str | None) -> str:
         "seed": str(args.seed),
     }
     if args.distillation_weight > 0.0:
-        facts = _credit(args, trainer.contrastive_coef) | facts
+        facts = _credit(args) | facts
     return "### Credit\n\n" + _table(("", ""), [(name, value) for name, value in facts.items()])
 
 
-def _credit(args: CreditConfig, coef: float) -> dict[str, str]:
+def _credit(args: CreditConfig) -> dict[str, str]:
     parts = [("feedback", args.include_environment_feedback), ("demonstration", args.use_successful_as_teacher)]
     is_topk = args.distillation_support.endswith("_topk")
     rate = f", rate {args.teacher_update_rate:g}" if args.teacher_model_kind == "ema" else ""
     return {
         "form of the target": f"`contrastive_form={args.contrastive_form}`",
-        "λ": f"{coef:g}, adapted" if args.contrastive_coef == "auto" else f"{coef:g}",
+        "λ": f"{args.contrastive_coef:g}",
         "C": f"{args.contrastive_count}, `contrastive_source={args.contrastive_source}`",
         "support": args.distillation_support + (f", K = {args.distillation_topk}" if is_topk else ""),
         "α": f"{args.distillation_alpha:g}",

@@ -101,7 +101,6 @@ def test_maps_show_the_loss_credit_and_keep_training_equal(train):
         {"contrastive_source": "none"},
         {"contrastive_source": "hard", "contrastive_count": 2},
         {"contrastive_source": "same_task"},
-        {"contrastive_coef": "auto", "contrastive_auto_level": 0.01, "contrastive_auto_rate": 1.0},
     ],
     ids=lambda options: " ".join(f"{key[key.index('_') + 1 :]}={value}" for key, value in options.items()),
 )
@@ -114,7 +113,7 @@ def test_maps_show_lambda_gate_and_contrasts_of_each_option(train, options):
         shown = torch.cat([m.scores.advantage for m in current])
         assert shown.mean().item() == pytest.approx(entry["credit/advantage_mean"], abs=2e-6)
         [coef] = {m.scores.contrastive_coef for m in current}
-        assert coef == pytest.approx(entry.get("credit/contrastive_coef", trainer.args.contrastive_coef))
+        assert coef == trainer.args.contrastive_coef
         if "contrastive_gate" in options:
             shut = torch.cat([m.scores.entered_coef for m in current]) == 0
             assert shut.float().mean().item() == pytest.approx(entry["credit/frac_gated"])
@@ -125,9 +124,6 @@ def test_maps_show_lambda_gate_and_contrasts_of_each_option(train, options):
     if decided:
         shut = torch.cat(decided)
         assert 0 < shut.sum() < len(shut), "the gate is open or closed everywhere"
-    if options.get("contrastive_coef") == "auto":
-        coefs = [pages(trainer)[name][0].scores.contrastive_coef for name in ("step-000001", "step-000002")]
-        assert coefs[0] == trainer.args.contrastive_auto_start != coefs[1]
 
 
 def test_turn_feedback_is_scored_as_in_the_loss(scripted, monkeypatch, tmp_path):
@@ -150,12 +146,6 @@ def test_turn_feedback_is_scored_as_in_the_loss(scripted, monkeypatch, tmp_path)
     torch.testing.assert_close(shown, logged[0], atol=1e-4, rtol=1e-3)
     write_html(maps, tmp_path / "turns.html")
     assert "turn 1: Turn 1 added 3." in (tmp_path / "turns.html").read_text("utf-8")
-
-
-def test_auto_coefficient_without_distillation_is_refused(train):
-    options = {"contrastive_coef": "auto", "contrastive_auto_level": 0.01, "distillation_weight": 0.0}
-    with pytest.raises(ValueError, match="set `contrastive_coef` to a number"):
-        train(CreditMapCallback(every=2), **options)
 
 
 def test_pinned_rollouts_are_scored_under_later_weights(train):

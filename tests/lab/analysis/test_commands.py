@@ -198,12 +198,10 @@ def test_sdpo_demonstration_option_is_read_from_yaml(tmp_path):
     assert credit_map.measuring_config(args).teacher_context == "think+solution"
 
 
-def saved_run(saved, name: str, seed: int = 0, adapted: float | None = None, **config):
+def saved_run(saved, name: str, seed: int = 0, **config):
     """A checkpoint in a run directory with `run.json`."""
     checkpoint = saved(f"{name}/checkpoint-5", seed=seed)
     (checkpoint.parent / "run.json").write_text(json.dumps({"config": config, "seed": 1}))
-    if adapted is not None:
-        (checkpoint / "contrastive_coef.json").write_text(json.dumps({"contrastive_coef": adapted}))
     return checkpoint
 
 
@@ -223,21 +221,6 @@ def test_each_checkpoint_uses_the_formula_of_its_run(saved, tmp_path, capsys):
     ]
     assert "R_t = ΔV_t + λ S_t, where f and Ĝ differ by a total variation above 0.01" in capsys.readouterr().out
     assert "R_t = ΔV_t − λ Ĝ, λ = 0.2" in (tmp_path / "out" / "pmi.md").read_text("utf-8")
-
-
-def test_adapted_coefficient_is_read_or_required(saved, tmp_path, capsys):
-    auto = {"contrastive_coef": "auto", "contrastive_auto_level": 0.1, "contrastive_auto_start": 0.05}
-    adapted = saved_run(saved, "auto", adapted=0.321, **auto)
-    lost = saved_run(saved, "lost", **auto)
-    line = ("--model", saved("base"), "--task", "quickstart", "--output_dir", tmp_path / "out", *SHORT)
-    assert call(credit_map, *line, "--checkpoint", adapted) == 0
-    scores = [m.scores for m in read_parquet(tmp_path / "out" / "maps.parquet")]
-    assert {s.contrastive_coef for s in scores} == {0.05, 0.321}  # of the run's first step, and of the checkpoint
-    assert call(credit_map, *line, "--checkpoint", lost) == 1
-    assert "--contrastive_coef 0.3" in capsys.readouterr().err
-    assert call(credit_map, *line, "--config", adapted.parent / "run.json") == 1
-    assert call(credit_map, *line, "--checkpoint", lost, "--contrastive_coef", 0.3) == 0
-    assert {m.scores.contrastive_coef for m in read_parquet(tmp_path / "out" / "maps.parquet")} == {0.3}
 
 
 @pytest.mark.parametrize("source", ["none", "hard", "batch", "same_task", "dataset"])

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from credit_trl.lab.analysis.formula import PAPER, CreditFormula, CreditSettings
+from credit_trl.lab.analysis.formula import PAPER, CreditFormula
 from credit_trl.lab.analysis.responses import analysis_config, rollout_contexts
 from credit_trl.lab.analysis.tokenmap import map_response
 from credit_trl.loss.scores import SupportConfig
@@ -160,27 +160,6 @@ def test_map_uses_the_formula_of_the_configuration(checkpoint, respond, options)
             assert scores.alternatives.entered_coef[t, a].item() == pytest.approx(entered)
     paper = map_response(checkpoint, response, analysis_config(contrastive_count=2, contrastive_coef=min(coef, 1.0)))
     assert not torch.allclose(paper.scores.advantage, scores.advantage), "the values equal those of Eq. 8"
-
-
-# ---------------------------------------------------------------------------------------------------- an adapted λ
-
-
-def adapted_config(**options):
-    return analysis_config(contrastive_coef="auto", contrastive_auto_level=0.1, contrastive_count=2, **options)
-
-
-def test_adapted_coefficient_is_the_checkpoints_or_raises(checkpoint, respond):
-    from dataclasses import replace
-
-    assert CreditSettings.of(analysis_config(contrastive_coef=0.25), 0.7).contrastive_coef == 0.25
-    assert CreditSettings.of(adapted_config(), 0.7).contrastive_coef == 0.7
-    with pytest.raises(ValueError, match=r"load a checkpoint of the run.*--contrastive_coef 0\.3"):
-        map_response(checkpoint, respond("Paris"), adapted_config())
-    held = replace(checkpoint, contrastive_coef=0.7)
-    token_map = map_response(held, respond("Paris"), adapted_config())
-    fixed = map_response(checkpoint, respond("Paris"), analysis_config(contrastive_coef=0.7, contrastive_count=2))
-    assert token_map.scores.contrastive_coef == 0.7
-    assert torch.equal(token_map.scores.advantage, fixed.scores.advantage)
 
 
 def test_formula_round_trips_through_json():

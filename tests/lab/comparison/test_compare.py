@@ -292,17 +292,13 @@ def test_method_follows_from_the_configuration(config, method):
         ({"contrastive_source": "none", "contrastive_gate": 0.2}, "CREDIT λ=0.1 C=1 source=none gate=0.2"),
         ({"contrastive_baseline": "log_mean", "contrastive_count": 4}, "CREDIT λ=0.1 C=4 baseline=log_mean"),
         ({"contrastive_plausibility": 0.1}, "CREDIT λ=0.1 C=1 plausibility=0.1"),  # an option of version 0.1
-        ({"contrastive_coef": "auto", "contrastive_auto_level": 0.05}, "CREDIT λ=auto kl=0.05 C=1"),
-        (
-            {"contrastive_coef": "auto", "contrastive_auto_level": 0.2, "contrastive_auto_quantity": "s"},
-            "CREDIT λ=auto s=0.2 C=1",
-        ),
+        ({"contrastive_coef": "auto"}, "CREDIT λ=auto C=1"),  # λ of version 0.1
         ({"contrastive_coef": 0.0}, "SDPO"),
         ({"distillation_weight": 0.0}, "GRPO"),
     ],
 )
 def test_unnamed_runs_show_non_default_options_of_the_contrast(make_config, write_run, options, label):
-    removed = {name: options[name] for name in options if name == "contrastive_plausibility"}
+    removed = {name: value for name, value in options.items() if name == "contrastive_plausibility" or value == "auto"}
     config = make_config(**{name: options[name] for name in options if name not in removed}).to_dict() | removed
     folder = write_run("run", {0: {"a": 1.0}}, arm="", config=config)
     assert read_run(folder).arm == label

@@ -203,16 +203,6 @@ def test_only_a_sharded_model_is_gathered_for_every_pass():
     assert sharded["update"] > replicated["update"] > 0.0
 
 
-def test_an_adaptive_coefficient_costs_the_same_as_a_fixed_one(capsys):
-    printed = {}
-    for given in (("0.1",), ("auto", "--contrastive_auto_level", "0.05"), ("0",)):
-        code, out, _ = plan(capsys, *LINE, "--contrastive_coef", *given, "--json")
-        assert code == 0
-        printed[given[0]] = json.loads(out)
-    assert printed["auto"] == printed["0.1"]
-    assert printed["auto"]["tokens"] != printed["0"]["tokens"]  # without contrast there is less to score
-
-
 def test_hours_count_generation_batches_and_evaluations(capsys):
     line = [*LINE, "--num_train_epochs", "3", "--avg_at_k", "4", "--avg_at_k_steps", "5", "--json"]
     code, out, _ = plan(capsys, *line, "--rows", "100", "--eval_rows", "50")

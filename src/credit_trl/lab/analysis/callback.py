@@ -47,8 +47,7 @@ class CreditMapCallback(TrainerCallback):
         trainer: a `CreditTrainer`; can be set later with `attach`.
 
     Raises:
-        ValueError: `every` or `rollouts` is below 1; or, when training begins, `contrastive_coef="auto"` with
-            `distillation_weight=0`.
+        ValueError: `every` or `rollouts` is below 1.
         RuntimeError: training begins without an attached trainer.
     """
 
@@ -79,11 +78,6 @@ class CreditMapCallback(TrainerCallback):
             raise RuntimeError(
                 "CreditMapCallback has no trainer: use `trainer.add_callback(CreditMapCallback(every=50, "
                 "trainer=trainer))` or `callback.attach(trainer)`."
-            )
-        if args.contrastive_coef == "auto" and self.trainer.adaptive_coef is None:
-            raise ValueError(
-                "With `distillation_weight=0` no λ is adapted, but a token map needs one: set `contrastive_coef` to a "
-                "number."
             )
         self.directory = Path(args.output_dir) / DIRECTORY
         if state.is_world_process_zero:
@@ -126,7 +120,6 @@ class CreditMapCallback(TrainerCallback):
             self._tokenizer,
             student,
             getattr(trainer, "teacher", student),
-            contrastive_coef=None if trainer.adaptive_coef is None else trainer.adaptive_coef.value,
         )
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
         chosen = _choose(self._current_rollouts(step), share, trainer.num_generations)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import encode_prompt, end_of_turn_ids, generate_ids, pad_id
 from credit_trl.tasks.model_names import model_path
 from credit_trl.teacher.models import ADAPTER_NAME, TEACHER_FILE, CopyTeacher, Teacher
-from credit_trl.training import adaptive
 from credit_trl.training.checks import check_logits
 
 
@@ -35,7 +33,6 @@ class Checkpoint:
         student: π_θ.
         teacher: π_ref; the student itself for self-distillation without lag.
         chat_template_kwargs: arguments of the chat template (`{"enable_thinking": False}`).
-        contrastive_coef: current λ of a run with `contrastive_coef="auto"`, else None.
     """
 
     name: str
@@ -43,7 +40,6 @@ class Checkpoint:
     student: Teacher
     teacher: Teacher
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    contrastive_coef: float | None = None
 
     @classmethod
     def of(
@@ -54,14 +50,13 @@ class Checkpoint:
         teacher: nn.Module | None = None,
         name: str = "model",
         chat_template_kwargs: dict[str, Any] | None = None,
-        contrastive_coef: float | None = None,
     ) -> Checkpoint:
         """Checkpoint of models in memory; without `teacher` the model is its own teacher."""
         device = next(model.parameters()).device
         student = Teacher(model, OneProcess(device))
         # The teacher computes in the student's precision, as in training.
         lagged = student if teacher is None else CopyTeacher(model, OneProcess(device), teacher)
-        return cls(name, tokenizer, student, lagged, chat_template_kwargs or {}, contrastive_coef)
+        return cls(name, tokenizer, student, lagged, chat_template_kwargs or {})
 
     @classmethod
     def load(
@@ -79,7 +74,7 @@ class Checkpoint:
         Args:
             model: path, hub name, `"quickstart"` for the embedded model, or `"smollm2"`.
             checkpoint: `checkpoint-…` directory with full weights or adapters of `model`. The teacher that
-                `CreditTrainer` saved there is loaded too, and an adapted λ; without it the policy is its own teacher.
+                `CreditTrainer` saved there is loaded too; without it the policy is its own teacher.
             device: None takes the GPU if there is one.
             dtype: dtype of the weights; an averaged teacher stays in fp32.
             name: None takes the name of the checkpoint's directory, or of the model.
@@ -104,7 +99,6 @@ class Checkpoint:
             teacher=teacher,
             name=name or default,
             chat_template_kwargs=chat_template_kwargs,
-            contrastive_coef=None if checkpoint is None else _adapted_coefficient(Path(checkpoint)),
         )
 
     def render(self, messages: list[dict[str, Any]]) -> str:
@@ -172,11 +166,6 @@ def _load_policy(path: str, checkpoint: str | Path | None, dtype: str | torch.dt
             f"{checkpoint} has neither config.json nor adapter_config.json: pass a `checkpoint-…` directory of a run."
         )
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
-
-
-def _adapted_coefficient(checkpoint: Path) -> float | None:
-    path = checkpoint / adaptive.COEFFICIENT_FILE
-    return float(json.loads(path.read_text("utf-8"))["contrastive_coef"]) if path.is_file() else None
 
 
 def _load_teacher(policy: nn.Module, path: Path) -> nn.Module:

@@ -175,24 +175,9 @@ class CreditSettings:
     temperature: float = 1.0
 
     @classmethod
-    def of(cls, config: CreditConfig, adapted: float | None = None) -> CreditSettings:
-        """Settings of a run.
-
-        Args:
-            config: configuration of the run.
-            adapted: current λ of `contrastive_coef="auto"`.
-
-        Raises:
-            ValueError: λ is adapted and `adapted` is None.
-        """
-        coef = adapted if config.contrastive_coef == "auto" else config.contrastive_coef
-        if coef is None:
-            raise ValueError(
-                "`contrastive_coef='auto'` has no fixed λ: load a checkpoint of the run, which holds "
-                "contrastive_coef.json, or set the value that the run logged as `credit/contrastive_coef` "
-                "(`--contrastive_coef 0.3`)."
-            )
-        return cls(coef, CreditFormula.of(config), config.temperature)
+    def of(cls, config: CreditConfig) -> CreditSettings:
+        """Settings of a run's configuration."""
+        return cls(config.contrastive_coef, CreditFormula.of(config), config.temperature)
 
     def advantages(
         self, logps: CreditLogps, ids: Int[Tensor, "n A"]

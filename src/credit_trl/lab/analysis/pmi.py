@@ -292,14 +292,13 @@ def measure_pmi(checkpoint: Checkpoint, response: Rollout, config: CreditConfig)
     """Report of one response under one checkpoint.
 
     Raises:
-        ValueError: the response has no teacher or no contrast prompt, or has a trainer's contexts; or λ is adapted and
-            the checkpoint does not hold it.
+        ValueError: the response has no teacher or no contrast prompt, or has a trainer's contexts.
     """
     contexts = rollout_contexts(response, config, checkpoint)
     if not contexts.contrasts or response.contexts is not None:  # `CreditMapCallback` keeps (x', z) and not x' alone
         raise ValueError(f"Response {response.identifier!r} has no contrast prompt to compare with: see `credit-map`.")
     prompts = [checkpoint.encode(prompt) for prompt in response.contrasts]
-    settings = CreditSettings.of(config, checkpoint.contrastive_coef)
+    settings = CreditSettings.of(config)
     return pmi_report(response.identifier, read_response(checkpoint, contexts, prompts, response.token_ids, settings))
 
 

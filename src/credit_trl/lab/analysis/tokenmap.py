@@ -176,18 +176,17 @@ def map_response(
     Args:
         checkpoint: π_θ and π_ref.
         response: the response; it needs a privileged context, and contrast prompts for S_t.
-        config: configuration of the run: λ, the formula of R_t, the temperature and the templates. λ of
-            `contrastive_coef="auto"` is the checkpoint's.
+        config: configuration of the run: λ, the formula of R_t, the temperature and the templates.
         alternatives: number of alternatives at each position.
         classify: token classes; None takes `token_classes.default_classes`.
 
     Raises:
-        ValueError: the response is empty or has no teacher, or λ is adapted and the checkpoint does not hold it.
+        ValueError: the response is empty or has no teacher.
     """
     if not response.token_ids:
         raise ValueError(f"Response {response.identifier!r} is empty.")
     contexts = rollout_contexts(response, config, checkpoint)
-    settings = CreditSettings.of(config, checkpoint.contrastive_coef)
+    settings = CreditSettings.of(config)
     scores = score_response(checkpoint, contexts, response.token_ids, settings, alternatives=alternatives)
     tokens = token_texts(checkpoint.tokenizer, response.token_ids)
     distinct = sorted(set(scores.alternatives.ids.flatten().tolist()))

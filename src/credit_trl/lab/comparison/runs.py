@@ -261,9 +261,7 @@ def _arm_name(method: str, config: Mapping[str, Any]) -> str:
     if method not in ("CREDIT", "hint-contrast", "temper-only", "foreign-hint"):
         return method
     coefficient = config["contrastive_coef"]
-    shown = f"λ={coefficient}" if coefficient == "auto" else f"λ={coefficient:g}"
-    if coefficient == "auto" and "contrastive_auto_level" in config:
-        shown += f" {config.get('contrastive_auto_quantity', 'kl')}={config['contrastive_auto_level']:g}"
+    shown = f"λ={coefficient}" if isinstance(coefficient, str) else f"λ={coefficient:g}"  # 0.1.0 had "auto"
     options = [name for name, default in _DEFAULTS.items() if config.get(name, default) != default]
     changed = [f"{OPTION_LABELS[name]}={config[name]}" for name in options]
     return " ".join([method, shown, f"C={config['contrastive_count']}", *changed])
