@@ -2,6 +2,7 @@
 
     python benchmarks/update_phase.py --preset bar      # two fixed shapes; prints the ratios as JSON
     python benchmarks/update_phase.py --preset teacher  # another model as the teacher, beside TRL's distillation
+    python benchmarks/update_phase.py --preset smollm2  # SmolLM2's shape, 16 short answers; CREDIT, SDPO, TRL's SDPO
     python benchmarks/update_phase.py --preset ragged   # lognormal lengths, with TRL's padding and without
     python benchmarks/update_phase.py --preset sweep    # against T, K, C, vocabulary and batch; JSON, table and PNG
     python benchmarks/update_phase.py --preset gpu      # on a GPU, with torch and Triton kernels, see gpu.py
@@ -27,6 +28,20 @@ from updates import build
 from workload import Workload, provenance
 
 Kind = tuple[str, Workload]  # arguments of `build`
+SMOLLM2 = Workload(
+    vocabulary=49_152,
+    hidden=576,
+    layers=30,
+    heads=9,
+    key_value_heads=3,
+    intermediate=1536,
+    tied=True,
+    batch=16,
+    completion=24,
+    prompt=80,
+    teacher_prompt=140,
+    topk=20,
+)
 
 
 def fixed(kinds: dict[str, Kind], rounds: int, patience: float, results: Results) -> dict[str, Any]:
@@ -71,10 +86,37 @@ def _ratios_to_trl(
     return found
 
 
+def short_answers(rounds: int, patience: float, results: Results) -> dict[str, Any]:
+    """Time and peak at the shape of SmolLM2 and `tool_choice`, with and without a contrast, and of TRL's SDPO."""
+    workload = SMOLLM2
+    kinds = {"credit": ("credit", workload), "no contrast": ("credit", workload.with_(contrasts=0))}
+    with trials(build, kinds | {"sdpo": ("sdpo", workload)}) as running:
+        in_turns(
+            running, 1, {"batch": 2, "completion": 4}
+        )  # warm up; a full batch would leave its memory to the first round
+        samples = in_turns(running, rounds, {}, patience=patience, results=results)
+    peaks = {name: max(sample.peak_mb for sample in of) for name, of in samples.items()}
+    return {
+        "workload": vars(workload),
+        "samples": {name: [vars(sample) for sample in of] for name, of in samples.items()},
+        "seconds": {name: seconds(of) for name, of in samples.items()},
+        "peak_mb": peaks,
+        "ratios": {
+            "time_ratio": ratio(samples["credit"], samples["sdpo"]),
+            "time_ratio_no_contrast": ratio(samples["no contrast"], samples["sdpo"]),
+            "time_ratio_contrast": ratio(samples["credit"], samples["no contrast"]),
+            "memory_ratio": peaks["credit"] / peaks["sdpo"],
+        },
+    }
+
+
 def table_of_fixed(result: dict[str, Any]) -> str:
-    lines = ["| | seconds | peak MB over models | MB a token |", "| --- | --- | --- | --- |"]
-    for name, value in result["seconds"].items():
-        lines.append(f"| {name} | {value:.2f} | {result['peak_mb'][name]:.0f} | {result['mb_per_token'][name]:.3f} |")
+    columns = {"seconds": ".2f", "peak_mb": ".0f", "mb_per_token": ".3f"}
+    shown = {name: form for name, form in columns.items() if name in result}
+    lines = [" | ".join(["| ", *shown]) + " |", "| --- |" + " --- |" * len(shown)]
+    for kind in result["seconds"]:
+        cells = (f"{result[name][kind]:{form}}" for name, form in shown.items())
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -167,6 +209,9 @@ def main() -> None:
     elif arguments.preset == "ragged":
         results.merge(ragged.measure(arguments.rounds, arguments.patience, results, arguments.kinds))
         print(ragged.table(results.values))
+    elif arguments.preset == "smollm2":
+        results.merge(short_answers(arguments.rounds, arguments.patience, results))
+        print(table_of_fixed(results.values))
     elif arguments.preset == "sweep":
         results.merge(sweep(arguments.rounds, arguments.patience))
         print(table_of_sweep(results.values))
@@ -188,7 +233,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=["bar", "teacher", "ragged", "sweep", "gpu"], default="bar")
+    parser.add_argument("--preset", choices=["bar", "teacher", "smollm2", "ragged", "sweep", "gpu"], default="bar")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-rounds", type=int, default=2, help="whole steps per C in the bar; 0 for none")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for an idle machine, each time")
