@@ -15,6 +15,7 @@ import argparse
 import csv
 import importlib.metadata
 import json
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,13 +23,13 @@ from typing import Any
 
 import torch
 from real_requests import TASK as REAL
+from scipy import stats
 from unrelated import answer_prompts, measure_damage
 
 from credit_trl.cli.quickstart import run_quickstart
 from credit_trl.cli.quickstart_report import QuickstartResult, read_evaluation
 from credit_trl.cli.quickstart_tasks import quickstart_task
 from credit_trl.evaluation import evaluate
-from credit_trl.evaluation.statistics import bootstrap_ci
 from credit_trl.lab.analysis.openings import frame_rate, own_frame_rate
 from credit_trl.training.run_directory import EVALUATIONS_FILE, read_lines
 
@@ -164,9 +165,18 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
     written.replace(path)
 
 
+def mean_and_interval(values: Sequence[float]) -> str:
+    """Mean with Student's 95 % interval over seeds; a bootstrap of three to five seeds is too narrow."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return f"{mean:.3f}"
+    half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]"
+
+
 def summary(rows: Sequence[Mapping[str, str]]) -> str:
-    """Table of the arms: means over seeds with 95 % intervals over seeds."""
-    columns = ("gain", "accuracy_after", "frames_before", "frames_after", "length_after", "kl")
+    """Table of the arms: means over seeds with Student's 95 % intervals."""
+    columns = ("gain", "accuracy_after", "real_after", "frames_after", "length_after", "kl", "perplexity")
     lines = ["| arm | seeds | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) + 1)]
     for arm in dict.fromkeys(row["arm"] for row in rows):
         own = [row for row in rows if row["arm"] == arm]
@@ -179,8 +189,7 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
                 for row in own
                 if column == "gain" or row.get(column)
             ]
-            mean, low, high = bootstrap_ci(values) if values else (float("nan"),) * 3
-            cells.append(f"{mean:.3f} [{low:.3f}, {high:.3f}]" if len(values) > 1 else f"{mean:.3f}")
+            cells.append(mean_and_interval(values) if values else "")
         lines.append(f"| {arm} | {len(own)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from scipy import stats
 from torch.nn import functional as F
 
 from credit_trl import CreditConfig
@@ -73,14 +74,13 @@ def test_no_run_starts_that_would_end_too_late(study, tmp_path, monkeypatch):
     assert len(study.read_rows(args.results)) == 1
 
 
-def test_summary_has_means_over_seeds(study):
-    rows = [
-        {"arm": "sdpo", "accuracy_before": "0.3", "accuracy_after": after, "frames_before": "0", "frames_after": "0.1"}
-        for after in ("0.5", "0.7")
-    ]
+def test_summary_has_means_and_student_intervals_over_seeds(study):
+    after = (0.5, 0.7, 0.9)
+    rows = [{"arm": "sdpo", "accuracy_before": "0.3", "accuracy_after": str(score)} for score in after]
+    low, high = stats.ttest_1samp(after, 0.0).confidence_interval(0.95)
     line = study.summary(rows).splitlines()[2]
-    assert line.startswith("| sdpo | 2 | 0.300 [0.")
-    assert "| 0.600 [" in line
+    assert line.startswith("| sdpo | 3 | 0.400 [")
+    assert f"| 0.700 [{low:.3f}, {high:.3f}] |" in line
 
 
 def test_unrelated_prompts_are_two_hundred(unrelated):
