@@ -156,8 +156,9 @@ def test_run_equals_the_padded_run(make_trainer, name):
     steps = 3 if name in FAST else 8
     with padding_kept():
         expected = trained(make_trainer(**options, max_steps=steps))
-    # A ratio of two probabilities has the absolute rounding of their logarithms, 5e-7 at −5.
-    rtol = 4e-6 if name.startswith("engine") else 1e-6
+    # A ratio of two probabilities has the absolute rounding of their logarithms, 5e-7 at −5, and gradients of a
+    # renormalized support reach norms above 1.
+    rtol = 2e-6 if name == "engine-renormalize" else 1e-6
     assert_equal_runs(trained(make_trainer(**options, max_steps=steps)), expected, rtol)
     if name.startswith("engine"):
         key = "sampling/importance_sampling_ratio/min"  # logged once a generation batch
