@@ -7,6 +7,7 @@ Sweeps:
     cross: forms × λ × sources × gates.
     end_choice, end and long_choice, long: choice and report for runs to the end of learning.
     long_relabelled, settled, confirmed: the chosen setting with hold-out cues tested under every topic.
+    subtract_long, subtract_settled: the paper's form at the recipes of long and settled.
 
 Nothing is chosen on the worlds `style` and `programs`. They keep their task and seeds in every sweep.
 
@@ -43,6 +44,7 @@ TIME_FILE = "time.json"  # in the output directory
 SWEEPS = (
     *("methods", "controls", "choice", "forms", "cross"),
     *("end_choice", "end", "long_choice", "long", "long_relabelled", "settled", "confirmed"),
+    *("subtract_long", "subtract_settled"),
 )
 
 

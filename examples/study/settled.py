@@ -1,4 +1,6 @@
-"""Write results/settled.md: the chosen setting at three recipes, with hold-out cues tested under every topic.
+"""Write results/settled.md: the chosen setting at three recipes and the paper's form at two of them.
+
+Hold-out cues are tested under every topic.
 
 Adds one row per run to results/settled.csv and writes the page and its figure from this file alone, so that seeds can
 be added later without the earlier run directories.
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 from bars import LOSS_LIMIT, LOWER_LIMITS, SHORTCUT_LIMIT, final_mean, loss_verdict, met_or_missed
-from endings import schedule_of
+from endings import COLLAPSED, schedule_of
 from relabelled import GROUP, offered_rate
 from report import figure, table
 from scipy import stats
@@ -39,6 +41,8 @@ SWEEPS = {
     "confirmed": "A separate learning rate, new seeds",
     "settled": "Until learning has settled",
     "long_relabelled": "After 100 steps at a larger rate",
+    "subtract_settled": "The paper's form with the frozen teacher",
+    "subtract_long": "The paper's form with the averaged teacher, at the larger rate",
 }
 LISTED_SEEDS = 6  # with more seeds a table cell shows their range
 
@@ -124,9 +128,9 @@ def introduction() -> str:
         f"one of the four offered tools, whichever, with the city of the prompt. *{OFFERED.capitalize()}* is this "
         "rate, four times the score. The topic of a hold-out cue is never taught, so calling an offered tool is the "
         "most that a model can do.\n\n"
-        "SDPO uses the same frozen teacher, so the arms differ only in the contrast, and in the learning rate where "
-        "it is named. avg@4 at temperature 0.6, 64 rollouts per step for every arm. Intervals are Student's t over "
-        "seeds; differences are paired by seed."
+        "SDPO uses the same teacher, which is frozen in all sweeps but the last, so the arms differ only in the "
+        "contrast, and in the learning rate where it is named. avg@4 at temperature 0.6, 64 rollouts per step for "
+        "every arm. Intervals are Student's t over seeds; differences are paired by seed."
     )
 
 
@@ -140,8 +144,8 @@ def caption() -> str:
 
 
 def panels_of(rows: Rows) -> dict[str, Panel]:
-    """Panels of the figure: a line for every setting and world with at least two seeds."""
-    settings = sorted({(key.sweep, key.arm, key.world) for key in rows if key.arm.startswith("CREDIT")}, key=in_order)
+    """Panels of the figure: a line for every setting of guide and world with at least two seeds."""
+    settings = sorted({(key.sweep, key.arm, key.world) for key in rows if "form=guide" in key.arm}, key=in_order)
     titles = {"unknown": "accuracy, unknown cues", OFFERED: "calls of an offered tool, hold-out cues"}
     panels: dict[str, list[Line]] = {name: [] for name in titles}
     for sweep, arm, world in settings:
@@ -184,11 +188,33 @@ def recipe(sweep: str, rows: Rows) -> str:
 
 
 def sweep_tables(rows: Rows) -> list[str]:
-    """Thresholds for every setting with at least two seeds, then the scores of each seed."""
+    """Thresholds for every setting of guide with at least two seeds, or differences from SDPO; then each seed."""
     arms = sorted({key.arm for key in rows}, key=lambda arm: (arm.startswith("CREDIT"), arm))
     worlds = [world for world in WORLDS if seeds_of(rows, world)]
     having = [(world, arm) for arm in arms[1:] for world in worlds if len(by_seed(rows, world, arm)) > 1]
-    return [*(bar(rows, world, arm, arms[0]) for world, arm in having), *(seeds_table(rows, w, arms) for w in worlds)]
+    if any("form=guide" in arm for arm in arms):
+        tables = [bar(rows, world, arm, arms[0]) for world, arm in having]
+    else:
+        tables = [differences_table(rows, world, arms) for world in dict(having)]
+    return [*tables, *(seeds_table(rows, world, arms) for world in worlds)]
+
+
+def differences_table(rows: Rows, world: str, arms: Sequence[str]) -> str:
+    """Collapsed runs of every arm, and its differences from the first one over the seeds that collapsed in neither."""
+    names = [name for name in (*GROUPS, OFFERED, "shortcut") if name != "shortcut" or world != "plain"]
+    runs = {arm: by_seed(rows, world, arm) for arm in arms}
+    whole = {arm: {s: row for s, row in own.items() if row["known"] >= COLLAPSED} for arm, own in runs.items()}
+    lines = []
+    for arm, own in runs.items():
+        has_pairs = arm != arms[0] and len(whole[arm].keys() & whole[arms[0]].keys()) > 1
+        cells = [in_points(paired(whole[arm], whole[arms[0]], name)) if has_pairs else "" for name in names]
+        lines.append([arm, f"{len(own) - len(whole[arm])} of {len(own)}", *cells])
+    title = f"{world.capitalize()} world, differences from SDPO in points over the seeds that collapsed in neither"
+    return f"{title}:\n\n{table(('arm', 'collapsed', *names), lines)}"
+
+
+def in_points(found: Difference, unit: str = "") -> str:
+    return f"{100 * found.difference:+.1f}{unit} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
 
 
 def bar(rows: Rows, world: str, arm: str, baseline: str) -> str:
@@ -202,7 +228,7 @@ def bar(rows: Rows, world: str, arm: str, baseline: str) -> str:
         lines.append([name, f"{relation} {limit:g}", f"{mean:.3f} [{low:.3f}, {high:.3f}]", met_or_missed(met)])
     for name, limit in LOSS_LIMITS.items():
         found = paired(by_seed(rows, world, arm), by_seed(rows, world, baseline), name)
-        numbers = f"{100 * found.difference:+.1f} points [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+        numbers = in_points(found, " points")
         allowed = f"no lower by more than {100 * limit:.0f} points"
         lines.append([f"{name}, against SDPO", allowed, numbers, loss_verdict(found, limit)])
     count = len(by_seed(rows, world, arm))

@@ -144,7 +144,7 @@ def test_thresholds_apply_to_offered_and_holdout_rows(write_page):
         assert not drawn.endswith("| met |")  # random labels
     assert rows_of(page, "shortcut")[0].endswith("| 0.000 [0.000, 0.000] | met |")
     assert 'src="settled-light.png"' in page
-    assert page.count("\n## ") == 1  # of three sweeps one was run
+    assert page.count("\n## ") == 1  # of five sweeps one was run
     assert "Seeds, each with its own base model: plain 25, 26, 27, 28, 29, 30; shortcut 25" in page
     assert "not run yet" not in page
 
@@ -196,3 +196,23 @@ def test_later_seeds_are_added_to_the_csv(write_page, tmp_path):
     assert (kept["relabelled"], kept["shortcut"], kept["format relabelled"]) == ("0.2010", "0.0000", "1.0000")
     again = write_page("nothing")
     assert again == page
+
+
+def test_differences_leave_out_seeds_that_collapsed(study):
+    """The last seed collapsed in λ = 0.1: three pairs are left, and the interval is Student's."""
+    settled, rng = study("settled"), np.random.default_rng(4)
+    arms = ("SDPO", "CREDIT λ=0.1")
+    rows = {
+        settled.Key("subtract_long", "plain", arm, seed): {
+            name: 0.1 if (arm, seed) == (arms[1], 28) else float(rng.uniform(0.6, 1.0)) for name in settled.SHOWN
+        }
+        for arm in arms
+        for seed in range(25, 29)
+    }
+    sdpo, credit = settled.differences_table(rows, "plain", arms).splitlines()[-2:]
+    ours, theirs = ([rows["subtract_long", "plain", arm, s]["unknown"] for s in range(25, 28)] for arm in arms[::-1])
+    reference = stats.ttest_rel(ours, theirs)
+    low, high = reference.confidence_interval(0.95)
+    assert sdpo.startswith("| SDPO | 0 of 4 |")
+    assert credit.startswith("| CREDIT λ=0.1 | 1 of 4 |")
+    assert f"| {100 * np.subtract(ours, theirs).mean():+.1f} [{100 * low:+.1f}, {100 * high:+.1f}] |" in credit

@@ -81,7 +81,7 @@ def test_choices_and_reports_have_separate_seeds(specs, study):
 
 def test_confirmed_setting_runs_on_new_seeds(specs):
     settled, again, confirmed = (specs[name] for name in ("settled", "long_relabelled", "confirmed"))
-    others = specs.keys() - {"settled", "long_relabelled", "confirmed"}
+    others = specs.keys() - {"settled", "long_relabelled", "confirmed", "subtract_long", "subtract_settled"}
     seen = {seed for name in others for seed in specs[name].seeds}
     assert set(settled.seeds) == set(again.seeds)
     assert not set(settled.seeds) & seen
@@ -99,3 +99,15 @@ def test_confirmed_setting_keeps_the_budget_of_long(specs):
     for spec in (settled, again, confirmed):
         assert [spec.config[name] for name in budget] == [long.config[name] for name in budget]
     assert {name for name in again.config if again.config[name] != long.config[name]} == {"save_steps"}
+
+
+def test_papers_form_runs_with_the_recipes_of_long_and_settled(specs):
+    strengths = (0.05, 0.1, 0.2)
+    settled, long = specs["subtract_settled"], specs["subtract_long"]
+    assert settled.seeds == long.seeds == specs["settled"].seeds
+    assert settled.config == specs["settled"].config
+    assert {k: v for k, v in long.config.items() if k != "save_steps"} == {
+        k: v for k, v in specs["long"].config.items() if k != "save_steps"
+    }
+    assert arms_of(long) == {"SDPO", *(f"CREDIT λ={strength}" for strength in strengths)}
+    assert arms_of(settled) == {f"{arm} teacher_model_kind=base" for arm in arms_of(long)}
