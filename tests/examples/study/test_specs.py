@@ -110,4 +110,5 @@ def test_papers_form_runs_with_the_recipes_of_long_and_settled(specs):
         k: v for k, v in specs["long"].config.items() if k != "save_steps"
     }
     assert arms_of(long) == {"SDPO", *(f"CREDIT λ={strength}" for strength in strengths)}
-    assert arms_of(settled) == {f"{arm} teacher_model_kind=base" for arm in arms_of(long)}
+    frozen = {f"{arm} teacher_model_kind=base" for arm in arms_of(long)}
+    assert arms_of(settled) == frozen | {f"{FROZEN_SDPO} learning_rate=0.0011"}
