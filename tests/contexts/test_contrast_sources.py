@@ -16,9 +16,9 @@ from credit_trl import CreditTrainer
 from credit_trl.contexts.contrast import (
     ContrastSource,
     draw_contrasts,
+    draw_from_batch,
     draw_nearest,
     draw_privileged_contexts,
-    draw_within_groups,
     prompt_key,
     text_similarity,
 )
@@ -70,14 +70,14 @@ def test_equally_near_prompts_are_drawn_at_random():
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy")), min_size=1, max_size=12), st.integers(1, 4))
 def test_group_draws_stay_in_the_group_and_avoid_the_prompt(batch, count):
     keys, groups = [k for k, _ in batch], [g for _, g in batch]
-    draws = draw_within_groups(keys, groups, range(len(batch)), count, seed=3, step=1)
+    draws = draw_from_batch(keys, range(len(batch)), count, seed=3, step=1, groups=groups)
     for (key, group), draw in zip(batch, draws, strict=True):
         others = {k for k, g in batch if g == group} - {key}
         assert len(draw) == (count if others else 0)
         assert {groups[i] for i in draw} <= {group}
         assert len({keys[i] for i in draw} & others) == min(count, len(others))
     last = len(batch) - 1
-    assert draw_within_groups(keys, groups, [last], count, seed=3, step=1) == draws[-1:]
+    assert draw_from_batch(keys, [last], count, seed=3, step=1, groups=groups) == draws[-1:]
 
 
 def test_source_none_keeps_the_system_message():

@@ -41,7 +41,9 @@ class ContextBuilder:
         self.config = config
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._control_ids = frozenset(special | set(tokenizer.all_special_ids) | set(eos_token_ids))
-        self._scaffold_controls = lru_cache(_SCAFFOLDS)(self._controls_of_text)
+        self._scaffold_controls = lru_cache(_SCAFFOLDS)(
+            lambda text, first: self._controls(self.tokenize(text, first=first))
+        )
 
     def build(
         self, prompt: Prompt, contrasts: Sequence[Prompt], privileged: PrivilegedContext, render: Render
@@ -78,12 +80,6 @@ class ContextBuilder:
         """Contexts whose contrasts exchange z: `(x, z)`, then `(x, z'_1)`, …, `(x, z'_C)`.
 
         Each z is fitted to the budget by itself. If one of the others does not fit at all, there are no contrasts.
-
-        Args:
-            prompt: x.
-            privileged: z.
-            others: z'_1, …, z'_C, of other prompts.
-            render: as in `build`.
         """
         own = self.build(prompt, (), privileged, render)
         swapped = [self.build(prompt, (), other, render) for other in others]
@@ -93,13 +89,7 @@ class ContextBuilder:
         return replace(own, contrasts=contrasts, cut=any(built.cut for built in (own, *swapped)))
 
     def build_plain(self, prompt: Prompt, contrasts: Sequence[Prompt], render: Render) -> TokenContexts:
-        """Contexts without z: the student's prompt x, and x'_1, …, x'_C; no contrasts where one has no token.
-
-        Args:
-            prompt: x.
-            contrasts: x'_1, …, x'_C.
-            render: as in `build`.
-        """
+        """Contexts without z: the student's prompt x, and x'_1, …, x'_C; no contrasts where one has no token."""
         teacher, *others = (self.encode(one, PrivilegedContext(), render) for one in (prompt, *contrasts))
         return TokenContexts(teacher, others if all(others) else [])
 
@@ -132,7 +122,8 @@ class ContextBuilder:
 
     def _encode_pieces(self, pieces: list[tuple[str, bool]], *, first: bool) -> list[int]:
         ids = self.tokenize("".join(text for text, _ in pieces), first=first)
-        expected = self._scaffold_controls(_scaffold(pieces), first)
+        # A letter in place of each untrusted piece leaves the control tokens of the template.
+        expected = self._scaffold_controls("".join(text if trusted else "x" for text, trusted in pieces), first)
         if self._controls(ids) == expected:
             return ids
         # z contains the text of a control token: encode it as plain text, separately from the text around it.
@@ -178,9 +169,6 @@ class ContextBuilder:
     def _tokenize_plain(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
-    def _controls_of_text(self, text: str, first: bool) -> list[int]:
-        return self._controls(self.tokenize(text, first=first))
-
     def _controls(self, ids: list[int]) -> list[int]:
         return [i for i in ids if i in self._control_ids]
 
@@ -212,8 +200,3 @@ def _fitted(privileged: PrivilegedContext, whole: PrivilegedContext) -> dict[str
 def _encodable(text: str) -> str:
     """The text with lone surrogates replaced."""
     return text.encode("utf-8", "replace").decode()
-
-
-def _scaffold(pieces: list[tuple[str, bool]]) -> str:
-    """The text with each untrusted piece replaced by a letter; its control tokens are those of the template."""
-    return "".join(text if trusted else "x" for text, trusted in pieces)

@@ -30,6 +30,7 @@ def draw_from_batch(
     seed: int,
     step: int,
     eligible: Sequence[bool] | None = None,
+    groups: Sequence[Any] | None = None,
 ) -> list[list[int]]:
     """Draw `count` contrast prompts for each of `samples`, uniformly from the distinct prompts of the batch.
 
@@ -40,39 +41,23 @@ def draw_from_batch(
         seed: seed of the run.
         step: index of the generation batch.
         eligible: samples that can be drawn; all by default.
+        groups: group of every sample, such as its task, in which its draws stay; one for all by default.
 
     Returns:
         For each sample, `count` indices into `keys`, never of its own prompt or a duplicate of it: without replacement
         while enough prompts exist, then from all of them again. Empty where no other prompt exists.
     """
-    first: dict[str, int] = {}
+    group_of = groups or [None] * len(keys)
+    first: dict[tuple[Any, str], int] = {}
     for index, key in enumerate(keys):
         if eligible is None or eligible[index]:
-            first.setdefault(key, index)
+            first.setdefault((group_of[index], key), index)
     draws = []
     for sample in samples:
-        others = [index for key, index in first.items() if key != keys[sample]]
+        others = [i for (group, key), i in first.items() if group == group_of[sample] and key != keys[sample]]
         rng = np.random.default_rng([seed, step, sample])
         draws.append([others[i] for i in _rounds(rng, len(others), count)])
     return draws
-
-
-def draw_within_groups(
-    keys: Sequence[str], groups: Sequence[Any], samples: Sequence[int], count: int, *, seed: int, step: int
-) -> list[list[int]]:
-    """Draw as `draw_from_batch` does, from samples of the same group only.
-
-    Args:
-        keys: see `draw_from_batch`, as `samples`, `count`, `seed` and `step`.
-        groups: group of every sample of the batch, such as its task.
-    """
-    draws: dict[int, list[int]] = {}
-    for group in dict.fromkeys(groups[sample] for sample in samples):
-        members = [sample for sample in samples if groups[sample] == group]
-        eligible = [other == group for other in groups]
-        drawn = draw_from_batch(keys, members, count, seed=seed, step=step, eligible=eligible)
-        draws.update(zip(members, drawn, strict=True))
-    return [draws[sample] for sample in samples]
 
 
 def draw_nearest(
@@ -90,12 +75,11 @@ def draw_nearest(
     first: dict[str, int] = {}
     for index, key in enumerate(keys):
         first.setdefault(key, index)
-    distinct = list(first.values())
-    row = {key: i for i, key in enumerate(first)}
+    distinct, own_row = list(first.values()), {key: i for i, key in enumerate(first)}
     similarity = text_similarity([texts[index] for index in distinct])
     draws = []
     for sample in samples:
-        own = row[keys[sample]]
+        own = own_row[keys[sample]]
         chance = np.random.default_rng([seed, step, sample]).permutation(len(distinct))
         order = [i for i in np.lexsort((chance, -similarity[own].round(9))) if i != own]
         draws.append([distinct[order[i % len(order)]] for i in range(count)] if order else [])
@@ -112,18 +96,12 @@ def text_similarity(texts: Sequence[str]) -> np.ndarray:
     containing = Counter(word for words in counts for word in words)
     column = {word: i for i, word in enumerate(containing)}
     weight = 1.0 + np.log((1 + len(texts)) / (1 + np.array(list(containing.values()), dtype=float)))
-    similarity = np.zeros((len(texts), len(texts)))
-    vectors = []
-    for words in counts:
-        columns = np.array([column[word] for word in words], dtype=int)
-        values = np.array(list(words.values()), dtype=float) * weight[columns]
-        vectors.append((columns, values / max(np.linalg.norm(values), 1e-12)))
-    for i, (columns, values) in enumerate(vectors):
-        dense = np.zeros(len(column))
-        dense[columns] = values
-        for j, (others, other_values) in enumerate(vectors[: i + 1]):
-            similarity[i, j] = similarity[j, i] = dense[others] @ other_values
-    return similarity
+    vectors = np.zeros((len(texts), len(column)))
+    for vector, words in zip(vectors, counts, strict=True):
+        vector[[column[word] for word in words]] = list(words.values())
+    vectors *= weight
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True).clip(min=1e-12)
+    return vectors @ vectors.T
 
 
 def draw_from_dataset(
@@ -184,13 +162,7 @@ class ContrastSource:
 
 
 def draw_contrasts(batch: GenerationBatch, config: CreditConfig, source: ContrastSource) -> list[list[Prompt]]:
-    """The contrast prompts x'_k of each local sample; empty lists where there are none. Every process must call it.
-
-    Args:
-        batch: the generation batch.
-        config: C, λ, the source and the seed.
-        source: rows and random stream.
-    """
+    """The contrast prompts x'_k of each local sample; empty lists where there are none. Every process must call it."""
     if not config.contrasts:
         return [[] for _ in batch.prompts]
     if config.contrastive_swap == "self":
@@ -206,7 +178,7 @@ def draw_contrasts(batch: GenerationBatch, config: CreditConfig, source: Contras
     elif config.contrastive_source == "hard":
         draws = draw_nearest(keys, [user_text(prompt) for prompt in prompts], **options)
     elif config.contrastive_source == "same_task":
-        draws = draw_within_groups(keys, gather_object([row["task"] for row in batch.rows]), **options)
+        draws = draw_from_batch(keys, groups=gather_object([row["task"] for row in batch.rows]), **options)
     else:
         prompts = source.dataset["prompt"] if isinstance(source.dataset, Dataset | Mapping) else []
         draws = draw_from_dataset(prompts, keys, **options)
@@ -221,8 +193,7 @@ def draw_privileged_contexts(
     Args:
         batch: the generation batch.
         privileged: z of each local sample.
-        count: draws for each sample.
-        seed: see `draw_from_batch`, as `step`.
+        count: see `draw_from_batch`, as `seed` and `step`.
 
     Returns:
         Lists of `count`; empty where no other prompt of the batch has a privileged context.

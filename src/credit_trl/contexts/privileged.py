@@ -54,8 +54,7 @@ def choose_demonstrations(
     for index in range(len(rewards)):
         start = index // group_size * group_size
         group = range(start, min(start + group_size, len(rewards)))
-        successful = [i for i in group if is_success[i] and not (exclude_self and i == index)]
-        chosen.append(successful[0] if successful else None)
+        chosen.append(next((i for i in group if is_success[i] and not (exclude_self and i == index)), None))
     return chosen
 
 

@@ -7,8 +7,8 @@ with the same samples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,19 +27,15 @@ from credit_trl.evaluation.generation import (
 )
 from credit_trl.rollout.batch import Prompt
 from credit_trl.tasks.model_names import model_path
+from credit_trl.teacher.models import eval_mode
 
 
 @dataclass(frozen=True)
 class Request:
-    """A completion to sample.
-
-    Args:
-        prompt: a text or a conversation.
-        seed: seed of the sample's random stream, in [0, 2**63).
-    """
+    """A completion to sample."""
 
     prompt: Prompt
-    seed: int
+    seed: int  # of the sample's random stream, in [0, 2**63)
 
 
 class Engine(Protocol):
@@ -132,14 +128,8 @@ class TransformersEngine(_LocalEngine):
     def identity(self) -> str:
         return weight_fingerprint(self.model)
 
-    @contextmanager
-    def session(self, sampling: SamplingConfig) -> Iterator[None]:
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train(was_training)
+    def session(self, sampling: SamplingConfig) -> AbstractContextManager[None]:
+        return eval_mode(self.model)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
         ids = generate_ids(
@@ -186,7 +176,6 @@ class VLLMEngine(_LocalEngine):
         return cls(LLM(model=model_path(name), **options), name=name, **own)
 
     def identity(self) -> str:
-        """The name and, for a directory, the fingerprint of its weight files."""
         folder = Path(model_path(self.name))
         return f"vllm:{self.name}" + (f":{file_fingerprint(folder)}" if folder.is_dir() else "")
 
@@ -209,14 +198,14 @@ class VLLMEngine(_LocalEngine):
         ]
 
 
-def file_fingerprint(folder: Path, blocks: int = 256) -> str:
-    """16 hex digits that change with the weight files: a hash of names, sizes and evenly spaced 4 KiB blocks."""
+def file_fingerprint(folder: Path) -> str:
+    """16 hex digits that change with the weight files: a hash of names, sizes and 256 evenly spaced 4 KiB blocks."""
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") and p.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            for position in sorted({size * block // blocks for block in range(blocks)}):
+            for position in sorted({size * block // 256 for block in range(256)}):
                 file.seek(position)
                 digest.update(file.read(4096))
     return digest.hexdigest()[:16]

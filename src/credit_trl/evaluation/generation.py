@@ -32,17 +32,11 @@ from credit_trl.rollout.batch import Prompt
 
 @dataclass(frozen=True)
 class Response:
-    """A decoded completion.
+    """A decoded completion."""
 
-    Args:
-        text: the completion without special tokens.
-        length: number of tokens, end of turn included.
-        truncated: whether the completion reached the length limit before an end of turn.
-    """
-
-    text: str
-    length: int
-    truncated: bool
+    text: str  # without special tokens
+    length: int  # number of tokens, end of turn included
+    truncated: bool  # whether it reached the length limit before an end of turn
 
 
 class SeededChoice(LogitsProcessor):

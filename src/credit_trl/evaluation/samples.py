@@ -14,27 +14,17 @@ SAMPLES_FILE = "samples.jsonl"
 
 @dataclass(frozen=True)
 class Sample:
-    """One graded completion.
+    """One graded completion."""
 
-    Args:
-        prompt: id of the prompt.
-        sample: number of the sample, in [0, k).
-        text: the completion.
-        length: tokens, end of turn included.
-        truncated: whether the completion reached the length limit.
-        reward, feedback, metrics: from the verdict; metrics that are not finite are dropped.
-        answer: the answer read from the text, for maj@k; None if there is none.
-    """
-
-    prompt: str
-    sample: int
+    prompt: str  # id
+    sample: int  # number of the sample, in [0, k)
     text: str
-    length: int
-    truncated: bool
+    length: int  # tokens, end of turn included
+    truncated: bool  # whether it reached the length limit
     reward: float
     feedback: str | None
-    metrics: dict[str, float]
-    answer: str | None
+    metrics: dict[str, float]  # of the verdict, those that are finite
+    answer: str | None  # read from the text, for maj@k
 
 
 class SampleFile:

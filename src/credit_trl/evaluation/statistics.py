@@ -204,15 +204,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 class _Draw(NamedTuple):
-    """B resamples of one level.
+    """B resamples of one level."""
 
-    Args:
-        weights: (B, items), the share of each item among a resample's draws.
-        tails: (B,), √(ν / χ²_ν).
-    """
-
-    weights: Array
-    tails: Array
+    weights: Array  # (B, items), the share of each item among a resample's draws
+    tails: Array  # (B,), √(ν / χ²_ν)
 
 
 def _draw(rng: np.random.Generator, size: int, count: int) -> _Draw:

@@ -20,6 +20,7 @@ from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.engines import Request, TransformersEngine
 from credit_trl.evaluation.generation import Response, read_responses
 from credit_trl.rollout.vllm import seeded
+from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import reshard
 
 
@@ -61,13 +62,8 @@ class TrainerEngine:
     @contextmanager
     def session(self, sampling: SamplingConfig) -> Iterator[None]:
         trainer = self.trainer
-        was_training = trainer.model.training
-        trainer.model.eval()
-        try:
-            with self._vllm_session(sampling) if trainer.use_vllm else self._policy_session():
-                yield
-        finally:
-            trainer.model.train(was_training)
+        with eval_mode(trainer.model), self._vllm_session(sampling) if trainer.use_vllm else self._policy_session():
+            yield
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
         """All responses, on every process. The last request is repeated so that all shares have the same size."""
@@ -93,12 +89,7 @@ class TrainerEngine:
         return held[0]
 
     def _vllm_seeds(self, seeds: list[int], share: int) -> AbstractContextManager[None]:
-        """Seeded requests for a colocated engine; a vLLM server uses its own random streams.
-
-        Args:
-            seeds: of all processes' requests.
-            share: requests per process.
-        """
+        """Seeded requests for a colocated engine, `share` on a process; a vLLM server uses its own random streams."""
         generation = self.trainer.vllm_generation
         if generation.mode == "server":
             return nullcontext()

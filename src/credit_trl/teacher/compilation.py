@@ -26,12 +26,7 @@ def keep_models_whole(accelerator: Accelerator) -> None:
 
 
 def compile_layers(models: Iterable[nn.Module], config: CreditConfig) -> None:
-    """Compile the layers of causal LMs in place, with the backend and mode of a configuration.
-
-    Args:
-        models: unwrapped; one may occur twice.
-        config: `torch_compile_backend`, `torch_compile_mode`.
-    """
+    """Compile the layers of unwrapped models in place, each model once, with a configuration's backend and mode."""
     for model in {id(model): model for model in models}.values():
         for layer in _layers(backbone(model)):
             layer.compile(backend=config.torch_compile_backend, mode=config.torch_compile_mode)

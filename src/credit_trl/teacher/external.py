@@ -63,22 +63,22 @@ class TeacherSource:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer beside the weights."""
-        return AutoTokenizer.from_pretrained(
-            self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
-        )
+        try:
+            return AutoTokenizer.from_pretrained(
+                self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"The teacher {self.name!r} has no tokenizer that loads ({error}), so its vocabulary cannot be "
+                "compared with the policy's. Save the tokenizer beside its weights."
+            ) from error
 
 
 class ModelTeacher(OwnModelTeacher):
     """Teacher with weights of its own that never change.
 
     It computes in its own dtype; under FSDP2 and DeepSpeed in that of the run's configuration. Quantized weights are
-    whole on every process. A checkpoint stores where the weights come from.
-
-    Args:
-        student: the unwrapped policy.
-        accelerator: places or shards the model in the same way as the policy.
-        source: where the weights come from.
-        offload: keep the model in main memory between scoring phases.
+    whole on every process. A checkpoint stores where the weights come from. See `OwnModelTeacher` for the arguments.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ def build_teacher(
         return make_teacher(kind, student, accelerator, offload)
     source = TeacherSource.of(config)
     _check_placement(source, accelerator, offload)
-    check_same_vocabulary(tokenizer, _tokenizer_of(source), source.name)
+    check_same_vocabulary(tokenizer, source.tokenizer(), source.name)
     teacher = ModelTeacher(student, accelerator, source, offload)
     own, others = (
         full_shape(m.get_output_embeddings().weight)[0] for m in (student, teacher.unwrapped(teacher.model))
@@ -195,13 +195,3 @@ def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokeniz
             f"{len(ours)} ids differ). Use a teacher with the policy's tokenizer, or TRL's GOLD, which distils across "
             "tokenizers."
         )
-
-
-def _tokenizer_of(source: TeacherSource) -> PreTrainedTokenizerBase:
-    try:
-        return source.tokenizer()
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"The teacher {source.name!r} has no tokenizer that loads ({error}), so its vocabulary cannot be compared "
-            "with the policy's. Save the tokenizer beside its weights."
-        ) from error

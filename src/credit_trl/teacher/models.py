@@ -32,15 +32,10 @@ TEACHER_FILE = "teacher.safetensors"
 
 @dataclass(frozen=True)
 class Slot:
-    """Where stored weights lie.
+    """Where stored weights lie."""
 
-    Args:
-        adapter: name of the adapter beside the trained one (LoRA).
-        file: file of a checkpoint.
-    """
-
-    adapter: str = ADAPTER_NAME
-    file: str = TEACHER_FILE
+    adapter: str = ADAPTER_NAME  # name of the adapter beside the trained one (LoRA)
+    file: str = TEACHER_FILE  # file of a checkpoint
 
 
 # The initial policy beside the teacher, for a trust region and for rehearsal.
@@ -66,11 +61,7 @@ class Teacher:
             yield self.student
 
     def parts(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Yield the modules whose hidden states are concatenated; each is ready until the next one is asked for.
-
-        Args:
-            model: the module that `active` yields.
-        """
+        """Yield the modules whose hidden states are concatenated; each is ready until the next one is asked for."""
         yield model
 
     def models(self) -> list[nn.Module]:
@@ -111,8 +102,7 @@ class Teacher:
         """Read the teacher's weights from a checkpoint directory.
 
         Raises:
-            FileNotFoundError: the checkpoint has no teacher.
-            ValueError: its teacher has other parameters.
+            FileNotFoundError, ValueError: the checkpoint has no teacher, or one with other parameters.
         """
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
@@ -405,11 +395,7 @@ def _check_trains_adapter_only(student: nn.Module) -> None:
 
 
 class TeacherUpdate(TrainerCallback):
-    """Updates the EMA every `teacher_sync_steps` optimizer steps, by default at the end of each generation batch.
-
-    Args:
-        trainer: the trainer with the `teacher` and the count of forward-backward passes.
-    """
+    """Updates the EMA every `teacher_sync_steps` optimizer steps, by default at the end of each generation batch."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

@@ -108,7 +108,7 @@ def packed_inputs(model: nn.Module, input_ids: Int[Tensor, " L"], lengths: Seque
     """Model inputs of one packed row. Nothing in them makes an attention layer wait for the device.
 
     Args:
-        model: the model that reads them, for which `enable_packing` was called.
+        model: reads them; `enable_packing` was called for it.
         input_ids: the sequences, one after the other.
         lengths: their lengths, at least 1 each.
     """

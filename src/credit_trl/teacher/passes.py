@@ -60,22 +60,13 @@ class TokenStates:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One prompt and the completion.
-
-    Args:
-        sample: index of the sample.
-        context: 0 for the teacher's prompt, k for the k-th contrast prompt.
-        prompt: ids of the prompt.
-        completion: length of the completion.
-        columns: the column of the completion before which each id of the prompt stands, in ascending order; None where
-            the whole prompt precedes the completion.
-    """
+    """One prompt and the completion."""
 
     sample: int
-    context: int
-    prompt: list[int]
-    completion: int
-    columns: list[int] | None = None
+    context: int  # 0 for the teacher's prompt, k for the k-th contrast prompt
+    prompt: list[int]  # ids
+    completion: int  # length
+    columns: list[int] | None = None  # see `ContextColumns`; None where the whole prompt precedes the completion
 
     def __len__(self) -> int:
         return len(self.prompt) + self.completion
@@ -101,22 +92,13 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class _Work:
-    """What every pass of a scoring phase needs.
-
-    Args:
-        teacher: π_ref.
-        model: the module that `teacher.active()` yields.
-        completion_ids: (B, T), in main memory, so that a pass copies its ids to the device at once.
-        loss_mask: (B, T), in main memory.
-        device: device of the passes.
-        packed: read packed rows.
-    """
+    """What every pass of a scoring phase needs."""
 
     teacher: Teacher
-    model: nn.Module
-    completion_ids: Int[Tensor, "B T"]
-    loss_mask: Bool[Tensor, "B T"]
-    device: torch.device
+    model: nn.Module  # that `teacher.active()` yields
+    completion_ids: Int[Tensor, "B T"]  # in main memory, so that a pass copies its ids to the device at once
+    loss_mask: Bool[Tensor, "B T"]  # in main memory
+    device: torch.device  # of the passes
     packed: bool
 
     def forward(self, ids: list[Tensor]) -> Tensor:

@@ -38,12 +38,7 @@ class Sequences:
 
     @classmethod
     def of(cls, batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Sequences:
-        """Sequences of TRL's micro-batch; waits once for the device.
-
-        Args:
-            batch: TRL's micro-batch.
-            mask: True on the chosen completion tokens.
-        """
+        """Sequences of TRL's micro-batch, with completion tokens chosen where `mask` is True; waits for the device."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         valid = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).bool()
         *lengths, count = torch.cat([valid.sum(dim=1), mask.sum()[None]]).tolist()
@@ -66,15 +61,10 @@ class Sequences:
 
 @dataclass(frozen=True)
 class PolicyStates:
-    """Result of the policy's pass.
+    """Result of the policy's pass."""
 
-    Args:
-        hidden: (N, H), hidden states that predict the chosen tokens, in the dtype of the LM head's product.
-        aux_loss: load-balancing loss of a mixture of experts, or None.
-    """
-
-    hidden: Float[Tensor, "N H"]
-    aux_loss: Float[Tensor, ""] | None
+    hidden: Float[Tensor, "N H"]  # states that predict the chosen tokens, in the dtype of the LM head's product
+    aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
 
 
 def policy_states(

@@ -33,11 +33,9 @@ def is_zero3(accelerator: Accelerator) -> bool:
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
-    """Gather parameters that ZeRO-3 has partitioned inside the block; other parameters are unchanged.
+    """Gather those of the parameters that ZeRO-3 has partitioned inside the block.
 
-    Args:
-        parameters: parameters of any kind.
-        write: the block changes them, with the same result on every process.
+    With `write` the block changes them, with the same result on every process.
     """
     partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_tensor")]
     if not partitioned:
@@ -105,12 +103,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def frozen_copy(model: PreTrainedModel, *, precise: bool) -> PreTrainedModel:
-    """Copy a model without gradients, on the same device.
-
-    Args:
-        model: a causal LM that is not sharded.
-        precise: store the copy in at least fp32.
-    """
+    """Copy a model that is not sharded without gradients, on the same device; `precise` stores at least fp32."""
     copied = copy.deepcopy(model).requires_grad_(False)
     copied.__dict__.pop("forward", None)  # TRL's patched forward is bound to the original
     return copied.to(torch.promote_types(copied.dtype, torch.float32)) if precise else copied

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from credit_trl.lab.analysis.formula import PAPER, CreditFormula
+from credit_trl.lab.analysis.passes import CreditLogps
 from credit_trl.lab.analysis.responses import analysis_config, rollout_contexts
 from credit_trl.lab.analysis.tokenmap import map_response
 from credit_trl.loss.scores import SupportConfig
@@ -77,7 +78,7 @@ def test_advantages_equal_the_formula_in_probabilities(seed, support, rule, base
     student, teacher, *others = torch.log_softmax(1.5 * logps, dim=-1)
     formula = CreditFormula(rule, baseline, support=SupportConfig(support[0], min(topk, size), support[1]))
     ids = torch.arange(size).expand(3, size)
-    got, entered = formula.advantages(student, teacher, torch.stack(others), ids, coef)
+    got, entered = formula.advantages(CreditLogps(student, teacher, torch.stack(others)), ids, coef)
     hand = formula
     if "topk" in support[0] and topk >= size:  # a support of all tokens is the whole vocabulary
         hand = CreditFormula(rule, baseline)
@@ -101,9 +102,8 @@ def test_advantages_equal_those_of_the_loss(support, tail, rule, baseline):
     reference = (case.reference_weight, case.reference_bias, case)
     contrasts = torch.stack([dense_logps(hidden, *reference) for hidden in case.contrasts])
     formula = CreditFormula(rule, baseline, support=SupportConfig(support, 5, tail))
-    got, entered = formula.advantages(
-        student, dense_logps(case.teacher, *reference), contrasts, case.token_ids[:, None], 0.4
-    )
+    logps = CreditLogps(student, dense_logps(case.teacher, *reference), contrasts)
+    got, entered = formula.advantages(logps, case.token_ids[:, None], 0.4)
     torch.testing.assert_close(got[:, 0], terms.advantages, atol=1e-9, rtol=0)
     torch.testing.assert_close(entered[:, 0], terms.contrastive_coef)
     if rule.gate and support != "sampled":
@@ -116,7 +116,7 @@ def test_advantages_without_contrast_equal_the_reward():
     for support in ("teacher_topk", "full", "sampled"):
         formula = CreditFormula(ContrastRule("guide", 0.1), support=SupportConfig(support, 3))
         for contrasts, coef in ((other[None], 0.0), (other[None][:0], 0.5)):
-            got, entered = formula.advantages(student, teacher, contrasts, ids, coef)
+            got, entered = formula.advantages(CreditLogps(student, teacher, contrasts), ids, coef)
             torch.testing.assert_close(got, teacher - student)
             assert not entered.any()
 

@@ -6,7 +6,7 @@ the functions of the loss (`loss.target`, `objective`).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,19 +23,14 @@ from credit_trl.objective import Baseline, ContrastRule
 
 @dataclass(frozen=True)
 class CreditFormula:
-    """Formula of R_t without λ. The defaults are the paper's Eq. 8 over the whole vocabulary.
+    """Formula of R_t without λ. The defaults are the paper's Eq. 8 over the whole vocabulary."""
 
-    Args:
-        rule: form and gate of the contrast.
-        baseline: average over contrast prompts.
-        contrasted: what a contrast prompt exchanges: the question for another one, or for none, or the privileged
-            context for that of another problem (`"hint"`), or nothing (Ĝ = f).
-        support: tokens of the loss, which the gate compares. With `tail="renormalize"` R_t is conditional on them.
-    """
-
-    rule: ContrastRule = field(default_factory=ContrastRule)
-    baseline: Baseline = "mean_log"
+    rule: ContrastRule = field(default_factory=ContrastRule)  # form and gate of the contrast
+    baseline: Baseline = "mean_log"  # average over contrast prompts
+    # What a contrast prompt exchanges: the question for another one, or for none, or the privileged context for that
+    # of another problem (`"hint"`), or nothing (Ĝ = f).
     contrasted: Literal["question", "no question", "hint", "nothing"] = "question"
+    # Tokens of the loss, which the gate compares. With `tail="renormalize"` R_t is conditional on them.
     support: SupportConfig = field(default_factory=lambda: SupportConfig("full"))
 
     @classmethod
@@ -50,60 +45,44 @@ class CreditFormula:
         )
 
     def advantages(
-        self,
-        student: Float[Tensor, "n V"],
-        teacher: Float[Tensor, "n V"],
-        contrasts: Float[Tensor, "C n V"],
-        ids: Int[Tensor, "n A"],
-        contrastive_coef: float,
+        self, logps: CreditLogps, ids: Int[Tensor, "n A"], contrastive_coef: float
     ) -> tuple[Float[Tensor, "n A"], Float[Tensor, "n A"]]:
-        """R_t of A tokens at n positions, each computed as if it were the sampled token.
-
-        Args:
-            student: log π_θ over the vocabulary.
-            teacher: f over the vocabulary.
-            contrasts: g_k over the vocabulary; C may be 0.
-            ids: the tokens.
-            contrastive_coef: λ.
+        """R_t of A tokens at n positions, each computed as if it were the sampled token, with λ = `contrastive_coef`.
 
         Returns:
             R_t, and the λ in it: 0 without contrast prompts and where the gate is closed.
         """
         if contrastive_coef == 0.0:
-            contrasts = contrasts[:0]
-        coef = teacher.new_full((len(ids),), contrastive_coef if len(contrasts) else 0.0)
+            logps = replace(logps, contrasts=logps.contrasts[:0])
+        coef = logps.teacher.new_full((len(ids),), contrastive_coef if len(logps.contrasts) else 0.0)
         # A top-K support as large as the vocabulary is the whole vocabulary, as in the trainer.
-        is_whole = self.support.kind == "full" or (self.support.is_topk and self.support.topk >= teacher.shape[-1])
-        compute = self._over_vocabulary if is_whole else self._over_support
-        return compute(student, teacher, contrasts, ids, coef)
+        size = logps.teacher.shape[-1]
+        is_whole = self.support.kind == "full" or (self.support.is_topk and self.support.topk >= size)
+        return (self._over_vocabulary if is_whole else self._over_support)(logps, ids, coef)
 
-    def _over_vocabulary(
-        self, student: Tensor, teacher: Tensor, contrasts: Tensor, ids: Tensor, coef: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        generic = objective.input_generic(contrasts, self.baseline) if len(contrasts) else torch.zeros_like(teacher)
-        target = vocabulary_target(
-            teacher.clone(), generic, ids[:, :1], coef, self.rule, scratch=torch.empty_like(teacher)
-        )
-        advantages = target.logps.gather(-1, ids) - student.gather(-1, ids)
+    def _over_vocabulary(self, logps: CreditLogps, ids: Tensor, coef: Tensor) -> tuple[Tensor, Tensor]:
+        generic, scratch = torch.zeros_like(logps.teacher), torch.empty_like(logps.teacher)
+        if len(logps.contrasts):
+            generic = objective.input_generic(logps.contrasts, self.baseline)
+        target = vocabulary_target(logps.teacher.clone(), generic, ids[:, :1], coef, self.rule, scratch=scratch)
+        advantages = target.logps.gather(-1, ids) - logps.student.gather(-1, ids)
         return advantages, target.contrastive_coef[:, None].expand(ids.shape)
 
-    def _over_support(
-        self, student: Tensor, teacher: Tensor, contrasts: Tensor, ids: Tensor, coef: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _over_support(self, logps: CreditLogps, ids: Tensor, coef: Tensor) -> tuple[Tensor, Tensor]:
         """Each of the A tokens is a row of its own, with the support of its position."""
         support = ids[..., None]
         if self.support.is_topk:
-            chosen_by = student if self.support.kind == "student_topk" else teacher
+            chosen_by = logps.student if self.support.kind == "student_topk" else logps.teacher
             support = chosen_by.topk(self.support.topk, dim=-1).indices[:, None].expand(-1, ids.shape[1], -1)
-        teacher_logps, teacher_token = self._gather(teacher, support, ids)
+        teacher_logps, teacher_token = self._gather(logps.teacher, support, ids)
         generic_logps, generic_token = torch.zeros_like(teacher_logps), torch.zeros_like(teacher_token)
-        if len(contrasts):
-            parts = zip(*(self._gather(contrast, support, ids) for contrast in contrasts), strict=True)
+        if len(logps.contrasts):
+            parts = zip(*(self._gather(contrast, support, ids) for contrast in logps.contrasts), strict=True)
             generic_logps, generic_token = (objective.input_generic(torch.stack(p), self.baseline) for p in parts)
         no_entropy = torch.full_like(teacher_token, torch.nan)  # the target does not use it
         scores = Scores(support.flatten(0, 1), teacher_logps, generic_logps, teacher_token, generic_token, no_entropy)
         target = support_target(scores, coef.repeat_interleave(ids.shape[1]), self.rule, self.support)
-        advantages = target.token_logps - self._gather(student, support, ids)[1]
+        advantages = target.token_logps - self._gather(logps.student, support, ids)[1]
         return advantages.view(ids.shape), target.contrastive_coef.view(ids.shape)
 
     def _gather(
@@ -162,28 +141,16 @@ PAPER = CreditFormula()
 
 @dataclass(frozen=True)
 class CreditSettings:
-    """Values that R_t depends on besides the log-probabilities.
+    """Values that R_t depends on besides the log-probabilities."""
 
-    Args:
-        contrastive_coef: λ.
-        formula: formula of R_t.
-        temperature: sampling temperature, by which logits are divided.
-    """
-
-    contrastive_coef: float
+    contrastive_coef: float  # λ
     formula: CreditFormula = PAPER
-    temperature: float = 1.0
+    temperature: float = 1.0  # of the samples, by which logits are divided
 
     @classmethod
     def of(cls, config: CreditConfig) -> CreditSettings:
         """Settings of a run's configuration."""
         return cls(config.contrastive_coef, CreditFormula.of(config), config.temperature)
-
-    def advantages(
-        self, logps: CreditLogps, ids: Int[Tensor, "n A"]
-    ) -> tuple[Float[Tensor, "n A"], Float[Tensor, "n A"]]:
-        """R_t of A tokens at n positions and the λ in it, see `CreditFormula.advantages`."""
-        return self.formula.advantages(logps.student, logps.teacher, logps.contrasts, ids, self.contrastive_coef)
 
     @property
     def text(self) -> str:

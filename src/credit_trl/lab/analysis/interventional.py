@@ -170,7 +170,7 @@ def candidates_of(
     for rows, logps in credit_logps(checkpoint, contexts, token_ids, settings.temperature):
         entropy = torch.special.entr(logps.student.exp()).sum(dim=-1)
         top = logps.student.topk(min(candidates, logps.student.shape[-1]), dim=-1)
-        advantages, _ = settings.advantages(logps, top.indices)
+        advantages, _ = settings.formula.advantages(logps, top.indices, settings.contrastive_coef)
         rewards = objective.self_distillation_reward(logps.teacher.gather(-1, top.indices), top.values)
         for n in range(len(entropy)):
             likely = top.values[n].exp() >= min_probability

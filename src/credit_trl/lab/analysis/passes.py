@@ -28,61 +28,35 @@ _CHUNK_ELEMENTS = 2**26
 
 @dataclass(frozen=True)
 class RolloutContexts:
-    """Token ids of the prompts under which a response is scored.
+    """Token ids of the prompts under which a response is scored; see `TokenContexts`."""
 
-    Args:
-        student: x.
-        teacher: (x, z).
-        contrasts: (x'_k, z), C of them; C may be 0.
-        columns: where prompt tokens of teacher and contrasts stand inside the response; None where every prompt
-            precedes it. See `credit_trl.contexts.turns`.
-    """
-
-    student: list[int]
-    teacher: list[int]
-    contrasts: list[list[int]]
-    columns: ContextColumns | None = None
+    student: list[int]  # x
+    teacher: list[int]  # (x, z)
+    contrasts: list[list[int]]  # (x'_k, z), C of them; C may be 0
+    columns: ContextColumns | None = None  # of teacher and contrasts
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A model and the prompts under which it reads a response.
+    """A model and the prompts under which it reads a response."""
 
-    Args:
-        model: π; a plain `Teacher` is the model as it is.
-        prompts: the prompts, P = 1 + C of them; none where `prompts.teacher` is None.
-    """
-
-    model: Teacher
-    prompts: TokenContexts
+    model: Teacher  # π; a plain `Teacher` is the model as it is
+    prompts: TokenContexts  # P = 1 + C of them; none where `prompts.teacher` is None
 
 
 @dataclass(frozen=True)
 class CreditLogps:
-    """Log-probabilities over the vocabulary at n positions, from which R_t is computed.
+    """Log-probabilities over the vocabulary at n positions, from which R_t is computed."""
 
-    Args:
-        student: log π_θ(· | x, y_<t).
-        teacher: f = log π_ref(· | x, y_<t, z).
-        contrasts: g_k = log π_ref(· | x'_k, y_<t, z); C may be 0.
-    """
-
-    student: Float[Tensor, "n V"]
-    teacher: Float[Tensor, "n V"]
-    contrasts: Float[Tensor, "C n V"]
+    student: Float[Tensor, "n V"]  # log π_θ(· | x, y_<t)
+    teacher: Float[Tensor, "n V"]  # f = log π_ref(· | x, y_<t, z)
+    contrasts: Float[Tensor, "C n V"]  # g_k = log π_ref(· | x'_k, y_<t, z); C may be 0
 
 
 def credit_logps(
     checkpoint: Checkpoint, contexts: RolloutContexts, token_ids: Sequence[int], temperature: float
 ) -> Iterator[tuple[slice, CreditLogps]]:
-    """Yield a slice of positions and the log-probabilities there, from one pass of the student and one of the teacher.
-
-    Args:
-        checkpoint: π_θ and π_ref.
-        contexts: ids of x, (x, z) and (x'_k, z).
-        token_ids: y.
-        temperature: sampling temperature.
-    """
+    """Yield a slice of positions of y and the log-probabilities there, from one pass of student and teacher each."""
     readings = [
         Reading(checkpoint.student, TokenContexts(contexts.student)),
         Reading(checkpoint.teacher, TokenContexts(contexts.teacher, contexts.contrasts, contexts.columns)),

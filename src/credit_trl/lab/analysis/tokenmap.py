@@ -151,7 +151,7 @@ def score_response(
 
 def gather_scores(logps: CreditLogps, ids: Int[Tensor, "n A"], settings: CreditSettings) -> dict[str, Tensor]:
     """Tensors of `ScoredTokens` for A tokens at n positions, on the CPU."""
-    advantages, entered = settings.advantages(logps, ids)
+    advantages, entered = settings.formula.advantages(logps, ids, settings.contrastive_coef)
     scores = {
         "ids": ids,
         "student_logps": logps.student.gather(-1, ids),

@@ -16,19 +16,12 @@ STEPS_COLUMNS = ("arm", "domain", "target", "steps, run by run", "median")
 
 @dataclass(frozen=True)
 class Mark:
-    """One cell of the score table.
+    """One cell of the score table."""
 
-    Args:
-        text: mean in percent.
-        half_width: half the width of the 95 % interval in percent, "" without an interval.
-        seeds: score of each of two seeds in percent, which replace the interval; else "".
-        rank: 1 for the best of the column, 2 for the second, else 0.
-    """
-
-    text: str
-    half_width: str = ""
-    seeds: str = ""
-    rank: int = 0
+    text: str  # mean in percent
+    half_width: str = ""  # half the width of the 95 % interval in percent, "" without an interval
+    seeds: str = ""  # score of each of two seeds in percent, which replace the interval; else ""
+    rank: int = 0  # 1 for the best of the column, 2 for the second, else 0
 
 
 def score_rows(comparison: Comparison, when: str) -> tuple[list[str], list[tuple[str, list[Mark]]]]:

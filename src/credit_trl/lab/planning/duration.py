@@ -12,25 +12,15 @@ from credit_trl.lab.planning.work import Lengths, Work, rollout_seconds
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length of a run and its evaluations of avg@k.
+    """Length of a run and its evaluations of avg@k."""
 
-    Args:
-        steps: optimizer steps, or None for `epochs`.
-        epochs: passes over the training rows.
-        rows: training rows, or None if unknown.
-        samples: k, or None without evaluations.
-        every: generation batches between two evaluations.
-        eval_rows: rows of an evaluation, or None if unknown.
-        eval_batch: samples that one process generates at a time.
-    """
-
-    steps: int | None
-    epochs: float
-    rows: int | None
-    samples: int | None
-    every: int
-    eval_rows: int | None
-    eval_batch: int
+    steps: int | None  # optimizer steps, or None for `epochs`
+    epochs: float  # passes over the training rows
+    rows: int | None  # training rows, or None if unknown
+    samples: int | None  # k, or None without evaluations
+    every: int  # generation batches between two evaluations
+    eval_rows: int | None  # rows of an evaluation, or None if unknown
+    eval_batch: int  # samples that one process generates at a time
 
     def batches(self, setup: Setup, updates: int) -> int | None:
         """Generation batches of the run; None if the number of training rows is unknown."""
@@ -46,19 +36,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Duration:
-    """Duration of a run.
+    """Duration of a run."""
 
-    Args:
-        batches: generation batches.
-        evaluations: their number.
-        training: seconds of all generation batches.
-        evaluating: seconds of all evaluations; None if their number of rows is unknown.
-    """
-
-    batches: int
-    evaluations: int
-    training: float
-    evaluating: float | None
+    batches: int  # generation batches
+    evaluations: int  # their number
+    training: float  # seconds of all generation batches
+    evaluating: float | None  # seconds of all evaluations; None if their number of rows is unknown
 
     @property
     def hours(self) -> float:

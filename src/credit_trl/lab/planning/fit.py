@@ -15,15 +15,10 @@ from credit_trl.lab.planning.shape import Lora, Shape
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one setting.
+    """A change of one setting."""
 
-    Args:
-        setting: the setting in YAML, with fields of `_values`.
-        fields: returns the changed fields of a setup, None if the change does not apply to it.
-    """
-
-    setting: str
-    fields: Callable[[Setup], dict[str, Any] | None]
+    setting: str  # in YAML, with fields of `_values`
+    fields: Callable[[Setup], dict[str, Any] | None]  # changed fields of a setup; None if it does not apply to it
 
     def apply(self, setup: Setup) -> Setup | None:
         """Return the changed setup, None if the change does not apply."""
@@ -165,9 +160,8 @@ CHANGES = (
 
 
 def _parallel(setup: Setup, size: int) -> dict[str, Any] | None:
-    fits_node = setup.processes // setup.machines % size == 0
-    applies = setup.vllm and setup.vllm.mode == "colocate" and fits_node and setup.vllm.parallel != size
-    return {"vllm": replace(setup.vllm, parallel=size)} if applies else None
+    vllm, fits_node = _colocated(setup), setup.processes // setup.machines % size == 0
+    return {"vllm": replace(vllm, parallel=size)} if vllm and fits_node and vllm.parallel != size else None
 
 
 def _per_device(setup: Setup, size: int) -> dict[str, Any] | None:
@@ -197,10 +191,7 @@ SAVINGS = (
 def largest_saving(shape: Shape, setup: Setup, seconds: Callable[[Setup], float]) -> tuple[str, float] | None:
     """The change that fits the GPUs and saves most time, and its seconds a generation batch; None if none saves 2 %.
 
-    Args:
-        shape: the model.
-        setup: the run.
-        seconds: time of a generation batch of a setup.
+    `seconds` is the time of a generation batch of a setup.
     """
     before, best = seconds(setup), None
     for change in SAVINGS:

@@ -6,7 +6,7 @@ estimated from shapes. What a phase allocates is free in the next one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -30,15 +30,10 @@ _QUANTIZATION_OVERHEAD = 1.016
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU.
+    """Bytes on one GPU."""
 
-    Args:
-        steady: allocated in every phase, by name.
-        phases: allocated in one phase only, by phase and name.
-    """
-
-    steady: dict[str, int]
-    phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    steady: dict[str, int]  # allocated in every phase, by name
+    phases: dict[str, dict[str, int]]  # allocated in one phase only, by phase and name
 
     def total(self, phase: str) -> int:
         """Bytes of a phase."""

@@ -16,27 +16,16 @@ from credit_trl.lab.planning.work import Lengths, Work, default_lengths, work_of
 
 @dataclass(frozen=True)
 class Plan:
-    """Resources of a run.
-
-    Args:
-        shape: the model.
-        setup: the run.
-        lengths: mean lengths.
-        memory: memory of one GPU.
-        work: cost of one generation batch.
-        changes: settings that make the run fit; empty if it fits, None if no known change is enough.
-        duration: hours of the run; None if its number of generation batches is unknown.
-        saving: the setting that saves most time and its seconds a generation batch; None if none does.
-    """
+    """Resources of a run."""
 
     shape: Shape
     setup: Setup
     lengths: Lengths
-    memory: Memory
-    work: Work
-    changes: tuple[str, ...] | None
-    duration: Duration | None = None
-    saving: tuple[str, float] | None = None
+    memory: Memory  # of one GPU
+    work: Work  # cost of one generation batch
+    changes: tuple[str, ...] | None  # settings that make the run fit: empty if it fits, None if none are known
+    duration: Duration | None = None  # None if the number of generation batches is unknown
+    saving: tuple[str, float] | None = None  # setting that saves most time, and its seconds a generation batch
 
     @property
     def fits(self) -> bool:

@@ -31,15 +31,10 @@ class Lora:
 
 @dataclass(frozen=True)
 class Shape:
-    """A causal language model without its weights.
+    """A causal language model without its weights."""
 
-    Args:
-        model: modules on the meta device.
-        name: name in the report.
-    """
-
-    model: nn.Module
-    name: str
+    model: nn.Module  # modules on the meta device
+    name: str  # in the report
 
     @cached_property
     def config(self) -> Any:

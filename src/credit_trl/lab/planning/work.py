@@ -29,37 +29,24 @@ ALL_REDUCE_LATENCY = 8e-6
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean lengths in tokens; a configuration only has the maximum lengths.
+    """Mean lengths in tokens; a configuration only has the maximum lengths."""
 
-    Args:
-        prompt: the student's prompt.
-        completion: the completion.
-        context: a teacher or contrast prompt, with demonstration and feedback if the teacher reads them.
-    """
-
-    prompt: int
+    prompt: int  # the student's
     completion: int
-    context: int
+    context: int  # a teacher or contrast prompt, with demonstration and feedback if the teacher reads them
 
 
 @dataclass(frozen=True)
 class Work:
-    """Cost of a generation batch, from rollout to the last update.
+    """Cost of a generation batch, from rollout to the last update."""
 
-    Args:
-        tokens: over all processes: `generated`, `scored`, `trained`, `padding` that the update reads beside them, and
-            `old_logps`, read without gradient for log-probabilities at rollout time, with their padding.
-        operations: floating point operations by phase, over all processes.
-        moved: bytes that one GPU receives from others, by purpose.
-        seconds: time by phase.
-        updates: optimizer steps.
-    """
-
+    # Over all processes: `generated`, `scored`, `trained`, `padding` that the update reads beside them, and
+    # `old_logps`, read without gradient for log-probabilities at rollout time, with their padding.
     tokens: dict[str, int]
-    operations: dict[str, float]
-    moved: dict[str, float]
-    seconds: dict[str, float]
-    updates: int
+    operations: dict[str, float]  # floating point operations by phase, over all processes
+    moved: dict[str, float]  # bytes that one GPU receives from others, by purpose
+    seconds: dict[str, float]  # by phase
+    updates: int  # optimizer steps
 
 
 def default_lengths(setup: Setup) -> Lengths:
@@ -133,12 +120,8 @@ def traffic(shape: Shape, setup: Setup, lengths: Lengths) -> dict[str, float]:
 def padding_factor(setup: Setup, lengths: Lengths, whole_batch: bool = False) -> float:
     """Tokens that the student reads over those without padding, for lengths exponential up to the maximum.
 
-    Samples are ordered by length within an optimizer step, and each micro-batch is as long as its longest.
-
-    Args:
-        setup: the run.
-        lengths: mean lengths; the prompt is taken as constant.
-        whole_batch: samples are ordered within the generation batch, as in the pass of old log-probabilities.
+    Samples are ordered by length within an optimizer step, with `whole_batch` within the generation batch as in the
+    pass of old log-probabilities, and each micro-batch is as long as its longest. Prompts are taken as equally long.
     """
     if setup.packed or setup.per_device == 1:
         return 1.0
