@@ -6,12 +6,7 @@ from collections.abc import Callable, Sequence
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import (
-    ContrastSource,
-    draw_contrasts,
-    draw_privileged_contexts,
-    draw_wrong_contexts,
-)
+from credit_trl.contexts.contrast import ContrastSource, draw_contrasts, draw_privileged_contexts, draw_wrong_contexts
 from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text, gather_privileged_contexts
 from credit_trl.contexts.prompts import Render
 from credit_trl.contexts.tokens import TokenContexts

@@ -108,7 +108,9 @@ def generate_ids(
                 generation_config=config,
                 logits_processor=_processors(sampling, streams[rows], width, model.device),
             )
-            completions += [_up_to_end(row, ends) for row in sequences[:, width:].tolist()]
+            for row in sequences[:, width:].tolist():
+                length = next((n for n, token in enumerate(row, 1) if token in ends), len(row))
+                completions.append(row[:length])
     return completions
 
 
@@ -142,11 +144,6 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
     finally:
         for holder, old in zip(holders, kept, strict=True):
             holder.generation_config = old
-
-
-def _up_to_end(row: list[int], ends: set[int]) -> list[int]:
-    length = next((position for position, token in enumerate(row, 1) if token in ends), len(row))
-    return row[:length]
 
 
 def read_responses(

@@ -10,7 +10,8 @@ import torch
 from drawn import SETTINGS, drawn_rollout
 
 from credit_trl import cli
-from credit_trl.lab.analysis.branches import BranchRule, find_branches, format_branches, summarize_branches
+from credit_trl.lab.analysis import branches
+from credit_trl.lab.analysis.branches import find_branches, format_branches, summarize_branches
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
 from credit_trl.lab.analysis.tokentext import TokenText
 
@@ -76,11 +77,12 @@ def test_likeliest_generic_token_is_chosen():
     torch.testing.assert_close(found.delta, values(0.0))
 
 
-def test_positions_without_both_tokens_are_no_branches():
+def test_positions_without_both_tokens_are_no_branches(monkeypatch):
     found = find_branches(branch_map(values(1.0, 1.0, 1.0), values(0.3, 6.0, 0.0)))
     assert found.positions.tolist() == [1]
-    assert find_branches(branch_map(values(1.0), values(6.0)), BranchRule(min_probability=0.9)).s.tolist() == []
     assert find_branches(branch_map(values(1.0), values(6.0), contrasts=0)).s.tolist() == []
+    monkeypatch.setattr(branches, "MIN_PROBABILITY", 0.9)
+    assert find_branches(branch_map(values(1.0), values(6.0))).s.tolist() == []
 
 
 def test_critical_lambdas_are_quartiles_over_rising_branches():

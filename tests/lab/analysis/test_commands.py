@@ -307,9 +307,10 @@ def test_adapters_are_loaded_with_their_teacher(make_model, tokenizer, saved, tm
 
 
 def test_plain_text_prompts_are_read(saved, tmp_path, config):
-    (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "Say a.", "response": "a", "feedback": "Good."}))
+    records = ({"prompt": f"Say {letter}.", "response": letter, "feedback": "Good."} for letter in "abc")
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, records)))
     checkpoint = Checkpoint.load(str(saved("m")))
-    [response] = read_rollouts(tmp_path / "own.jsonl", checkpoint, config, population=["Say b.", "Say c."])
+    response, *_ = read_rollouts(tmp_path / "own.jsonl", checkpoint, config)
     assert set(response.contrasts) == {"Say b.", "Say c."}
     assert response.token_ids[-1] == checkpoint.tokenizer.eos_token_id
 

@@ -17,18 +17,10 @@ from torch import Tensor
 from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.tasks.printable import markdown_table
 
-
-@dataclass(frozen=True)
-class BranchRule:
-    """Choice of A and B among the sampled token and the alternatives of a position.
-
-    A token qualifies if student or teacher gives it at least `min_probability`. B is the likeliest of them with
-    S ≥ `min_specific`, A the likeliest with S ≤ `max_generic`, in nats. A position without both is no branch.
-    """
-
-    min_probability: float = 0.01
-    min_specific: float = 1.0
-    max_generic: float = 0.5
+# A and B are chosen among the sampled token and the alternatives to which student or teacher gives this probability.
+MIN_PROBABILITY = 0.01
+# B is the likeliest of them with S of at least the first, A the likeliest with S of at most the second, in nats.
+MIN_SPECIFIC, MAX_GENERIC = 1.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -62,17 +54,17 @@ class ClassBranches:
     lambda_guide: Quartiles | None
 
 
-def find_branches(token_map: TokenMap, rule: BranchRule = BranchRule()) -> Branches:
-    """Branches of a map, at most one a position; none without contrast prompts."""
+def find_branches(token_map: TokenMap) -> Branches:
+    """Branches of a map, at most one a position; none without contrast prompts, or where A or B is missing."""
     own, others = token_map.scores, token_map.scores.alternatives
     ids, delta_v, specific, student, teacher = (
         torch.cat([getattr(own, name).unsqueeze(-1), getattr(others, name)], dim=-1)
         for name in ("ids", "delta_v", "specific", "student_logps", "teacher_logps")
     )
     likelihood = torch.maximum(student, teacher).exp()
-    likelihood = likelihood.where(likelihood >= rule.min_probability, 0.0)
-    generic = likelihood.where(specific <= rule.max_generic, 0.0)
-    particular = likelihood.where(specific >= rule.min_specific, 0.0)
+    likelihood = likelihood.where(likelihood >= MIN_PROBABILITY, 0.0)
+    generic = likelihood.where(specific <= MAX_GENERIC, 0.0)
+    particular = likelihood.where(specific >= MIN_SPECIFIC, 0.0)
     rows = (generic.any(dim=-1) & particular.any(dim=-1)).nonzero().squeeze(-1)
     a, b = (one[rows].argmax(dim=-1, keepdim=True) for one in (generic, particular))
 
@@ -83,9 +75,9 @@ def find_branches(token_map: TokenMap, rule: BranchRule = BranchRule()) -> Branc
     return Branches(rows, at(ids, a), at(ids, b), delta.double(), s.double())
 
 
-def summarize_branches(maps: Sequence[TokenMap], rule: BranchRule = BranchRule()) -> list[ClassBranches]:
+def summarize_branches(maps: Sequence[TokenMap]) -> list[ClassBranches]:
     """Quartiles over all branches, and by class of the sampled token, the most frequent class first."""
-    found = [find_branches(token_map, rule) for token_map in maps]
+    found = [find_branches(token_map) for token_map in maps]
     labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own.positions.tolist()]
     if not labels:
         return []

@@ -80,16 +80,12 @@ class CreditMapCallback(TrainerCallback):
                 "trainer=trainer))` or `callback.attach(trainer)`."
             )
         self.directory = Path(args.output_dir) / DIRECTORY
-        if state.is_world_process_zero:
-            self._remove_pages_after(state.global_step)
+        if state.is_world_process_zero:  # the summary would include pages of steps to come and of earlier runs
+            for page in (*self.directory.glob("step-*.html"), *self.directory.glob("step-*.parquet")):
+                if int(page.stem.removeprefix("step-")) > state.global_step:
+                    page.unlink()
         if state.global_step > 0:
             self._read_pinned()
-
-    def _remove_pages_after(self, step: int) -> None:
-        """Remove pages of steps to come and of earlier runs, which the summary would otherwise include."""
-        for page in (*self.directory.glob("step-*.html"), *self.directory.glob("step-*.parquet")):
-            if int(page.stem.removeprefix("step-")) > step:
-                page.unlink()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluation_batch = self.trainer._generation_batch  # not a generation batch of training
@@ -115,12 +111,7 @@ class CreditMapCallback(TrainerCallback):
         """Score the current and the pinned rollouts on all processes; the main process writes the page."""
         trainer = self.trainer
         student = Teacher(trainer.model, trainer.accelerator)
-        checkpoint = Checkpoint(
-            f"step-{step}",
-            self._tokenizer,
-            student,
-            getattr(trainer, "teacher", student),
-        )
+        checkpoint = Checkpoint(f"step-{step}", self._tokenizer, student, getattr(trainer, "teacher", student))
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
         chosen = _choose(self._current_rollouts(step), share, trainer.num_generations)
         is_first = self._pinned_step is None

@@ -94,11 +94,7 @@ class Checkpoint:
             teacher = _load_teacher(policy, Path(checkpoint) / TEACHER_FILE)
         default = Path(checkpoint).name if checkpoint is not None else model.rstrip("/").split("/")[-1]
         return cls.of(
-            policy,
-            tokenizer,
-            teacher=teacher,
-            name=name or default,
-            chat_template_kwargs=chat_template_kwargs,
+            policy, tokenizer, teacher=teacher, name=name or default, chat_template_kwargs=chat_template_kwargs
         )
 
     def render(self, messages: list[dict[str, Any]]) -> str:

@@ -98,47 +98,28 @@ def _fit_one(s: Float[NDArray, " L"], t: Float[NDArray, "Z L"]) -> Float[NDArray
 
 @dataclass(frozen=True)
 class ChoiceQuestion:
-    """Multiple-choice question.
-
-    Args:
-        prompt: conversation or text.
-        letters: letters of its options, in order; any texts of one token each are possible.
-        gold: right letter, or None.
-        identifier: name in the records.
-        feedback: z for each letter; None takes that of `measure_compatibility`.
-        prefix: forced start of the response; None takes that of `measure_compatibility`.
-    """
+    """Multiple-choice question."""
 
     prompt: Prompt
-    letters: tuple[str, ...]
-    gold: str | None = None
-    identifier: str = ""
-    feedback: tuple[str, ...] | None = None
-    prefix: str | None = None
+    letters: tuple[str, ...]  # of its options, in order; any texts of one token each are possible
+    gold: str | None = None  # right letter
+    identifier: str = ""  # name in the records
+    feedback: tuple[str, ...] | None = None  # z for each letter; None takes that of `measure_compatibility`
+    prefix: str | None = None  # forced start of the response; None takes that of `measure_compatibility`
 
 
 @dataclass(frozen=True)
 class Record:
-    """Compatibility of one question; Z = L is its number of letters.
-
-    Args:
-        question: the question.
-        student: s, (Z,), normalized over the letters.
-        teachers: T, (Z, Z), normalized over the letters; rows are indexed by z.
-        student_mass, teacher_mass: probability of any letter before the normalization, a number and (Z,).
-        posterior: P̂, (Z,).
-        residual: ‖s − Tᵀ P̂‖₁.
-        uniform_residual: ‖s − Tᵀ u‖₁ with the uniform mixture u.
-    """
+    """Compatibility of one question; Z = L is its number of letters."""
 
     question: ChoiceQuestion
-    student: Float[NDArray, " Z"]
-    teachers: Float[NDArray, "Z Z"]
-    student_mass: float
-    teacher_mass: Float[NDArray, " Z"]
-    posterior: Float[NDArray, " Z"]
-    residual: float
-    uniform_residual: float
+    student: Float[NDArray, " Z"]  # s, normalized over the letters
+    teachers: Float[NDArray, "Z Z"]  # T, normalized over the letters; rows are indexed by z
+    student_mass: float  # probability of any letter before the normalization
+    teacher_mass: Float[NDArray, " Z"]  # the same of each teacher
+    posterior: Float[NDArray, " Z"]  # P̂
+    residual: float  # ‖s − Tᵀ P̂‖₁
+    uniform_residual: float  # ‖s − Tᵀ u‖₁ with the uniform mixture u
 
     @classmethod
     def of(cls, question: ChoiceQuestion, probabilities: Float[NDArray, "1+Z Z"]) -> Record:

@@ -68,16 +68,10 @@ def _formatted(label: str, value: float | str) -> str:
     return f"{value:.0%}" if label.startswith(("Fraction", "Self-consistency")) else f"{value:.3f}"
 
 
-def make_figure(models: Mapping[str, Sequence[Record]], *, matrix_of: str | None = None) -> Figure:
-    """Figure with (a) the distribution of residuals and (b) the mean teacher matrix of one model.
-
-    Args:
-        models: records by model.
-        matrix_of: model of panel (b); None takes the one with the lowest fidelity.
-    """
-    if matrix_of is None:
-        worst = "Teacher fidelity (median, worst z)"
-        matrix_of = min(models, key=lambda name: compatibility_metrics(models[name])[worst])
+def make_figure(models: Mapping[str, Sequence[Record]]) -> Figure:
+    """Figure with (a) the residuals of each model and (b) the mean teacher matrix of the one of lowest fidelity."""
+    worst = "Teacher fidelity (median, worst z)"
+    matrix_of = min(models, key=lambda name: compatibility_metrics(models[name])[worst])
     figure = Figure(figsize=(8.4, 3.3), dpi=160, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.5, 1.0))
     _draw_residuals(left, models)

@@ -36,40 +36,24 @@ Succeeds = Callable[[Sequence[int], Sequence[Sequence[int]]], Sequence[bool]]
 
 @dataclass(frozen=True)
 class Branching:
-    """One prefix of a response, and the candidates to force after it.
+    """One prefix of a response, and the candidates to force after it."""
 
-    Args:
-        prefix: y_<t.
-        candidates: token ids, each with a positive probability (condition iii).
-        rewards: r^z of each candidate.
-        advantages: R_t of each.
-        student_logps: log π_θ of each.
-        question: index of the question that the response answers.
-    """
-
-    prefix: tuple[int, ...]
-    candidates: tuple[int, ...]
-    rewards: Float[Tensor, " K"]
-    advantages: Float[Tensor, " K"]
-    student_logps: Float[Tensor, " K"]
-    question: int = 0
+    prefix: tuple[int, ...]  # y_<t
+    candidates: tuple[int, ...]  # token ids, each with a positive probability (condition iii)
+    rewards: Float[Tensor, " K"]  # r^z of each candidate
+    advantages: Float[Tensor, " K"]  # R_t of each
+    student_logps: Float[Tensor, " K"]  # log π_θ of each
+    question: int = 0  # index of the question that the response answers
 
 
 @dataclass(frozen=True)
 class BranchPlan:
-    """Rollouts to make.
-
-    Args:
-        branchings: prefixes with their candidates.
-        samples: rollouts of each candidate.
-        baseline_samples: rollouts of each prefix without intervention.
-        max_new_tokens: length limit of one rollout.
-    """
+    """Rollouts to make."""
 
     branchings: list[Branching]
-    samples: int
-    baseline_samples: int
-    max_new_tokens: int
+    samples: int  # rollouts of each candidate
+    baseline_samples: int  # rollouts of each prefix without intervention
+    max_new_tokens: int  # length limit of one rollout
 
     @property
     def candidates(self) -> int:
@@ -90,25 +74,15 @@ class BranchPlan:
 
 @dataclass(frozen=True)
 class InterventionalCredit:
-    """r^cf of the candidates of one prefix.
-
-    Args:
-        branching: prefix and candidates.
-        successes: (K,), successful rollouts of each candidate.
-        samples: rollouts of each candidate.
-        baseline_successes: successful rollouts without intervention.
-        baseline_samples: rollouts without intervention.
-        credit: (K,), estimate of r^cf in nats.
-        standard_error: (K,), standard error of `credit` by the delta method.
-    """
+    """r^cf of the candidates of one prefix."""
 
     branching: Branching
-    successes: NDArray[np.int64]
-    samples: int
-    baseline_successes: int
-    baseline_samples: int
-    credit: Float[NDArray, " K"]
-    standard_error: Float[NDArray, " K"]
+    successes: NDArray[np.int64]  # (K,), successful rollouts of each candidate
+    samples: int  # rollouts of each candidate
+    baseline_successes: int  # successful rollouts without intervention
+    baseline_samples: int  # rollouts without intervention
+    credit: Float[NDArray, " K"]  # estimate of r^cf in nats
+    standard_error: Float[NDArray, " K"]  # of `credit`, by the delta method
 
     @property
     def is_informative(self) -> bool:
@@ -186,14 +160,7 @@ def candidates_of(
 def run_plan(
     plan: BranchPlan, continue_: Continue, succeeds: Succeeds, *, announce: Callable[[str], Any] = print
 ) -> list[InterventionalCredit]:
-    """Announce the cost, make the rollouts and count successes.
-
-    Args:
-        plan: rollouts to make.
-        continue_: samples one whole response for each prefix; see `policy_rollouts`.
-        succeeds: O of whole responses; see `graded_by`.
-        announce: called with the cost before the first rollout.
-    """
+    """Announce the cost, make the rollouts and count successes; see `policy_rollouts` and `graded_by`."""
     announce(plan.cost())
     prefixes: list[tuple[int, ...]] = []
     owner: list[tuple[int, int]] = []  # (branching, candidate), −1 without intervention
@@ -220,16 +187,13 @@ def run_plan(
     ]
 
 
-def policy_rollouts(
-    checkpoint: Checkpoint, contexts: Sequence[Sequence[int]], sampling: SamplingConfig, *, batch_size: int = 256
-) -> Continue:
+def policy_rollouts(checkpoint: Checkpoint, contexts: Sequence[Sequence[int]], sampling: SamplingConfig) -> Continue:
     """Continuations by the policy itself (condition i): the student, after the question's prompt and a prefix.
 
     Args:
         checkpoint: π_θ.
         contexts: token ids of each question's prompt.
         sampling: temperature and seed, and the length limit of one continuation; `top_p` must be 1.
-        batch_size: rollouts that are generated together.
     """
 
     def continue_(questions: Sequence[int], prefixes: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -237,19 +201,19 @@ def policy_rollouts(
         whole = [list(prefix) for prefix in prefixes]
         unfinished = [i for i, ids in enumerate(whole) if not ids or ids[-1] not in ends]
         prompts = [[*contexts[questions[i]], *whole[i]] for i in unfinished]
-        for i, continuation in zip(unfinished, checkpoint.generate(prompts, sampling, batch_size), strict=True):
+        for i, continuation in zip(unfinished, checkpoint.generate(prompts, sampling, batch_size=256), strict=True):
             whole[i] += continuation
         return whole
 
     return continue_
 
 
-def graded_by(checkpoint: Checkpoint, task: Task, rows: Sequence[dict[str, Any]], threshold: float = 1.0) -> Succeeds:
-    """O = 1 where the task's verifier gives a reward of at least `threshold`; `rows` are the questions."""
+def graded_by(checkpoint: Checkpoint, task: Task, rows: Sequence[dict[str, Any]]) -> Succeeds:
+    """O = 1 where the task's verifier gives a reward of at least 1; `rows` are the questions."""
 
     def succeeds(questions: Sequence[int], responses: Sequence[Sequence[int]]) -> list[bool]:
         verdicts = grade_rollouts(checkpoint, task, [rows[q] for q in questions], responses)
-        return [verdict.reward is not None and verdict.reward >= threshold for verdict in verdicts]
+        return [verdict.reward is not None and verdict.reward >= 1.0 for verdict in verdicts]
 
     return succeeds
 
@@ -300,7 +264,6 @@ def rank_agreement(
     quantity: Literal["rewards", "advantages", "student_logps"] = "rewards",
     *,
     resolved: bool = False,
-    seed: int = 0,
 ) -> RankAgreement:
     """Compare the order of r^cf with that of r^z, of R_t, or of the policy's probabilities.
 
@@ -308,7 +271,6 @@ def rank_agreement(
         credits: r^cf of each prefix.
         quantity: field of `Branching` to compare with.
         resolved: use only prefixes with `is_resolved`.
-        seed: seed of the bootstrap.
     """
     from scipy.stats import kendalltau, spearmanr
 
@@ -326,7 +288,7 @@ def rank_agreement(
         float(taus.mean()),
         float(rhos.mean()),
         float(concordances.mean()),
-        _interval(concordances, questions, seed),
+        _interval(concordances, questions),
         float(np.mean(tops)),
     )
 
@@ -342,12 +304,12 @@ def _correlation(of_ranks: Callable[..., Any], outcomes: NDArray, quantity: NDAr
     return 0.0 if np.ptp(quantity) == 0 else float(of_ranks(outcomes, quantity).statistic)
 
 
-def _interval(values: NDArray, questions: Sequence[int], seed: int, resamples: int = 2000) -> tuple[float, float]:
-    """95 % percentile interval of the mean, by resampling questions."""
+def _interval(values: NDArray, questions: Sequence[int]) -> tuple[float, float]:
+    """95 % percentile interval of the mean, by 2,000 resamples of the questions."""
     names, owner = np.unique(questions, return_inverse=True)
     if len(names) < 2:
         return float("nan"), float("nan")
     sums, counts = np.bincount(owner, weights=values), np.bincount(owner)
-    chosen = np.random.default_rng(seed).integers(len(names), size=(resamples, len(names)))
+    chosen = np.random.default_rng(0).integers(len(names), size=(2000, len(names)))
     low, high = np.quantile(sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1), [0.025, 0.975])
     return float(low), float(high)

@@ -117,21 +117,13 @@ def jensen_gap(contrast_logps: Float[Tensor, "C *t v"]) -> Float[Tensor, "*t v"]
 
 @dataclass(frozen=True)
 class SurrogateAtCount:
-    """Ŝ with C contrast prompts, compared with pCMI over the whole population.
+    """Ŝ with C contrast prompts, compared with pCMI over the whole population."""
 
-    Args:
-        count: C.
-        mean: mean of Ŝ over draws.
-        std: standard deviation of Ŝ over draws; it falls with C.
-        gap: `mean` minus the population's pCMI; it does not depend on C.
-        plug_in: mean over draws of pCMI over the C drawn prompts.
-    """
-
-    count: int
-    mean: float
-    std: float
-    gap: float
-    plug_in: float
+    count: int  # C
+    mean: float  # mean of Ŝ over draws
+    std: float  # standard deviation of Ŝ over draws; it falls with C
+    gap: float  # `mean` minus the population's pCMI; it does not depend on C
+    plug_in: float  # mean over draws of pCMI over the C drawn prompts
 
 
 def surrogate_by_count(
@@ -140,7 +132,6 @@ def surrogate_by_count(
     counts: Sequence[int],
     *,
     draws: int = 256,
-    seed: int = 0,
 ) -> tuple[float, list[SurrogateAtCount]]:
     """Proposition 3 for growing C, summed over a response: Ŝ with C prompts drawn i.i.d. from N.
 
@@ -149,12 +140,11 @@ def surrogate_by_count(
         population_logps: g under each prompt of the population 𝒟.
         counts: values of C.
         draws: sets of prompts drawn for each C.
-        seed: seed of the draws.
 
     Returns:
         pCMI over the population, and one record for each C.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     exact = prior_contrastive_mi(teacher_token_logps, population_logps).sum().item()
     records = []
     for count in counts:
@@ -171,16 +161,13 @@ def surrogate_by_count(
 
 @dataclass(frozen=True)
 class RewardSplit:
-    """r_t = implicit advantage + teacher–student gap (Appendix C).
+    """r_t = implicit advantage + teacher–student gap (Appendix C)."""
 
-    Args:
-        advantage: term (i), log π_ref(v | x, y_<t, z) − log π_ref(v | x, y_<t), the effect of the feedback.
-        gap: term (ii), log π_ref(v | x, y_<t) − log π_θ(v | x, y_<t); 0 without lag.
-        bound: max(D_∞(π_ref ‖ π_θ), D_∞(π_θ ‖ π_ref)) at each position, an upper bound of |gap|.
-    """
-
+    # Term (i), log π_ref(v | x, y_<t, z) − log π_ref(v | x, y_<t), the effect of the feedback.
     advantage: Float[Tensor, "*t v"]
+    # Term (ii), log π_ref(v | x, y_<t) − log π_θ(v | x, y_<t); 0 without lag.
     gap: Float[Tensor, "*t v"]
+    # max(D_∞(π_ref ‖ π_θ), D_∞(π_θ ‖ π_ref)) at each position, an upper bound of |gap|.
     bound: Float[Tensor, "*t"]
 
 
@@ -204,52 +191,31 @@ class PMIReport:
 
     `reward = pmi + gap` and `credit = contrastive_pmi + anti_genericity + gap + conditioning`, with the pMIs of the
     teacher, to which the Bayesian reading of a lagged teacher applies (Appendix C).
-
-    Args:
-        identifier: identifier of the response.
-        tokens: T.
-        reward: Σ_t r_t(y_t).
-        credit: Σ_t R_t(y_t), as in the run's loss.
-        pmi: pmi(y; z | x) under the teacher.
-        gap: Σ_t of the teacher–student gap, 0 without lag.
-        gap_bound: Σ_t of its bound.
-        contrast_pmi: mean over contrast prompts.
-        contrastive_pmi, anti_genericity: see `ContrastivePMI`, with the λ in each token's R_t.
-        specific: Σ_t Ŝ_t(y_t), with the run's average over contrast prompts.
-        pcmi: Σ_t pCMI over the same contrast prompts.
-        jensen_gap: Σ_t of `jensen_gap`; `specific − pcmi` where the run averages logs.
-        conditioning: difference that conditioning on the support (`distillation_tail="renormalize"`) makes to R_t.
     """
 
-    identifier: str
-    tokens: int
-    reward: float
-    credit: float
-    pmi: float
-    gap: float
-    gap_bound: float
-    contrast_pmi: float
-    contrastive_pmi: float
-    anti_genericity: float
-    specific: float
-    pcmi: float
-    jensen_gap: float
-    conditioning: float
+    identifier: str  # of the response
+    tokens: int  # T
+    reward: float  # Σ_t r_t(y_t)
+    credit: float  # Σ_t R_t(y_t), as in the run's loss
+    pmi: float  # pmi(y; z | x) under the teacher
+    gap: float  # Σ_t of the teacher–student gap, 0 without lag
+    gap_bound: float  # Σ_t of its bound
+    contrast_pmi: float  # mean over contrast prompts
+    contrastive_pmi: float  # see `ContrastivePMI`, with the λ in each token's R_t
+    anti_genericity: float  # see `ContrastivePMI`
+    specific: float  # Σ_t Ŝ_t(y_t), with the run's average over contrast prompts
+    pcmi: float  # Σ_t pCMI over the same contrast prompts
+    jensen_gap: float  # Σ_t of `jensen_gap`; `specific − pcmi` where the run averages logs
+    conditioning: float  # what conditioning on the support (`distillation_tail="renormalize"`) adds to R_t
 
 
 @dataclass(frozen=True)
 class ResponseLogps(ScoredTokens):
-    """Scores of the T sampled tokens, with the log-probabilities without z of Eq. 9 and Appendix C.
+    """Scores of the T sampled tokens, with the log-probabilities without z of Eq. 9 and Appendix C."""
 
-    Args:
-        prior_logps: (T,), log π_ref(y_t | x, y_<t).
-        contrast_prior_logps: (C, T), log π_ref(y_t | x'_k, y_<t).
-        bound: (T,), bound of the teacher–student gap.
-    """
-
-    prior_logps: Float[Tensor, " T"]
-    contrast_prior_logps: Float[Tensor, "C T"]
-    bound: Float[Tensor, " T"]
+    prior_logps: Float[Tensor, " T"]  # log π_ref(y_t | x, y_<t)
+    contrast_prior_logps: Float[Tensor, "C T"]  # log π_ref(y_t | x'_k, y_<t)
+    bound: Float[Tensor, " T"]  # bound of the teacher–student gap
 
 
 def read_response(
@@ -259,14 +225,9 @@ def read_response(
     token_ids: Sequence[int],
     settings: CreditSettings,
 ) -> ResponseLogps:
-    """Read a response under every prompt of Eq. 9 and Appendix C, in one pass of the student and one of the teacher.
+    """Read y under every prompt of Eq. 9 and Appendix C, in one pass of the student and one of the teacher.
 
-    Args:
-        checkpoint: π_θ and π_ref.
-        contexts: ids of x, (x, z) and (x'_k, z).
-        contrast_prompts: ids of the x'_k, without z.
-        token_ids: y.
-        settings: λ, the formula of R_t and the temperature.
+    `contrast_prompts` are the ids of the x'_k, without z.
     """
     plain_prompts, columns = [contexts.student, *map(list, contrast_prompts)], contexts.columns
     if columns is not None:

@@ -31,25 +31,15 @@ from credit_trl.tasks.registry import Task
 
 @dataclass(frozen=True)
 class Rollout:
-    """One response with the values that its credit depends on.
+    """One response with the values that its credit depends on."""
 
-    Args:
-        identifier: unique name among the responses of one view.
-        prompt: x, a conversation or text.
-        token_ids: y, the sampled ids, end of turn included.
-        privileged: z.
-        contrasts: contrast prompts x'_1, …, x'_C; may be empty.
-        reward: reward of the verifier, or None.
-        contexts: token ids of the prompts that a trainer built; `prompt`, `privileged` and `contrasts` are then only
-            shown.
-    """
-
-    identifier: str
-    prompt: Prompt
-    token_ids: tuple[int, ...]
-    privileged: PrivilegedContext
-    contrasts: tuple[Prompt, ...] = ()
-    reward: float | None = None
+    identifier: str  # unique among the responses of one view
+    prompt: Prompt  # x
+    token_ids: tuple[int, ...]  # y, the sampled ids, end of turn included
+    privileged: PrivilegedContext  # z
+    contrasts: tuple[Prompt, ...] = ()  # x'_1, …, x'_C; may be empty
+    reward: float | None = None  # of the verifier
+    # Prompts that a trainer built; `prompt`, `privileged` and `contrasts` are then only shown.
     contexts: RolloutContexts | None = None
 
     @property
@@ -144,7 +134,6 @@ def sample_rollouts(
     *,
     samples: int = 2,
     population: Sequence[Prompt] | None = None,
-    batch_size: int = 64,
 ) -> list[Rollout]:
     """Sample and grade responses, and add z and contrast prompts as for one generation batch of the trainer.
 
@@ -158,7 +147,6 @@ def sample_rollouts(
         samples: rollouts of a row.
         population: prompts of `contrastive_source="dataset"`; None takes those of `rows`. Other sources draw from the
             sampled batch.
-        batch_size: responses that are generated together.
 
     Returns:
         `len(rows) * samples` responses, groups contiguous. Those without z have no teacher.
@@ -167,7 +155,7 @@ def sample_rollouts(
     sampling = SamplingConfig(
         config.temperature, top_p=1.0, max_completion_length=config.max_completion_length, seed=config.seed
     )
-    token_ids = checkpoint.generate([checkpoint.encode(row["prompt"]) for row in repeated], sampling, batch_size)
+    token_ids = checkpoint.generate([checkpoint.encode(row["prompt"]) for row in repeated], sampling)
     verdicts = grade_rollouts(checkpoint, task, repeated, token_ids)
     batch = GenerationBatch(
         rows=repeated,
@@ -230,14 +218,12 @@ def draw(
     return draw_contrasts(batch, config, ContrastSource({"prompt": population}, step=0))
 
 
-def read_rollouts(
-    path: str | Path, checkpoint: Checkpoint, config: CreditConfig, population: Sequence[Prompt] = ()
-) -> list[Rollout]:
+def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
     """Read responses of any origin from JSON lines, a JSON list or Parquet.
 
     A record has `prompt` (text or messages) and `response` (text), `feedback` or `demonstration` or both, and
-    optionally `reward`, `id`, `task` and `contrasts` (a list of prompts; by default drawn from `population` and the
-    other records, or from the source of `config`). The response is tokenized, and an end of turn is appended.
+    optionally `reward`, `id`, `task` and `contrasts` (a list of prompts; by default drawn from the other records as
+    `config` says). The response is tokenized, and an end of turn is appended.
 
     Raises:
         RowError: a record is malformed; the message has its row and field.
@@ -247,7 +233,7 @@ def read_rollouts(
     given = [_given_contrasts(row) for row in rows]
     drawn = given
     if None in given:
-        drawn = draw(prompts, [*population, *prompts], config, [row.data.get("task") for row in rows])
+        drawn = draw(prompts, prompts, config, [row.data.get("task") for row in rows])
     end = checkpoint.tokenizer.eos_token_id
     rewards = [_optional(row, "reward", int, float) for row in rows]
     successes = is_successful([math.nan if r is None else r for r in rewards], config.success_reward_threshold)

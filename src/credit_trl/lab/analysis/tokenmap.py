@@ -38,27 +38,16 @@ SATURATION = 0.99
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """Scores of tokens v in nats; the shape (T, ...) is (T,) or (T, A).
-
-    Args:
-        ids: (T, ...), token ids.
-        student_logps: (T, ...), log π_θ(v | x, y_<t).
-        teacher_logps: (T, ...), f = log π_ref(v | x, y_<t, z).
-        contrast_logps: (C, T, ...), g_k = log π_ref(v | x'_k, y_<t, z); C may be 0.
-        advantage: (T, ...), R_t(v) as in the run's loss (Eq. 8).
-        entered_coef: (T, ...), λ in R_t(v); 0 without contrast prompts and where the contrast does not apply.
-        contrastive_coef: λ of the run.
-        formula: form, average and support of R_t.
-    """
+    """Scores of tokens v in nats; the shape (T, ...) is (T,) or (T, A)."""
 
     ids: Int[Tensor, "T ..."]
-    student_logps: Float[Tensor, "T ..."]
-    teacher_logps: Float[Tensor, "T ..."]
-    contrast_logps: Float[Tensor, "C T ..."]
-    advantage: Float[Tensor, "T ..."]
-    entered_coef: Float[Tensor, "T ..."]
-    contrastive_coef: float
-    formula: CreditFormula
+    student_logps: Float[Tensor, "T ..."]  # log π_θ(v | x, y_<t)
+    teacher_logps: Float[Tensor, "T ..."]  # f = log π_ref(v | x, y_<t, z)
+    contrast_logps: Float[Tensor, "C T ..."]  # g_k = log π_ref(v | x'_k, y_<t, z); C may be 0
+    advantage: Float[Tensor, "T ..."]  # R_t(v) as in the run's loss (Eq. 8)
+    entered_coef: Float[Tensor, "T ..."]  # λ in R_t(v); 0 where there is no contrast prompt or no contrast applies
+    contrastive_coef: float  # λ of the run
+    formula: CreditFormula  # form, average and support of R_t
 
     @property
     def delta_v(self) -> Float[Tensor, "T ..."]:
@@ -78,34 +67,21 @@ class ScoredTokens:
 
 @dataclass(frozen=True)
 class TokenScores(ScoredTokens):
-    """Scores of the T sampled tokens, (T,), and of A alternatives at each position, (T, A).
+    """Scores of the T sampled tokens, (T,), and of A alternatives at each position, (T, A)."""
 
-    Args:
-        alternatives: most likely tokens under student or teacher, in descending order.
-    """
-
-    alternatives: ScoredTokens
+    alternatives: ScoredTokens  # most likely tokens under student or teacher, in descending order
 
 
 @dataclass(frozen=True)
 class TokenMap:
-    """Scores of one response under one checkpoint, with the texts to show.
-
-    Args:
-        response: the scored response.
-        checkpoint: name of the checkpoint.
-        tokens: texts of the T tokens.
-        classes: token class of each token.
-        scores: scores of the tokens.
-        alternatives: (T, A), texts of the alternatives.
-    """
+    """Scores of one response under one checkpoint, with the texts to show."""
 
     response: Rollout
-    checkpoint: str
-    tokens: list[TokenText]
-    classes: list[str]
+    checkpoint: str  # name
+    tokens: list[TokenText]  # texts of the T tokens
+    classes: list[str]  # token class of each
     scores: TokenScores
-    alternatives: list[list[str]]
+    alternatives: list[list[str]]  # (T, A), texts
 
     def values(self, quantity: str) -> Float[Tensor, " T"]:
         """Values of one of `QUANTITIES`."""

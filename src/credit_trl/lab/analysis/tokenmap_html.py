@@ -12,6 +12,7 @@ import html
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -121,7 +122,7 @@ def _document(maps: Sequence[TokenMap]) -> dict[str, Any]:
         "responses": responses,
         "strings": list(strings),
         "classes": list(classes),
-        "summaries": [summarize_maps([m for m in maps if m.checkpoint == name]).to_json() for name in checkpoints],
+        "summaries": [asdict(summarize_maps([m for m in maps if m.checkpoint == name])) for name in checkpoints],
     }
 
 

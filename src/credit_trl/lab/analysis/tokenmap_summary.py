@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -48,22 +47,13 @@ class TokenString:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a set of maps.
-
-    Args:
-        responses, tokens: numbers of responses and tokens; maps without contrast prompts have no S_t and are skipped.
-        classes: token classes in descending order of their share of |S|.
-        most_specific, most_generic: token strings in descending order.
-    """
+    """Summary of a set of maps. Those without contrast prompts have no S_t and are skipped."""
 
     responses: int
     tokens: int
-    classes: list[ClassShare]
-    most_specific: list[TokenString]
+    classes: list[ClassShare]  # in descending order of their share of |S|
+    most_specific: list[TokenString]  # in descending order
     most_generic: list[TokenString]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def summarize_maps(maps: Sequence[TokenMap], *, top: int = 10, min_count: int = 1) -> Summary:

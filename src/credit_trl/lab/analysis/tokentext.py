@@ -25,17 +25,11 @@ _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True)
 class TokenText:
-    """Display text of one token.
+    """Display text of one token."""
 
-    Args:
-        text: visible text; a byte of an incomplete character is written as `⟨F0⟩`, a line feed as `↵` and a line feed.
-        character: character that the token contains a part of, or None.
-        special: whether it is a control token of the tokenizer.
-    """
-
-    text: str
-    character: str | None = None
-    special: bool = False
+    text: str  # visible; a byte of an incomplete character is `⟨F0⟩`, a line feed is `↵` and a line feed
+    character: str | None = None  # that the token contains a part of
+    special: bool = False  # whether it is a control token of the tokenizer
 
 
 def visible(text: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_trl.evaluation.statistics import N_RESAMPLES, Difference, Interval, holm, paired_bootstrap, two_level_ci
+from credit_trl.evaluation.statistics import UNBOUNDED, Difference, Interval, holm, paired_bootstrap, two_level_ci
 from credit_trl.lab.comparison.runs import SCORE, Run, differing, differing_settings, find_runs, has_one_base
 from credit_trl.tasks.printable import printable
 from credit_trl.training.run_directory import RESULT_FILE, RUN_FILE
@@ -37,43 +37,28 @@ CURVES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """Score of one arm on one domain, at its best or at its final step.
+    """Score of one arm on one domain, at its best or at its final step."""
 
-    Args:
-        interval: mean over seeds and prompts with both resampled, clipped to [0, 1] if all scores lie in it. Its ends
-            are NaN for two seeds, see `MIN_SEEDS`.
-        seeds: number of runs.
-        steps: evaluated step of each run.
-        by_seed: mean score of each run.
-    """
-
+    # Mean over seeds and prompts with both resampled, clipped to [0, 1] if all scores lie in it. Its ends are NaN for
+    # two seeds, see `MIN_SEEDS`.
     interval: Interval
-    seeds: int
-    steps: Sequence[int]
-    by_seed: Sequence[float]
+    seeds: int  # number of runs
+    steps: Sequence[int]  # evaluated step of each run
+    by_seed: Sequence[float]  # mean score of each run
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Difference of one arm from the baseline on one domain.
-
-    Args:
-        arm, baseline, domain: names.
-        when: "best" or "final".
-        difference: arm − baseline, with interval and p-value.
-        paired_seeds: whether both arms have the same seeds, which are then resampled together.
-        adjusted_p: p-value with Holm's correction over the arms of this domain.
-        by_seed: difference of each seed where they are paired, else empty.
-    """
+    """Difference of one arm from the baseline on one domain."""
 
     arm: str
     baseline: str
     domain: str
-    when: str
-    difference: Difference
-    paired_seeds: bool
-    adjusted_p: float
-    by_seed: Sequence[float] = ()
+    when: str  # "best" or "final"
+    difference: Difference  # arm − baseline, with interval and p-value
+    paired_seeds: bool  # whether both arms have the same seeds, which are then resampled together
+    adjusted_p: float  # p-value with Holm's correction over the arms of this domain
+    by_seed: Sequence[float] = ()  # difference of each seed where they are paired, else empty
 
 
 @dataclass(frozen=True)
@@ -155,7 +140,6 @@ def compare(
     measure: str = SCORE,
     arms: Sequence[str] | None = None,
     include_unfinished: bool = False,
-    n_resamples: int = N_RESAMPLES,
 ) -> Comparison:
     """Compare runs on the prompts that they share. Runs without an evaluation are compared by their curves.
 
@@ -166,7 +150,6 @@ def compare(
         measure: `"score"`, `"majority"`, or the name of a verdict metric.
         arms: arms to compare, in this order; None compares all.
         include_unfinished: compare unfinished runs too, with their last evaluation as the final one.
-        n_resamples: bootstrap resamples of every interval.
 
     Raises:
         FileNotFoundError: a path contains no run.
@@ -192,7 +175,8 @@ def compare(
     all_arms = [BASE, *names] if has_base and evaluated else names
     keys = product(all_arms, domains, (BEST, FINAL))
     scores = {(arm, d.name, when): s for arm, d, when in keys if (s := reader.scores(arm, d, when)) is not None}
-    bootstrap = _Bootstrap(n_resamples, _bounds(scores.values()))
+    is_rate = all(one.values.min() >= 0.0 and one.values.max() <= 1.0 for one in scores.values())
+    bounds = (0.0, 1.0) if is_rate else UNBOUNDED
     return Comparison(
         runs=compared,
         unfinished=unfinished,
@@ -202,8 +186,8 @@ def compare(
         prompts={domain.name: len(domain.prompts) for domain in domains},
         measure=measure,
         baseline=baseline if len(names) > 1 else None,
-        cells={key: bootstrap.cell(of_arm) for key, of_arm in scores.items()},
-        contrasts=_contrasts(scores, names, baseline, domains, bootstrap),
+        cells={key: _cell(of_arm, bounds) for key, of_arm in scores.items()},
+        contrasts=_contrasts(scores, names, baseline, domains, bounds),
         steps_to=[reader.steps_to(arm, domain, target) for target, domain, arm in product(targets, domains, names)],
         curves=_curves(compared, names),
     )
@@ -267,45 +251,32 @@ class _ScoreReader:
         return [values[name] for name in domain.prompts]
 
 
-@dataclass(frozen=True)
-class _Bootstrap:
-    """Bootstrap settings: number of resamples, and the range of the mean."""
+def _cell(scores: _Scores, bounds: tuple[float, float]) -> Cell:
+    """Mean and interval of an arm on a domain; `bounds` is the range of the mean."""
+    if has_few_seeds(len(scores.values)):
+        interval = Interval(float(scores.values.mean()), math.nan, math.nan)
+    else:
+        interval = two_level_ci(scores.values, bounds=bounds)
+    return Cell(interval, len(scores.values), scores.steps, scores.values.mean(1).tolist())
 
-    n_resamples: int
-    bounds: tuple[float, float]
 
-    def cell(self, scores: _Scores) -> Cell:
-        """Mean and interval of an arm on a domain."""
-        if has_few_seeds(len(scores.values)):
-            interval = Interval(float(scores.values.mean()), math.nan, math.nan)
-        else:
-            interval = two_level_ci(scores.values, self.n_resamples, bounds=self.bounds)
-        return Cell(interval, len(scores.values), scores.steps, scores.values.mean(1).tolist())
+def _difference(ours: _Scores, theirs: _Scores, bounds: tuple[float, float]) -> tuple[Difference, list[float]]:
+    """(difference, that of each seed if both arms have the same seeds): paired by prompt and then by seed.
 
-    def difference(self, ours: _Scores, theirs: _Scores) -> tuple[Difference, list[float]]:
-        """(difference, that of each seed if both arms have the same seeds): paired by prompt and then by seed.
-
-        Without an interval and a p-value where an arm has two seeds.
-        """
-        seeds, other_seeds = list(ours.seeds), list(theirs.seeds)
-        paired = None not in seeds and len({*seeds}) == len(seeds) == len(other_seeds) and {*seeds} == {*other_seeds}
-        values = theirs.values[[other_seeds.index(seed) for seed in seeds]] if paired else theirs.values
-        by_seed = (ours.values.mean(1) - values.mean(1)).tolist() if paired else []
-        if has_few_seeds(len(ours.values)) or has_few_seeds(len(values)):
-            return Difference(float(ours.values.mean() - values.mean()), math.nan, math.nan, math.nan), by_seed
-        found = paired_bootstrap(ours.values, values, self.n_resamples, paired_seeds=paired, bounds=self.bounds)
-        return found, by_seed
+    Without an interval and a p-value where an arm has two seeds.
+    """
+    seeds, other_seeds = list(ours.seeds), list(theirs.seeds)
+    paired = None not in seeds and len({*seeds}) == len(seeds) == len(other_seeds) and {*seeds} == {*other_seeds}
+    values = theirs.values[[other_seeds.index(seed) for seed in seeds]] if paired else theirs.values
+    by_seed = (ours.values.mean(1) - values.mean(1)).tolist() if paired else []
+    if has_few_seeds(len(ours.values)) or has_few_seeds(len(values)):
+        return Difference(float(ours.values.mean() - values.mean()), math.nan, math.nan, math.nan), by_seed
+    return paired_bootstrap(ours.values, values, paired_seeds=paired, bounds=bounds), by_seed
 
 
 def has_few_seeds(seeds: int) -> bool:
     """Whether an arm has several runs, but fewer than `MIN_SEEDS`."""
     return 1 < seeds < MIN_SEEDS
-
-
-def _bounds(scores: Iterable[_Scores]) -> tuple[float, float]:
-    """Range of a mean: [0, 1] if all scores lie in it, else unbounded."""
-    is_rate = all(one.values.min() >= 0.0 and one.values.max() <= 1.0 for one in scores)
-    return (0.0, 1.0) if is_rate else (-math.inf, math.inf)
 
 
 def _arm_names(runs: Sequence[Run], wanted: Sequence[str] | None) -> list[str]:
@@ -371,7 +342,7 @@ def _contrasts(
     arms: Sequence[str],
     baseline: str,
     domains: Iterable[_Domain],
-    bootstrap: _Bootstrap,
+    bounds: tuple[float, float],
 ) -> list[Contrast]:
     contrasts = []
     for when, domain in product((FINAL, BEST), [domain.name for domain in domains]):
@@ -379,7 +350,7 @@ def _contrasts(
         if theirs is None or theirs.values.shape[1] < 2:
             continue
         others = [arm for arm in arms if arm != baseline and (arm, domain, when) in scores]
-        pairs = [bootstrap.difference(scores[arm, domain, when], theirs) for arm in others]
+        pairs = [_difference(scores[arm, domain, when], theirs, bounds) for arm in others]
         tested = [i for i, (difference, _) in enumerate(pairs) if not math.isnan(difference.p_value)]
         adjusted = dict(zip(tested, holm([pairs[i][0].p_value for i in tested]), strict=True))
         contrasts += [

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from credit_trl.lab.comparison.compare import BEST, FINAL, Comparison, Curve
+from credit_trl.lab.comparison.compare import BEST, FINAL, Comparison
 
 # The color-blind safe palette of Okabe and Ito; line styles tell arms apart once its colors repeat.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
@@ -44,7 +44,10 @@ def curves_figure(comparison: Comparison, theme: Theme) -> bytes | None:
         _style(axis, theme, title, "optimizer step")
         for curve in comparison.curves:
             if curve.title == title:
-                _draw_curve(axis, curve, comparison.arms)
+                repeats, index = divmod(list(comparison.arms).index(curve.arm), len(COLOURS))
+                color, style = COLOURS[index], LINES[repeats % len(LINES)]
+                axis.plot(curve.steps, curve.mean, lw=1.7, label=_shorten(curve.arm), color=color, ls=style)
+                axis.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.15, lw=0)
     for axis in axes[len(titles) :]:
         axis.set_visible(False)
     handles = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -86,10 +89,7 @@ def ablation_figure(
 ) -> bytes:
     """Numbers against an option that a sweep varies, such as the score and S_t against λ.
 
-    Args:
-        points: panel title → (value of the option, mean, low, high).
-        axis_name: name of the option.
-        theme: colors.
+    `points` has (value of the option, mean, low, high) by the title of the panel.
     """
     figure, axes = _canvas(theme, 1, len(points), width=4.2 * len(points), height=3.2)
     for (title, rows), axis in zip(points.items(), axes, strict=True):
@@ -120,15 +120,8 @@ def _style(axis: Any, theme: Theme, title: str, label: str) -> None:
         spine.set_color(theme.grid)
 
 
-def _draw_curve(axis: Any, curve: Curve, arms: Sequence[str]) -> None:
-    repeats, index = divmod(list(arms).index(curve.arm), len(COLOURS))
-    color, style = COLOURS[index], LINES[repeats % len(LINES)]
-    axis.plot(curve.steps, curve.mean, lw=1.7, label=_shorten(curve.arm), color=color, ls=style)
-    axis.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.15, lw=0)
-
-
-def _shorten(arm: str, longest: int = 36) -> str:
-    return arm if len(arm) <= longest else f"{arm[: longest - 1]}…"
+def _shorten(arm: str) -> str:
+    return arm if len(arm) <= 36 else f"{arm[:35]}…"
 
 
 def _png(figure: Any) -> bytes:

@@ -66,13 +66,7 @@ def write_report(comparison: Comparison, folder: str | Path, *, title: str = "Co
 
 
 def report_html(comparison: Comparison, figures: Mapping[str, Mapping[str, bytes]], title: str) -> str:
-    """Render the page.
-
-    Args:
-        comparison: compared runs.
-        figures: figure name → theme name → PNG.
-        title: heading of the page.
-    """
+    """Render the page; `figures` has PNGs by the name of the figure and of the theme."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 

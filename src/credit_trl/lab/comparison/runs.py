@@ -178,7 +178,12 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
 
 def differing(runs: Sequence[Run]) -> list[str]:
     """Model and training options that differ among runs, each with its values."""
-    models = dict.fromkeys(_model_pattern(run) for run in runs if run.model)
+    # A sweep may use one base per seed, such as `bases/seed{seed}`.
+    models = dict.fromkeys(
+        run.model if run.seed is None else re.sub(rf"(?<!\d){run.seed}(?!\d)", "{seed}", run.model)
+        for run in runs
+        if run.model
+    )
     found = [f"model ({', '.join(models)})"] if len(models) > 1 else []
     configs = [run.config for run in runs if run.config]
     for name in sorted({name for config in configs for name in config if not _IGNORED_OPTIONS.fullmatch(name)}):
@@ -192,11 +197,6 @@ def has_one_base(runs: Sequence[Run]) -> bool:
     """Whether all runs of a task and seed started from the same model, as far as it is recorded."""
     first = {(run.task, run.seed): run.model for run in reversed(runs)}
     return all(run.model == first[run.task, run.seed] for run in runs)
-
-
-def _model_pattern(run: Run) -> str:
-    """The model's name with `{seed}` for the seed; a sweep may use one base per seed, such as `bases/seed{seed}`."""
-    return run.model if run.seed is None else re.sub(rf"(?<!\d){run.seed}(?!\d)", "{seed}", run.model)
 
 
 def read_run(folder: str | Path) -> Run:

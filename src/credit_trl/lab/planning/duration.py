@@ -56,12 +56,10 @@ def duration_of(shape: Shape, setup: Setup, lengths: Lengths, work: Work, schedu
         return None
     count = schedule.evaluations(batches)
     evaluating: float | None = 0.0
-    if count:
-        rows = schedule.eval_rows
-        evaluating = None if rows is None else count * _evaluation_seconds(shape, setup, lengths, schedule)
+    if count and schedule.eval_rows is None:
+        evaluating = None
+    elif count:
+        samples, at_once = schedule.eval_rows * schedule.samples, schedule.eval_batch * setup.processes
+        seconds = rollout_seconds(shape, replace(setup, generation_batch=at_once), lengths)
+        evaluating = count * (ceil(samples / at_once) * seconds)
     return Duration(batches, count, batches * sum(work.seconds.values()), evaluating)
-
-
-def _evaluation_seconds(shape: Shape, setup: Setup, lengths: Lengths, schedule: Schedule) -> float:
-    samples, at_once = schedule.eval_rows * schedule.samples, schedule.eval_batch * setup.processes
-    return ceil(samples / at_once) * rollout_seconds(shape, replace(setup, generation_batch=at_once), lengths)

@@ -62,7 +62,8 @@ def mean_context(setup: Setup, prompt: int, completion: int) -> int:
 
 def work_of(shape: Shape, setup: Setup, lengths: Lengths) -> Work:
     """Tokens, operations, traffic and time of one generation batch."""
-    valid = round(setup.generation_batch * (_student_prompt(setup, lengths) + lengths.completion))
+    prompt = (1.0 - setup.rehearsal) * lengths.prompt + setup.rehearsal * lengths.context  # that the student reads
+    valid = round(setup.generation_batch * (prompt + lengths.completion))
     tokens = {
         "generated": setup.generation_batch * lengths.completion,
         "scored": round(setup.generation_batch * _scored_tokens(setup, lengths)),
@@ -138,11 +139,6 @@ def _scored_tokens(setup: Setup, lengths: Lengths) -> float:
     passes = (1 + setup.contrasts) * (2 if setup.teacher == "trust_region" else 1)
     mean = (1.0 - setup.rehearsal) * passes + setup.rehearsal
     return mean * (lengths.context + lengths.completion) if setup.distills else 0
-
-
-def _student_prompt(setup: Setup, lengths: Lengths) -> float:
-    """Mean tokens of the prompt that the student reads in the update."""
-    return (1.0 - setup.rehearsal) * lengths.prompt + setup.rehearsal * lengths.context
 
 
 def _teacher_traffic(setup: Setup, trained: int) -> float:

@@ -92,12 +92,7 @@ def drop_checkpoints(folder: Path) -> None:
 
 
 def build_trainer(job: Mapping[str, Any], folder: Path) -> CreditTrainer:
-    """Build the trainer of a job with its log and its evaluation.
-
-    Args:
-        job: content of `job.json`.
-        folder: output directory.
-    """
+    """Build the trainer of a job, the content of its `job.json`, with its log and its evaluation."""
     task = load_task(job["task"])
     data = job["data"]
     rows = task.build(data.get("train_split", "train"), data.get("path"))

@@ -21,7 +21,7 @@ import itertools
 import math
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -157,15 +157,19 @@ class SweepSpec:
             ValueError: an unknown method, a grid that is not a mapping, more than `MAX_ARMS` combinations, or two arms
                 with the same directory name.
         """
+        from credit_trl.config import CreditConfig
+
         grids = [self.grid] if isinstance(self.grid, Mapping) else self.grid
-        if (count := sum(map(_combinations, grids))) > MAX_ARMS:
+        values = [_values(grid) for grid in grids]
+        if (count := sum(math.prod(map(len, own)) for own in values)) > MAX_ARMS:
             raise ValueError(f"`grid` has {count:,} combinations; a sweep has at most {MAX_ARMS:,}.")
-        usual = _usual_options(self.config)
+        # Options of an arm that sets none. Arms that differ from them in the same way train the same.
+        usual = {known.name: known.default for known in fields(CreditConfig)} | dict(self.config)
         arms: dict[str, Arm] = {}
         trained: list[dict[str, Any]] = []
-        for grid in grids:
-            for point in _product(grid):
-                arm = make_arm(point, self.config)
+        for grid, own_values in zip(grids, values, strict=True):
+            for chosen in itertools.product(*own_values):
+                arm = make_arm(dict(zip(grid, chosen, strict=True)), self.config)
                 own = {name: value for name, value in arm.options.items() if value != usual.get(name)}
                 if own in trained:
                     continue
@@ -262,24 +266,11 @@ def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
     return Arm(" ".join([method, *shown]), method, {**METHODS[method], **kept})
 
 
-def _usual_options(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of an arm that sets none. Arms that differ from them in the same way train the same."""
-    from credit_trl.config import CreditConfig
-
-    return {known.name: known.default for known in fields(CreditConfig)} | dict(common)
-
-
-def _combinations(grid: Mapping[str, Any]) -> int:
-    """Number of points of a grid."""
+def _values(grid: Mapping[str, Any]) -> list[Sequence[Any]]:
+    """Values of each option of a grid."""
     if not isinstance(grid, Mapping):
         raise ValueError(f"A grid maps options to lists of values, got {reprlib.repr(grid)}.")
-    return math.prod(len(value) if isinstance(value, list | tuple) else 1 for value in grid.values())
-
-
-def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    values = [value if isinstance(value, list | tuple) else [value] for value in grid.values()]
-    for chosen in itertools.product(*values):
-        yield dict(zip(grid, chosen, strict=True))
+    return [value if isinstance(value, list | tuple) else [value] for value in grid.values()]
 
 
 def _format(value: Any) -> str:
