@@ -149,16 +149,11 @@ def _rounds(rng: np.random.Generator, population: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ContrastSource:
-    """Where contrast prompts come from besides the generation batch.
+    """Where contrast prompts come from besides the generation batch."""
 
-    Args:
-        dataset: a `Dataset`, or a mapping with the column `prompt`, for `contrastive_source="dataset"`; streams have
-            no rows to draw.
-        step: index of the generation batch; selects the random stream.
-    """
-
+    # A `Dataset`, or a mapping with the column `prompt`, for `contrastive_source="dataset"`; streams have no rows.
     dataset: Any
-    step: int
+    step: int  # index of the generation batch; selects the random stream
 
 
 def draw_contrasts(batch: GenerationBatch, config: CreditConfig, source: ContrastSource) -> list[list[Prompt]]:

@@ -82,10 +82,7 @@ def gather_privileged_contexts(
 ) -> list[PrivilegedContext]:
     """z of each local sample, by the options that choose its parts. Every process must call it.
 
-    Args:
-        batch: the generation batch.
-        config: which parts of z are used.
-        decode: sampled ids to texts without special tokens.
+    `decode` maps sampled ids to texts without special tokens.
     """
     size = len(batch.prompts)
     demonstrations = (

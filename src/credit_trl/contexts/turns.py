@@ -24,17 +24,11 @@ from credit_trl.contexts.tokens import ContextColumns, TokenContexts
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """Text that a chat template puts around a user message in the middle of a conversation.
+    """Text that a chat template puts around a user message in the middle of a conversation."""
 
-    Args:
-        before: text before the message's content.
-        after: text after it.
-        generation_prompt: text that opens a turn of the policy.
-    """
-
-    before: str = ""
-    after: str = ""
-    generation_prompt: str = ""
+    before: str = ""  # text before the message's content
+    after: str = ""  # text after it
+    generation_prompt: str = ""  # text that opens a turn of the policy
 
     @classmethod
     def of(cls, render: Render) -> TurnFormat:

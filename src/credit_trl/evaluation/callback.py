@@ -209,11 +209,7 @@ def best_of(history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def score_summary(history: list[dict[str, Any]], last_step: int) -> dict[str, Any]:
-    """Content of `summary.json`: best-during-training and final scores.
-
-    Args:
-        history: rows of `evaluations.jsonl`.
-        last_step: the last optimizer step.
+    """Content of `summary.json`, from the rows of `evaluations.jsonl`: best-during-training and final scores.
 
     Raises:
         ValueError: the last step was not evaluated.

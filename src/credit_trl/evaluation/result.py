@@ -16,23 +16,14 @@ from credit_trl.tasks.printable import printable
 
 @dataclass(frozen=True)
 class PromptScore:
-    """Scores of one prompt's k samples.
-
-    Args:
-        id: id of the prompt.
-        group: its group, such as its task; None if the rows have no groups.
-        score: mean reward.
-        successes: number of samples whose reward reaches `success_threshold`.
-        majority: maj@k; None if answers are not read from the samples.
-        metrics: means of the verdicts' metrics.
-    """
+    """Scores of one prompt's k samples."""
 
     id: str
-    group: str | None
-    score: float
-    successes: int
-    majority: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    group: str | None  # such as its task; None if the rows have no groups
+    score: float  # mean reward
+    successes: int  # number of samples whose reward reaches `success_threshold`
+    majority: float | None = None  # maj@k; None if answers are not read from the samples
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means of the verdicts' metrics
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,6 @@ def head_dtype(hidden: torch.dtype, weight: torch.dtype, device: str, autocast: 
     It is the dtype of the model's own head where that accumulates in fp32. Under bf16 autocast on a GPU it is bf16, as
     in a linear layer, also for fp32 weights. fp16 autocast is ignored: its range is too small for the gradient of one
     token.
-
-    Args:
-        hidden: dtype of the backbone's output.
-        weight: dtype of the head's weight.
-        device: device type.
-        autocast: dtype of mixed precision, or None.
     """
     if autocast == torch.bfloat16 and device == "cuda":
         return autocast

@@ -23,21 +23,13 @@ SOURCE_FILE = "teacher.json"
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """Where the weights of an external teacher come from.
+    """Where the weights of an external teacher come from."""
 
-    Args:
-        name: name on the hub, or path.
-        revision: branch, tag or commit; None for the default branch.
-        adapter: PEFT adapter, or None.
-        init_kwargs: keyword arguments of `from_pretrained`.
-        trust_remote_code: whether the repository's own code may run.
-    """
-
-    name: str
-    revision: str | None = None
-    adapter: str | None = None
-    init_kwargs: dict[str, Any] = field(default_factory=dict)
-    trust_remote_code: bool = False
+    name: str  # on the hub, or path
+    revision: str | None = None  # branch, tag or commit; None for the default branch
+    adapter: str | None = None  # PEFT adapter
+    init_kwargs: dict[str, Any] = field(default_factory=dict)  # of `from_pretrained`
+    trust_remote_code: bool = False  # whether the repository's own code may run
 
     @classmethod
     def of(cls, config: CreditConfig) -> TeacherSource:
@@ -175,12 +167,7 @@ def build_base(config: CreditConfig, teacher: Teacher, student: nn.Module, accel
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:
-    """Check that two tokenizers give every id the same token.
-
-    Args:
-        own: tokenizer of the policy.
-        other: tokenizer of the teacher.
-        name: the teacher, for the message.
+    """Check that the tokenizers of the policy and of the teacher called `name` give every id the same token.
 
     Raises:
         ValueError: they differ; the message has the first differing id.

@@ -342,7 +342,7 @@ def make_teacher(
     Args:
         kind: `"live"` shares the policy's weights; `"ema"` and `"base"` start as a copy of them, `"trust_region"` as
             two.
-        student: the policy, a `PreTrainedModel` or a `PeftModel` with tuner adapters.
+        student: a `PreTrainedModel` or a `PeftModel` with tuner adapters.
         accelerator: places or shards the copy in the same way as the policy.
         offload: store the copy in main memory between scoring phases.
         slot: where the weights lie.

@@ -30,30 +30,18 @@ PADDING_SHARE = 1 / 16
 
 @dataclass(frozen=True)
 class PassConfig:
-    """Size and layout of the teacher's forward passes.
+    """Size and layout of the teacher's forward passes."""
 
-    Args:
-        batch_tokens: maximum number of tokens in one pass, padding included.
-        packed: concatenate sequences without padding, see `packing.enable_packing`.
-    """
-
-    batch_tokens: int = 16384
-    packed: bool = False
+    batch_tokens: int = 16384  # maximum number of tokens in one pass, padding included
+    packed: bool = False  # concatenate sequences without padding, see `packing.enable_packing`
 
 
 @dataclass
 class TokenStates:
-    """Hidden states that predict n scored tokens, under the teacher's prompt and under C contrast prompts.
+    """Hidden states that predict n scored tokens, under the teacher's prompt and under C contrast prompts."""
 
-    Args:
-        rows: (n,), sample of each token.
-        columns: (n,), position of each token in its completion.
-        teacher: (n, H).
-        contrasts: (C, n, H).
-    """
-
-    rows: Int[Tensor, " n"]
-    columns: Int[Tensor, " n"]
+    rows: Int[Tensor, " n"]  # sample of each token
+    columns: Int[Tensor, " n"]  # position of each token in its completion
     teacher: Float[Tensor, "n H"]
     contrasts: Float[Tensor, "C n H"]
 
@@ -135,14 +123,8 @@ def token_states(
     """Run the teacher over every prompt of every sample and yield the hidden states of one group after the other.
 
     Samples without a teacher and samples without scored tokens are skipped. Where the teacher is sharded, every
-    process makes as many passes as the busiest one, so that collectives match.
-
-    Args:
-        teacher: π_ref.
-        model: the module that `teacher.active()` yields.
-        contexts: prompts of the B samples.
-        batch: their completions.
-        config: size and layout of the passes.
+    process makes as many passes as the busiest one, so that collectives match. `model` is what `teacher.active()`
+    yields.
     """
     lengths, is_scored = batch.lengths(), batch.loss_mask.any(dim=1).tolist()
     sequences = {

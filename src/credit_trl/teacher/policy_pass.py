@@ -20,21 +20,13 @@ from credit_trl.teacher.packing import packed_inputs, padded_inputs
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompts and completions of a micro-batch, and the completion tokens that are chosen.
+    """Prompts and completions of a micro-batch, and the completion tokens that are chosen; L = P + T."""
 
-    Args:
-        ids: (B, P + T), prompts left-padded, completions right-padded.
-        valid: (B, P + T), False on padding.
-        prompt_width: P.
-        lengths: valid tokens of each sample.
-        chosen: (N,), indices of the chosen completion tokens in the flattened (B, T), ascending.
-    """
-
-    ids: Int[Tensor, "B L"]
-    valid: Bool[Tensor, "B L"]
-    prompt_width: int
-    lengths: tuple[int, ...]
-    chosen: Int[Tensor, " N"]
+    ids: Int[Tensor, "B L"]  # prompts left-padded, completions right-padded
+    valid: Bool[Tensor, "B L"]  # False on padding
+    prompt_width: int  # P
+    lengths: tuple[int, ...]  # valid tokens of each sample
+    chosen: Int[Tensor, " N"]  # indices of the chosen completion tokens in the flattened (B, T), ascending
 
     @classmethod
     def of(cls, batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Sequences:

@@ -244,11 +244,11 @@ def measure_compatibility(
 
     Args:
         checkpoint: the model.
-        questions: questions with any number of letters.
+        questions: with any number of letters.
         builder: puts z into a prompt; `TEMPLATES` holds the paper's wording.
         feedback: z, with the field `{letter}`.
         prefix: forced start of the response, right before the letter.
-        progress: whether to show a progress bar.
+        progress: show a progress bar.
     """
     from tqdm.auto import tqdm
 

@@ -125,13 +125,9 @@ def candidates_of(
     min_probability: float = 0.01,
     question: int = 0,
 ) -> list[Branching]:
-    """Prefixes of a response with the highest entropy of the policy, each with its most likely tokens.
+    """Prefixes of y with the highest entropy of the policy, each with its most likely tokens.
 
     Args:
-        checkpoint: π_θ and π_ref.
-        contexts: ids of x, (x, z) and (x'_k, z).
-        token_ids: y.
-        settings: λ, the formula of R_t and the temperature.
         positions: number of prefixes.
         candidates: maximum number of tokens at a prefix.
         min_probability: lowest probability of a candidate under the policy.
@@ -267,10 +263,7 @@ def rank_agreement(
 ) -> RankAgreement:
     """Compare the order of r^cf with that of r^z, of R_t, or of the policy's probabilities.
 
-    Args:
-        credits: r^cf of each prefix.
-        quantity: field of `Branching` to compare with.
-        resolved: use only prefixes with `is_resolved`.
+    With `resolved` only prefixes with `is_resolved` are used.
     """
     from scipy.stats import kendalltau, spearmanr
 

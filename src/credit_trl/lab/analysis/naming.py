@@ -31,10 +31,6 @@ def unique_maps(files: Sequence[str | Path], maps: Sequence[Sequence[TokenMap]])
     """Maps of several files in one list, with the file's folder in identifiers that would be ambiguous.
 
     Responses with the same identifier and the same tokens are one response, whose maps are shown side by side.
-
-    Args:
-        files: paths of the files.
-        maps: maps of each file.
     """
     labels = _differing_parts(short_names(files))
     tokens: dict[str, set[tuple[int, ...]]] = {}

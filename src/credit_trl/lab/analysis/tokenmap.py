@@ -100,17 +100,10 @@ def score_response(
     *,
     alternatives: int = 5,
 ) -> TokenScores:
-    """Score a response in two backbone passes, one of the student and a batched one of the teacher.
-
-    Args:
-        checkpoint: π_θ and π_ref.
-        contexts: ids of x, (x, z) and (x'_k, z).
-        token_ids: y.
-        settings: λ, the formula of R_t and the temperature.
-        alternatives: A, number of alternatives at each position.
+    """Score y in two backbone passes, one of the student and a batched one of the teacher.
 
     Returns:
-        Scores on the CPU.
+        Scores on the CPU, with A = `alternatives` other tokens at each position.
     """
     parts: list[dict[str, Tensor]] = []
     for rows, logps in credit_logps(checkpoint, contexts, token_ids, settings.temperature):
@@ -151,7 +144,7 @@ def map_response(
 
     Args:
         checkpoint: π_θ and π_ref.
-        response: the response; it needs a privileged context, and contrast prompts for S_t.
+        response: it needs a privileged context, and contrast prompts for S_t.
         config: configuration of the run: λ, the formula of R_t, the temperature and the templates.
         alternatives: number of alternatives at each position.
         classify: token classes; None takes `token_classes.default_classes`.

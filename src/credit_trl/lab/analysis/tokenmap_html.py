@@ -33,12 +33,7 @@ _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def write_html(maps: Sequence[TokenMap], path: str | Path, *, title: str = "Token credit") -> None:
-    """Write a page of maps.
-
-    Args:
-        maps: maps of any responses and checkpoints; maps of one response are shown side by side.
-        path: path of the page.
-        title: heading of the page.
+    """Write a page of maps of any responses and checkpoints; those of one response are shown side by side.
 
     Raises:
         ValueError: `maps` is empty, or has two maps of one response under one checkpoint.

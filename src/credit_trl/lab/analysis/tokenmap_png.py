@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.patches import Rectangle
 
-from credit_trl.contexts.prompts import Prompt
 from credit_trl.lab.analysis.responses import feedback_text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, colour_strength
 from credit_trl.lab.analysis.tokentext import display_width, visible
@@ -61,16 +60,21 @@ def draw_png(
         max_lines: line limit of each text; the end of a cut text is marked.
         dpi: dots per inch.
     """
-    texts = [*_system_texts(token_map.response.prompt), token_map.response.problem]
+    response = token_map.response
+    # Feedback such as a letter may depend on the system turn.
+    turns = [] if isinstance(response.prompt, str) else [turn for turn in response.prompt if turn["role"] == "system"]
+    texts = [*(turn["content"] for turn in turns if isinstance(turn["content"], str)), response.problem]
     panels = [("problem", _lay_out([(visible("\n".join(texts)), 0.0)], max_lines))]
-    if (feedback := feedback_text(token_map.response)) is not None:
+    if (feedback := feedback_text(response)) is not None:
         panels.append(("feedback z", _lay_out([(feedback, 0.0)], max_lines)))
+    shown = response.reward is not None and math.isfinite(response.reward)
+    facts = (f"reward {response.reward:g}, " if shown else "") + f"λ = {token_map.scores.contrastive_coef:.4g}"
     for quantity in quantities:
         strengths = colour_strength(token_map.values(quantity), scales[quantity]).tolist()
         texts = [token.text for token in token_map.tokens]
-        title = f"{QUANTITIES[quantity]}   {token_map.meaning(quantity)}   {_run_facts(token_map)}"
+        title = f"{QUANTITIES[quantity]}   {token_map.meaning(quantity)}   {facts}"
         panels.append((title, _lay_out(list(zip(texts, strengths, strict=True)), max_lines)))
-    heights = [(_lines(pieces) + 2.2) * _LINE for _, pieces in panels]
+    heights = [(1 + max((piece.line for piece in pieces), default=0) + 2.2) * _LINE for _, pieces in panels]
     figure = Figure(figsize=(_COLUMNS * _CELL + 2 * _MARGIN, sum(heights) + 2 * _MARGIN), dpi=dpi, facecolor="white")
     top = figure.get_figheight() - _MARGIN
     for letter, (title, pieces), own in zip("abcdefgh", panels, heights, strict=False):
@@ -79,18 +83,6 @@ def draw_png(
     # Without hinting, the width of a character is not rounded to whole pixels and text stays on its background.
     with rc_context({"text.hinting": "no_hinting", "text.hinting_factor": 1}):
         figure.savefig(path, dpi=dpi)
-
-
-def _system_texts(prompt: Prompt) -> list[str]:
-    """System turns of a prompt, on which feedback such as a letter may depend."""
-    turns = [] if isinstance(prompt, str) else [turn for turn in prompt if turn["role"] == "system"]
-    return [turn["content"] for turn in turns if isinstance(turn["content"], str)]
-
-
-def _run_facts(token_map: TokenMap) -> str:
-    reward = token_map.response.reward
-    shown = "" if reward is None or not math.isfinite(reward) else f"reward {reward:g}, "
-    return f"{shown}λ = {token_map.scores.contrastive_coef:.4g}"
 
 
 def _draw_panel(figure: Figure, title: str, pieces: list[_Piece], top: float, palette: str) -> None:
@@ -146,7 +138,3 @@ def _drawable(text: str) -> str:
 def _characters() -> frozenset[int]:
     """Code points of matplotlib's fonts."""
     return frozenset(point for name in _FONTS for point in get_font(findfont(name)).get_charmap())
-
-
-def _lines(pieces: list[_Piece]) -> int:
-    return 1 + max((piece.line for piece in pieces), default=0)
