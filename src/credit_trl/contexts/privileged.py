@@ -16,19 +16,12 @@ _THINKING = re.compile(r"^(?:(?!</?think>).)*</think>|<think>.*?(?:</think>|\Z)"
 
 @dataclass(frozen=True)
 class PrivilegedContext:
-    """z of one sample. A sample has a teacher where at least one of the first three fields is set.
+    """z of one sample. A sample has a teacher where at least one of the first three fields is set."""
 
-    Args:
-        demonstration: text of a successful rollout of the group.
-        feedback: feedback on the whole rollout.
-        turns: feedback on single turns by turn index, or None. See `contexts.turns.place_turns`.
-        success: whether the rollout was successful, which chooses the wording that introduces the feedback.
-    """
-
-    demonstration: str | None = None
-    feedback: str | None = None
-    turns: Mapping[int, str] | None = field(default=None, hash=False)
-    success: bool = False
+    demonstration: str | None = None  # text of a successful rollout of the group
+    feedback: str | None = None  # on the whole rollout
+    turns: Mapping[int, str] | None = field(default=None, hash=False)  # feedback by turn index, see `place_turns`
+    success: bool = False  # of the rollout; chooses the wording that introduces the feedback
 
     def __post_init__(self) -> None:
         if self.turns is not None:  # JSON has no integer keys

@@ -19,10 +19,6 @@ class ContextColumns:
 
     Each list has one entry for each token of its prompt: the column of the completion before which the token stands,
     in ascending order; 0 for tokens before the completion.
-
-    Args:
-        teacher: columns of the teacher's prompt.
-        contrasts: columns of each contrast prompt.
     """
 
     teacher: list[int]
@@ -31,23 +27,14 @@ class ContextColumns:
 
 @dataclass(frozen=True)
 class TokenContexts:
-    """Token ids of the prompts under which the teacher reads one completion.
+    """Token ids of the prompts under which the teacher reads one completion."""
 
-    Args:
-        teacher: the prompt (x, z); None where the sample has no teacher.
-        contrasts: the contrast prompts (x'_k, z), C of them; C may be 0.
-        columns: where prompt tokens stand inside the completion; None where every prompt precedes it.
-        privileged: z, as far as it fits the budget.
-        cut: whether z was shortened to fit the budget.
-        feedback_dropped: whether z had feedback and nothing of it fits the budget.
-    """
-
-    teacher: list[int] | None
-    contrasts: list[list[int]] = field(default_factory=list)
-    columns: ContextColumns | None = None
-    privileged: PrivilegedContext = field(default_factory=PrivilegedContext)
-    cut: bool = False
-    feedback_dropped: bool = False
+    teacher: list[int] | None  # the prompt (x, z); None where the sample has no teacher
+    contrasts: list[list[int]] = field(default_factory=list)  # the contrast prompts (x'_k, z), C of them; C may be 0
+    columns: ContextColumns | None = None  # of tokens inside the completion; None where every prompt precedes it
+    privileged: PrivilegedContext = field(default_factory=PrivilegedContext)  # z, as far as it fits the budget
+    cut: bool = False  # whether z was shortened to fit the budget
+    feedback_dropped: bool = False  # whether z had feedback and nothing of it fits the budget
 
     def sequences(self) -> Iterator[tuple[list[int], list[int] | None]]:
         """Yield (ids, columns) of the teacher's prompt and of each contrast prompt; nothing without a teacher."""
@@ -62,17 +49,11 @@ class TokenContexts:
 
 @dataclass(frozen=True)
 class CompletionBatch:
-    """Completions to score, right-padded.
+    """Completions to score, right-padded."""
 
-    Args:
-        ids: (B, T), int64, the sampled ids.
-        mask: (B, T), 1 on tokens of the completion, tool output included: the teacher reads them.
-        loss_mask: (B, T), bool, True on tokens that are scored.
-    """
-
-    ids: Int[Tensor, "B T"]
-    mask: Int[Tensor, "B T"]
-    loss_mask: Bool[Tensor, "B T"]
+    ids: Int[Tensor, "B T"]  # int64, the sampled ids
+    mask: Int[Tensor, "B T"]  # 1 on tokens of the completion, tool output included: the teacher reads them
+    loss_mask: Bool[Tensor, "B T"]  # True on tokens that are scored
 
     def lengths(self) -> list[int]:
         """Tokens of each completion up to its last unmasked one."""

@@ -7,12 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 def new_openings(base: Iterable[str], responses: Sequence[str], opening: Callable[[str], str]) -> list[bool]:
-    """Whether each response has an opening that no response of the base has.
+    """Whether each response has an opening that no response of the base to prompts without feedback has.
 
-    Args:
-        base: responses of the base to prompts without feedback.
-        responses: the responses to judge.
-        opening: beginning of a response in a normal form, such as `tool_choice.opening`; empty for none.
+    `opening` gives the beginning of a response in a normal form, such as `tool_choice.opening`; empty for none.
     """
     known = {opening(text) for text in base} | {""}
     return [opening(text) not in known for text in responses]

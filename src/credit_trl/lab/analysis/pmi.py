@@ -27,26 +27,13 @@ from credit_trl.objective import Baseline, Form
 from credit_trl.tasks.printable import markdown_table, plain
 
 
-def trajectory_pmi(
-    teacher_token_logps: Float[Tensor, "*b T"], prior_token_logps: Float[Tensor, "*b T"]
-) -> Float[Tensor, "*b"]:
-    """Σ_t r_t(y_t) = log P(z | x, y) / P(z | x) = pmi(y; z | x), Corollary 2.
-
-    It is the pMI of a joint distribution if both passes are conditionals of one (Assumption 1).
-
-    Args:
-        teacher_token_logps: log π(y_t | x, y_<t, z) at the sampled tokens.
-        prior_token_logps: log π(y_t | x, y_<t), of the same π.
-    """
-    return objective.self_distillation_reward(teacher_token_logps, prior_token_logps).sum(dim=-1)
-
-
 @dataclass(frozen=True)
 class ContrastivePMI:
     """Parts of Eq. 9 for one response or a batch, and of the same sum with the form `"guide"`.
 
     Args:
-        pmi: pmi(y; z | x).
+        pmi: Σ_t r_t(y_t) = log P(z | x, y) / P(z | x) = pmi(y; z | x), Corollary 2. It is the pMI of a joint
+            distribution if both passes are conditionals of one (Assumption 1).
         contrast_pmi: mean over contrast prompts of pmi(y; z | x').
         contrastive_pmi: pmi(y; z | x) − λ E[pmi(y; z | x')], the sum of the full-ratio reward of Appendix D; for
             guide `pmi + λ (pmi − E[pmi(y; z | x')])`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,9 @@ def write_parquet(maps: Sequence[TokenMap], path: str | Path) -> None:
     if not maps:
         raise ValueError("There is no map to write.")
     check_distinct(maps)
-    columns: dict[str, list[Any]] = {}
-    for token_map in maps:
-        for name, values in _columns(token_map).items():
-            columns.setdefault(name, []).extend(values)
+    rows = [row for token_map in maps for row in _rows(token_map)]
     responses = {m.response.identifier: m.response.to_json() for m in maps}
-    table = pa.table(columns, schema=_schema(maps[0].scores.student_logps.dtype))
+    table = pa.Table.from_pylist(rows, schema=_schema(maps[0].scores.student_logps.dtype))
     pq.write_table(table.replace_schema_metadata({_RESPONSES: json.dumps(responses)}), path, compression="zstd")
 
 
@@ -99,34 +96,31 @@ def _schema(dtype: torch.dtype) -> pa.Schema:
     )
 
 
-def _columns(token_map: TokenMap) -> dict[str, list[Any]]:
-    scores, count = token_map.scores, len(token_map.tokens)
+def _rows(token_map: TokenMap) -> Iterator[dict[str, Any]]:
+    scores, formula = token_map.scores, json.dumps(token_map.scores.formula.to_json())
+    own = _numbers(scores, _OF_TOKENS)
     others = _numbers(scores.alternatives, _OF_ALTERNATIVES) | {"token": token_map.alternatives}
-    return {
-        "checkpoint": [token_map.checkpoint] * count,
-        "response": [token_map.response.identifier] * count,
-        "position": list(range(count)),
-        "token": [token.text for token in token_map.tokens],
-        "character": [token.character for token in token_map.tokens],
-        "special": [token.special for token in token_map.tokens],
-        "token_class": list(token_map.classes),
-        **_numbers(scores, _OF_TOKENS),
-        "contrastive_coef": [scores.contrastive_coef] * count,
-        "formula": [json.dumps(scores.formula.to_json())] * count,
-        "alternatives": [
-            [{name: values[t][a] for name, values in others.items()} for a in range(len(texts))]
-            for t, texts in enumerate(token_map.alternatives)
-        ],
-    }
+    for t, token in enumerate(token_map.tokens):
+        yield {
+            **{name: values[t] for name, values in own.items()},
+            "checkpoint": token_map.checkpoint,
+            "response": token_map.response.identifier,
+            "position": t,
+            "token": token.text,
+            "character": token.character,
+            "special": token.special,
+            "token_class": token_map.classes[t],
+            "contrastive_coef": scores.contrastive_coef,
+            "formula": formula,
+            "alternatives": [
+                {name: values[t][a] for name, values in others.items()} for a in range(len(token_map.alternatives[t]))
+            ],
+        }
 
 
 def _numbers(scores: ScoredTokens, names: Sequence[str]) -> dict[str, list[Any]]:
-    numbers = {name: getattr(scores, name).tolist() for name in names}
-    return {
-        "token_id": scores.ids.tolist(),
-        **numbers,
-        "contrast_logps": scores.contrast_logps.movedim(0, -1).tolist(),
-    }
+    numbers = {"token_id": scores.ids.tolist(), "contrast_logps": scores.contrast_logps.movedim(0, -1).tolist()}
+    return numbers | {name: getattr(scores, name).tolist() for name in names}
 
 
 def _map_of(rows: list[dict[str, Any]], response: Rollout, dtype: torch.dtype) -> TokenMap:

@@ -67,9 +67,6 @@ def memory_of(shape: Shape, setup: Setup) -> Memory:
     return Memory(steady, phases)
 
 
-# ------------------------------------------------------------------ steady
-
-
 def trainable_parameters(shape: Shape, setup: Setup) -> int:
     """Number of parameters with a gradient."""
     return shape.adapter_parameters(setup.lora) if setup.lora else shape.parameters
@@ -132,9 +129,6 @@ def score_bytes(setup: Setup) -> int:
         return 0
     per_token = sum(dtype.itemsize * prod(tail) for _, dtype, tail in stored_layout(setup.support, torch.float32))
     return setup.rollouts * setup.completion * per_token
-
-
-# ------------------------------------------------------------------ phases
 
 
 def _rollout(shape: Shape, setup: Setup) -> dict[str, int]:

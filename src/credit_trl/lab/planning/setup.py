@@ -156,8 +156,7 @@ def make_setup(
     """Make a setup from parsed arguments.
 
     Args:
-        training: the trainer's configuration.
-        model: the model's configuration.
+        training, model: the configurations of the trainer and of the model.
         launcher: accelerate's configuration: `distributed_type`, `num_processes`, `num_machines`, …
         gpu: GPU of each process.
         mixed: bf16 mixed precision.

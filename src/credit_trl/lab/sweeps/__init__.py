@@ -10,19 +10,14 @@ An interrupted sweep continues when it is started again, and several launchers m
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from credit_trl.lab.sweeps.job import run_job
-    from credit_trl.lab.sweeps.launch import run_sweep
-    from credit_trl.lab.sweeps.spec import Arm, SweepSpec, read_spec
+_MODULE_OF = {"Arm": "spec", "SweepSpec": "spec", "read_spec": "spec", "run_job": "job", "run_sweep": "launch"}
 
-__all__ = ["Arm", "SweepSpec", "read_spec", "run_job", "run_sweep"]
-
-_HOMES = {"Arm": "spec", "SweepSpec": "spec", "read_spec": "spec", "run_job": "job", "run_sweep": "launch"}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

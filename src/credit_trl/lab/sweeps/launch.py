@@ -50,10 +50,7 @@ class SweepReport:
 def plan_sweep(spec: SweepSpec, output_dir: str | Path, *, write: bool = True) -> list[Path]:
     """Return the jobs' directories, ordered by seed, so that early results compare all arms.
 
-    Args:
-        spec: the sweep.
-        output_dir: directory of the jobs' directories.
-        write: write `job.json` into each. False only checks the arms.
+    `job.json` is written into each; with `write=False` the arms are only checked.
 
     Raises:
         ValueError: an invalid configuration of an arm, an unknown task or evaluation option, or a directory that holds
@@ -78,11 +75,6 @@ def run_sweep(spec: SweepSpec, output_dir: str | Path, *, progress: bool = True)
     """Run all jobs of a sweep that are not done. A job that fails leaves its error, and the others still run.
 
     Jobs that another launcher runs are retried at the end, and resumed here if that launcher dies.
-
-    Args:
-        spec: the sweep.
-        output_dir: directory of the jobs' directories.
-        progress: show a progress bar over jobs.
     """
     folders = plan_sweep(spec, output_dir)
     report = SweepReport()
