@@ -112,10 +112,8 @@ def frozen_copy(model: PreTrainedModel, *, precise: bool) -> PreTrainedModel:
 def sharded_copy(model: PreTrainedModel, accelerator: Accelerator, *, precise: bool) -> nn.Module:
     """Copy a model without gradients, and place or shard the copy as the accelerator will do with the model.
 
-    Args:
-        model: a causal LM that is not wrapped yet; ZeRO-3 may have partitioned it during loading.
-        accelerator: the trainer's accelerator.
-        precise: store the copy in at least fp32, in place of DeepSpeed's precision.
+    The model is not wrapped yet; ZeRO-3 may have partitioned it during loading. `precise` stores the copy in at least
+    fp32, in place of DeepSpeed's precision.
     """
     if is_zero3(accelerator):
         return _zero3_copy(model, accelerator, precise)
@@ -125,9 +123,7 @@ def sharded_copy(model: PreTrainedModel, accelerator: Accelerator, *, precise: b
 def place_frozen(model: PreTrainedModel, accelerator: Accelerator) -> nn.Module:
     """Place or shard a model without gradients as the accelerator will do with the policy.
 
-    Args:
-        model: a causal LM that is not wrapped yet; ZeRO-3 has partitioned it during loading.
-        accelerator: the trainer's accelerator.
+    The model is not wrapped yet; ZeRO-3 has partitioned it during loading.
     """
     if accelerator.distributed_type == "FSDP":  # by layer, as the policy; TRL's function gathers the whole model
         return fsdp2_prepare_model(accelerator, model)

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.patches import Rectangle
 
+from credit_trl.contexts.prompts import Prompt
 from credit_trl.lab.analysis.responses import feedback_text
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, colour_strength
 from credit_trl.lab.analysis.tokentext import display_width, visible
@@ -61,18 +62,14 @@ def draw_png(
         dpi: dots per inch.
     """
     response = token_map.response
-    # Feedback such as a letter may depend on the system turn.
-    turns = [] if isinstance(response.prompt, str) else [turn for turn in response.prompt if turn["role"] == "system"]
-    texts = [*(turn["content"] for turn in turns if isinstance(turn["content"], str)), response.problem]
+    texts = [*_system_texts(response.prompt), response.problem]
     panels = [("problem", _lay_out([(visible("\n".join(texts)), 0.0)], max_lines))]
     if (feedback := feedback_text(response)) is not None:
         panels.append(("feedback z", _lay_out([(feedback, 0.0)], max_lines)))
-    shown = response.reward is not None and math.isfinite(response.reward)
-    facts = (f"reward {response.reward:g}, " if shown else "") + f"λ = {token_map.scores.contrastive_coef:.4g}"
     for quantity in quantities:
         strengths = colour_strength(token_map.values(quantity), scales[quantity]).tolist()
         texts = [token.text for token in token_map.tokens]
-        title = f"{QUANTITIES[quantity]}   {token_map.meaning(quantity)}   {facts}"
+        title = f"{QUANTITIES[quantity]}   {token_map.meaning(quantity)}   {_run_facts(token_map)}"
         panels.append((title, _lay_out(list(zip(texts, strengths, strict=True)), max_lines)))
     heights = [(1 + max((piece.line for piece in pieces), default=0) + 2.2) * _LINE for _, pieces in panels]
     figure = Figure(figsize=(_COLUMNS * _CELL + 2 * _MARGIN, sum(heights) + 2 * _MARGIN), dpi=dpi, facecolor="white")
@@ -83,6 +80,18 @@ def draw_png(
     # Without hinting, the width of a character is not rounded to whole pixels and text stays on its background.
     with rc_context({"text.hinting": "no_hinting", "text.hinting_factor": 1}):
         figure.savefig(path, dpi=dpi)
+
+
+def _system_texts(prompt: Prompt) -> list[str]:
+    """System turns of a prompt, on which feedback such as a letter may depend."""
+    turns = [] if isinstance(prompt, str) else [turn for turn in prompt if turn["role"] == "system"]
+    return [turn["content"] for turn in turns if isinstance(turn["content"], str)]
+
+
+def _run_facts(token_map: TokenMap) -> str:
+    reward = token_map.response.reward
+    shown = "" if reward is None or not math.isfinite(reward) else f"reward {reward:g}, "
+    return f"{shown}λ = {token_map.scores.contrastive_coef:.4g}"
 
 
 def _draw_panel(figure: Figure, title: str, pieces: list[_Piece], top: float, palette: str) -> None:

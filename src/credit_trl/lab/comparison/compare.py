@@ -156,9 +156,7 @@ def compare(
         ValueError: no run with an evaluation or a log, an unknown arm, two runs of one arm with the same seed, or runs
             of one task that share no prompt.
     """
-    runs = list(runs)
-    found = [run for run in runs if isinstance(run, Run)]
-    found += find_runs(path for path in runs if not isinstance(path, Run))
+    found = _read(runs)
     unfinished = [] if include_unfinished else [run for run in found if run.evaluations and not run.finished]
     compared = [run for run in found if run not in unfinished and (run.evaluations or run.log)]
     if not compared:
@@ -193,6 +191,12 @@ def compare(
         steps_to=[reader.steps_to(arm, domain, target) for target, domain, arm in product(targets, domains, names)],
         curves=_curves(compared, names),
     )
+
+
+def _read(runs: Iterable[str | Path | Run]) -> list[Run]:
+    runs = list(runs)
+    read = [run for run in runs if isinstance(run, Run)]
+    return read + find_runs(path for path in runs if not isinstance(path, Run))
 
 
 @dataclass(frozen=True)

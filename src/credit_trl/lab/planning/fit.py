@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from credit_trl.lab.planning.limits import engine_starts
-from credit_trl.lab.planning.memory import FRAGMENTATION, Memory, memory_of
+from credit_trl.lab.planning.memory import FRAGMENTATION, memory_of
 from credit_trl.lab.planning.setup import Setup, Vllm
 from credit_trl.lab.planning.shape import Lora, Shape
 
@@ -31,9 +31,9 @@ def usable_bytes(setup: Setup) -> int:
     return int(setup.gpu.memory * (1.0 - FRAGMENTATION))
 
 
-def fits(memory: Memory, setup: Setup) -> bool:
-    """Whether the peak is within the usable memory."""
-    return memory.peak[1] <= usable_bytes(setup)
+def fits(shape: Shape, setup: Setup) -> bool:
+    """Whether a colocated engine starts and the run's peak is within the usable memory."""
+    return engine_starts(shape, setup) and memory_of(shape, setup).peak[1] <= usable_bytes(setup)
 
 
 def changes_that_fit(shape: Shape, setup: Setup) -> tuple[str, ...] | None:
@@ -44,8 +44,7 @@ def changes_that_fit(shape: Shape, setup: Setup) -> tuple[str, ...] | None:
             changed: Setup | None = setup
             for change in chosen:
                 changed = changed and change.apply(changed)
-            starts = changed is not None and engine_starts(shape, changed)
-            if starts and fits(memory_of(shape, changed), changed):
+            if changed is not None and fits(shape, changed):
                 return tuple(change.setting.format(**_values(changed)) for change in chosen)
     return None
 
@@ -196,7 +195,7 @@ def largest_saving(shape: Shape, setup: Setup, seconds: Callable[[Setup], float]
     before, best = seconds(setup), None
     for change in SAVINGS:
         changed = change.apply(setup)
-        if changed is None or not (engine_starts(shape, changed) and fits(memory_of(shape, changed), changed)):
+        if changed is None or not fits(shape, changed):
             continue
         saved = before - seconds(changed)
         if saved > (best[1] if best else 0.02 * before):

@@ -7,7 +7,7 @@ from typing import Any
 
 from credit_trl.lab.planning.duration import Duration, Schedule, duration_of
 from credit_trl.lab.planning.fit import changes_that_fit, fits, largest_saving, usable_bytes
-from credit_trl.lab.planning.limits import check_longest_prompt, engine_problem, engine_starts
+from credit_trl.lab.planning.limits import check_longest_prompt, engine_problem
 from credit_trl.lab.planning.memory import Memory, memory_of
 from credit_trl.lab.planning.setup import GIB, Setup
 from credit_trl.lab.planning.shape import Shape
@@ -42,8 +42,7 @@ def make_plan(shape: Shape, setup: Setup, lengths: Lengths | None = None, schedu
     check_longest_prompt(setup)
     lengths = lengths or default_lengths(setup)
     memory, work = memory_of(shape, setup), work_of(shape, setup, lengths)
-    starts = engine_starts(shape, setup)
-    changes = () if starts and fits(memory, setup) else changes_that_fit(shape, setup)
+    changes = () if fits(shape, setup) else changes_that_fit(shape, setup)
     duration = None if schedule is None else duration_of(shape, setup, lengths, work, schedule)
     saving = largest_saving(shape, setup, lambda changed: sum(work_of(shape, changed, lengths).seconds.values()))
     return Plan(shape, setup, lengths, memory, work, changes, duration, saving)
