@@ -89,7 +89,8 @@ def policy_states(
     # Counted from 1 by `cumsum`, and a token is predicted at the position before its own.
     before = valid.cumsum(dim=1)[rows, columns + sequences.prompt_width] - 2
     hidden = outputs.last_hidden_state.flatten(0, 1)[starts[rows] + before]
-    return PolicyStates(head_input(model, hidden), _router_loss(model, outputs, sequences, packed, router_loss))
+    aux_loss = _router_loss(model, outputs, sequences, packed) if router_loss else None
+    return PolicyStates(head_input(model, hidden), aux_loss)
 
 
 def _first(mask: Bool[Tensor, "B L"], count: int) -> Int[Tensor, "B n"]:
@@ -97,9 +98,7 @@ def _first(mask: Bool[Tensor, "B L"], count: int) -> Int[Tensor, "B n"]:
     return mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :count]
 
 
-def _router_loss(model: nn.Module, outputs: Any, sequences: Sequences, packed: bool, wanted: bool) -> Tensor | None:
-    if not wanted:
-        return None
+def _router_loss(model: nn.Module, outputs: Any, sequences: Sequences, packed: bool) -> Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     config, mask = model.config.get_text_config(), None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from credit_trl import objective
 from credit_trl.config import CreditConfig
-from credit_trl.contexts.tokens import ContextColumns, TokenContexts
+from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditSettings
 from credit_trl.lab.analysis.passes import CreditLogps, Reading, RolloutContexts, conditionals
@@ -214,12 +214,9 @@ def read_response(
 ) -> ResponseLogps:
     """Read y under every prompt of Eq. 9 and Appendix C, in one pass of the student and one of the teacher.
 
-    `contrast_prompts` are the ids of the x'_k, without z.
+    `contrast_prompts` are the ids of the x'_k, without z. Every prompt precedes y: `contexts` has no columns.
     """
-    plain_prompts, columns = [contexts.student, *map(list, contrast_prompts)], contexts.columns
-    if columns is not None:
-        columns = ContextColumns(columns.teacher, [*columns.contrasts, *([0] * len(ids) for ids in plain_prompts)])
-    prompts = TokenContexts(contexts.teacher, [*contexts.contrasts, *plain_prompts], columns)
+    prompts = TokenContexts(contexts.teacher, [*contexts.contrasts, contexts.student, *map(list, contrast_prompts)])
     readings = [Reading(checkpoint.student, TokenContexts(contexts.student)), Reading(checkpoint.teacher, prompts)]
     prior = 1 + len(contexts.contrasts)
     parts: list[dict[str, Tensor]] = []
