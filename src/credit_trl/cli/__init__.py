@@ -38,14 +38,7 @@ COMPANIONS: dict[str, Command] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a `credit` command, or pass the command line to TRL unchanged.
-
-    Args:
-        argv: The arguments; those of the process by default.
-
-    Returns:
-        The exit code.
-    """
+    """Run a `credit` command, or pass the command line to TRL unchanged."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((token for token in argv if not token.startswith("-")), None)
     if command == TRAINING[0]:

@@ -63,10 +63,6 @@ def parse(parser: TrlParser, argv: list[str]) -> tuple[Any, ...]:
 
     Returns:
         The parser's dataclasses, then the arguments for accelerate: those of the YAML file, and those of the line.
-
-    Raises:
-        ValueError: An argument is unknown, or a value is refused by its dataclass.
-        OSError, yaml.YAMLError: A configuration file cannot be read.
     """
     check_names(parser, argv)
     return parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
@@ -78,15 +74,8 @@ def launch_arguments(
     """Split a command line between `accelerate launch` and the training module.
 
     Args:
-        argv: The arguments after `credit`.
         from_config, from_line: The arguments of the YAML file and of the line that the training module's parser does
             not define.
-
-    Returns:
-        accelerate's parser and its arguments.
-
-    Raises:
-        ValueError: The accelerate configuration is neither a file nor one of TRL's.
     """
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
@@ -102,9 +91,6 @@ def separate_config(argv: list[str]) -> list[str]:
     """Split `--config=FILE` into two arguments, and replace further files by their options.
 
     TRL's parser reads one file in this form. Options of a later file override those of an earlier one.
-
-    Raises:
-        ValueError: a file contains no mapping. OSError, yaml.YAMLError: a further file cannot be read.
     """
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     first = words.index("--config") + 2 if "--config" in words else len(words)
@@ -134,12 +120,7 @@ def processes_of(argv: list[str]) -> int:
 
 
 def launcher_of(argv: list[str]) -> dict[str, Any]:
-    """Settings of accelerate: its configuration file, overridden by the YAML file, overridden by the command line.
-
-    Raises:
-        ValueError: The accelerate configuration is neither a file nor one of TRL's.
-        OSError, yaml.YAMLError: A file cannot be read.
-    """
+    """Settings of accelerate: its configuration file, overridden by the YAML file, overridden by the command line."""
     from credit_trl.lab.planning.setup import read_launcher
 
     parser, in_file = ArgumentParser(add_help=False, allow_abbrev=False), config_file(argv)
@@ -156,10 +137,6 @@ def check_names(parser: ArgumentParser, argv: list[str]) -> None:
     """Check that the training module or accelerate defines every argument of a command line and its YAML file.
 
     Runs before values are parsed, because TRL's errors about values or the machine would hide a misspelt name.
-
-    Raises:
-        ValueError: An argument is unknown (the message suggests the nearest one), or the file holds no mapping.
-        OSError, yaml.YAMLError: The file cannot be read.
     """
     from accelerate.commands.launch import launch_command_parser
 

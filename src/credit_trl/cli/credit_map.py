@@ -81,11 +81,7 @@ def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> 
     """Configuration of the scoring: the options of a run, overridden by those of the command line.
 
     Args:
-        args: Parsed command line.
         run_file: The run's options, unless `--config` names another file.
-
-    Raises:
-        ValueError: The file is no mapping of options, or an option is out of range.
     """
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import analysis_config

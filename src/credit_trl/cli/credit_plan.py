@@ -48,15 +48,7 @@ def run(args: argparse.Namespace, training_arguments: list[str]) -> int:
 
 
 def plan_of(args: argparse.Namespace, training_arguments: list[str]) -> Plan:
-    """Plan of a command line.
-
-    Args:
-        args: Arguments of `trl credit-plan`.
-        training_arguments: Arguments of `trl credit`.
-
-    Raises:
-        ValueError: An argument is out of range or unknown, or the sizes of the model are unknown.
-    """
+    """Plan of a command line."""
     from credit_trl.lab.planning.report import make_plan
     from credit_trl.lab.planning.setup import GIB, GPUS, make_setup
     from credit_trl.lab.planning.shape import load_shape

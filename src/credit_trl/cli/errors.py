@@ -37,16 +37,7 @@ _INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "
 
 
 def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
-    """Print an error without its traceback, with the line of the user's own files that raised it, if any.
-
-    Args:
-        command: The command, such as `trl credit`.
-        error: One of `USER_ERRORS`.
-        code: The exit code to return.
-
-    Returns:
-        `code`.
-    """
+    """Print an error without its traceback, with the line of the user's own files that raised it, if any."""
     if os.environ.get(TRACEBACK) == "1":
         raise error
     place = _user_line(error)
@@ -58,10 +49,6 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
     """Print why a run of several processes failed.
 
     A user error takes precedence over a killed process, and that over other exceptions; ties go to the earliest.
-
-    Args:
-        command: The command, such as `trl credit`.
-        error: The launcher's error.
 
     Returns:
         The exit code of the reported process, or 128 + n if signal n ended it, as a shell returns. Nothing is printed

@@ -46,7 +46,6 @@ class QuickstartResult:
     """Measurements of a quickstart run.
 
     Args:
-        task: Task of the run.
         run_directory: Folder of log, evaluations, model, figure and page.
         figure: Path of the learning curve.
         page: Path of the token maps of some responses before and after training.
@@ -54,7 +53,6 @@ class QuickstartResult:
         credit_before, credit_after: Credit by token class under the first and the last teacher.
         answers: Responses to the held-out prompts.
         stage_seconds: Mean seconds per step by stage, without evaluations.
-        steps: Number of optimizer steps.
     """
 
     task: QuickstartTask

@@ -25,7 +25,6 @@ class QuickstartTask:
     """A task with its model, settings and the parts of its report.
 
     Args:
-        name: name in the registry of tasks.
         load: `(world) -> (model, tokenizer)`, the base in fp32.
         defaults: options of `CreditConfig`.
         groups: groups of held-out prompts and their titles in the report.

@@ -22,9 +22,5 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def apply_sandbox_arguments(args: argparse.Namespace) -> None:
-    """Select the sandbox for this process and its children.
-
-    Raises:
-        ValueError: `--sandbox` is neither a tier nor an address.
-    """
+    """Select the sandbox for this process and its children."""
     choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)

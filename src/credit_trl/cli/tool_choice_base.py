@@ -49,7 +49,6 @@ class WarmUp:
     """Settings of a warm-up; a changed setting gives another base in the cache.
 
     Args:
-        steps: optimizer steps.
         form_batch, lookup_batch, feedback_batch: rows of a step by kind.
         learning_rate: peak of a linear warm-up over a tenth of the steps and a linear decay.
         form_rows: different rows of form with the right call, and as many with the call of an offered tool at random.
@@ -96,9 +95,7 @@ class RowSource:
 
     Args:
         model: the original model, which writes the openings.
-        tokenizer: its tokenizer.
         config: the templates of the teacher's prompt.
-        settings: numbers of rows, and the seed.
     """
 
     def __init__(

@@ -76,7 +76,6 @@ def make_parser(prog: str | None = None, processes: int | None = None) -> TrlPar
     """Parser of `CreditScriptArguments`, `CreditConfig`, and TRL's model and dataset options.
 
     Args:
-        prog: Name of the command in messages.
         processes: Number of training processes; by default that of the current launch.
     """
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
@@ -205,11 +204,7 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
 
 
 def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptArguments) -> EvaluationCallback:
-    """Add avg@k on the task's test split to a trainer, and return the evaluation callback.
-
-    Raises:
-        ValueError: No task is given.
-    """
+    """Add avg@k on the task's test split to a trainer, and return the evaluation callback."""
     from credit_trl.evaluation import EvaluationCallback
 
     if script_args.task is None:
@@ -239,11 +234,7 @@ def _optimizer_steps(trainer: CreditTrainer, generation_batches: int) -> int:
 def load_data(
     script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig, wants_eval: bool
 ) -> tuple[Dataset, Dataset | None, list[Any]]:
-    """(training rows, evaluation rows, reward functions) of a task, or of TRL's dataset options.
-
-    Raises:
-        ValueError: Neither a task nor a dataset with reward functions is given.
-    """
+    """(training rows, evaluation rows, reward functions) of a task, or of TRL's dataset options."""
     reward_funcs = [import_function(name) for name in script_args.reward_funcs or []]
     train_split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
     if script_args.task is not None:
@@ -271,11 +262,7 @@ def load_data(
 
 
 def import_function(name: str) -> Any:
-    """Import the function of a dotted path, also from the working directory.
-
-    Raises:
-        ValueError: Not a dotted path, or the module or the function does not exist.
-    """
+    """Import the function of a dotted path, also from the working directory."""
     module, _, function = name.rpartition(".")
     if not module:
         raise ValueError(f"`--reward_funcs {name}`: expected a dotted import path such as my_module.{name}.")
@@ -295,11 +282,7 @@ def import_function(name: str) -> Any:
 
 
 def resolve_model(name: str | None) -> str:
-    """Path of the model for `"quickstart"` and `"smollm2"`; any other path or hub name unchanged.
-
-    Raises:
-        ValueError: `name` is None.
-    """
+    """Path of the model for `"quickstart"` and `"smollm2"`; any other path or hub name unchanged."""
     if name is None:
         raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, `smollm2` or `quickstart`.")
     from credit_trl.tasks.model_names import model_path
@@ -330,11 +313,7 @@ _LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 
 
 def _local_files(script_args: CreditScriptArguments) -> Any:
-    """Rows of `--dataset_path` and `--eval_dataset_path` as splits, read by `datasets`.
-
-    Raises:
-        ValueError: A file does not exist, cannot be read, or has a suffix that no loader reads.
-    """
+    """Rows of `--dataset_path` and `--eval_dataset_path` as splits, read by `datasets`."""
     from datasets import DatasetDict, IterableDatasetDict, load_dataset
     from datasets.exceptions import DatasetGenerationError
 
@@ -372,13 +351,8 @@ def drop_long_prompts(name: str, dataset: Any, model: str, limit: int, options: 
 
     Args:
         name: of the rows in messages.
-        dataset: rows with the column `prompt`.
         model: path or hub name of the model, for its tokenizer.
-        limit: maximum number of tokens.
         options: `chat_template_kwargs`.
-
-    Raises:
-        ValueError: no row is left, or the limit is below 1.
     """
     from transformers import AutoTokenizer
 

@@ -20,8 +20,6 @@ class EngineCorrection:
     Args:
         mode: `vllm_importance_sampling_mode`: one ratio a token or the product over a completion; ratios outside the
             bounds are truncated to them, or masked (0).
-        clip_min: lower bound, or None.
-        clip_max: upper bound, or None.
     """
 
     mode: CorrectionMode = "sequence_mask"
@@ -60,7 +58,6 @@ class EngineTokens:
     Args:
         logps: (N,), NaN where it reported none.
         rows: (N,), completion of each token.
-        samples: number of completions.
     """
 
     logps: Float[Tensor, " N"]

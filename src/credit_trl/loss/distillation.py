@@ -95,17 +95,7 @@ class DistillationLoss:
         temperature: float,
         router_loss: bool,
     ) -> DistillationLoss:
-        """The loss of a configuration.
-
-        Args:
-            config: the configuration.
-            teacher: π_ref.
-            accelerator: the trainer's.
-            support: tokens that carry the loss.
-            vocabulary: V.
-            temperature: rollout temperature.
-            router_loss: see the class.
-        """
+        """The loss of a configuration."""
         is_mixed = config.teacher_model_kind == "trust_region"
         scoring = ScoringConfig(
             support,
@@ -133,10 +123,6 @@ class DistillationLoss:
     def score(self, contexts: Sequence[TokenContexts], batch: CompletionBatch) -> dict[str, Tensor]:
         """Tensors that TRL shuffles and splits with a generation batch, batch dimension first.
 
-        Args:
-            contexts: prompts of the local samples.
-            batch: their completions.
-
         Returns:
             `teacher_mask` and `contrast_mask` (B,), and the fields of `Scores`; or the contexts, where the support is
             chosen inside the step.
@@ -161,7 +147,6 @@ class DistillationLoss:
             model: the student as it is wrapped for distributed training.
             inputs: TRL's micro-batch with the tensors of `score`.
             loss_mask: True on the policy's own tokens; samples without a teacher are masked here.
-            weights: weight of each token's loss.
             contrastive_coef: λ.
         """
         mask = loss_mask & inputs["teacher_mask"][:, None]
@@ -211,7 +196,6 @@ class DistillationLoss:
         """Log-probabilities of the completion tokens under the policy; 0 on padding. Every process must call it.
 
         Args:
-            model: the policy as it is wrapped for distributed training.
             inputs: ids and masks of TRL's micro-batch.
         """
         mask = inputs["completion_mask"].bool()

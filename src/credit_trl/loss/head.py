@@ -305,8 +305,6 @@ def scatter_columns(
     """`total[v] += Σ grads[i, k] · hidden[i]` over the entries of `ids` that are v, always in the same order.
 
     Args:
-        ids: columns.
-        grads: their gradients.
         hidden: None for ones, where `total` is (V,).
         total: changed in place.
     """

@@ -26,12 +26,10 @@ def project(
     """Project one chunk of tokens on the vocabulary.
 
     Args:
-        hidden: (n, H).
         out: (n, V) in the accumulation dtype, for the logits; None allocates a block of them.
         tokens: (n, 1), the sampled tokens, if their logits are needed.
         ids: (n, K), a support, whose logits are taken out of the vocabulary.
         topk: size of a support of the most likely tokens, instead of `ids`; needs `out`.
-        wants_entropy: whether the entropy is computed.
         keeps_logits: whether the logits are used later; False leaves `out` undefined.
     """
     if head.fused(hidden) is not None:
@@ -79,8 +77,6 @@ def token_logps(
 
     Args:
         head: not sharded.
-        hidden: (N, H).
-        tokens: (N, 1).
         chunk_size: tokens per logits chunk; None picks from free memory.
     """
     dtype = accumulation_dtype(hidden)

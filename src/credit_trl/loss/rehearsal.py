@@ -20,7 +20,6 @@ def is_rehearsal(index: int, share: float) -> bool:
     """Whether a generation batch rehearses: a share of all, evenly spread.
 
     Args:
-        index: index of the generation batch.
         share: in [0, 1).
     """
     return int((index + 1) * share + 1e-9) > int(index * share + 1e-9)
@@ -41,7 +40,6 @@ def rehearse(output: dict[str, Any], contexts: Sequence[TokenContexts], pad_toke
     Args:
         output: TRL's generation batch.
         contexts: see `rehearsal_contexts`.
-        pad_token_id: pads prompts on the left.
     """
     own = zip(output["prompt_ids"], output["prompt_mask"], contexts, strict=True)
     ids = [

@@ -98,7 +98,6 @@ class TeacherStates:
     Args:
         hidden: (N, H), under the teacher's prompt.
         contrast_hidden: (C, N, H), under the contrast prompts; C may be 0.
-        head: head of the teacher.
         baseline: average over the contrasts, see `objective.input_generic`.
     """
 

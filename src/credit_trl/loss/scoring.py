@@ -27,14 +27,12 @@ class ScoringConfig:
     """How completions are scored.
 
     Args:
-        support: tokens that carry the loss.
         temperature: rollout temperature; logits are divided by it.
         baseline: average over the contrasts, see `objective.input_generic`.
         passes: size and layout of the forward passes.
         kernels: implementation of the passes over rows of logits, see `LMHead`.
         chunk_size: tokens per logits chunk; None picks from free memory.
         vocabulary: V of the policy; rows of the teacher's head beyond it are padding.
-        region: trust region of the teacher, or None.
     """
 
     support: SupportConfig = field(default_factory=SupportConfig)
@@ -51,12 +49,6 @@ def score_completions(
     teacher: Teacher, contexts: Sequence[TokenContexts], batch: CompletionBatch, config: ScoringConfig
 ) -> dict[str, Tensor]:
     """Score a generation batch with a support that does not depend on the student.
-
-    Args:
-        teacher: π_ref.
-        contexts: prompts of the B samples.
-        batch: their completions.
-        config: how they are scored.
 
     Returns:
         The fields of `Scores`, each (B, T, …), zero at positions that are not scored.
@@ -104,7 +96,6 @@ def stored_scores(inputs: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -
     """The scores of N tokens, from a batch that holds what `score_completions` returned.
 
     Args:
-        inputs: the batch.
         pick: takes the entries of the N tokens from (B, T, …).
     """
     picked = {f.name: pick(inputs[f.name]) for f in fields(Scores)}
@@ -116,7 +107,6 @@ def stored_layout(support: SupportConfig, dtype: torch.dtype) -> list[tuple[str,
     """Name, dtype and trailing shape of every stored score. Ids take 4 bytes.
 
     Args:
-        support: tokens that carry the loss.
         dtype: dtype of the teacher's head; scores are stored in fp32 at least.
     """
     dtype = torch.promote_types(dtype, torch.float32)

@@ -66,7 +66,6 @@ def credit_loss(
         head: head of the student; weight and bias receive gradients. A sharded head is gathered once.
         tokens: the sampled tokens, their weights and λ.
         teacher: `Scores` for `"teacher_topk"` and `"sampled"`, `TeacherStates` for `"full"` and `"student_topk"`.
-        config: how the loss of a token is formed.
 
     Raises:
         TypeError: `teacher` does not match the support.

@@ -90,7 +90,6 @@ def support_divergence(
         log_outside: log of the student's probability outside the support, where that is a bucket.
         target: a, not normalised.
         alpha: see `objective.distillation_loss`.
-        support: tokens that carry the loss.
     """
     target = target.to(columns.dtype)
     with torch.enable_grad():

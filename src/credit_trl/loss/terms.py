@@ -17,7 +17,6 @@ class LossConfig:
     """How the loss of a token is formed.
 
     Args:
-        support: tokens that carry the loss.
         rule: form and gate of the contrast; the default is the paper's `a = f − λ Ĝ` at every position.
         alpha: see `objective.distillation_loss`; `"sampled"` takes 1 only, its loss is `−sg[R_t] log π_θ(y_t)`.
         is_clip: upper bound on the detached ratio `exp(log π_θ − old)` that multiplies the loss of a token; None for

@@ -72,10 +72,6 @@ class UseConfig:
         """Tokens that carry the loss; weights of `"modulate"` need the sampled token only.
 
         A top-K support of the whole vocabulary is `"full"`, except where weights need stored scores.
-
-        Args:
-            config: the configured support.
-            vocabulary: V.
         """
         if self.use == "modulate":
             return SupportConfig("sampled")
@@ -104,7 +100,6 @@ def silent_groups(batch: GenerationBatch, has_teacher: Sequence[bool], config: U
     Args:
         batch: the generation batch, with whole groups on each process.
         has_teacher: local.
-        config: the use.
     """
     policy, distillation = config.shares
     rewards = [batch.rewards[i] for i in batch.indices]
@@ -133,7 +128,6 @@ def use_credit(
         mask: True on the policy's own tokens.
         policy_logps: log-probabilities of the sampled tokens under the policy that sampled them.
         reduce: sums a vector over processes.
-        config: the use.
 
     Returns:
         `advantages` (B, T) for `"modulate"`; for `"route"` `advantages` (B,), 0 for distilled samples, and

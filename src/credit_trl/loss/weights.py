@@ -37,8 +37,6 @@ def token_weights(
     Args:
         batch: TRL's micro-batch, with `num_items_in_batch` and optionally `importance_sampling_ratio`.
         loss_mask: True on the policy's own tokens.
-        reduction: divisors of the loss type.
-        dtype: dtype of the result.
 
     Raises:
         ValueError: unknown loss type.

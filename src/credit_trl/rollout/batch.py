@@ -129,9 +129,7 @@ def gather_success_weights(
     """`success_weights` of the local samples, and the number of mixed groups. Every process must call it.
 
     Args:
-        batch: the generation batch.
         has_teacher: local.
-        threshold: lowest reward of a successful rollout.
     """
     everyone = gather_object(list(has_teacher))
     weights, mixed = success_weights(batch.rewards, everyone, batch.group_size, threshold)
@@ -150,8 +148,6 @@ def success_weights(
     Args:
         rewards: global, groups contiguous.
         has_teacher: global.
-        group_size: rollouts of a group.
-        threshold: lowest reward of a successful rollout.
     """
     successful = is_successful(rewards, threshold)
     weights, mixed = [0.0] * len(rewards), 0
@@ -179,7 +175,6 @@ def mask_skipped_rewards(rewards_per_func: Tensor, is_skipped: list[bool], accel
     Args:
         rewards_per_func: (global rollouts, functions), changed in place.
         is_skipped: one flag for each local rollout.
-        accelerator: the trainer's.
 
     Returns:
         The share of skipped rollouts over all processes.
@@ -195,7 +190,6 @@ def mask_skipped_tokens(output: dict[str, Any], is_skipped: list[bool], accelera
     Args:
         output: TRL's generation batch, changed in place.
         is_skipped: one flag for each local rollout.
-        accelerator: the trainer's.
     """
     kept = ~torch.tensor(is_skipped, device=output["completion_mask"].device)
     output["completion_mask"] = output["completion_mask"] * kept[:, None]

@@ -80,7 +80,6 @@ def seeded(generation: VLLMGeneration, seeds: Sequence[int]) -> Iterator[None]:
     """Make a colocated engine sample each completion with its own seed inside the block.
 
     Args:
-        generation: generation layer with the engine.
         seeds: one per prompt of the processes that share the engine, in the order of their ranks.
     """
     engine = generation.llm

@@ -42,9 +42,7 @@ class VLLMServerError(ConnectionError):
     """The vLLM server is gone, does not answer, or refused a request.
 
     Args:
-        url: base URL of the server.
         problem: what happened, as a predicate of "The vLLM server".
-        fix: what to do.
     """
 
     def __init__(self, url: str, problem: str, fix: str = _RESTART) -> None:
@@ -59,7 +57,6 @@ class WatchedClient(VLLMClient):
         """Convert a connected client.
 
         Args:
-            client: TRL's client.
             patience: seconds that `/health` or a control request may stay unanswered.
         """
         watched = cls.__new__(cls)
@@ -112,11 +109,7 @@ def await_server(url: str, timeout: float) -> None:
 
 
 class _ControlAdapter(HTTPAdapter):
-    """HTTP adapter with a timeout that stores the last failure.
-
-    Args:
-        patience: timeout in seconds.
-    """
+    """HTTP adapter with a timeout that stores the last failure."""
 
     def __init__(self, patience: float) -> None:
         super().__init__(max_retries=0)

@@ -29,8 +29,6 @@ class _Group:
     """Programs that belong together.
 
     Args:
-        number: position among the batch's groups.
-        waiting: indices of its programs that wait.
         charged: seconds that its programs have run, and those in progress are expected to run.
         expected: seconds that its next program is expected to run, as many as its last one did.
         since_failure: seconds that its programs have run since one failed, `None` if none has.
@@ -187,11 +185,7 @@ class Batch:
                 self._set(index, Outcome("deadline", error=reason))
 
     def outcomes(self) -> list[Outcome]:
-        """All outcomes in the order of the programs.
-
-        Raises:
-            SandboxError: a program has none.
-        """
+        """All outcomes in the order of the programs."""
         missing = [index for index, outcome in enumerate(self._outcomes) if outcome is None]
         if missing:
             raise SandboxError(f"The sandbox lost programs {missing[:10]}.")

@@ -63,7 +63,6 @@ class Isolation(ABC):
     """Base class of the tiers' isolation. A server has one object, which it uses for every program.
 
     Args:
-        interpreter: the interpreter of the programs.
         driver: see `compiled_driver`.
         packages: installed packages that programs may import.
 

@@ -42,7 +42,6 @@ class Packages:
     """Files of the distributions that programs may import.
 
     Args:
-        names: the distributions.
         paths: their top-level files and directories: modules, and libraries beside them such as `numpy.libs`.
     """
 

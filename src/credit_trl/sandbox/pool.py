@@ -102,12 +102,6 @@ class PoolSandbox(Sandbox):
 
     Calls of `run` from several threads wait for each other, and the wait counts against their deadline.
 
-    Args:
-        tier: `"bubblewrap"`, `"landlock"` or `"unprotected"`.
-        workers: number of programs that run at the same time.
-        python: interpreter for the programs.
-        packages: names of installed distributions that programs may import.
-
     Raises:
         SandboxError: this machine lacks what the tier needs; the message says what to install.
     """

@@ -173,7 +173,6 @@ class Address:
     """Address of a service.
 
     Args:
-        host, port, is_tls, path: its parts.
         shown: the address without credentials.
         headers: request headers with the credentials, if there are any.
         secrets: texts that no message may contain.

@@ -59,7 +59,6 @@ class RunningProgram:
         not_before: time before which its wall-clock limit is not enforced, as it waits for a processor.
         next_sample: time at which its use of resources is read next, once it has begun.
         ended_by: status with which the server ended it, `None` if it ended by itself.
-        reason: text for `ended_by`.
     """
 
     job: Job

@@ -61,9 +61,6 @@ class Server:
     """Runs at most `workers` programs, and prepares the processes of as many more.
 
     Args:
-        channel: connection to the client.
-        isolation: how programs are isolated.
-        workers: number of programs that run at the same time.
         users: two entries per worker, the id of the user that a program runs as or `None`.
     """
 

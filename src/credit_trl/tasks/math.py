@@ -106,7 +106,6 @@ def reward(
 
     Args:
         completions: texts or conversations.
-        answer: gold answers.
         truncated: whether each response was cut off at the length limit.
         deadline: seconds after which comparisons stop; `None` for no limit.
 

@@ -139,11 +139,7 @@ class Worker:
 
 
 class Workers:
-    """Pool of workers, which are started when needed and kept for later comparisons.
-
-    Args:
-        limit: maximum number of simultaneous comparisons.
-    """
+    """Pool of workers, which are started when needed and kept for later comparisons."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -154,7 +150,6 @@ class Workers:
         """Compare in an idle worker, and once more if that worker was killed from outside.
 
         Args:
-            gold, given: the two answers.
             until: deadline on the monotonic clock, after which the result is "undecided".
         """
         with self._slots:

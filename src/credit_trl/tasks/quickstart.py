@@ -96,10 +96,7 @@ class Question:
     """One prompt: a cue, a city and four topics, one of which is correct.
 
     Args:
-        cue: the word that the user asks about.
-        city: the argument of the call.
         options: four different topics, in the order of the letters.
-        topic: the correct topic among the options.
 
     Raises:
         ValueError: the options are not four different topics, or lack the correct one.
@@ -284,7 +281,6 @@ def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFas
 
     Args:
         response_ids: token ids of the response, `T` of them, which may include end of turn and padding.
-        tokenizer: tokenizer of the base (`load_model`).
     """
     classes, class_of_topics = [], "topic"
     for token in response_ids:

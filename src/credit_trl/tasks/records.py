@@ -43,7 +43,6 @@ class Row:
     """One record with its origin.
 
     Args:
-        source: file or data set.
         number: number of the row in `source`, from 1.
         content: fields of the record, or the error of a row that is not a JSON object.
     """
@@ -124,7 +123,6 @@ class Tally:
     """Counts of kept and dropped rows, and a hash of the kept ones.
 
     Args:
-        name: name of what is loaded, for the printed line.
         notes: counts of peculiarities of kept rows.
     """
 
@@ -155,9 +153,7 @@ def accept(rows: Iterable[Any], convert: Callable[[Any], Any], tally: Tally, on_
     """Convert rows, or records made from them, and handle malformed ones.
 
     Args:
-        rows: rows or records.
         convert: conversion of one of them; returns `None` for a row that it has dropped and tallied itself.
-        tally: counts malformed rows.
         on_malformed: `"raise"` raises the `RowError`; `"drop"` prints and counts it.
     """
     if on_malformed not in ("raise", "drop"):

@@ -297,11 +297,7 @@ def _from_prepared(row: Row) -> dict[str, str]:
 
 
 def _part(slots: Collection[int], split: str) -> list[int]:
-    """Places that belong to a split, in its order.
-
-    Raises:
-        ValueError: the rows are neither the full set nor the requested part.
-    """
+    """Places that belong to a split, in its order."""
     if split == "all":
         return sorted(slots)
     if set(slots) == set(range(len(slots))):

@@ -168,7 +168,6 @@ class ToolRequest:
     Args:
         tool: the right tool, one of `options`.
         argument: the right argument, part of `text`.
-        text: the request.
         options: four different tools in the order of the letters.
     """
 
@@ -258,7 +257,6 @@ def verify(
     after it, else 0. An opening before the call costs no reward.
 
     Args:
-        response: text of the response.
         answer: the row's `answer`, as JSON text or as a mapping with "option", "tool" and "argument".
         truncated: whether the response was cut off at the length limit. A truncated response gets reward 0.
         feedback: kind of feedback, "letter" or "stated".
@@ -328,7 +326,6 @@ def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBas
 
     Args:
         response_ids: token ids of the response, which may include end of turn and padding.
-        tokenizer: tokenizer of the model.
     """
     starts = [len(tokenizer.decode(list(response_ids[:end]))) for end in range(len(response_ids) + 1)]
     text = tokenizer.decode(list(response_ids))

@@ -220,11 +220,7 @@ def _of_split(records: Sequence[_Record], split: str, tally: Tally) -> list[_Rec
 
 
 def _prepared_of_split(records: Sequence[_Record], split: str, tally: Tally) -> list[_Record]:
-    """Prepared records of a split, by their `idx` if the file contains both parts.
-
-    Raises:
-        ValueError: the records are the whole training part and the test part is requested.
-    """
+    """Prepared records of a split, by their `idx` if the file contains both parts."""
     numbered = [replace(one, idx=place) if one.idx is None else one for place, one in enumerate(records)]
     test = [record for record in numbered if record.idx >= TRAIN_RECORDS]
     train = [record for record in numbered if record.idx < TRAIN_RECORDS]
@@ -242,11 +238,7 @@ def _prepared_of_split(records: Sequence[_Record], split: str, tally: Tally) -> 
 
 
 def _example(record: _Record, name: str, protocol: str, tally: Tally) -> dict[str, Any] | None:
-    """Row of the data set, with checked golden calls.
-
-    Raises:
-        RowError: the golden calls are not a list of `{"Action", "Action_Input"}`.
-    """
+    """Row of the data set, with checked golden calls."""
     answer = json.dumps(record.calls)
     try:
         calls = golden_calls(answer)

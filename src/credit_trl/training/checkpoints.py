@@ -43,7 +43,6 @@ class Layout:
     """Division of a generation batch into processes and forward-backward passes.
 
     Args:
-        processes: number of processes.
         rollouts: rollouts of a pass on one process.
         passes: passes over a generation batch on one process, `steps_per_generation · num_iterations`.
     """
@@ -59,11 +58,9 @@ def save_progress(
     """Write the count of passes and, inside a generation batch, this process's part of the batch.
 
     Args:
-        directory: directory of the checkpoint.
         step: TRL's `_step`, the count of forward-backward passes.
         rollouts: TRL's `_buffered_inputs`, or None at a generation boundary.
         rank: index of this process. Process 0 writes the count.
-        layout: layout of the run.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

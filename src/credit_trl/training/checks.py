@@ -277,7 +277,6 @@ def check_progress(args: CreditConfig, warn: Callable[[str, str], None]) -> None
     """Warn about settings with which a run starts and learns nothing, or something else than is meant.
 
     Args:
-        args: the configuration.
         warn: takes the cause and the message of a warning.
     """
     if args.learning_rate == 0.0:
@@ -335,10 +334,7 @@ def check_prompts(
     Streams are not read. The longest prompt is that with most characters among `_MEASURED_ROWS` rows.
 
     Args:
-        args: the configuration.
-        datasets: by name.
         encode: prompt to token ids, as the rollout encodes it.
-        limits: sizes of the model.
         warn: takes the cause and the message of a warning.
 
     Raises:

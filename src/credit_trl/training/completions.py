@@ -46,7 +46,6 @@ class CompletionTable:
 
     Args:
         logs: TRL's `_logs`, which this changes in place.
-        accelerator: the trainer's.
         distills: whether there is a teacher; without one, the only column is the feedback.
         rounds: rounds of dynamic sampling. TRL adds the rollouts of each; the table has those of the generation batch.
     """
@@ -81,7 +80,6 @@ class CompletionTable:
         """Add the columns of a generation batch, after TRL has added its own. Every process must call it.
 
         Args:
-            batch: the generation batch.
             rows: numbers of its local samples, see `number`.
             contexts: contexts of the local samples; None without a teacher.
             decode: token ids to texts.
@@ -126,7 +124,6 @@ class CompletionTable:
 
         Args:
             rows: row numbers of the samples; None in a generation batch that was saved without a table.
-            loss: loss of the N tokens.
         """
         if rows is None:
             return
@@ -156,8 +153,6 @@ class CompletionTable:
 
         Args:
             table: result of `updated`.
-            handler: the trainer's callbacks.
-            step: optimizer steps done.
         """
         for callback in handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:

@@ -30,8 +30,6 @@ def log_line(logs: Mapping[str, Any], step: int, last_step: int, seconds_left: f
 
     Args:
         logs: what the trainer logs. Names of an evaluation begin with `eval_`.
-        step: optimizer steps done.
-        last_step: optimizer steps of the run.
         seconds_left: estimate for the rest of the run; NaN where there is none.
     """
     is_eval = any(name.startswith("eval_") for name in logs)

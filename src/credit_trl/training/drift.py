@@ -28,11 +28,7 @@ FEW_TRUNCATED = 0.1
 
 @dataclass
 class Window:
-    """First and latest values of one logged metric.
-
-    Args:
-        values: finite values, in order.
-    """
+    """First and latest values of one logged metric."""
 
     values: list[float] = field(default_factory=list)
 
@@ -62,7 +58,6 @@ class DriftAlarms:
     """Compares logged metrics with their first values. Values are global, so every process finds the same causes.
 
     Args:
-        alarms: raises the warnings.
         frozen_teacher: whether the teacher never changes. Its fidelity falls as the policy learns what it shows, since
             ΔV_t shrinks, so there is no alarm for it.
 
@@ -154,12 +149,7 @@ def diversity_message(history: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 class StopOnDrift(TrainerCallback):
-    """Saves a checkpoint and ends the run once a cause has been found.
-
-    Args:
-        drift: the alarms of the run.
-        causes: causes that end it.
-    """
+    """Saves a checkpoint and ends the run once a cause has been found."""
 
     def __init__(self, drift: DriftAlarms, causes: Sequence[StopCause]) -> None:
         self.drift = drift

@@ -26,8 +26,6 @@ class Rollouts:
     """Rollouts of this process and what belongs to them.
 
     Args:
-        output: TRL's generation batch.
-        batch: prompts, completions, rewards and feedback.
         environments: name of each rollout's environment, as TRL keeps them; empty without environments.
     """
 
@@ -41,10 +39,7 @@ class Redraws:
     """Where replacements come from.
 
     Args:
-        rows: the training dataset.
-        seed: seed of the run.
         step: index of the generation batch.
-        rounds: maximum number of rounds.
         pad_token_id: pads token ids of different lengths.
     """
 
@@ -103,9 +98,6 @@ def replace_silent_groups(
     Args:
         rollouts: local rollouts, whole groups.
         generate: generates and grades rollouts of rows, one row a rollout.
-        find_silent: indices of the local groups without a signal.
-        redraws: where replacements come from.
-        accelerator: the trainer's.
 
     Returns:
         The rollouts, and `credit/redrawn_groups` and `credit/silent_groups`, numbers of groups of all processes.
@@ -134,10 +126,8 @@ def _merge(rollouts: Rollouts, drawn: Rollouts, silent: list[list[int]], pad_tok
     """The rollouts with the silent groups of each process replaced by its first drawn ones.
 
     Args:
-        rollouts: local rollouts.
         drawn: local rollouts of as many groups on each process.
         silent: indices of the silent groups of each process.
-        pad_token_id: pads token ids.
     """
     batch, size = rollouts.batch, rollouts.batch.group_size
     rank, most = batch.first // len(batch.prompts), len(drawn.batch.prompts) // size

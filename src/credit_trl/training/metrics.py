@@ -45,9 +45,6 @@ class Alarms:
 
     Args:
         enabled: True on the main process only.
-
-    Attributes:
-        raised: causes that have been reported.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -160,7 +157,6 @@ class Alarms:
 
         Args:
             metrics: `TokenMetrics.values`.
-            vocabulary: V.
         """
         if metrics.get("credit/teacher_entropy", 0.0) > NEARLY_UNIFORM * math.log(vocabulary):
             self.raise_once(
@@ -300,7 +296,6 @@ def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tens
 
     Args:
         loss: the loss of the N local tokens; N may be 0.
-        is_sampled: the support is `"sampled"`.
         reduce: sums a vector over processes. Every process calls it once.
     """
     terms, contrasted = loss.terms, loss.contrasted

@@ -64,12 +64,8 @@ def even_groups(lengths: Sequence[int], count: int, by_total: bool) -> list[list
 
     Args:
         lengths: tokens of each sample; a multiple of `count` samples.
-        count: number of groups.
         by_total: even the totals of the groups, each sample going to the group with the fewest tokens; else each group
             holds samples of similar length.
-
-    Returns:
-        Indices of the samples of each group.
     """
     size = len(lengths) // count
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])

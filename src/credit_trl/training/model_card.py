@@ -28,8 +28,6 @@ def complete_card(path: Path, trainer: Trainer, data: str | None) -> None:
     """Add the credit's sections to TRL's card, before its framework versions.
 
     Args:
-        path: TRL's card.
-        trainer: a `CreditTrainer`.
         data: name of the dataset or task; None shows the number of rows alone.
     """
     name = trainer.hub_model_id or str(trainer.args.output_dir)

@@ -29,9 +29,6 @@ class SaveOnSigterm(TrainerCallback):
 
     No step is lost: the same command with `resume_from_checkpoint="latest"` continues bit for bit. With several
     processes one signal to any of them ends the run. Signals are handled while the main thread trains.
-
-    Args:
-        accelerator: the trainer's.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -27,10 +27,8 @@ def answer_metrics(
     token outside the stored support has less probability than each of its K tokens and is not preferred.
 
     Args:
-        batch: the generation batch.
         scores: what `DistillationLoss.score` returned, with the fields of `Scores`, (B, T, ...).
         mask: (B, T), True on the tokens that are scored.
-        tokenizer: tokenizer of the policy.
         reduce: sums a vector over processes. Every process calls it once.
 
     Returns:

@@ -32,11 +32,7 @@ class StageClock:
                 self.seconds[name] += time.perf_counter() - started - inside
 
     def report(self, step: int) -> dict[str, float]:
-        """Return `credit/seconds_<stage>`, means per optimizer step since the last report, and reset the clock.
-
-        Args:
-            step: optimizer steps done so far.
-        """
+        """Return `credit/seconds_<stage>`, means per optimizer step since the last report, and reset the clock."""
         steps = max(step - self._step, 1)
         means = {f"credit/seconds_{name}": seconds / steps for name, seconds in self.seconds.items()}
         self.seconds.clear()

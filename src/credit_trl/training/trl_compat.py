@@ -94,8 +94,6 @@ def check_trl(
     """Check the names of TRL that this package overrides and reads, and warn once of an untested minor version.
 
     Args:
-        hooks: overridden methods with their parameters, by class.
-        attributes: attributes that are read or set, by class.
         installed: TRL's version; None reads it.
 
     Raises:

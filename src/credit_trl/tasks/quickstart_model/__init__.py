@@ -29,7 +29,6 @@ def load_model(
             `~/.cache/credit_trl`.
         world: `"plain"`, or a world in which feedback makes the same words likely under any prompt: `"shortcut"` (one
             fixed thought) or `"style"` (an opening before the thought).
-        seed: seed of the pretraining.
 
     Raises:
         FileNotFoundError: the base is neither shipped nor in the cache directory.
