@@ -310,10 +310,15 @@ class CreditConfig(GRPOConfig):
 
     def _post_init_of_trl(self) -> None:
         """TRL's settlement and checks. One rollout per prompt passes where no advantage of GRPO is computed."""
-        alone = self.num_generations == 1 and self.distillation_weight == 1.0 and self.credit_use == "distill"
-        self.num_generations = _OneRollout(1) if alone else self.num_generations
+        if self.num_generations == 1 and self._is_pure_distillation:
+            self.num_generations = _OneRollout(1)
         super().__post_init__()
         self.num_generations = int(self.num_generations)
+
+    @property
+    def _is_pure_distillation(self) -> bool:
+        """Whether GRPO's loss has no share."""
+        return self.distillation_weight == 1.0 and self.credit_use == "distill"
 
     @property
     def contrasts(self) -> bool:
@@ -546,7 +551,7 @@ def _check_sampling(config: CreditConfig) -> None:
             )
 
 
-_NUMBERS = {"int": numbers.Integral, "float": numbers.Real}
+_NUMBERS = {"int": (numbers.Integral, "a whole number"), "float": (numbers.Real, "a number")}
 
 
 def _check_types(config: CreditConfig) -> None:
@@ -555,8 +560,11 @@ def _check_types(config: CreditConfig) -> None:
         for name, declared in vars(own).get("__annotations__", {}).items():
             kind, _, otherwise = str(declared).partition(" | ")
             value = getattr(config, name)
-            if kind in _NUMBERS and not (value is None and otherwise == "None"):
-                _check_number(name, value, kind)
+            if kind not in _NUMBERS or (value is None and otherwise == "None"):
+                continue
+            number, wanted = _NUMBERS[kind]
+            if isinstance(value, bool) or not isinstance(value, number):
+                raise ValueError(f"`{name}` must be {wanted}, got {value!r}.")
     for one in fields(config):
         if re.search(r"\b(int|float)\b", declared := str(one.type)) and not re.search(r"\bstr\b", declared):
             _check_is_no_text(one.name, getattr(config, one.name))
@@ -574,12 +582,6 @@ def _check_is_no_text(name: str, value: object) -> None:
         f"`{name}` is the text {value!r} instead of a number. In YAML a number with an exponent needs a decimal "
         f"point: write {meant:.1e}."
     )
-
-
-def _check_number(name: str, value: object, kind: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, _NUMBERS[kind]):
-        wanted = {"int": "a whole number", "float": "a number"}[kind]
-        raise ValueError(f"`{name}` must be {wanted}, got {value!r}.")
 
 
 def _check_coefficient(config: CreditConfig) -> None:
@@ -637,9 +639,7 @@ def check_combinations(config: CreditConfig) -> None:
             "rollout, with the teacher's adapter, which would round its average away. Set `use_vllm=True` for fast "
             "rollouts, or `use_transformers_continuous_batching=False`."
         )
-    if config.distillation_support == "sampled":
-        _check_sampled(config)
-    _check_no_effect(config)
+    _check_support(config)
     if config.contrasts:
         _check_contrast(config)
     if config.teacher_hint == "foreign":
@@ -650,32 +650,28 @@ def check_combinations(config: CreditConfig) -> None:
             "The teacher would have no privileged context: set `include_environment_feedback=True` or "
             "`use_successful_as_teacher=True`."
         )
-    is_plain = config.teacher_prompt == "student"
-    if config.num_generations == 1 and not (config.include_environment_feedback or is_plain):
+    reads_feedback = config.include_environment_feedback or config.teacher_prompt == "student"
+    if config.num_generations == 1 and not reads_feedback:
         raise ValueError(
             "`num_generations=1` gives no other rollout to demonstrate with, and `include_environment_feedback=False` "
             "ignores feedback, so no sample has a teacher. Set `include_environment_feedback=True`, or more "
             "generations."
         )
-    if config.distillation_weight == 1.0 and config.credit_use == "distill":
+    if config._is_pure_distillation:
         _check_policy_terms_are_off(config)
 
 
-def _check_no_effect(config: CreditConfig) -> None:
-    """Raise for options that another option disables."""
-    if (
-        config.distillation_topk == 1
-        and config.distillation_tail == "renormalize"
-        and "topk" in (config.distillation_support)
-    ):
+def _check_support(config: CreditConfig) -> None:
+    support, is_single = config.distillation_support, config.distillation_topk == 1
+    if support == "sampled" and config.distillation_alpha != 1.0:
+        raise ValueError(
+            "`distillation_support='sampled'` scores the sampled token only, which estimates the reverse KL: it "
+            f"needs `distillation_alpha=1`, got {config.distillation_alpha}."
+        )
+    if "topk" in support and is_single and config.distillation_tail == "renormalize":
         raise ValueError(
             "`distillation_topk=1` with `distillation_tail='renormalize'` conditions on one token, whose probability "
             "is then 1, so the loss is 0. Increase `distillation_topk`, or set `distillation_tail='bucket'`."
-        )
-    if config.teacher_sync_steps is not None and config.teacher_model_kind in ("live", "base"):
-        raise ValueError(
-            f"`teacher_sync_steps={config.teacher_sync_steps}` has no effect with `teacher_model_kind="
-            f"{config.teacher_model_kind!r}`, which has no average. Set `teacher_model_kind='ema'`, or remove it."
         )
 
 
@@ -736,7 +732,7 @@ def _check_dynamic_sampling(config: CreditConfig) -> None:
             f"(`per_device_train_batch_size` · `steps_per_generation`) are no multiple of `num_generations="
             f"{config.num_generations}`. Change one of them, or set `dynamic_sampling_rounds=0`."
         )
-    if config.credit_use == "distill" and config.distillation_weight == 1.0 and config.teacher_prompt == "student":
+    if config._is_pure_distillation and config.teacher_prompt == "student":
         raise ValueError(
             "`dynamic_sampling_rounds` replaces groups without a teacher, and with `teacher_prompt='student'` every "
             "sample has one. Set `dynamic_sampling_rounds=0`."
@@ -755,12 +751,8 @@ def _check_teacher(config: CreditConfig) -> None:
         )
     if config.teacher_rehearsal:
         _check_rehearsal(config)
-    if (
-        config.teacher_prompt == "student"
-        and kind == "live"
-        and config.credit_use == "distill"
-        and not config.contrasts
-    ):
+    is_own_target = config.teacher_prompt == "student" and kind == "live" and not config.contrasts
+    if is_own_target and config.credit_use == "distill":
         raise ValueError(
             "`teacher_prompt='student'` with `teacher_model_kind='live'` makes the policy its own target, so nothing "
             "is learned. Set `teacher_prompt='privileged'` or another teacher."
@@ -769,7 +761,7 @@ def _check_teacher(config: CreditConfig) -> None:
 
 def _check_rehearsal(config: CreditConfig) -> None:
     problem = None
-    if config.distillation_weight != 1.0 or config.credit_use != "distill":
+    if not config._is_pure_distillation:
         problem = "replaces whole updates by distillation: set `distillation_weight=1` and `credit_use='distill'`"
     elif config.distillation_support in ("full", "student_topk"):
         problem = "needs stored scores: set `distillation_support='teacher_topk'`"
@@ -783,14 +775,7 @@ def _check_rehearsal(config: CreditConfig) -> None:
 
 @dataclass(frozen=True)
 class Neutral:
-    """Options that one setting leaves without effect.
-
-    Args:
-        setting: the setting, as the message words it.
-        holds: whether a configuration has it.
-        options: names of the options.
-        allowed: values besides the default that are accepted.
-    """
+    """Options that one setting leaves without effect. `allowed` are values that are accepted besides the default."""
 
     setting: str
     holds: Callable[[CreditConfig], bool]
@@ -851,6 +836,11 @@ NEUTRAL = (
         ("teacher_update_rate", "teacher_sync_steps"),
     ),
     Neutral(
+        "`teacher_model_kind='live'` or `'base'`, which have no average,",
+        lambda c: c.teacher_model_kind in ("live", "base"),
+        ("teacher_sync_steps",),
+    ),
+    Neutral(
         "`teacher_model_kind` other than `'trust_region'`",
         lambda c: c.teacher_model_kind != "trust_region",
         ("teacher_trust_weight", "teacher_trust_kl"),
@@ -891,14 +881,6 @@ def _check_effects(config: CreditConfig) -> None:
         raise ValueError(
             "`credit_stop_on='fidelity'` stops when the teacher unlearns to read feedback, which a frozen teacher "
             f"(`teacher_model_kind={config.teacher_model_kind!r}`) cannot. Remove it from `credit_stop_on`."
-        )
-
-
-def _check_sampled(config: CreditConfig) -> None:
-    if config.distillation_alpha != 1.0:
-        raise ValueError(
-            "`distillation_support='sampled'` scores the sampled token only, which estimates the reverse KL: it "
-            f"needs `distillation_alpha=1`, got {config.distillation_alpha}."
         )
 
 
@@ -963,11 +945,9 @@ def _check_template(name: str, template: str, placeholders: tuple[str, ...]) -> 
         raise ValueError(
             f"`{name}` is not a format string ({error}); write literal braces as {{{{ and }}}}."
         ) from None
-    missing = [p for p in placeholders if p not in found]
-    if missing:
+    if missing := [p for p in placeholders if p not in found]:
         raise ValueError(f"`{name}` lacks {', '.join('{' + p + '}' for p in missing)}: {template!r}.")
-    unknown = [f for f in found if f not in placeholders]
-    if unknown or len(found) != len(placeholders):
+    if sorted(found) != sorted(placeholders):
         raise ValueError(
             f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once and no other "
             f"placeholder: {template!r}."

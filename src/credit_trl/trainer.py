@@ -139,10 +139,8 @@ class CreditTrainer(ReportingTrainer):
         ]
         self.alarms = Alarms(self.accelerator.is_main_process)
         if self.environment_factories is None and kwargs.get("rollout_func") is None:
-            limits = checks.ModelLimits(
-                self.model.get_input_embeddings().num_embeddings, position_embeddings(self.model)
-            )
-            checks.check_prompts(args, datasets, self._encode_prompt, limits, self.alarms.raise_once)
+            sizes = self.model.get_input_embeddings().num_embeddings, position_embeddings(self.model)
+            checks.check_prompts(args, datasets, self._encode_prompt, *sizes, self.alarms.raise_once)
         checks.check_progress(args, self.alarms.raise_once)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=args.teacher_is_frozen)
         if args.credit_stop_on is not None:
@@ -361,12 +359,12 @@ class CreditTrainer(ReportingTrainer):
         return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
 
     def _log_tokens(self, loss: MicroBatchLoss) -> None:
-        metrics = token_metrics(loss, self.args.distillation_support == "sampled", self._sum_over_processes)
-        self._log_values(metrics.values | engine_metrics(loss, self.accelerator.gather))
+        metrics, entropy = token_metrics(loss, self.args.distillation_support == "sampled", self._sum_over_processes)
+        self._log_values(metrics | engine_metrics(loss, self.accelerator.gather))
         self.alarms.check_engine(self._metrics[self._mode])
-        self.alarms.check_tokens(metrics.values, full_shape(self.model.get_output_embeddings().weight)[0])
+        self.alarms.check_tokens(metrics, full_shape(self.model.get_output_embeddings().weight)[0])
         if self.use.shares[0] == 0.0:  # otherwise GRPO logs its own
-            self._log_values({"entropy": metrics.entropy})
+            self._log_values({"entropy": entropy})
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         with self.clock.stage("update"):

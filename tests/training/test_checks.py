@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.training.checks import ModelLimits, check_machine, check_no_images, check_prompts
+from credit_trl.training.checks import check_machine, check_no_images, check_prompts
 from credit_trl.training.metrics import CreditWarning
 from tiny import build_tokenizer, length_verdicts
 
@@ -283,4 +283,4 @@ def test_prompt_that_fills_the_engine_is_refused(make_config):
     args.use_vllm, args.vllm_max_model_length = True, 16
     rows = Dataset.from_list([{"prompt": "1+1="}])
     with pytest.raises(ValueError, match="row 0 of `train_dataset` has 16 tokens, and `vllm_max_model_length=16`"):
-        check_prompts(args, {"train_dataset": rows}, lambda prompt: [0] * 16, ModelLimits(8, None), print)
+        check_prompts(args, {"train_dataset": rows}, lambda prompt: [0] * 16, 8, None, print)

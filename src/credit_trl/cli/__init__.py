@@ -14,31 +14,23 @@ import importlib
 import sys
 from argparse import ArgumentParser
 from importlib.metadata import version
-from typing import NamedTuple
-
-
-class Command(NamedTuple):
-    """A `credit-…` command: its module and its line in `trl --help`."""
-
-    module: str
-    help: str
-
 
 TRAINING = ("credit", "Run the CREDIT training script")
 
-COMPANIONS: dict[str, Command] = {
-    "credit-compare": Command("credit_trl.cli.credit_compare", "Compare runs: tables, curves and one HTML report"),
-    "credit-compat": Command("credit_trl.cli.credit_compat", "Check Assumption 1 at the answer letter (Appendix E)"),
-    "credit-eval": Command("credit_trl.cli.credit_eval", "avg@k of a model on a task, with bootstrap intervals"),
-    "credit-map": Command("credit_trl.cli.credit_map", "Draw the credit of every token of a response"),
-    "credit-plan": Command("credit_trl.cli.credit_plan", "Estimate memory, tokens and time of a run, without weights"),
-    "credit-quickstart": Command("credit_trl.cli.quickstart", "Train the embedded task on a CPU and map its credit"),
-    "credit-sweep": Command("credit_trl.cli.credit_sweep", "Run a sweep of methods, options and seeds, resumable"),
+# `credit-…` command -> its module and its line in `trl --help`.
+COMPANIONS = {
+    "credit-compare": ("credit_trl.cli.credit_compare", "Compare runs: tables, curves and one HTML report"),
+    "credit-compat": ("credit_trl.cli.credit_compat", "Check Assumption 1 at the answer letter (Appendix E)"),
+    "credit-eval": ("credit_trl.cli.credit_eval", "avg@k of a model on a task, with bootstrap intervals"),
+    "credit-map": ("credit_trl.cli.credit_map", "Draw the credit of every token of a response"),
+    "credit-plan": ("credit_trl.cli.credit_plan", "Estimate memory, tokens and time of a run, without weights"),
+    "credit-quickstart": ("credit_trl.cli.quickstart", "Train the embedded task on a CPU and map its credit"),
+    "credit-sweep": ("credit_trl.cli.credit_sweep", "Run a sweep of methods, options and seeds, resumable"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a `credit` command, or pass the command line to TRL unchanged."""
+    """Run a `credit` command, or pass the command line to TRL unchanged, and return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((token for token in argv if not token.startswith("-")), None)
     if command == TRAINING[0]:
@@ -69,17 +61,15 @@ def _run_trl(command: str, argv: list[str]) -> int:
 def _run_companion(name: str, argv: list[str]) -> int:
     from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, suggest
 
-    module = importlib.import_module(COMPANIONS[name].module)
-    parser = ArgumentParser(prog=f"trl {name}", description=COMPANIONS[name].help, allow_abbrev=False)
+    module = importlib.import_module(COMPANIONS[name][0])
+    parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False)
     module.add_arguments(parser)
-    parsed = parser.parse_known_args(argv)
-    if not getattr(module, "PASSES_UNKNOWN_ARGUMENTS", False):
-        options, unknown = parsed
-        if unknown:
-            parser.error(f"unknown argument {unknown[0]}.{suggest(unknown[0], parser._option_string_actions)}")
-        parsed = (options,)
+    options, unknown = parser.parse_known_args(argv)
+    passes_unknown = getattr(module, "PASSES_UNKNOWN_ARGUMENTS", False)
+    if unknown and not passes_unknown:
+        parser.error(f"unknown argument {unknown[0]}.{suggest(unknown[0], parser._option_string_actions)}")
     try:
-        return module.run(*parsed)
+        return module.run(options, unknown) if passes_unknown else module.run(options)
     except USER_ERRORS as error:
         if isinstance(error, TypeError) and not is_user_error(error):
             raise
@@ -90,9 +80,8 @@ def _help_parser() -> ArgumentParser:
     """Parser of `trl --help`: the commands of TRL and of this package in alphabetical order."""
     from trl.cli.commands import get_commands
 
-    lines = {command.name: command.help_text for command in get_commands()}
-    lines |= {name: companion.help for name, companion in COMPANIONS.items()}
-    lines[TRAINING[0]] = TRAINING[1]
+    lines = {command.name: command.help_text for command in get_commands()} | dict([TRAINING])
+    lines |= {name: line for name, (_, line) in COMPANIONS.items()}
     parser = ArgumentParser(prog="trl", allow_abbrev=False)
     versions = ", ".join(f"{name} {version(name)}" for name in ("trl", "credit-trl"))
     parser.add_argument("--version", action="version", version=versions)

@@ -107,8 +107,7 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     arguments = []
     for name, value in options.items():
         values = value if isinstance(value, list) else [value]
-        words = [json.dumps(one) if isinstance(one, dict) else str(one) for one in values]
-        arguments += [f"--{name}", *words]
+        arguments += [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
     return arguments
 
 

@@ -37,7 +37,7 @@ _INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "
 
 
 def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
-    """Print an error without its traceback, with the line of the user's own files that raised it, if any."""
+    """Print an error with the line of the user's own files that raised it, if any; return the exit code `code`."""
     if os.environ.get(TRACEBACK) == "1":
         raise error
     place = _user_line(error)
@@ -54,7 +54,6 @@ def report_failed_process(command: str, error: ChildFailedError) -> int:
         The exit code of the reported process, or 128 + n if signal n ended it, as a shell returns. Nothing is printed
         for a run that SIGTERM ended with a checkpoint.
     """
-
     from credit_trl.training.preemption import REQUEUE
 
     def order(rank: int) -> tuple[int, float]:

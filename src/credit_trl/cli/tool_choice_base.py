@@ -110,7 +110,7 @@ class RowSource:
         right = [tool_choice.draw_request(self.rng, tool) for tool in tools]
         others = [tool_choice.draw_request(self.rng, tool) for tool in tools]
         requests = [*right, *(replace(request, tool=self.rng.choice(request.options)) for request in others)]
-        self.forms = [WarmUpRow(self._render(r.prompt), f"{r.tool}({r.argument})") for r in requests]
+        self.forms = [WarmUpRow(_render(tokenizer, r.prompt), f"{r.tool}({r.argument})") for r in requests]
         plain = [self.feedback() for _ in range(settings.opening_prompts)]
         openings = write_openings(model, tokenizer, [row.prompt for row in plain], settings)
         self.opened = [
@@ -136,7 +136,7 @@ class RowSource:
         request, gold = self._scrambled()
         content = f'{tool_choice.correction(gold)} The argument is "{request.argument}".'
         prompt = [request.prompt[0], {"role": "user", "content": content}]
-        return WarmUpRow(self._render(prompt), f"{request.tool}({request.argument})")
+        return WarmUpRow(_render(self.tokenizer, prompt), f"{request.tool}({request.argument})")
 
     def feedback(self) -> WarmUpRow:
         """A request whose feedback names one of its four tools at random, and the call of that tool."""
@@ -144,7 +144,7 @@ class RowSource:
         kind = "stated" if self.rng.random() < self.settings.stated_share else "letter"
         words = [self.rng.choice(tool_choice.PROBLEMS), tool_choice.correction(gold, kind)]
         prompt = with_feedback(request.prompt, " ".join(filter(None, words)), self.config)
-        return WarmUpRow(self._render(prompt), f"{request.tool}({request.argument})")
+        return WarmUpRow(_render(self.tokenizer, prompt), f"{request.tool}({request.argument})")
 
     def _scrambled(self) -> tuple[tool_choice.ToolRequest, dict[str, str]]:
         """A request with one of its options at random as the right tool, and its gold answer.
@@ -156,9 +156,6 @@ class RowSource:
         text = request.text.replace(request.argument, argument)
         request = replace(request, tool=self.rng.choice(request.options), argument=argument, text=text)
         return request, json.loads(request.answer)
-
-    def _render(self, prompt: list[dict[str, str]]) -> str:
-        return _render(self.tokenizer, prompt)
 
 
 def with_feedback(prompt: list[dict[str, str]], feedback: str, config: CreditConfig) -> list[dict[str, str]]:

@@ -210,11 +210,12 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
     if script_args.task is None:
         raise ValueError("`--avg_at_k` evaluates on a task's test split: give `--task NAME`.")
     trainer.run_log.facts["task"] = script_args.task
+    passes = trainer.args.steps_per_generation * trainer.num_iterations * script_args.avg_at_k_steps
     evaluation = EvaluationCallback(
         trainer,
         script_args.task,
         k=script_args.avg_at_k,
-        eval_steps=_optimizer_steps(trainer, script_args.avg_at_k_steps),
+        eval_steps=max(1, passes // trainer.args.gradient_accumulation_steps),
         temperature=script_args.avg_at_k_temperature,
         top_p=script_args.avg_at_k_top_p,
         split=script_args.dataset_test_split,
@@ -223,12 +224,6 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
     )
     trainer.add_callback(evaluation)
     return evaluation
-
-
-def _optimizer_steps(trainer: CreditTrainer, generation_batches: int) -> int:
-    """Optimizer steps of a number of generation batches, at least 1."""
-    passes = trainer.args.steps_per_generation * trainer.num_iterations * generation_batches
-    return max(1, passes // trainer.args.gradient_accumulation_steps)
 
 
 def load_data(
@@ -303,9 +298,8 @@ def _dataset(script_args: CreditScriptArguments, dataset_args: DatasetMixtureCon
             "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
             "`datasets:` in the YAML."
         )
-    return load_dataset(
-        script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
-    )
+    name, config = script_args.dataset_name, script_args.dataset_config
+    return load_dataset(name, name=config, streaming=script_args.dataset_streaming)
 
 
 # Loader of `datasets` by the suffix of a file.
@@ -320,19 +314,17 @@ def _local_files(script_args: CreditScriptArguments) -> Any:
     paths = {script_args.dataset_train_split: ("dataset_path", script_args.dataset_path)}
     if script_args.eval_dataset_path is not None:
         paths[script_args.dataset_test_split] = ("eval_dataset_path", script_args.eval_dataset_path)
-    splits = {}
+    splits, streams = {}, script_args.dataset_streaming
     for split, (option, path) in paths.items():
         loader = _LOADERS.get(Path(path).suffix)
         if loader is None or not Path(path).is_file():
             problem = "no such file" if loader else f"expected one of {', '.join(_LOADERS)}"
             raise ValueError(f"`--{option} {path}`: {problem}.")
         try:
-            splits[split] = load_dataset(
-                loader, data_files=path, split="train", streaming=script_args.dataset_streaming
-            )
+            splits[split] = load_dataset(loader, data_files=path, split="train", streaming=streams)
         except (DatasetGenerationError, ValueError) as error:
             raise ValueError(f"`--{option} {path}` cannot be read: {error.__cause__ or error}") from error
-    return (IterableDatasetDict if script_args.dataset_streaming else DatasetDict)(splits)
+    return (IterableDatasetDict if streams else DatasetDict)(splits)
 
 
 def _split(data: Any, name: str, option: str) -> Any:

@@ -207,10 +207,9 @@ def _run(
         status = "rejected" if outcome.ok and result.status != "passed" else outcome.status
         return replace(outcome, status=status, stdout="", value=None)
 
-    seconds = remaining_seconds(deadline)
     box.run(
         programs,
-        deadline=seconds,
+        deadline=remaining_seconds(deadline),
         skip_group_after=COSTLY,
         failed_group_seconds=FAILED_SECONDS,
         progress=progress,

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.completions import response_text
 from credit_trl.tasks.math_operations import finished_part
-from credit_trl.tasks.math_worker import Equivalence, equivalent
+from credit_trl.tasks.math_worker import equivalent
 from credit_trl.tasks.printable import printable
 from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
 
@@ -122,14 +121,18 @@ def reward(
     boxes = [last_boxed(text) for text in texts]
     given = [None if box is None else finished_part(gold, box) for gold, box in zip(answer, boxes, strict=True)]
     compared = equivalent(list(zip(answer, given, strict=True)), deadline)
-    verdicts = [
-        _verdict(gold, comparison, _remark(box, part, bool(flag)), {"answer_format": float(box is not None)})
-        for gold, box, part, comparison, flag in zip(answer, boxes, given, compared, flags, strict=True)
-    ]
-    return [
-        replace(verdict, corrected=with_answer(text, gold)) if verdict.reward == 0.0 else verdict
-        for verdict, text, gold in zip(verdicts, texts, answer, strict=True)
-    ]
+    verdicts = []
+    for text, gold, box, part, comparison, flag in zip(texts, answer, boxes, given, compared, flags, strict=True):
+        if comparison == "undecided":
+            verdicts.append(Verdict(None, None, {"undecided": 1.0}))
+            continue
+        metrics = {"answer_format": float(box is not None)}
+        if comparison == "failed":
+            metrics["comparison_failed"] = 1.0
+        words = f"{_remark(box, part, bool(flag))}Correct answer: {gold}"
+        corrected = None if comparison == "equal" else with_answer(text, gold)
+        verdicts.append(Verdict(float(comparison == "equal"), words, metrics, corrected=corrected))
+    return verdicts
 
 
 def last_boxed(text: str) -> str | None:
@@ -161,14 +164,6 @@ def _remark(box: str | None, part: str | None, truncated: bool) -> str:
     """Sentence of the feedback before the correct answer, with a trailing space, or ""."""
     remark = TRUNCATED if truncated else NO_BOX if box is None else UNDONE if part is None else ""
     return f"{remark} ".lstrip()
-
-
-def _verdict(gold: str, comparison: Equivalence, remark: str, metrics: dict[str, float]) -> Verdict:
-    if comparison == "undecided":
-        return Verdict(None, None, {"undecided": 1.0})
-    if comparison == "failed":
-        metrics["comparison_failed"] = 1.0
-    return Verdict(float(comparison == "equal"), f"{remark}Correct answer: {gold}", metrics)
 
 
 def _file_of(path: Path, split: str) -> Path:
@@ -218,10 +213,7 @@ def _gold(row: Row, field: str) -> str:
     if not gold:
         raise row.error(field, "contains no final answer")
     if "\n\n" in gold or (field == "solution" and marked is None and _is_prose(gold)):
-        raise row.error(
-            field,
-            r"a worked solution without \boxed{...} or ####; pass the `answer_field` of answers",
-        )
+        raise row.error(field, r"a worked solution without \boxed{...} or ####; pass the `answer_field` of answers")
     return gold
 
 

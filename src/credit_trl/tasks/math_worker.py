@@ -86,13 +86,7 @@ class Worker:
     def __init__(self) -> None:
         self.is_spent = False
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-s",
-                "-m",
-                "credit_trl.tasks.math_worker",
-            ],  # imports nothing of the working directory
+            [sys.executable, *"-P -s -m credit_trl.tasks.math_worker".split()],  # without the working directory
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

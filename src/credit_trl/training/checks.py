@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from trl.trainer.utils import get_callable_name
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.prompts import has_images, user_text
@@ -239,8 +239,12 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
                 f"`{name}` has the column `{taken[0]}`, the name of another argument of reward functions. Rename it: "
                 f"dataset.rename_column({taken[0]!r}, 'my_{taken[0]}')."
             )
-        if isinstance(dataset, Dataset) and len(dataset) and "prompt" in columns:
-            _check_prompt_type(name, dataset[0]["prompt"])
+        has_prompts = isinstance(dataset, Dataset) and len(dataset) and "prompt" in columns
+        if has_prompts and not isinstance(prompt := dataset[0]["prompt"], str | list):
+            raise ValueError(
+                f"The prompt of row 0 of `{name}` is {prompt!r}. A prompt is text, or a list of messages "
+                "`{'role': 'user', 'content': '...'}`."
+            )
         if args.contrastive_source == "same_task" and "task" not in columns:
             raise ValueError(
                 f"`contrastive_source='same_task'` needs the column `task`, which `{name}` does not have; its columns "
@@ -262,14 +266,6 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             "`contrastive_source='dataset'` draws contrast prompts by row, which needs a `datasets.Dataset` with a "
             "`prompt` column. Use `contrastive_source='batch'` with two prompts or more in a generation batch, or "
             "`contrastive_source='none'`."
-        )
-
-
-def _check_prompt_type(name: str, prompt: Any) -> None:
-    if not isinstance(prompt, str | list):
-        raise ValueError(
-            f"The prompt of row 0 of `{name}` is {prompt!r}. A prompt is text, or a list of messages "
-            "`{'role': 'user', 'content': '...'}`."
         )
 
 
@@ -314,19 +310,12 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
 _MEASURED_ROWS = 10_000
 
 
-@dataclass(frozen=True)
-class ModelLimits:
-    """Sizes of a model: tokens of its vocabulary, and positions or None."""
-
-    vocabulary: int
-    positions: int | None
-
-
 def check_prompts(
     args: CreditConfig,
     datasets: dict[str, Any],
     encode: Callable[[Any], list[int]],
-    limits: ModelLimits,
+    vocabulary: int,
+    positions: int | None,
     warn: Callable[[str, str], None],
 ) -> None:
     """Check that the chat template renders the first and the longest prompt of each dataset, and their lengths.
@@ -335,6 +324,7 @@ def check_prompts(
 
     Args:
         encode: prompt to token ids, as the rollout encodes it.
+        vocabulary, positions: of the model; positions may be None.
         warn: takes the cause and the message of a warning.
 
     Raises:
@@ -355,8 +345,8 @@ def check_prompts(
                     raise ValueError(_NO_IMAGES)
                 continue
             ids = _encoded(args, place, prompts[row], encode)
-            check_ids(place, ids, limits.vocabulary)
-            _check_length(args, place, len(ids), limits.positions, warn)
+            check_ids(place, ids, vocabulary)
+            _check_length(args, place, len(ids), positions, warn)
 
 
 def check_ids(place: str, ids: Sequence[int], vocabulary: int) -> None:
@@ -451,10 +441,10 @@ def check_reward_columns(
     for dataset_name, dataset in datasets.items():
         columns = getattr(dataset, "column_names", None)
         for func in funcs if columns is not None else ():
+            func_name = get_callable_name(func)
             if missing := [name for name in _required(func) if name not in columns and name not in _PASSED]:
-                name = getattr(func, "__name__", type(func).__name__)
                 raise ValueError(
-                    f"Reward function `{name}` needs the column {', '.join(f'`{m}`' for m in missing)}, which "
+                    f"Reward function `{func_name}` needs the column {', '.join(f'`{m}`' for m in missing)}, which "
                     f"`{dataset_name}` does not have; its columns are {', '.join(columns)}. "
                     f"{_remedy(columns, missing[0])}"
                 )
@@ -462,7 +452,7 @@ def check_reward_columns(
             if remove_unused and dropped:
                 raise ValueError(
                     f"`remove_unused_columns=True` drops the column `{dropped[0]}`, which reward function "
-                    f"`{getattr(func, '__name__', type(func).__name__)}` needs. Set it to False, TRL's default."
+                    f"`{func_name}` needs. Set it to False, TRL's default."
                 )
             _check_takes_all(func, () if remove_unused else columns)
 
@@ -472,12 +462,11 @@ def _check_takes_all(func: Callable[..., Any], columns: Sequence[str]) -> None:
     taken = parameters_of(func)
     if takes_any_keyword(taken):
         return
-    passed = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", *columns}
+    passed = _PASSED - {"environments", "truncated"} | set(columns)
     if refused := sorted(passed - taken.keys() - {"prompt", "completion", "task", "privileged_context"}):
-        name = getattr(func, "__name__", type(func).__name__)
         raise ValueError(
-            f"Reward function `{name}` takes no argument `{refused[0]}`, which it is called with, as with every "
-            "column. Add `**kwargs` to its parameters."
+            f"Reward function `{get_callable_name(func)}` takes no argument `{refused[0]}`, which it is called with, "
+            "as with every column. Add `**kwargs` to its parameters."
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -156,7 +155,7 @@ class Alarms:
         credit that is not input-specific.
 
         Args:
-            metrics: `TokenMetrics.values`.
+            metrics: the first result of `token_metrics`.
         """
         if metrics.get("credit/teacher_entropy", 0.0) > NEARLY_UNIFORM * math.log(vocabulary):
             self.raise_once(
@@ -272,31 +271,23 @@ def context_metrics(
     return {f"credit/frac_{name}": count / total for name, count in zip(_CONTEXT_SHARES, shares, strict=True)}
 
 
-@dataclass(frozen=True)
-class TokenMetrics:
-    """Means over the tokens of all processes that carry loss, at the sampled tokens, in nats.
-
-    Args:
-        values: `credit/…`, for logging; NaN, which TRL ignores in the mean of a log, where no token counts.
-        entropy: entropy of the student.
-    """
-
-    values: dict[str, float]
-    entropy: float
-
-
 # Not defined for `distillation_support="sampled"`: one token is no distribution.
 _NOT_SAMPLED = ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher")
 
 
-def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tensor], Tensor]) -> TokenMetrics:
-    """Metrics of the tokens of one micro-batch.
+def token_metrics(
+    loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, float], float]:
+    """Means over the tokens of all processes that carry loss, at the sampled tokens, in nats.
 
     Tokens without a contrast do not count in S_t, Ĝ_t, the share of gated positions and the divergence to the teacher.
 
     Args:
         loss: the loss of the N local tokens; N may be 0.
         reduce: sums a vector over processes. Every process calls it once.
+
+    Returns:
+        `credit/…`, NaN where no token counts, which TRL ignores in the mean of a log; and the student's entropy.
     """
     terms, contrasted = loss.terms, loss.contrasted
     f, generic, student = terms.teacher_token_logps, terms.generic_token_logps, terms.token_logps
@@ -341,7 +332,7 @@ def token_metrics(loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tens
     means["padding_factor"] = _ratio(read, valid)
     dropped = _NOT_SAMPLED if is_sampled else ()
     values = {f"credit/{name}": value for name, value in means.items() if name not in dropped}
-    return TokenMetrics(values, entropy)
+    return values, entropy
 
 
 def engine_metrics(loss: MicroBatchLoss, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
