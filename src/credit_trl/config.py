@@ -749,6 +749,11 @@ def _check_teacher(config: CreditConfig) -> None:
             f"`teacher_model_name_or_path={name!r}` names another model, but `teacher_model_kind={kind!r}` makes the "
             "teacher from the policy. Set `teacher_model_kind='model'`, or remove the name."
         )
+    if config.teacher_sync_steps is not None and kind in ("live", "base"):
+        raise ValueError(
+            f"`teacher_sync_steps={config.teacher_sync_steps}` has no effect with `teacher_model_kind={kind!r}`, "
+            "which has no average. Set `teacher_model_kind='ema'`, or remove it."
+        )
     if config.teacher_rehearsal:
         _check_rehearsal(config)
     is_own_target = config.teacher_prompt == "student" and kind == "live" and not config.contrasts
@@ -834,11 +839,6 @@ NEUTRAL = (
         "`teacher_model_kind='model'`",
         lambda c: c.teacher_model_kind == "model",
         ("teacher_update_rate", "teacher_sync_steps"),
-    ),
-    Neutral(
-        "`teacher_model_kind='live'` or `'base'`, which have no average,",
-        lambda c: c.teacher_model_kind in ("live", "base"),
-        ("teacher_sync_steps",),
     ),
     Neutral(
         "`teacher_model_kind` other than `'trust_region'`",

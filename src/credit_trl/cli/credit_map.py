@@ -78,11 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> CreditConfig:
-    """Configuration of the scoring: the options of a run, overridden by those of the command line.
-
-    Args:
-        run_file: The run's options, unless `--config` names another file.
-    """
+    """Options of `--config`, else of `run_file`, overridden by those of the command line."""
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import analysis_config
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from credit_trl.config import CreditConfig
 
 ANSWER_TOKENS = 24
+# First sentence of an answer, where it ends within `opening_tokens`.
 _FIRST_SENTENCE = re.compile(r"[^\n()]*?\w[^\n()]*?[.!?](?=\s|$)")
 
 
@@ -112,11 +113,12 @@ class RowSource:
         requests = [*right, *(replace(request, tool=self.rng.choice(request.options)) for request in others)]
         self.forms = [WarmUpRow(_render(tokenizer, r.prompt), f"{r.tool}({r.argument})") for r in requests]
         plain = [self.feedback() for _ in range(settings.opening_prompts)]
-        openings = write_openings(model, tokenizer, [row.prompt for row in plain], settings)
+        prompts = [row.prompt for row in plain]
+        answers = _sample(model, tokenizer, prompts, settings.opening_tokens, "openings of the original model")
         self.opened = [
-            replace(row, response=f"{opening}\n{row.response}")
-            for row, opening in zip(plain, openings, strict=True)
-            if opening
+            replace(row, response=f"{found[0].strip()}\n{row.response}")
+            for row, answer in zip(plain, answers, strict=True)
+            if (found := _FIRST_SENTENCE.match(answer))
         ]
 
     def draw(self) -> dict[str, list[WarmUpRow]]:
@@ -167,14 +169,6 @@ def with_feedback(prompt: list[dict[str, str]], feedback: str, config: CreditCon
 
 def _render(tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, str]]) -> str:
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-
-
-def write_openings(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], settings: WarmUp
-) -> list[str]:
-    """First sentence of a sampled answer to each prompt; empty where it does not end within `opening_tokens`."""
-    texts = _sample(model, tokenizer, prompts, settings.opening_tokens, "openings of the original model")
-    return [found[0].strip() if (found := _FIRST_SENTENCE.match(text)) else "" for text in texts]
 
 
 @torch.no_grad()

@@ -75,8 +75,7 @@ class CreditScriptArguments(ScriptArguments):
 def make_parser(prog: str | None = None, processes: int | None = None) -> TrlParser:
     """Parser of `CreditScriptArguments`, `CreditConfig`, and TRL's model and dataset options.
 
-    Args:
-        processes: Number of training processes; by default that of the current launch.
+    `processes` is the number of training processes, by default that of the current launch.
     """
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 

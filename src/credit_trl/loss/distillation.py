@@ -28,19 +28,6 @@ from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 
 @dataclass(frozen=True)
-class PassTokens:
-    """Tokens of one forward pass.
-
-    Args:
-        read: tokens that it reads, padding included.
-        valid: tokens without padding.
-    """
-
-    read: int
-    valid: int
-
-
-@dataclass(frozen=True)
 class MicroBatchLoss:
     """Loss of one micro-batch.
 
@@ -51,7 +38,7 @@ class MicroBatchLoss:
         fidelity: this process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
             `rollout.batch.success_weights`; NaN where no group is mixed.
         aux_loss: load-balancing loss of a mixture of experts, or None.
-        read: tokens of the student's forward pass.
+        read, valid: tokens of the student's forward pass, with padding and without.
         engine: log-probabilities that the engine reported, where the loss corrects for it.
     """
 
@@ -60,7 +47,8 @@ class MicroBatchLoss:
     samples: Int[Tensor, " N"]
     fidelity: Float[Tensor, ""]
     aux_loss: Float[Tensor, ""] | None
-    read: PassTokens = PassTokens(0, 0)
+    read: int = 0
+    valid: int = 0
     engine: EngineTokens | None = None
 
 
@@ -95,7 +83,7 @@ class DistillationLoss:
         temperature: float,
         router_loss: bool,
     ) -> DistillationLoss:
-        """The loss of a configuration."""
+        """The loss of a configuration, for a policy with `vocabulary` tokens and the rollout's `temperature`."""
         is_mixed = config.teacher_model_kind == "trust_region"
         scoring = ScoringConfig(
             support,
@@ -174,8 +162,8 @@ class DistillationLoss:
         loss, terms, aux_loss = run_in_wrapped_forward(model, unwrapped, student_loss, sequences.chosen)
         result = CreditLoss(loss=loss, **terms)
         fidelity = _fidelity(result, inputs.get("success_weights"), sequences.rows, mask)
-        read = PassTokens(sequences.read_tokens(self.packed), sum(sequences.lengths))
-        return MicroBatchLoss(result, contrasted, sequences.rows, fidelity, aux_loss, read, tokens.engine)
+        read, valid = sequences.read_tokens(self.packed), sum(sequences.lengths)
+        return MicroBatchLoss(result, contrasted, sequences.rows, fidelity, aux_loss, read, valid, tokens.engine)
 
     def _scores(
         self, inputs: dict[str, Any], mask: Bool[Tensor, "B T"], sequences: Sequences
@@ -193,11 +181,7 @@ class DistillationLoss:
 
     @torch.no_grad()
     def policy_logps(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, "B T"]:
-        """Log-probabilities of the completion tokens under the policy; 0 on padding. Every process must call it.
-
-        Args:
-            inputs: ids and masks of TRL's micro-batch.
-        """
+        """Log-probabilities of the completion tokens under the policy; 0 on padding. Every process must call it."""
         mask = inputs["completion_mask"].bool()
         sequences, unwrapped = Sequences.of(inputs, mask), self.accelerator.unwrap_model(model)
         ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)

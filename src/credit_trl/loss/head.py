@@ -25,11 +25,6 @@ _CPU_BLOCK = 2**21
 # Implementation of the elementwise passes over a chunk of logits.
 Kernels = Literal["torch", "triton"]
 
-
-# The option: "auto" is Triton where it runs.
-KernelChoice = Literal["auto", "torch", "triton"]
-
-
 # Replaces logits of the support: exp is 0, and products with 0 stay finite, unlike −∞.
 BLANK = -1e15
 
@@ -146,8 +141,7 @@ class LMHead:
     def gathered(self, dtype: torch.dtype | None = None) -> LMHead:
         """The head with sharded tensors gathered; gradients are averaged over the mesh.
 
-        Args:
-            dtype: dtype of the weight, to which a shard is converted before it is gathered; None keeps it.
+        A shard of the weight is converted to `dtype`, if that is not None, before it is gathered.
         """
         return replace(
             self, weight=_gather(self.weight, dtype), bias=None if self.bias is None else _gather(self.bias)
@@ -280,7 +274,7 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
     return accumulation_dtype(hidden)
 
 
-def choose_kernels(wanted: KernelChoice, device: torch.device) -> Kernels:
+def choose_kernels(wanted: Literal["auto", "torch", "triton"], device: torch.device) -> Kernels:
     """The implementation on a device: for `"auto"` Triton on a GPU where it is installed, else torch."""
     if wanted != "auto":
         return wanted

@@ -45,8 +45,9 @@ def project(
     statistics = Statistics(wants_entropy)
     taken = [None if x is None else (ByBlock(x, blocks), torch.empty_like(x, dtype=dtype)) for x in (tokens, ids)]
     for i, block in enumerate(blocks):
-        target = block_logits[:, : block.stop - block.start] if out is None else out[:, block]
-        logits = _project_block(head, hidden, block, target)
+        logits = block_logits[:, : block.stop - block.start] if out is None else out[:, block]
+        head.multiply_block(hidden, block, logits)
+        logits = head.finish(logits, None if head.bias is None else head.bias[block])
         for which in taken:
             if which is not None:
                 which[0].take(i, logits, which[1])
@@ -81,12 +82,8 @@ def token_logps(
     """
     dtype = accumulation_dtype(hidden)
     size = chunk_size or passing_chunk(len(hidden), head.vocabulary_size, dtype, hidden.device)
-    return torch.cat(
-        [
-            project(head, hidden[rows], None, tokens[rows], wants_entropy=False).token_logps
-            for rows in chunks(len(hidden), size)
-        ]
-    )
+    parts = [project(head, hidden[r], None, tokens[r], wants_entropy=False) for r in chunks(len(hidden), size)]
+    return torch.cat([part.token_logps for part in parts])
 
 
 def backward_logps(
@@ -146,8 +143,3 @@ def backward_logits(
         if slope is not None:
             tile.mul_(slope)
         head.backward_block(tile, block, hidden, gradients)
-
-
-def _project_block(head: LMHead, hidden: Tensor, block: slice, out: Tensor) -> Tensor:
-    head.multiply_block(hidden, block, out)
-    return head.finish(out, None if head.bias is None else head.bias[block])

@@ -17,11 +17,7 @@ from credit_trl.contexts.tokens import TokenContexts
 
 
 def is_rehearsal(index: int, share: float) -> bool:
-    """Whether a generation batch rehearses: a share of all, evenly spread.
-
-    Args:
-        share: in [0, 1).
-    """
+    """Whether the generation batch `index` rehearses: a share in [0, 1) of all, evenly spread."""
     return int((index + 1) * share + 1e-9) > int(index * share + 1e-9)
 
 

@@ -50,8 +50,7 @@ def score_completions(
 ) -> dict[str, Tensor]:
     """Score a generation batch with a support that does not depend on the student.
 
-    Returns:
-        The fields of `Scores`, each (B, T, …), zero at positions that are not scored.
+    Returns the fields of `Scores`, each (B, T, …), zero at positions that are not scored.
     """
     scores: dict[str, Tensor] = {}
     with teacher.active() as model:
@@ -71,11 +70,7 @@ def score_completions(
 def gather_states(
     teacher: Teacher, contexts: Sequence[TokenContexts], batch: CompletionBatch, config: ScoringConfig
 ) -> TeacherStates:
-    """Hidden states of the teacher for a micro-batch, for supports that are chosen inside the step.
-
-    Returns:
-        States of the N tokens of `batch.loss_mask`, in row-major order.
-    """
+    """Hidden states of the teacher for the N tokens of `batch.loss_mask`, in row-major order, without scoring them."""
     mask = batch.loss_mask
     order = torch.full(mask.shape, -1, dtype=torch.long, device=mask.device)
     order[mask] = torch.arange(int(mask.sum()), device=mask.device)
@@ -93,11 +88,7 @@ def gather_states(
 
 
 def stored_scores(inputs: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -> Scores:
-    """The scores of N tokens, from a batch that holds what `score_completions` returned.
-
-    Args:
-        pick: takes the entries of the N tokens from (B, T, …).
-    """
+    """The scores of N tokens, from what `score_completions` returned; `pick` takes them from (B, T, …)."""
     picked = {f.name: pick(inputs[f.name]) for f in fields(Scores)}
     picked["support_ids"] = picked["support_ids"].long()
     return Scores(**picked)
@@ -106,8 +97,7 @@ def stored_scores(inputs: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -
 def stored_layout(support: SupportConfig, dtype: torch.dtype) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """Name, dtype and trailing shape of every stored score. Ids take 4 bytes.
 
-    Args:
-        dtype: dtype of the teacher's head; scores are stored in fp32 at least.
+    `dtype` is that of the teacher's head; scores are stored in fp32 at least.
     """
     dtype = torch.promote_types(dtype, torch.float32)
     buckets = support.size + support.has_tail

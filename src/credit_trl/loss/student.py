@@ -71,7 +71,13 @@ def credit_loss(
         TypeError: `teacher` does not match the support.
         ValueError: the weights require a gradient, or K exceeds the vocabulary.
     """
-    _check(tokens, teacher, config)
+    needed = TeacherStates if config.support.in_step else Scores
+    if not isinstance(teacher, needed):
+        raise TypeError(
+            f"support {config.support.kind!r} needs a `{needed.__name__}`, got a `{type(teacher).__name__}`."
+        )
+    if tokens.weights.requires_grad:
+        raise ValueError("`weights` get no gradient: detach them.")
     config.support.check(head.vocabulary_size)
     if isinstance(teacher, TeacherStates):
         teacher = replace(teacher, head=teacher.head.gathered().detached())
@@ -138,13 +144,3 @@ def _in_chunks(
         loss=torch.stack([part.loss for part in parts]).sum(),
         **{name: torch.cat([getattr(part, name) for part in parts]) for name in names},
     )
-
-
-def _check(tokens: LossTokens, teacher: Scores | TeacherStates, config: LossConfig) -> None:
-    needed = TeacherStates if config.support.in_step else Scores
-    if not isinstance(teacher, needed):
-        raise TypeError(
-            f"support {config.support.kind!r} needs a `{needed.__name__}`, got a `{type(teacher).__name__}`."
-        )
-    if tokens.weights.requires_grad:
-        raise ValueError("`weights` get no gradient: detach them.")

@@ -60,11 +60,7 @@ class GenerationBatch:
     corrected: list[str | None] = field(default_factory=list)
 
     def with_turns(self, mask: Bool[Tensor, "B T"]) -> GenerationBatch:
-        """The batch with the turns of its completions.
-
-        Args:
-            mask: (B, T), True on the policy's own tokens, see `loss_mask`.
-        """
+        """The batch with the turns of its completions; `mask` is that of `loss_mask`."""
         return replace(self, turn_starts=[turn_starts(row) for row in mask.tolist()])
 
     @property
@@ -99,11 +95,7 @@ class GenerationBatch:
 
 
 def turn_starts(mask: Sequence[bool]) -> list[int]:
-    """Return the columns of a completion at which the model's turns start.
-
-    Args:
-        mask: (T,), True on the model's own tokens.
-    """
+    """The columns of a completion at which the model's turns start; `mask` is True on the model's own tokens."""
     return [column for column, own in enumerate(mask) if own and (column == 0 or not mask[column - 1])]
 
 
@@ -126,11 +118,7 @@ def is_successful(rewards: Sequence[float], threshold: float) -> list[bool]:
 def gather_success_weights(
     batch: GenerationBatch, has_teacher: Sequence[bool], threshold: float
 ) -> tuple[list[float], int]:
-    """`success_weights` of the local samples, and the number of mixed groups. Every process must call it.
-
-    Args:
-        has_teacher: local.
-    """
+    """`success_weights` of the local samples, and the number of mixed groups. Every process must call it."""
     everyone = gather_object(list(has_teacher))
     weights, mixed = success_weights(batch.rewards, everyone, batch.group_size, threshold)
     return [weights[i] for i in batch.indices], mixed
@@ -174,7 +162,7 @@ def mask_skipped_rewards(rewards_per_func: Tensor, is_skipped: list[bool], accel
 
     Args:
         rewards_per_func: (global rollouts, functions), changed in place.
-        is_skipped: one flag for each local rollout.
+        is_skipped: local.
 
     Returns:
         The share of skipped rollouts over all processes.
@@ -185,12 +173,7 @@ def mask_skipped_rewards(rewards_per_func: Tensor, is_skipped: list[bool], accel
 
 
 def mask_skipped_tokens(output: dict[str, Any], is_skipped: list[bool], accelerator: Accelerator) -> None:
-    """Mask the tokens of skipped rollouts, so that no loss counts them. Every process must call it.
-
-    Args:
-        output: TRL's generation batch, changed in place.
-        is_skipped: one flag for each local rollout.
-    """
+    """Mask the tokens of skipped rollouts, in place, so that no loss counts them. Every process must call it."""
     kept = ~torch.tensor(is_skipped, device=output["completion_mask"].device)
     output["completion_mask"] = output["completion_mask"] * kept[:, None]
     output["num_items_in_batch"] = accelerator.gather(loss_mask(output).sum()).sum()

@@ -18,8 +18,7 @@ _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)  # on th
 def deadline_in(seconds: float | None) -> Iterator[None]:
     """Set the deadline of the code in this context to one second after its caller stops waiting.
 
-    Args:
-        seconds: time that the caller waits, or `None` for no limit. An earlier deadline of an outer context stays.
+    The caller waits `seconds`, or without limit. An earlier deadline of an outer context stays.
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds + _MARGIN_SECONDS
     token = _deadline.set(min(_deadline.get(), deadline))

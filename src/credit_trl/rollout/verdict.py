@@ -198,7 +198,11 @@ class VerdictLog:
             if output is FAILED:
                 self._has_failed = True
                 return [0.0] * len(arguments["completions"])  # placeholders, replaced in `mask_skipped_rewards`
-            return self._record(position, as_verdicts(name, output, arguments), arguments)
+            self._verdicts[position] = verdicts = as_verdicts(name, output, arguments)
+            if (log_metric := arguments.get("log_metric")) is not None:
+                for metric, value in (pair for verdict in verdicts for pair in verdict.metrics.items()):
+                    log_metric(metric, float(value))
+            return [verdict.reward for verdict in verdicts]
 
         if is_async_callable(reward_func):
 
@@ -211,15 +215,6 @@ class VerdictLog:
             return record(self.policy.call(name, reward_func, accepted(kwargs)), kwargs)
 
         return wrapped
-
-    def _record(self, position: int, verdicts: list[Verdict], arguments: Mapping[str, Any]) -> list[float | None]:
-        log_metric = arguments.get("log_metric")
-        self._verdicts[position] = verdicts
-        if log_metric is not None:
-            for verdict in verdicts:
-                for name, value in verdict.metrics.items():
-                    log_metric(name, float(value))
-        return [v.reward for v in verdicts]
 
     def skipped(self, num_samples: int) -> list[bool]:
         """For each local sample, whether a reward function failed. Each call grades all local samples."""

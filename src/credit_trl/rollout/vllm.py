@@ -79,8 +79,7 @@ class PolicyGeneration(VLLMGeneration):
 def seeded(generation: VLLMGeneration, seeds: Sequence[int]) -> Iterator[None]:
     """Make a colocated engine sample each completion with its own seed inside the block.
 
-    Args:
-        seeds: one per prompt of the processes that share the engine, in the order of their ranks.
+    `seeds` has one per prompt of the processes that share the engine, in the order of their ranks.
     """
     engine = generation.llm
     generate = engine.generate

@@ -39,11 +39,7 @@ _RESTART = (
 
 
 class VLLMServerError(ConnectionError):
-    """The vLLM server is gone, does not answer, or refused a request.
-
-    Args:
-        problem: what happened, as a predicate of "The vLLM server".
-    """
+    """The vLLM server is gone, does not answer, or refused a request; `problem` says so as a predicate."""
 
     def __init__(self, url: str, problem: str, fix: str = _RESTART) -> None:
         super().__init__(f"The vLLM server at {url} {problem}. {fix}")
@@ -54,11 +50,7 @@ class WatchedClient(VLLMClient):
 
     @classmethod
     def adopt(cls, client: VLLMClient, patience: float) -> WatchedClient:
-        """Convert a connected client.
-
-        Args:
-            patience: seconds that `/health` or a control request may stay unanswered.
-        """
+        """Convert a connected client; `/health` or a control request may stay unanswered for `patience` seconds."""
         watched = cls.__new__(cls)
         vars(watched).update(vars(client))
         watched.patience = patience

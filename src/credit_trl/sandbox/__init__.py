@@ -10,15 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from credit_trl.sandbox.batch import Sandbox
 from credit_trl.sandbox.cores import worker_count
 from credit_trl.sandbox.protocol import STATUSES, Limits, Outcome, Program, SandboxError, Status
-
-if TYPE_CHECKING:
-    from credit_trl.sandbox.pool import PoolSandbox
 
 TIERS = ("auto", "bubblewrap", "landlock", "unprotected", "remote")
 
@@ -91,7 +87,13 @@ def open_sandbox(
         raise ValueError(f'url= and tier={tier!r} exclude each other; use tier="auto".')
     if tier == "unprotected" and not allow_unsandboxed:
         raise ValueError('tier="unprotected" runs model-written programs unprotected; confirm allow_unsandboxed=True.')
-    return _open_local(tier, allow_unsandboxed, _opener(workers or worker_count(), python, packages))
+    if not sys.platform.startswith("linux"):
+        raise SandboxError(
+            'The local sandbox needs Linux. Use a remote one on other systems: open_sandbox(url="http://...").'
+        )
+    if packages is None:
+        packages = list(filter(None, (name.strip() for name in os.environ.get(PACKAGES, "").split(","))))
+    return _open_local(tier, allow_unsandboxed, workers or worker_count(), python, packages)
 
 
 def choose_sandbox(
@@ -140,30 +142,19 @@ def _is_address(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
-def _opener(workers: int, python: str | None, packages: Sequence[str] | None) -> Callable[[str], PoolSandbox]:
-    """Function that opens a tier with these arguments of `open_sandbox`, not probed."""
-    if not sys.platform.startswith("linux"):
-        raise SandboxError(
-            'The local sandbox needs Linux. Use a remote one on other systems: open_sandbox(url="http://...").'
-        )
-    from credit_trl.sandbox.packages import find_packages
+def _open_local(
+    tier: str, allow_unsandboxed: bool, workers: int, python: str | None, packages: Sequence[str]
+) -> Sandbox:
+    from credit_trl.sandbox.packages import PackageError, find_packages
     from credit_trl.sandbox.pool import PoolSandbox
-
-    if packages is None:
-        packages = list(filter(None, (name.strip() for name in os.environ.get(PACKAGES, "").split(","))))
-    find_packages(packages, python)  # raises before any tier is tried
-    return lambda tier: PoolSandbox(tier, workers, python, packages)
-
-
-def _open_local(tier: str, allow_unsandboxed: bool, open_tier: Callable[[str], PoolSandbox]) -> Sandbox:
-    from credit_trl.sandbox.packages import PackageError
     from credit_trl.sandbox.probe import probe
 
+    find_packages(packages, python)  # raises before any tier is tried
     reasons: list[str] = []
     candidates = {"auto": ("bubblewrap", "landlock"), "unprotected": ()}.get(tier, (tier,))
     for candidate in candidates:
         try:
-            sandbox = open_tier(candidate)
+            sandbox = PoolSandbox(candidate, workers, python, packages)
             try:
                 probe(sandbox)
             except BaseException:
@@ -183,7 +174,7 @@ def _open_local(tier: str, allow_unsandboxed: bool, open_tier: Callable[[str], P
             "Model-written programs run UNPROTECTED: resource limits only, with this machine's files and network. %s",
             " ".join(reasons),
         )
-        return open_tier("unprotected")
+        return PoolSandbox("unprotected", workers, python, packages)
     listed = "\n".join(f"  - {reason}" for reason in reasons)
     raise SandboxError(f"No sandbox holds on this machine:\n{listed}\n{_REMEDIES}")
 

@@ -15,7 +15,7 @@ import subprocess
 
 from credit_trl.sandbox import seccomp
 from credit_trl.sandbox.interpreter import Interpreter, package_directories
-from credit_trl.sandbox.launch import Isolation
+from credit_trl.sandbox.launch import Isolation, sealed_file
 from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.protocol import Program, SandboxError
 
@@ -71,11 +71,7 @@ class Bubblewrap(Isolation):
         os.close(write_end)
         descriptors = [read_end]
         if _opens_stdin(program):
-            copy = os.memfd_create("stdin", os.MFD_CLOEXEC)
-            with open(copy, "wb", closefd=False) as file:
-                file.write(program.stdin.encode("utf-8", "replace"))
-            os.lseek(copy, 0, os.SEEK_SET)
-            descriptors.append(copy)
+            descriptors.append(sealed_file(program.stdin.encode("utf-8", "replace")))
         return descriptors
 
     def enter(self) -> None:

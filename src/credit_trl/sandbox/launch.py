@@ -26,14 +26,11 @@ from credit_trl.sandbox.running import Process
 _SIGNALS = 256  # queued signals and timers, which hold memory of the kernel
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
+# Options of a fresh interpreter: isolated, without site-packages, UTF-8 in every locale; then its code.
+_FRESH = ("-I", "-S", "-X", "utf8", "-c")
 # Executes the driver's bytecode at the start of descriptor 3. To compile its text for every program would take a third
 # of the time that an interpreter takes to start.
 _BOOT = "import marshal; request = open(3, 'rb'); exec(marshal.load(request), {'REQUEST': request})"
-
-
-def interpreter_command(interpreter: Interpreter) -> list[str]:
-    """Command of a fresh interpreter: isolated (`-I`), without site-packages (`-S`), UTF-8 in every locale."""
-    return [interpreter.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT]
 
 
 def compiled_driver(interpreter: Interpreter) -> bytes:
@@ -48,7 +45,7 @@ def compiled_driver(interpreter: Interpreter) -> bytes:
         "sys.stdout.buffer.write(marshal.dumps(code))"
     )
     compiled = subprocess.run(
-        [interpreter.executable, "-I", "-S", "-X", "utf8", "-c", compile_it],
+        [interpreter.executable, *_FRESH, compile_it],
         input=text,
         capture_output=True,
         env=dict(interpreter.environment),
@@ -83,7 +80,7 @@ class Isolation(ABC):
     def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages) -> None:
         self.driver = driver
         self.modules = packages.modules()
-        self._command = interpreter_command(interpreter)
+        self._command = [interpreter.executable, *_FRESH, _BOOT]
         self._environment = dict(interpreter.environment)
 
     def command(self, program: Program) -> tuple[list[str], dict[str, str]]:

@@ -45,10 +45,11 @@ def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
     """
     processes = descendants(pid)
     threads = [(process, thread) for process, threads in processes.items() for thread in threads]
-    kernel = _page_tables(processes) + _buffers(processes)
+    kernel = sum(_kibibytes(f"/proc/{process}/status", b"VmPTE") for process in processes) + _buffers(processes)
     held = kernel + sum(_resident(process) for process in processes)
     if held > memory_bytes and len(processes) > 1:
-        held = kernel + sum(_proportional(process) for process in processes)
+        shares = (_kibibytes(f"/proc/{process}/smaps_rollup", b"Pss") or _resident(process) for process in processes)
+        held = kernel + sum(shares)
     files = 0
     if scratch is not None:
         files = max((_files(process, scratch) for process in processes if process != pid), default=0)
@@ -104,9 +105,9 @@ def _second(content: bytes) -> int:
     return int(fields[1]) if len(fields) > 1 else 0
 
 
-def _kibibytes(content: bytes, name: bytes) -> int:
-    """Bytes of a line `Name:  12 kB`, 0 without such a line."""
-    fields = content.partition(b"\n" + name + b":")[2].split(None, 1)
+def _kibibytes(path: str, name: bytes) -> int:
+    """Bytes of a line `Name:  12 kB` of a file, 0 without such a line."""
+    fields = _read(path).partition(b"\n" + name + b":")[2].split(None, 1)
     return int(fields[0]) * 1024 if fields else 0
 
 
@@ -118,14 +119,6 @@ def _cpu_seconds(pid: int) -> float:
 
 def _resident(pid: int) -> int:
     return _second(_read(f"/proc/{pid}/statm")) * _PAGE
-
-
-def _proportional(pid: int) -> int:
-    return _kibibytes(_read(f"/proc/{pid}/smaps_rollup"), b"Pss") or _resident(pid)
-
-
-def _page_tables(processes: Iterable[int]) -> int:
-    return sum(_kibibytes(_read(f"/proc/{process}/status"), b"VmPTE") for process in processes)
 
 
 def _buffers(processes: Iterable[int]) -> int:

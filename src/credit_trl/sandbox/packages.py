@@ -39,10 +39,9 @@ class PackageError(SandboxError):
 
 @dataclass(frozen=True)
 class Packages:
-    """Files of the distributions that programs may import.
+    """Installed distributions that programs may import, with their top-level files and directories.
 
-    Args:
-        paths: their top-level files and directories: modules, and libraries beside them such as `numpy.libs`.
+    These are modules, and libraries beside them such as `numpy.libs`.
     """
 
     names: tuple[str, ...] = ()

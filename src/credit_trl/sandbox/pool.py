@@ -53,13 +53,16 @@ class _Server:
 
     def __init__(self, settings: dict[str, Any], until: float = math.inf) -> None:
         ours, theirs = socket.socketpair()
+        # What an interpreter may need to start, and a variable that must not reach a program, which the probe checks.
+        path = os.environ.get("LD_LIBRARY_PATH")
+        environment = {"CREDIT_SANDBOX_CANARY": "1", **({"LD_LIBRARY_PATH": path} if path else {})}
         package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BOOT, package, json.dumps(settings)],
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
-                env=_server_environment(),
+                env=environment,
                 start_new_session=True,
             )
         finally:
@@ -100,7 +103,8 @@ class _Server:
 class PoolSandbox(Sandbox):
     """Sandbox on this machine, not probed. `credit_trl.sandbox.open_sandbox` opens and probes one.
 
-    Calls of `run` from several threads wait for each other, and the wait counts against their deadline.
+    Calls of `run` from several threads wait for each other, and the wait counts against their deadline. The arguments
+    are those of `open_sandbox`.
 
     Raises:
         SandboxError: this machine lacks what the tier needs; the message says what to install.
@@ -109,8 +113,7 @@ class PoolSandbox(Sandbox):
     def __init__(self, tier: str, workers: int, python: str | None = None, packages: Sequence[str] = ()) -> None:
         self.tier = tier
         self.workers = workers
-        self.packages = tuple(packages)
-        self._python = python
+        self._python, self._packages = python, tuple(packages)
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -228,7 +231,7 @@ class PoolSandbox(Sandbox):
         try:
             for number in range(count):
                 share = self.workers // count + (number < self.workers % count)
-                settings = {"tier": self.tier, "workers": share, "python": self._python, "packages": self.packages}
+                settings = {"tier": self.tier, "workers": share, "python": self._python, "packages": self._packages}
                 self._servers.append(_Server(settings, until))
         except BaseException:
             self._drop_servers(at_once=True)
@@ -261,12 +264,6 @@ class PoolSandbox(Sandbox):
             self.close()
         except Exception:
             return
-
-
-def _server_environment() -> dict[str, str]:
-    """What an interpreter may need to start, and a variable that must not reach a program, which the probe checks."""
-    path = os.environ.get("LD_LIBRARY_PATH")
-    return {"CREDIT_SANDBOX_CANARY": "1", **({"LD_LIBRARY_PATH": path} if path else {})}
 
 
 def _as_message(job: Job) -> dict[str, Any]:

@@ -88,8 +88,7 @@ class RunningProgram:
     def add_delays(self, now: dict[str, float]) -> None:
         """Add the longest time that one of its threads has waited for a processor since the last call.
 
-        Args:
-            now: seconds by thread, since each thread's start.
+        `now` has seconds by thread, since each thread's start.
         """
         if (before := self._run_delays) is not None:
             self.delayed += max((seconds - before.get(thread, 0.0) for thread, seconds in now.items()), default=0.0)

@@ -60,8 +60,7 @@ _BYTES_PER_FILE = 4096  # empty files take memory too, which no limit of the ker
 class Server:
     """Runs at most `workers` programs, and prepares the processes of as many more.
 
-    Args:
-        users: two entries per worker, the id of the user that a program runs as or `None`.
+    `users` has two entries per worker, the id of the user that a program runs as or `None`.
     """
 
     def __init__(self, channel: Channel, isolation: Isolation, workers: int, users: list[int | None]) -> None:

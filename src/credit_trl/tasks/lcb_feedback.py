@@ -55,11 +55,8 @@ class Result:
 def feedback(cases: Cases, results: Sequence[Result], truncated: bool = False) -> str | None:
     """The first runtime error with a short traceback, else the first time-out, else the two shortest wrong answers.
 
-    Args:
-        truncated: whether the response was cut off, which the feedback then says first.
-
-    Returns:
-        At most `TOTAL` characters, or `None` if no test failed. Only wrong answers show an expected output.
+    At most `TOTAL` characters, or `None` if no test failed. Only wrong answers show an expected output. For a
+    truncated response the feedback says so first.
     """
     failure = _failure(cases, results)
     return _cut(f"{CUT_OFF}\n\n{failure}" if truncated else failure, TOTAL) if failure else None

@@ -77,11 +77,7 @@ def _compare_texts(gold: str, given: str | None) -> Equivalence | None:
 
 
 class Worker:
-    """A worker process, which ends with its standard input or when `KEPT_BYTES` are occupied.
-
-    Attributes:
-        is_spent: whether the process has announced its end.
-    """
+    """A worker process. It ends with its standard input, or after `is_spent` when `KEPT_BYTES` are occupied."""
 
     def __init__(self) -> None:
         self.is_spent = False
@@ -143,8 +139,7 @@ class Workers:
     def compare(self, gold: str, given: str, until: float | None = None) -> Equivalence:
         """Compare in an idle worker, and once more if that worker was killed from outside.
 
-        Args:
-            until: deadline on the monotonic clock, after which the result is "undecided".
+        The result is "undecided" at `until`, a time of the monotonic clock.
         """
         with self._slots:
             for _ in range(2):

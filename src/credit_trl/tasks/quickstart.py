@@ -267,10 +267,8 @@ reward = batch_of(verify)
 def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """Class of each token of a response: "cue", "topic" (in the thought), "tool", "city" or "generic".
 
-    Cues, topics and cities are single tokens of the base's tokenizer. All other tokens are generic.
-
-    Args:
-        response_ids: token ids of the response, `T` of them, which may include end of turn and padding.
+    Cues, topics and cities are single tokens of the base's tokenizer. All other tokens, such as end of turn and
+    padding, are generic.
     """
     classes, class_of_topics = [], "topic"
     for token in response_ids:

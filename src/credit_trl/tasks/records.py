@@ -120,11 +120,7 @@ def _strings_in(value: Any) -> Iterator[str]:
 
 @dataclass
 class Tally:
-    """Counts of kept and dropped rows, and a hash of the kept ones.
-
-    Args:
-        notes: counts of peculiarities of kept rows.
-    """
+    """Counts of kept and dropped rows and of peculiarities of kept ones (`notes`), and a hash of the kept ones."""
 
     name: str
     kept: int = 0

@@ -124,12 +124,9 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
 def mixed_reward(
     completions: Sequence[Any], task: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Any
 ) -> Rewards:
-    """Grade a batch of several tasks: the column `task` routes each row to its verifier.
+    """Grade a batch of several tasks, in order: the column `task` routes each row to its verifier.
 
     Each task grades its rows in one call, with every column reduced to them. A reward function may be asynchronous.
-
-    Returns:
-        One result per completion, in order.
 
     Raises:
         ValueError: a row has no task, or a name that is neither known (`known_tasks`) nor passed to `load_task` or

@@ -310,11 +310,7 @@ def opening(response: str) -> str:
 
 
 def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Class of each token of a response: "opening", "tool", "argument" or "generic" (brackets, end of turn).
-
-    Args:
-        response_ids: token ids of the response, which may include end of turn and padding.
-    """
+    """Class of each token of a response: "opening", "tool", "argument" or "generic" (brackets, control tokens)."""
     starts = [len(tokenizer.decode(list(response_ids[:end]))) for end in range(len(response_ids) + 1)]
     text = tokenizer.decode(list(response_ids))
     call = _CALL.search(text)

@@ -272,8 +272,7 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
 def check_progress(args: CreditConfig, warn: Callable[[str, str], None]) -> None:
     """Warn about settings with which a run starts and learns nothing, or something else than is meant.
 
-    Args:
-        warn: takes the cause and the message of a warning.
+    `warn` takes the cause and the message of a warning, here and in `check_prompts`.
     """
     if args.learning_rate == 0.0:
         warn("no_rate", "`learning_rate=0.0` trains nothing. Set it above 0; the paper's is 1e-6.")

@@ -120,11 +120,7 @@ class CompletionTable:
         return len(kept) - len(rows)
 
     def observe(self, rows: Int[Tensor, " B"] | None, loss: MicroBatchLoss) -> None:
-        """Store the means of a micro-batch's samples.
-
-        Args:
-            rows: row numbers of the samples; None in a generation batch that was saved without a table.
-        """
+        """Store the means of a micro-batch's samples; `rows` is None in a batch that was saved without a table."""
         if rows is None:
             return
         terms = loss.terms
@@ -149,11 +145,7 @@ class CompletionTable:
         return table | {name: [_text(one) for one in table[name]] for name in ("prompt", "completion")}
 
     def write_tensorboard(self, table: dict[str, Any], handler: CallbackHandler, step: int) -> None:
-        """Write a table to TensorBoard as text, where the run reports to it.
-
-        Args:
-            table: result of `updated`.
-        """
+        """Write the result of `updated` to TensorBoard as text, where the run reports to it."""
         for callback in handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
                 callback.tb_writer.add_text(TENSORBOARD_TAG, _html(table), step)

@@ -55,14 +55,9 @@ class Window:
 
 
 class DriftAlarms:
-    """Compares logged metrics with their first values. Values are global, so every process finds the same causes.
+    """Compares logged metrics with their first values. Values are global, so every process finds the same `causes`.
 
-    Args:
-        frozen_teacher: whether the teacher never changes. Its fidelity falls as the policy learns what it shows, since
-            ΔV_t shrinks, so there is no alarm for it.
-
-    Attributes:
-        causes: causes that have been found, with their message.
+    The fidelity of a frozen teacher falls as the policy learns what it shows, since ΔV_t shrinks, and raises no alarm.
     """
 
     def __init__(self, alarms: Alarms, *, frozen_teacher: bool = False) -> None:
@@ -81,11 +76,7 @@ class DriftAlarms:
         }
 
     def observe(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        """Add the means of the metrics that are about to be logged.
-
-        Args:
-            metrics: lists of values since the last log, by name.
-        """
+        """Add the means of the metrics that are about to be logged: lists of values since the last log, by name."""
         ready = {name for name, window in self._windows.items() if window.add(_mean(metrics.get(name, ())))}
         fidelity, length, truncated, reward, answers = self._windows.values()
         if "credit/teacher_fidelity" in ready and _has_fallen(fidelity) and not self.frozen_teacher:
@@ -131,10 +122,8 @@ def _has_fallen(window: Window) -> bool:
 def diversity_message(history: Sequence[Mapping[str, Any]]) -> str | None:
     """Message where pass@k fell while avg@k rose since the first evaluation, or None.
 
-    The fall must exceed half of avg@k's 95 % interval, below which it is noise of the prompts.
-
-    Args:
-        history: evaluations in the order of their steps, with `score`, `low`, `high`, `pass_at_k`, `k` and `step`.
+    The fall must exceed half of avg@k's 95 % interval, below which it is noise of the prompts. `history` has the
+    evaluations in the order of their steps.
     """
     first, last = history[0], history[-1]
     noise = (last["high"] - last["low"]) / 2

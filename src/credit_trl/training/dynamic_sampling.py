@@ -23,11 +23,7 @@ from credit_trl.rollout.batch import GenerationBatch, loss_mask
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Rollouts of this process and what belongs to them.
-
-    Args:
-        environments: name of each rollout's environment, as TRL keeps them; empty without environments.
-    """
+    """Rollouts of this process: TRL's generation batch, this package's, and the names of the environments."""
 
     output: dict[str, Any]
     batch: GenerationBatch
@@ -39,6 +35,7 @@ class Redraws:
     """Where replacements come from.
 
     Args:
+        rows: the training dataset.
         step: index of the generation batch.
         pad_token_id: pads token ids of different lengths.
     """
@@ -123,12 +120,7 @@ def replace_silent_groups(
 
 
 def _merge(rollouts: Rollouts, drawn: Rollouts, silent: list[list[int]], pad_token_id: int) -> Rollouts:
-    """The rollouts with the silent groups of each process replaced by its first drawn ones.
-
-    Args:
-        drawn: local rollouts of as many groups on each process.
-        silent: indices of the silent groups of each process.
-    """
+    """The rollouts with the silent groups of each process replaced by its first drawn ones; all drew as many."""
     batch, size = rollouts.batch, rollouts.batch.group_size
     rank, most = batch.first // len(batch.prompts), len(drawn.batch.prompts) // size
     source = {  # local position -> position among the drawn

@@ -40,11 +40,7 @@ class CreditWarning(UserWarning):
 
 
 class Alarms:
-    """Warnings, each raised once a run.
-
-    Args:
-        enabled: True on the main process only.
-    """
+    """Warnings, each raised once a run, where enabled: on the main process only."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -59,11 +55,7 @@ class Alarms:
             warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
     def check_contexts(self, share: dict[str, float]) -> None:
-        """Warn where no sample has a teacher, none has a contrast prompt, or most contexts are cut.
-
-        Args:
-            share: the result of `context_metrics`.
-        """
+        """Warn where no sample has a teacher, none has a contrast prompt, or most contexts are cut."""
         if share["credit/frac_without_teacher"] == 1.0:
             self.raise_once(
                 "no_teacher",
@@ -95,12 +87,7 @@ class Alarms:
             )
 
     def check_positions(self, longest: int, positions: int | None) -> None:
-        """Warn where a sequence of the teacher exceeds the positions that the model was trained with.
-
-        Args:
-            longest: tokens of the longest prompt and the longest completion together.
-            positions: `max_position_embeddings` of the model, or None.
-        """
+        """Warn where a sequence of the teacher exceeds the positions that the model was trained with."""
         if positions is not None and longest > positions:
             self.raise_once(
                 "positions",
@@ -135,11 +122,7 @@ class Alarms:
             )
 
     def check_engine(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        """Warn where vLLM's log-probabilities differ from the model's.
-
-        Args:
-            metrics: TRL's metrics; vLLM's are among them where its importance ratio is computed.
-        """
+        """Warn where vLLM's log-probabilities differ from the model's, if TRL's `metrics` have them."""
         differences = metrics.get("sampling/sampling_logp_difference/mean")
         if differences and differences[-1] > ENGINE_MISMATCH:
             self.raise_once(
@@ -152,10 +135,7 @@ class Alarms:
 
     def check_tokens(self, metrics: dict[str, float], vocabulary: int) -> None:
         """Warn about a teacher close to uniform, a support with little probability, a gate that is always closed, and
-        credit that is not input-specific.
-
-        Args:
-            metrics: the first result of `token_metrics`.
+        credit that is not input-specific, by the metrics of `token_metrics`.
         """
         if metrics.get("credit/teacher_entropy", 0.0) > NEARLY_UNIFORM * math.log(vocabulary):
             self.raise_once(
@@ -315,7 +295,7 @@ def token_metrics(
     sums.append(loss.fidelity.to(dtype))
     accepted = contrasted & (f > ACCEPTED)
     squares.append(torch.where(accepted, f - generic, 0.0).to(dtype).pow(2).sum())
-    counts = [f.new_full((), count, dtype=dtype) for count in (len(f), loss.read.read, loss.read.valid)]
+    counts = [f.new_full((), count, dtype=dtype) for count in (len(f), loss.read, loss.valid)]
     counts += [contrasted.to(dtype).sum(), accepted.to(dtype).sum()]
     reduced = reduce(torch.stack([*sums, *squares, *counts])).tolist()
     *totals, fidelity, square, delta_square, specific_square, accepted_square = reduced[: -len(counts)]

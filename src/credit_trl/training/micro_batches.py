@@ -109,8 +109,7 @@ def _take(values: Any, rows: list[int]) -> Any:
 class UnpaddedTrainer(ResumableTrainer):
     """TRL's GRPO trainer with micro-batches of little padding; TRL's own batches at `distillation_weight=0`.
 
-    Args:
-        distillation: the distillation loss, or None. Set by the subclass, as are `alarms`, `clock` and `use`.
+    The subclass sets `alarms`, `clock`, `use` and, unless it is None, `distillation`.
     """
 
     distillation: DistillationLoss | None = None

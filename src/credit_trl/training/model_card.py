@@ -25,11 +25,7 @@ _VERSIONS = "### Framework versions\n\n"
 
 
 def complete_card(path: Path, trainer: Trainer, data: str | None) -> None:
-    """Add the credit's sections to TRL's card, before its framework versions.
-
-    Args:
-        data: name of the dataset or task; None shows the number of rows alone.
-    """
+    """Add the credit's sections to TRL's card; `data` is the name of the dataset or task, if it has one."""
     name = trainer.hub_model_id or str(trainer.args.output_dir)
     card = path.read_text(encoding="utf-8").replace('model="None"', f'model="{name}"')
     card = card.replace("[None](https://huggingface.co/None)", "a local model")

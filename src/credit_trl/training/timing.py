@@ -11,8 +11,7 @@ from contextlib import contextmanager
 class StageClock:
     """Accumulates wall-clock seconds by stage. The time of a stage inside another counts for the inner one only.
 
-    Args:
-        counts: called when a stage ends; the stage is timed if it returns True. By default every stage is.
+    A stage is timed if `counts` returns True when it ends.
     """
 
     def __init__(self, counts: Callable[[], bool] = lambda: True) -> None:

@@ -157,9 +157,7 @@ def _warn_untested(installed: str) -> None:
 def sampled_logps(trainer: GRPOTrainer, batch: dict[str, Any]) -> Float[Tensor, "B T"]:
     """Log-probabilities of the sampled tokens under the policy that sampled them, as TRL computes them.
 
-    Args:
-        trainer: the trainer, before the policy moves.
-        batch: its generation batch; `old_per_token_logps` is returned where TRL has computed it.
+    Called before the policy moves. Those that TRL has computed are returned as they are.
     """
     if "old_per_token_logps" in batch:
         return batch["old_per_token_logps"]
