@@ -8,7 +8,8 @@ import os
 import sys
 from dataclasses import fields
 
-from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
+from credit_trl.cli.sandbox_options import add_sandbox_arguments
+from credit_trl.sandbox import choose_sandbox
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from credit_trl.evaluation import EvaluationConfig, evaluate
 
     accepted = {field.name for field in fields(EvaluationConfig)}
-    apply_sandbox_arguments(args)
+    choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)
     sys.path.insert(0, os.getcwd())
     print(evaluate(args.model, args.task, **{name: value for name, value in vars(args).items() if name in accepted}))
     if args.output_dir:
@@ -53,11 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def json_object(text: str) -> dict[str, object]:
-    """Argument type of a JSON object.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is not a JSON object.
-    """
+    """Argument type of a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
+from credit_trl.cli.sandbox_options import add_sandbox_arguments
+from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.run_directory import RUN_FILE
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    apply_sandbox_arguments(args)
+    choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)
     maps = _read_maps(args.maps) if args.maps else _make_maps(args)
     if not maps:
         raise ValueError("no response has a teacher: the task gave no feedback and no rollout succeeded.")

@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from credit_trl.cli.sandbox_options import add_sandbox_arguments, apply_sandbox_arguments
+from credit_trl.cli.sandbox_options import add_sandbox_arguments
+from credit_trl.sandbox import choose_sandbox
 from credit_trl.tasks.printable import printable
 
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     sys.path.insert(0, os.getcwd())
     output_dir = Path(args.output_dir or Path("runs") / Path(args.spec).stem)
-    apply_sandbox_arguments(args)
+    choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)
     spec = read_spec(args.spec)
     folders = plan_sweep(spec, output_dir, write=not args.dry_run)
     if args.dry_run:

@@ -29,10 +29,8 @@ CHANCE = 0.25  # accuracy of a guess among the offered tools
 class HeldOutAnswers:
     """Responses to the held-out prompts before and after training.
 
-    Args:
-        prompts: Text of the user turn of each of the first `SHOWN_ANSWERS` prompts.
-        pairs: First response before and after training to each of these prompts, with their rewards.
-        before, after: All responses.
+    `prompts` has the user turns of the first `SHOWN_ANSWERS`, `pairs` the first response to each before and after
+    training, with the rewards.
     """
 
     prompts: Sequence[str]
@@ -43,16 +41,14 @@ class HeldOutAnswers:
 
 @dataclass(frozen=True)
 class QuickstartResult:
-    """Measurements of a quickstart run.
+    """Measurements of a quickstart run, in `run_directory` with log, evaluations and model.
 
     Args:
-        run_directory: Folder of log, evaluations, model, figure and page.
-        figure: Path of the learning curve.
-        page: Path of the token maps of some responses before and after training.
+        figure: the learning curve.
+        page: token maps of some responses before and after training.
         before, after: avg@k on held-out prompts at temperature 1, by group of prompts.
-        credit_before, credit_after: Credit by token class under the first and the last teacher.
-        answers: Responses to the held-out prompts.
-        stage_seconds: Mean seconds per step by stage, without evaluations.
+        credit_before, credit_after: credit by token class under the first and the last teacher.
+        stage_seconds: mean seconds per step by stage, without evaluations.
     """
 
     task: QuickstartTask

@@ -51,11 +51,7 @@ class QuickstartTask:
 
 
 def quickstart_task(model: str) -> QuickstartTask:
-    """The task of a model: `"quickstart"` or `"smollm2"`.
-
-    Raises:
-        ValueError: another name.
-    """
+    """The task of a model: `"quickstart"` or `"smollm2"`."""
     if model not in ("quickstart", "smollm2"):
         raise ValueError(f"The quickstart has the models quickstart and smollm2, not {model!r}.")
     return _embedded() if model == "quickstart" else _smollm2()

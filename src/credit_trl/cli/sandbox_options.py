@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from credit_trl.sandbox import choose_sandbox
-
 
 def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--sandbox`, `--allow_unsandboxed` and `--sandbox_packages`."""
@@ -19,8 +17,3 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sandbox_packages", nargs="+", metavar="NAME", help="installed packages that programs may import, as numpy"
     )
-
-
-def apply_sandbox_arguments(args: argparse.Namespace) -> None:
-    """Select the sandbox for this process and its children."""
-    choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)

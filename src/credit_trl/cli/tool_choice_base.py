@@ -92,12 +92,7 @@ class WarmUpRow:
 
 
 class RowSource:
-    """Draws the rows of a warm-up.
-
-    Args:
-        model: the original model, which writes the openings.
-        config: the templates of the teacher's prompt.
-    """
+    """Draws the rows of a warm-up; the original model writes the openings."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: CreditConfig, settings: WarmUp
@@ -231,12 +226,7 @@ def _response_loss(
 
 
 def warmed_up_base(name: str, settings: WarmUp | None = None) -> Path:
-    """Directory of the warmed-up base in the cache, which is made on first use.
-
-    Args:
-        name: directory or hub name of the original model.
-        settings: by default those of the quickstart.
-    """
+    """Directory of the warmed-up base of a model, by path or hub name, in the cache; made on first use."""
     settings = settings or WarmUp()
     directory = cache_directory() / "tool_choice" / settings.digest(name)
     return cached(directory, lambda empty: _make_base(name, empty, settings))

@@ -340,10 +340,7 @@ def first_rows(dataset: Any, rows: int | None) -> Any:
 def drop_long_prompts(name: str, dataset: Any, model: str, limit: int, options: dict[str, Any]) -> Any:
     """The rows whose prompt has at most `limit` tokens, with the chat template's generation prompt.
 
-    Args:
-        name: of the rows in messages.
-        model: path or hub name of the model, for its tokenizer.
-        options: `chat_template_kwargs`.
+    `name` is that of the rows in messages, `options` are `chat_template_kwargs`.
     """
     from transformers import AutoTokenizer
 

@@ -54,13 +54,9 @@ class MicroBatchLoss:
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """Scores completions under the teacher and forms the student's loss against them.
+    """Scores completions under the teacher π_ref and forms the student's loss against them.
 
     Args:
-        teacher: π_ref.
-        accelerator: the trainer's.
-        scoring: how completions are scored.
-        loss: how the loss of a token is formed.
         router_loss: whether the load-balancing loss of a mixture of experts is computed.
         packed: whether the student reads packed rows, see `teacher.packing`.
     """

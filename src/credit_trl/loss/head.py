@@ -31,12 +31,9 @@ BLANK = -1e15
 
 @dataclass(frozen=True)
 class Columns:
-    """K columns of the head for each of n positions.
+    """K columns of the head for each of n positions: ids of their tokens, rows of the weight, and bias.
 
-    Args:
-        ids: (n, K), their tokens.
-        rows: (n, K, H), their rows of the weight; None where a kernel reads them in place.
-        bias: (n, K) or None.
+    `rows` is None where a kernel reads them in place.
     """
 
     ids: Int[Tensor, "n K"]
@@ -54,9 +51,7 @@ class HeadGradients:
     """Gradients of one loss, accumulated over chunks in fp32 (fp64 for fp64 inputs); None where not required.
 
     Args:
-        hidden: (N, H).
-        weight: (V, H); in the dtype of the product where that is the parameter's and one chunk holds all tokens.
-        bias: (V,).
+        weight: in the dtype of the product where that is the parameter's and one chunk holds all tokens.
         is_first: no earlier chunk has written `weight` and `bias`, which are overwritten.
     """
 
@@ -119,10 +114,8 @@ class LMHead:
 
     Args:
         weight: (V, H), tied or not. A sharded `DTensor` is gathered once by each entry point.
-        bias: (V,) or None.
         scale: `logit_scale`, or `1 / logits_scaling`.
         softcap: `final_logit_softcapping` of Gemma, under the name of the model family, or None.
-        temperature: the rollout temperature.
         kernels: `"triton"` uses `triton_rows` for chunks accumulated in fp32 on a GPU or in Triton's interpreter;
             other chunks use torch.
     """
@@ -298,9 +291,7 @@ def scatter_columns(
 ) -> None:
     """`total[v] += Σ grads[i, k] · hidden[i]` over the entries of `ids` that are v, always in the same order.
 
-    Args:
-        hidden: None for ones, where `total` is (V,).
-        total: changed in place.
+    `hidden` is None for ones, where `total` is (V,).
     """
     n, k = ids.shape
     if _adds_in_order(ids.device):

@@ -74,11 +74,9 @@ def project(
 def token_logps(
     head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"], chunk_size: int | None = None
 ) -> Float[Tensor, " N"]:
-    """Log-probabilities of N sampled tokens, without gradient; no logits are kept.
+    """Log-probabilities of N sampled tokens under a head that is not sharded, without gradient; no logits are kept.
 
-    Args:
-        head: not sharded.
-        chunk_size: tokens per logits chunk; None picks from free memory.
+    `chunk_size` is the number of tokens per logits chunk; None picks from free memory.
     """
     dtype = accumulation_dtype(hidden)
     size = chunk_size or passing_chunk(len(hidden), head.vocabulary_size, dtype, hidden.device)

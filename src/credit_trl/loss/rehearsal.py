@@ -29,13 +29,9 @@ def rehearsal_contexts(contexts: Sequence[TokenContexts]) -> list[TokenContexts]
 
 
 def rehearse(output: dict[str, Any], contexts: Sequence[TokenContexts], pad_token_id: int) -> None:
-    """Let the student of a generation batch read the teacher's prompts, in place.
+    """Let the student of TRL's generation batch read the teacher's prompts of `rehearsal_contexts`, in place.
 
     Importance ratios belong to the rollouts' prompts and are dropped: nothing was sampled under z.
-
-    Args:
-        output: TRL's generation batch.
-        contexts: see `rehearsal_contexts`.
     """
     own = zip(output["prompt_ids"], output["prompt_mask"], contexts, strict=True)
     ids = [

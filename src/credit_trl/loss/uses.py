@@ -92,14 +92,10 @@ def route_contexts(
 
 
 def silent_groups(batch: GenerationBatch, has_teacher: Sequence[bool], config: UseConfig) -> list[int]:
-    """Indices of the local groups without any signal.
+    """Indices of the local groups without any signal, of a batch with whole groups on each process.
 
     A group has a signal where GRPO's loss is used and its rewards differ, or where a sample that would be distilled
-    has a teacher.
-
-    Args:
-        batch: the generation batch, with whole groups on each process.
-        has_teacher: local.
+    has a teacher (`has_teacher`, local).
     """
     policy, distillation = config.shares
     rewards = [batch.rewards[i] for i in batch.indices]

@@ -93,11 +93,9 @@ class VerifierTimeout(TimeoutError):
 
 @dataclass(frozen=True)
 class VerifierPolicy:
-    """Error and timeout policy for reward functions.
+    """Error and timeout policy for reward functions: `"raise"` ends the run, `"skip"` masks the rollouts of the call.
 
-    Args:
-        on_error: `"raise"` to end the run, `"skip"` to mask the rollouts of the call.
-        timeout: seconds for one call, None for no limit.
+    `timeout` is the limit of one call in seconds, None for no limit.
     """
 
     on_error: Literal["raise", "skip"] = "raise"
@@ -170,9 +168,6 @@ class VerdictLog:
 
     `wrap` wraps a reward function so that TRL gets floats and this log keeps the feedback. The feedback of a sample
     joins that of its reward functions, in their order, with an empty line between them.
-
-    Args:
-        policy: error and timeout policy; by default errors propagate and calls have no limit.
     """
 
     def __init__(self, policy: VerifierPolicy | None = None) -> None:

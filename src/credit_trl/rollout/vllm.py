@@ -48,11 +48,9 @@ class PolicyGeneration(VLLMGeneration):
 
     @classmethod
     def adopt(cls, generation: VLLMGeneration, seed: int) -> PolicyGeneration:
-        """Convert the generation layer that TRL's trainer has built.
+        """Convert the generation layer that TRL's trainer has built. `seed` is that of the run.
 
-        Args:
-            generation: a colocated engine or the connection to a server.
-            seed: seed of the run. Processes that share an engine share a random stream.
+        Processes that share a colocated engine share a random stream.
         """
         adopted = cls.__new__(cls)
         vars(adopted).update(vars(generation))

@@ -19,11 +19,7 @@ RANGES = (range(60800, 61184), range(2_000_000_000, 2_000_004_096))
 
 
 def claim(count: int) -> tuple[list[int], list[socket.socket]]:
-    """Claim `count` user ids, and return them with the sockets that hold the claims until they are closed.
-
-    Raises:
-        SandboxError: fewer are free.
-    """
+    """Claim free user ids, and return them with the sockets that hold the claims until they are closed."""
     numbers: list[int] = []
     claims: list[socket.socket] = []
     for number in itertools.chain.from_iterable(filter(_mapped, RANGES)):

@@ -43,20 +43,10 @@ class _Group:
 
 
 class Batch:
-    """State of one `Sandbox.run`: waiting and running programs, outcomes, groups, the progress bar.
+    """State of one `Sandbox.run`, which has its arguments: waiting and running programs, outcomes, groups, progress.
 
     The next program is one of the group that has had the least time, so that groups of slow programs do not keep the
-    others waiting.
-
-    Args:
-        programs, skip_group_after, failed_group_seconds, progress, keep: as in `Sandbox.run`.
-
-    Attributes:
-        stops: the statuses of `skip_group_after`.
-        newly_stopped: numbers of the groups that have stopped since the caller last cleared the list.
-
-    Raises:
-        ValueError: `skip_group_after` has an unknown status.
+    others waiting. `newly_stopped` has the numbers of the groups that stopped since the caller last cleared it.
     """
 
     def __init__(
@@ -151,11 +141,7 @@ class Batch:
             self._set(group.waiting.popleft(), Outcome("skipped", error=GROUP_STOPPED))
 
     def failed(self, index: int, reason: str) -> None:
-        """Record that the sandbox could not start a program. The first time it waits again.
-
-        Raises:
-            SandboxError: the second time.
-        """
+        """Record that the sandbox could not start a program. It waits again the first time; the second is an error."""
         if index in self._retried:
             raise SandboxError(f"The sandbox could not start program {index}, twice: {printable(reason)}")
         self._retried.add(index)
@@ -205,12 +191,9 @@ class Batch:
 
 
 class Sandbox(ABC):
-    """Runs programs in isolation. A context manager; `open_sandbox` returns one.
+    """Runs programs in isolation, `workers` at a time. A context manager; `open_sandbox` returns one.
 
-    Attributes:
-        tier: `"bubblewrap"`, `"landlock"`, `"unprotected"` or `"remote"`.
-        workers: number of programs that run at the same time.
-        description: the tier with its versions or address.
+    `tier` is `"bubblewrap"`, `"landlock"`, `"unprotected"` or `"remote"`; `description` adds its versions or address.
     """
 
     tier: str

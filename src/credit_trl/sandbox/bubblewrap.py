@@ -26,11 +26,7 @@ _INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf in
 
 
 class Bubblewrap(Isolation):
-    """See `Isolation`.
-
-    Raises:
-        SandboxError: bubblewrap is missing or too old, or the seccomp table lacks this architecture.
-    """
+    """See `Isolation`."""
 
     own_tasks = 1  # the reaper, process 1 of the namespace
 

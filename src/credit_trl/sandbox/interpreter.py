@@ -47,10 +47,8 @@ class Interpreter:
 
     Args:
         executable: real path of the interpreter, outside of any virtual environment.
-        stdlib: directories of the standard library.
         libraries: shared libraries that it and its extension modules map.
         version: e.g. `"3.11.7"`.
-        environment: variables that it needs to start.
         home: directory with all of its files outside of the system's library directories, if there is one.
     """
 
@@ -75,11 +73,7 @@ class Interpreter:
 
 
 def find_interpreter(python: str | None = None) -> Interpreter:
-    """Ask an interpreter (default: the one of this process) for its files.
-
-    Raises:
-        SandboxError: it does not start.
-    """
+    """Ask an interpreter (default: the one of this process) for its files."""
     asked = python or sys.executable
     path = os.environ.get("LD_LIBRARY_PATH")
     # Some installations find their own libraries only by this variable.
@@ -135,9 +129,6 @@ def public_copy(interpreter: Interpreter) -> Interpreter:
 
     Programs of a server that is root run as an unprivileged user, who cannot enter root's home, where pyenv and uv
     install interpreters. The copy has the executable, the standard library without tests, and private libraries.
-
-    Raises:
-        SandboxError: the copy cannot be made.
     """
     private = [library for library in interpreter.libraries if not readable_by_others(library)]
     if not private and all(readable_by_others(path) for path in (interpreter.executable, *interpreter.stdlib)):
@@ -181,13 +172,7 @@ def _copy_interpreter(interpreter: Interpreter, private: list[str], home: str) -
 def make_copy(home: str, fill: Callable[[str], None]) -> None:
     """Make a directory in `COPIES` that every user can read, if it does not exist.
 
-    Args:
-        home: the directory. It is complete where it exists.
-        fill: writes its content to a new directory, which is then renamed.
-
-    Raises:
-        SandboxError: the directory belongs to another user.
-        OSError: it cannot be made.
+    `fill` writes its content to a new directory, which is then renamed to `home`, so that `home` is complete.
     """
     if not os.path.isdir(home):
         os.makedirs(COPIES, mode=0o755, exist_ok=True)

@@ -13,7 +13,7 @@ import fcntl
 import glob
 import os
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from credit_trl.sandbox import kernel, seccomp
 from credit_trl.sandbox.interpreter import Interpreter, package_directories
@@ -42,43 +42,42 @@ def version() -> int:
         return 0
 
 
-class Ruleset:
-    """Landlock ruleset. It handles every right that the kernel knows, so all that no rule grants is refused.
+def _create_ruleset(abi: int) -> int:
+    """Ruleset that handles every right that the kernel knows, so all that no rule grants is refused."""
+    attributes = struct.pack("<Q", (1 << _FILE_RIGHTS[min(abi, 5)]) - 1)
+    if abi >= 4:
+        attributes += struct.pack("<Q", _NETWORK_RIGHTS)
+    if abi >= 6:
+        attributes += struct.pack("<Q", _SCOPES)
+    descriptor = kernel.syscall(_CREATE_RULESET, ctypes.c_char_p(attributes), len(attributes), 0)
+    # Out of the way of the low numbers that a program's own descriptors are moved to.
+    ruleset = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64)
+    os.close(descriptor)
+    return ruleset
 
-    It can be used for any number of processes: each calls `restrict_self` after its fork.
 
-    Args:
-        readable: files and directories that may be read.
-        executable: files that may be read and executed.
-        devices: files that may be read and written.
-        hidden: real paths of directories that may not be read, also inside of a readable one.
+class Landlock(Isolation):
+    """See `Isolation`. Each program applies the same ruleset after its fork."""
 
-    Raises:
-        OSError: the kernel has no Landlock, or a path does not exist.
-    """
-
-    def __init__(
-        self,
-        readable: Iterable[str],
-        executable: Iterable[str],
-        devices: Iterable[str] = (),
-        hidden: Collection[str] = (),
-    ) -> None:
+    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages) -> None:
+        super().__init__(interpreter, driver, packages)
         abi = version()
-        attributes = struct.pack("<Q", (1 << _FILE_RIGHTS[min(abi, 5)]) - 1 if abi else 0)
-        if abi >= 4:
-            attributes += struct.pack("<Q", _NETWORK_RIGHTS)
-        if abi >= 6:
-            attributes += struct.pack("<Q", _SCOPES)
-        descriptor = kernel.syscall(_CREATE_RULESET, ctypes.c_char_p(attributes), len(attributes), 0)
-        # Out of the way of the low numbers that a program's own descriptors are moved to.
-        self.descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64)
-        os.close(descriptor)
-        for path in dict.fromkeys(map(os.path.realpath, readable)):
+        if not abi:
+            raise SandboxError(
+                "The kernel offers no Landlock. It needs Linux 5.13 or newer with `landlock` among its security "
+                "modules (kernel parameter lsm=landlock,...), and a container runtime that lets its calls through."
+            )
+        seccomp.require_supported()
+        self.description = f"Landlock version {abi} and seccomp"
+        self._filter = seccomp.landlock_filter(truncation_mediated=abi >= 3)
+        self._ruleset = _create_ruleset(abi)
+        system = [path for path in _READABLE if os.path.exists(path)]
+        hidden = package_directories(map(os.path.realpath, (*system, *interpreter.paths, *interpreter.stdlib)))
+        for path in dict.fromkeys(map(os.path.realpath, (*interpreter.paths, *system, *packages.paths))):
             self._grant_reading(path, hidden)
-        for path in executable:
+        for path in (interpreter.executable, *_loaders()):
             self._grant(path, _READ_FILE | _EXECUTE)
-        for path in devices:
+        for path in _DEVICES:
             self._grant(path, _READ_FILE | _WRITE_FILE)
 
     def _grant_reading(self, path: str, hidden: Collection[str]) -> None:
@@ -97,44 +96,13 @@ class Ruleset:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
             rule = struct.pack("<Qi", rights, descriptor)
-            kernel.syscall(_ADD_RULE, self.descriptor, _RULE_PATH_BENEATH, ctypes.c_char_p(rule), 0)
+            kernel.syscall(_ADD_RULE, self._ruleset, _RULE_PATH_BENEATH, ctypes.c_char_p(rule), 0)
         finally:
             os.close(descriptor)
 
-    def restrict_self(self) -> None:
-        """Apply the rules to the calling process for good. Call `kernel.no_new_privileges` first."""
-        kernel.syscall(_RESTRICT_SELF, self.descriptor, 0)
-
-
-class Landlock(Isolation):
-    """See `Isolation`.
-
-    Raises:
-        SandboxError: the kernel has no Landlock, or the seccomp table lacks this architecture.
-    """
-
-    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages) -> None:
-        super().__init__(interpreter, driver, packages)
-        abi = version()
-        if not abi:
-            raise SandboxError(
-                "The kernel offers no Landlock. It needs Linux 5.13 or newer with `landlock` among its security "
-                "modules (kernel parameter lsm=landlock,...), and a container runtime that lets its calls through."
-            )
-        seccomp.require_supported()
-        self.description = f"Landlock version {abi} and seccomp"
-        self._filter = seccomp.landlock_filter(truncation_mediated=abi >= 3)
-        system = [path for path in _READABLE if os.path.exists(path)]
-        self._ruleset = Ruleset(
-            readable=[*interpreter.paths, *system, *packages.paths],
-            executable=[interpreter.executable, *_loaders()],
-            devices=_DEVICES,
-            hidden=package_directories(map(os.path.realpath, (*system, *interpreter.paths, *interpreter.stdlib))),
-        )
-
     def enter(self) -> None:
         kernel.no_new_privileges()
-        self._ruleset.restrict_self()
+        kernel.syscall(_RESTRICT_SELF, self._ruleset, 0)
         kernel.install_seccomp(seccomp.with_process_id(self._filter, os.getpid()))
 
 

@@ -34,11 +34,7 @@ _BOOT = "import marshal; request = open(3, 'rb'); exec(marshal.load(request), {'
 
 
 def compiled_driver(interpreter: Interpreter) -> bytes:
-    """Marshalled bytecode of `driver.py` for this interpreter.
-
-    Raises:
-        SandboxError: the interpreter cannot compile it.
-    """
+    """Marshalled bytecode of `driver.py` for this interpreter."""
     text = files(__package__).joinpath("driver.py").read_bytes()
     compile_it = (
         "import marshal, sys; code = compile(sys.stdin.read(), '<driver>', 'exec', dont_inherit=True, optimize=2); "
@@ -59,12 +55,8 @@ def compiled_driver(interpreter: Interpreter) -> bytes:
 class Isolation(ABC):
     """Base class of the tiers' isolation. A server has one object, which it uses for every program.
 
-    Args:
-        driver: see `compiled_driver`.
-        packages: installed packages that programs may import.
-
     Attributes:
-        modules: paths by the names of the modules of those packages, as programs see them.
+        modules: paths by the names of the modules of the packages, as programs see them.
         description: the tier's name and version.
         own_tasks: processes that the isolation itself adds to each program.
         counts_own_users: whether the kernel counts the processes of a program apart from all others, so that

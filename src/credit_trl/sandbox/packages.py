@@ -39,10 +39,7 @@ class PackageError(SandboxError):
 
 @dataclass(frozen=True)
 class Packages:
-    """Installed distributions that programs may import, with their top-level files and directories.
-
-    These are modules, and libraries beside them such as `numpy.libs`.
-    """
+    """Installed distributions that programs may import, with the paths of their modules and libraries."""
 
     names: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
@@ -62,8 +59,7 @@ def _is_module(path: str) -> bool:
 def find_packages(names: Sequence[str], python: str | None = None) -> Packages:
     """Find installed distributions (`numpy`) in the environment of an interpreter, by default of this process.
 
-    Raises:
-        PackageError: one is not installed, has no modules of its own (as editable installs), or contains this project.
+    None may lack modules of its own, as editable installs do, or contain this project.
     """
     if not names:
         return Packages()
@@ -83,12 +79,7 @@ def find_packages(names: Sequence[str], python: str | None = None) -> Packages:
 
 
 def public_packages(packages: Packages) -> Packages:
-    """The packages if every user can read them, else a copy that they can, made once by root.
-
-    Raises:
-        PackageError: the copy cannot be made.
-        SandboxError: it belongs to another user.
-    """
+    """The packages if every user can read them, else a copy that they can, made once by root."""
     if all(map(interpreter.readable_by_others, packages.paths)):
         return packages
     stamp = "\n".join(f"{path} {os.stat(path).st_mtime_ns}" for path in packages.paths)

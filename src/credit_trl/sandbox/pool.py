@@ -101,13 +101,9 @@ class _Server:
 
 
 class PoolSandbox(Sandbox):
-    """Sandbox on this machine, not probed. `credit_trl.sandbox.open_sandbox` opens and probes one.
+    """Sandbox on this machine, not probed; `open_sandbox`, which has these arguments, opens and probes one.
 
-    Calls of `run` from several threads wait for each other, and the wait counts against their deadline. The arguments
-    are those of `open_sandbox`.
-
-    Raises:
-        SandboxError: this machine lacks what the tier needs; the message says what to install.
+    Calls of `run` from several threads wait for each other, and the wait counts against their deadline.
     """
 
     def __init__(self, tier: str, workers: int, python: str | None = None, packages: Sequence[str] = ()) -> None:

@@ -170,13 +170,7 @@ class RemoteSandbox(Sandbox):
 
 @dataclass(frozen=True)
 class Address:
-    """Address of a service.
-
-    Args:
-        shown: the address without credentials.
-        headers: request headers with the credentials, if there are any.
-        secrets: texts that no message may contain.
-    """
+    """Parts of a service's address. Credentials are in `headers`, not in `shown`; no message may have `secrets`."""
 
     host: str
     port: int | None
@@ -352,11 +346,7 @@ def remote_code(program: Program, mark: str) -> str:
 
 
 def outcome_of(program: Program, answer: Any, mark: str) -> Outcome:
-    """Outcome from a service's response.
-
-    Raises:
-        SandboxError: the response reports a failure of the service, or has an unknown form.
-    """
+    """Outcome from a service's response; raises `SandboxError` if the service failed or its form is unknown."""
     run = answer.get("run_result") if isinstance(answer, dict) else None
     if not isinstance(run, dict) or "status" not in run or answer.get("status") == "SandboxError":
         raise SandboxError(f"the remote sandbox failed: {json.dumps(answer)[:500]}")

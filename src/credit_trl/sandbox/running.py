@@ -32,12 +32,9 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A program that the client has sent.
+    """A program that the client has sent, with the client's numbers of the program and, if it has one, of its group.
 
-    Args:
-        number: the client's number of the program.
-        group: the client's number of its group, `None` for none.
-        stops: statuses with which the program stops its group.
+    The program stops its group if it ends with one of the statuses `stops`.
     """
 
     number: int
@@ -160,12 +157,9 @@ def failure(ended: Outcome, status: Status, error: str) -> Outcome:
 
 
 def reported_outcome(program: Program, ended: Outcome, kind: str, text: str, stderr: str) -> Outcome:
-    """Outcome of a program that ended by itself, from its driver's report.
+    """Outcome of a program that ended by itself with standard output, exit code and seconds, from its driver's report.
 
-    Args:
-        ended: outcome with the standard output, exit code and seconds.
-        kind, text: the report; `kind` is `""` if there is no well-formed one.
-        stderr: the end of standard error.
+    `kind` is `""` if there is no well-formed report; `stderr` is the end of standard error.
     """
     if kind in ("E", "M"):
         return failure(ended, "memory" if kind == "M" else "runtime_error", text[:ERROR_CHARACTERS])

@@ -46,11 +46,7 @@ class Cases:
 
 
 def parse_answer(answer: str | dict[str, Any]) -> Cases:
-    """Read an `answer` of the data set, as JSON text or as an object.
-
-    Raises:
-        ValueError: not `{"inputs", "outputs", "testtype", "fn_name", "time_limit"}`; the message names the field.
-    """
+    """Read an `answer` of the data set, as JSON text or as an object; the `ValueError` names the wrong field."""
     try:
         data = json.loads(answer) if isinstance(answer, str) else answer
     except (ValueError, RecursionError) as error:
@@ -83,11 +79,7 @@ def parse_answer(answer: str | dict[str, Any]) -> Cases:
 
 
 def answer_of(cases: Sequence[dict[str, Any]], fn_name: str, time_limit: float) -> str:
-    """The `answer` for test cases in the hub's form, `{"input", "output", "testtype"}`.
-
-    Raises:
-        ValueError: no tests, tests of several types, or tests that `parse_answer` refuses.
-    """
+    """The `answer` for test cases in the hub's form, `{"input", "output", "testtype"}`, which must be of one type."""
     for index, case in enumerate(cases):
         if not isinstance(case, dict) or not all(isinstance(case.get(key), str) for key in ("input", "output")):
             raise ValueError(f"Test {index} is not an object with the texts `input` and `output`.")
@@ -104,9 +96,6 @@ def decode_cases(text: str) -> list[Any]:
     """Read test cases in the hub's encoding: a JSON list, or base64 of zlib of a pickle of such a text.
 
     The pickle is never loaded. Its opcodes are read one by one, and it is refused unless it consists of one text.
-
-    Raises:
-        ValueError: neither of the two, or more than `LARGEST` bytes unpacked.
     """
     try:
         try:

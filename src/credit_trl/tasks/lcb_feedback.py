@@ -55,8 +55,8 @@ class Result:
 def feedback(cases: Cases, results: Sequence[Result], truncated: bool = False) -> str | None:
     """The first runtime error with a short traceback, else the first time-out, else the two shortest wrong answers.
 
-    At most `TOTAL` characters, or `None` if no test failed. Only wrong answers show an expected output. For a
-    truncated response the feedback says so first.
+    At most `TOTAL` characters, or `None` if no test failed. Only wrong answers show an expected output. Feedback on a
+    truncated response begins with `CUT_OFF`.
     """
     failure = _failure(cases, results)
     return _cut(f"{CUT_OFF}\n\n{failure}" if truncated else failure, TOTAL) if failure else None

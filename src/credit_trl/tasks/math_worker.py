@@ -48,12 +48,7 @@ Equivalence = Literal[
 def equivalent(pairs: Sequence[tuple[str, str | None]], deadline: float | None = None) -> list[Equivalence]:
     """Compare pairs of answers (gold, given) in parallel; a given `None` is different from every answer.
 
-    Args:
-        pairs: pairs of answers; equal pairs are compared once.
-        deadline: seconds from now after which the remaining pairs are undecided; `None` for no limit.
-
-    Raises:
-        ImportError: `math-verify` is not installed.
+    Equal pairs are compared once. After `deadline` seconds, if given, the remaining pairs are undecided.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("The math task compares answers with math-verify: pip install math-verify.")
@@ -129,7 +124,7 @@ class Worker:
 
 
 class Workers:
-    """Pool of workers, which are started when needed and kept for later comparisons."""
+    """Pool of at most `limit` workers, which are started when needed and kept for later comparisons."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

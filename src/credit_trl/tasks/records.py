@@ -40,11 +40,9 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One record with its origin.
+    """One record of a file or data set, with its number there, from 1.
 
-    Args:
-        number: number of the row in `source`, from 1.
-        content: fields of the record, or the error of a row that is not a JSON object.
+    `content` has its fields, or the error of a row that is not a JSON object.
     """
 
     source: str
@@ -83,22 +81,14 @@ class Row:
         return value
 
     def text(self, field: str) -> str:
-        """Text of a field that is not blank.
-
-        Raises:
-            RowError: the field is missing, not a text, or blank.
-        """
+        """Text of a field; raises `RowError` if it is missing, not a text, or blank."""
         value = self.get(field, str)
         if not value.strip():
             raise self.error(field, "blank")
         return value
 
     def parsed(self, field: str) -> Any:
-        """Value of a field that holds JSON text.
-
-        Raises:
-            RowError: the field is missing, not a text, or not JSON.
-        """
+        """Value of a field that holds JSON text; raises `RowError` if it does not."""
         try:
             return json.loads(self.get(field, str))
         except (ValueError, RecursionError) as error:
@@ -146,11 +136,9 @@ def _with_reasons(reasons: Counter[str]) -> str:
 
 
 def accept(rows: Iterable[Any], convert: Callable[[Any], Any], tally: Tally, on_malformed: str) -> Iterator[Any]:
-    """Convert rows, or records made from them, and handle malformed ones.
+    """Convert rows, or records made from them. Malformed ones raise their `RowError` or, with `"drop"`, are printed.
 
-    Args:
-        convert: conversion of one of them; returns `None` for a row that it has dropped and tallied itself.
-        on_malformed: `"raise"` raises the `RowError`; `"drop"` prints and counts it.
+    `convert` returns `None` for a row that it has dropped and tallied itself.
     """
     if on_malformed not in ("raise", "drop"):
         raise ValueError(f"on_malformed must be 'raise' or 'drop', got {on_malformed!r}.")
@@ -175,7 +163,7 @@ def dataset_of(rows: Sequence[Mapping[str, Any]], tally: Tally) -> Dataset:
         tally: receives the number of rows and the hash of their content and order. Equal hashes mean equal data.
 
     Raises:
-        ValueError: there are no rows; the message contains the tally.
+        ValueError: there are no rows.
     """
     from datasets import Dataset
 
@@ -217,8 +205,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: unknown suffix, text that is not UTF-8, or an invalid parquet file.
-        RowError: a list that is not JSON.
+        ValueError: unknown suffix, text that is not UTF-8, or an invalid parquet file or JSON list.
     """
     path = Path(path)
     if not path.is_file():
@@ -229,14 +216,10 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
 
 def hub_rows(repository: str, split: str, name: str | None = None, **options: Any) -> Iterator[Row]:
-    """Rows of a hub data set, or of a local folder in the hub's layout.
-
-    Args:
-        repository, split, options: arguments of `datasets.load_dataset`.
-        name: name of the data set in errors, by default the repository.
+    """Rows of a hub data set, or of a local folder in the hub's layout, by the arguments of `datasets.load_dataset`.
 
     Raises:
-        ValueError: the data set cannot be loaded.
+        ValueError: the data set cannot be loaded. The message has `name`, by default the repository.
     """
     from datasets import load_dataset
 

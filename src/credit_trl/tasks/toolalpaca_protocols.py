@@ -38,11 +38,7 @@ class GoldenCall:
 
 
 def golden_calls(answer: str | list[dict[str, Any]]) -> list[GoldenCall]:
-    """Parse the `answer` of a row: a list of calls or its JSON text.
-
-    Raises:
-        ValueError: not a list of `{"Action": text, "Action_Input": text or object}`.
-    """
+    """Parse the `answer` of a row: a list of `{"Action": text, "Action_Input": text or object}` or its JSON text."""
     try:
         calls = json.loads(answer) if isinstance(answer, str) else answer
     except (ValueError, RecursionError) as error:
