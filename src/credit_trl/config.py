@@ -301,19 +301,15 @@ class CreditConfig(GRPOConfig):
         self._settle_templates()
         self._settle_teacher_context()
         try:
-            self._post_init_of_trl()
+            if self.num_generations == 1 and self._is_pure_distillation:
+                self.num_generations = _OneRollout(1)
+            super().__post_init__()
+            self.num_generations = int(self.num_generations)
         except ValueError as error:
             if "bf16" not in str(error):
                 raise
             raise ValueError(f"{error} On a machine without a GPU set `use_cpu=True` and `bf16=False`.") from error
         check_combinations(self)  # uses batch sizes that TRL has resolved
-
-    def _post_init_of_trl(self) -> None:
-        """TRL's settlement and checks. One rollout per prompt passes where no advantage of GRPO is computed."""
-        if self.num_generations == 1 and self._is_pure_distillation:
-            self.num_generations = _OneRollout(1)
-        super().__post_init__()
-        self.num_generations = int(self.num_generations)
 
     @property
     def _is_pure_distillation(self) -> bool:
@@ -414,7 +410,7 @@ CreditConfig.__init__ = _checks_names(CreditConfig.__init__)
 
 
 class _OneRollout(int):
-    """1 that passes GRPO's check for at least two rollouts per prompt."""
+    """1 that passes GRPO's check for at least two rollouts per prompt, where no advantage of GRPO is computed."""
 
     def __lt__(self, other: int) -> bool:
         return False
@@ -790,17 +786,11 @@ class Neutral:
 
 _TARGET = ("contrastive_form", "contrastive_gate")
 _DRAWS = ("contrastive_count", "contrastive_source", "contrastive_baseline", "contrastive_swap")
-_PRIVILEGED = (
-    "teacher_hint",
-    "include_environment_feedback",
-    "environment_feedback_only_without_solution",
-    "use_successful_as_teacher",
-    "dont_reprompt_on_self_success",
-    "teacher_context",
-    "remove_thinking_from_demonstration",
-    "max_reprompt_len",
-    "reprompt_style",
-    *TEMPLATE_PLACEHOLDERS,
+# Options of the privileged context and of the prompt that contains it.
+PRIVILEGED_OPTIONS = (
+    *("teacher_hint", "include_environment_feedback", "environment_feedback_only_without_solution"),
+    *("use_successful_as_teacher", "dont_reprompt_on_self_success", "teacher_context"),
+    *("remove_thinking_from_demonstration", "max_reprompt_len", "reprompt_style", *TEMPLATE_PLACEHOLDERS),
 )
 
 # Each is an error at construction.
@@ -809,12 +799,8 @@ NEUTRAL = (
         "`credit_use='modulate'`",
         lambda c: c.credit_use == "modulate",
         (
-            "distillation_alpha",
-            "distillation_support",
-            "distillation_topk",
-            "distillation_tail",
-            "distillation_is_clip",
-            *_TARGET,
+            *("distillation_alpha", "distillation_support", "distillation_topk", "distillation_tail"),
+            *("distillation_is_clip", *_TARGET),
         ),
     ),
     Neutral("`credit_use='modulate'`", lambda c: c.credit_use == "modulate", ("contrastive_coef",), (0.0,)),
@@ -845,7 +831,7 @@ NEUTRAL = (
         lambda c: c.teacher_model_kind != "trust_region",
         ("teacher_trust_weight", "teacher_trust_kl"),
     ),
-    Neutral("`teacher_prompt='student'`", lambda c: c.teacher_prompt == "student", _PRIVILEGED),
+    Neutral("`teacher_prompt='student'`", lambda c: c.teacher_prompt == "student", PRIVILEGED_OPTIONS),
     Neutral(
         "`teacher_prompt='student'`, which has no z,",
         lambda c: c.teacher_prompt == "student" and c.contrasts,

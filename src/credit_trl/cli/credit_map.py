@@ -104,27 +104,15 @@ def _read_options(path: Path) -> dict[str, Any]:
 
 
 def _affects_credit(name: str) -> bool:
-    return name.endswith("_template") or name.startswith("contrastive_") or name in _SCORING
+    """Whether R_t of a response depends on an option of its run."""
+    from credit_trl.config import PRIVILEGED_OPTIONS
+
+    return name.startswith("contrastive_") or name in PRIVILEGED_OPTIONS or name in _SCORING
 
 
-# Options of a run that R_t depends on, besides the templates and the contrastive options.
 _SCORING = (
-    "chat_template_kwargs",
-    "distillation_support",
-    "distillation_tail",
-    "distillation_topk",
-    "dont_reprompt_on_self_success",
-    "environment_feedback_only_without_solution",
-    "include_environment_feedback",
-    "max_completion_length",
-    "max_reprompt_len",
-    "remove_thinking_from_demonstration",
-    "seed",
-    "success_reward_threshold",
-    "teacher_context",
-    "teacher_hint",
-    "temperature",
-    "use_successful_as_teacher",
+    *("distillation_support", "distillation_tail", "distillation_topk", "success_reward_threshold"),
+    *("chat_template_kwargs", "max_completion_length", "seed", "temperature"),
 )
 
 

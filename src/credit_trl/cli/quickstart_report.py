@@ -67,12 +67,9 @@ class QuickstartResult:
 def stage_seconds(directory: Path) -> dict[str, float]:
     """Mean seconds per step of every logged stage of a run."""
     logs = read_lines(directory / LOG_FILE)
-    means = {}
-    for stage in STAGES:
-        seconds = [row[f"credit/seconds_{stage}"] for row in logs if row.get(f"credit/seconds_{stage}") is not None]
-        if seconds:
-            means[stage] = sum(seconds) / len(seconds)
-    return means
+    logged = {stage: [row.get(f"credit/seconds_{stage}") for row in logs] for stage in STAGES}
+    seconds = {stage: [value for value in values if value is not None] for stage, values in logged.items()}
+    return {stage: sum(values) / len(values) for stage, values in seconds.items() if values}
 
 
 def read_evaluation(directory: Path, step: int) -> Evaluation:

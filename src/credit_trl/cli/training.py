@@ -81,20 +81,12 @@ def make_parser(prog: str | None = None, processes: int | None = None) -> TrlPar
 
     from credit_trl.config import CreditConfig
 
-    config = CreditConfig if processes is None else _config_of(processes)
+    config = CreditConfig
+    if processes is not None:  # from which TRL computes the batch sizes
+        config = type("ConfigOfProcesses", (CreditConfig,), {"world_size": property(lambda self: processes)})
     parser = TrlParser((CreditScriptArguments, config, ModelConfig, DatasetMixtureConfig), prog=prog)
     parser.error = refuse  # argparse's own prints all options first
     return parser
-
-
-def _config_of(processes: int) -> type[CreditConfig]:
-    """`CreditConfig` of one of several processes, from whose number TRL computes the batch sizes."""
-    from credit_trl.config import CreditConfig
-
-    class ConfigOfProcesses(CreditConfig):
-        world_size = property(lambda self: processes)
-
-    return ConfigOfProcesses
 
 
 def refuse(message: str) -> NoReturn:

@@ -32,11 +32,9 @@ class EngineCorrection:
         return self.mode.startswith("sequence")
 
     def ratio(self, old_logps: Float[Tensor, " N"], engine: EngineTokens) -> Float[Tensor, " N"]:
-        """Ratio of each token; 1 where the engine reported no log-probability.
+        """Ratio of each token; 1 where the engine reported no log-probability. A ratio of the whole completion needs all.
 
-        Args:
-            old_logps: log-probabilities of the sampled tokens under the policy that sampled them.
-            engine: the engine's; a mode of the whole completion needs all of its tokens.
+        `old_logps` are those of the sampled tokens under the policy that sampled them.
         """
         difference = engine.difference(old_logps)
         if self.per_sequence:

@@ -281,9 +281,7 @@ def condition(
 ) -> tuple[Float[Tensor, "n K"], Float[Tensor, " n"]]:
     """Log-probabilities conditional on the support, and of the sampled token conditional on the support and itself.
 
-    Args:
-        logits: logits of the K tokens of the support and, last, of the sampled token.
-        in_support: True where the sampled token is one of the K.
+    `logits` are those of the K tokens of the support and, last, of the sampled token, which may be one of the K.
     """
     support, token = logits[:, :-1], logits[:, -1]
     normalizer = support.logsumexp(dim=-1)

@@ -54,13 +54,7 @@ def joint_head(heads: Sequence[LMHead]) -> LMHead:
 def weighted_states(
     hidden: Float[Tensor, "*n H2"], head: LMHead, region: TrustRegion | None
 ) -> Float[Tensor, "*n H2"]:
-    """Hidden states of the two parts, each times its weight; unchanged without a trust region.
-
-    Args:
-        hidden: the base's, then the average's.
-        head: see `joint_head`.
-        region: the weight, or the bound that sets it for each position.
-    """
+    """Hidden states of the base and of the average side by side, each times its weight; unchanged without a region."""
     if region is None:
         return hidden
     base, average = hidden.chunk(2, dim=-1)

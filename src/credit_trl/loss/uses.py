@@ -28,11 +28,8 @@ class UseConfig:
     """How the credit enters the update.
 
     Args:
-        use: `"distill"`, `"modulate"` or `"route"`.
         weight: credit that forms the weight of a token, or None.
-        form: see `objective.ratio_weights` and `objective.residual_weights`.
-        clip: ε of the form.
-        temperature: τ.
+        form: see `objective.ratio_weights` and `objective.residual_weights`, with ε (`clip`) and τ (`temperature`).
         normalizes: whether the weights of a sample have mean 1.
         share: w: `(1 − w) · GRPO + w · distillation`; the share of the weights for `"modulate"`; the coefficient of
             the distillation loss for `"route"`.

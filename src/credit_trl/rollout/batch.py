@@ -158,14 +158,9 @@ def total_rewards(rewards_per_func: Float[Tensor, "n f"], weights: Float[Tensor,
 
 
 def mask_skipped_rewards(rewards_per_func: Tensor, is_skipped: list[bool], accelerator: Accelerator) -> float:
-    """Set the rewards of skipped rollouts to NaN, TRL's value for no reward. Every process must call it.
+    """Set the rewards (global rollouts, functions) of skipped local rollouts to NaN, in place, as TRL does for no reward.
 
-    Args:
-        rewards_per_func: (global rollouts, functions), changed in place.
-        is_skipped: local.
-
-    Returns:
-        The share of skipped rollouts over all processes.
+    Returns the share of skipped rollouts over all processes. Every process must call it.
     """
     skipped = accelerator.gather(torch.tensor(is_skipped, device=rewards_per_func.device))
     rewards_per_func[skipped] = torch.nan

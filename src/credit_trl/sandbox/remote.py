@@ -71,7 +71,6 @@ class RemoteSandbox(Sandbox):
     Args:
         url: address of the service, `http://` or `https://`; `/run_code` is appended. A user and password in it
             (`https://user:password@host`) are sent as basic authentication and appear in no message.
-        workers: number of concurrent requests.
 
     Raises:
         SandboxError: the service fails to run a program that prints 42 within 30 seconds.

@@ -123,11 +123,8 @@ def namespace_filter(machine: str | None = None) -> bytes:
 def landlock_filter(machine: str | None = None, *, truncation_mediated: bool = True) -> bytes:
     """Policy for programs restricted by Landlock: threads but no processes, signals to itself only, no file changes.
 
-    The process must complete the result with its own id, see `with_process_id`.
-
-    Args:
-        truncation_mediated: whether Landlock has version 3 or newer. An older one lets a program that may only read a
-            file truncate it on opening, so the filter refuses O_TRUNC.
+    The process must complete the result with its own id, see `with_process_id`. A Landlock older than version 3
+    (`truncation_mediated=False`) lets a program that may only read a file truncate it, so the filter refuses O_TRUNC.
     """
     own_process_only = _argument_in(0, (_PROCESS_ID,))
     checks = {**_argument_checks(), "clone": _argument_has(0, _CLONE_THREAD)}

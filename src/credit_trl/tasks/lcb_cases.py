@@ -24,11 +24,8 @@ _AROUND_IT = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP
 class Cases:
     """Tests of one problem: `inputs[i]` and `outputs[i]` belong together.
 
-    Args:
-        inputs: texts on standard input, or arguments as JSON, one per line.
-        outputs: expected standard outputs, or return values as JSON.
-        fn_name: function to call; `None` for programs that read standard input.
-        time_limit: seconds per test.
+    Inputs are texts on standard input, and outputs what a program prints. With `fn_name`, the function to call, they
+    are arguments as JSON, one per line, and return values as JSON. `time_limit` is in seconds per test.
     """
 
     inputs: tuple[str, ...]

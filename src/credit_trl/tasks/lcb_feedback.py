@@ -32,13 +32,9 @@ _FRAME = re.compile(r'^ +File "([^"]*)", line (\d+)(?:, in (.*))?$')
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one test.
+    """Result of one test: `"passed"`, `"wrong"`, or a status of the sandbox, with the sandbox's traceback or message.
 
-    Args:
-        status: `"passed"`, `"wrong"`, or a status of the sandbox.
-        output: what the program printed, or returned as JSON.
-        error: the sandbox's traceback or message.
-        length: characters of the whole output.
+    `output` is what the program printed, or returned as JSON; `length` counts the characters of the whole output.
     """
 
     status: str

@@ -84,12 +84,7 @@ def build(
 def verify(
     response: str, answer: str, *, truncated: bool = False, deadline: float | None = DEADLINE_SECONDS
 ) -> Verdict:
-    r"""Grade one response by its last `\boxed{...}`; see `reward`.
-
-    Raises:
-        ValueError: `answer` is not a text, or is blank.
-        ImportError: `math-verify` is not installed.
-    """
+    r"""Grade one response by its last `\boxed{...}`; see `reward`."""
     return reward([response], [answer], [truncated], deadline=deadline)[0]
 
 
@@ -101,17 +96,15 @@ def reward(
     deadline: float | None = DEADLINE_SECONDS,
     **columns: Any,
 ) -> list[Verdict]:
-    """Grade a batch with parallel comparisons, for `reward_funcs`.
+    """Grade a batch of texts or conversations with parallel comparisons, for `reward_funcs`.
 
-    Args:
-        completions: texts or conversations.
-        truncated: whether each response was cut off at the length limit.
-        deadline: seconds after which comparisons stop; `None` for no limit.
+    A response that is not compared within `deadline` seconds, if there is one, has the reward `None` and the metric
+    `undecided` alone. Others have the metric `answer_format` (1 if there is a box), and `comparison_failed` if
+    comparing the answer exceeded its processor time or crashed.
 
-    Returns:
-        Verdicts with the metric `answer_format` (1 if there is a box), and `comparison_failed` if comparing the answer
-        exceeded its processor time or crashed. A response that is not compared in time has the reward `None` and the
-        metric `undecided` alone.
+    Raises:
+        ValueError: a gold answer is not a text, or is blank.
+        ImportError: `math-verify` is not installed.
     """
     flags = [False] * len(completions) if truncated is None else truncated
     for gold in answer:

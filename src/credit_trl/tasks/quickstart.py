@@ -91,10 +91,7 @@ _RESPONSE = re.compile(
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt: a cue, a city and four topics, one of which is correct.
-
-    Args:
-        options: four different topics, in the order of the letters.
+    """One prompt: a cue, a city and four different topics in the order of the letters, one of which is correct.
 
     Raises:
         ValueError: the options are not four different topics, or lack the correct one.
@@ -229,14 +226,9 @@ def cities_of(cue: str, split: str) -> tuple[str, ...]:
 def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = False) -> Verdict:
     """Grade one response.
 
-    The reward is 1 for the correct tool with the correct argument in the correct format, else 0. The thought is not
-    graded, so a shortcut in it costs no reward. The feedback is `Correct option: A.` for correct and wrong responses
-    alike, as in the paper for multiple-choice questions.
-
-    Args:
-        response: text of the response; surrounding white space is ignored.
-        answer: the row's `answer`, as JSON text or as a mapping with "option", "tool" and "city".
-        truncated: whether the response was cut off at the length limit. A truncated response gets reward 0.
+    The reward is 1 for the correct tool with the correct argument in the correct format, else 0, as for a truncated
+    response. The thought is not graded, so a shortcut in it costs no reward. The feedback is `Correct option: A.` for
+    correct and wrong responses alike, as in the paper for multiple-choice questions.
 
     Returns:
         A `Verdict` with the metrics `format` (1 if the response has the three lines, whatever their content) and

@@ -161,13 +161,7 @@ def _share(values: Sequence[str], name: str, held_out: int, split: str) -> tuple
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """One prompt: a request for `tool` with its argument, and four tools to choose from.
-
-    Args:
-        tool: the right tool, one of `options`.
-        argument: the right argument, part of `text`.
-        options: four different tools in the order of the letters.
-    """
+    """One prompt: a request for `tool` with its argument, and four different tools in the order of the letters."""
 
     tool: str
     argument: str
@@ -250,12 +244,8 @@ def verify(
     """Grade one response.
 
     The reward is 1 for exactly one call, of the right tool with the right argument and with nothing but punctuation
-    after it, else 0. An opening before the call costs no reward.
-
-    Args:
-        answer: the row's `answer`, as JSON text or as a mapping with "option", "tool" and "argument".
-        truncated: whether the response was cut off at the length limit. A truncated response gets reward 0.
-        feedback: kind of feedback, "letter" or "stated".
+    after it, else 0, as for a truncated response. An opening before the call costs no reward. `feedback` is its kind,
+    "letter" or "stated".
 
     Returns:
         A `Verdict` with the metrics `format` (1 for exactly one call at the end) and `opening` (1 for text before it).

@@ -87,13 +87,10 @@ def build(
 def verify(
     response: str, answer: str | list[dict[str, Any]], *, truncated: bool = False, protocol: str = "field"
 ) -> Verdict:
-    """Grade one response: reward 1 if its calls are the golden ones, else 0.
+    """Grade one response: reward 1 if its calls, `Action: …` and `Action Input: {…}`, are the golden ones, else 0.
 
-    Args:
-        response: text with lines `Action: name` and `Action Input: {...}`.
-        answer: golden calls, a list of `{"Action": name, "Action_Input": JSON text}` or its JSON text.
-        truncated: ignored; a truncated response is graded like any other.
-        protocol: `"field"` or `"strict"`, see `toolalpaca_protocols`.
+    `answer` has the golden calls, a list of `{"Action": name, "Action_Input": JSON text}` or its JSON text. A
+    truncated response is graded like any other. The protocols are those of `toolalpaca_protocols`.
 
     Returns:
         A `Verdict` whose feedback is `None` for the correct calls, else the mismatch in the paper's wording.

@@ -40,11 +40,9 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Layout:
-    """Division of a generation batch into processes and forward-backward passes.
+    """Division of a generation batch into processes and forward-backward passes, of `rollouts` each on one process.
 
-    Args:
-        rollouts: rollouts of a pass on one process.
-        passes: passes over a generation batch on one process, `steps_per_generation · num_iterations`.
+    `passes` is the number of passes over a generation batch on one process, `steps_per_generation · num_iterations`.
     """
 
     processes: int
@@ -57,10 +55,8 @@ def save_progress(
 ) -> None:
     """Write the count of passes and, inside a generation batch, this process's part of the batch.
 
-    Args:
-        step: TRL's `_step`, the count of forward-backward passes.
-        rollouts: TRL's `_buffered_inputs`, or None at a generation boundary.
-        rank: index of this process. Process 0 writes the count.
+    `step` is TRL's `_step`, the count of forward-backward passes, which process 0 writes; `rollouts` is TRL's
+    `_buffered_inputs`, or None at a generation boundary.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -130,9 +126,7 @@ class EpochRepeatSampler(RepeatSampler):
 class ResumableTrainer(GRPOTrainer):
     """TRL's GRPO trainer with atomic checkpoints from which a run resumes bit for bit.
 
-    Args:
-        teacher: the teacher π_ref, or None. Set by the subclass.
-        base_teacher: the initial policy that rehearsal reads, or None. Set by the subclass.
+    The subclass sets the teacher π_ref, and the initial policy that rehearsal reads, where there is one.
     """
 
     teacher: Teacher | None = None
@@ -146,7 +140,6 @@ class ResumableTrainer(GRPOTrainer):
         Args:
             resume_from_checkpoint: directory of a checkpoint; True for the newest in `output_dir`, which must exist;
                 or `"latest"` for the newest if there is one.
-            *args, **kwargs: as in transformers.
 
         Raises:
             ValueError: the directory does not exist.

@@ -344,17 +344,12 @@ def check_prompts(
                     raise ValueError(_NO_IMAGES)
                 continue
             ids = _encoded(args, place, prompts[row], encode)
-            check_ids(place, ids, vocabulary)
+            if ids and max(ids) >= vocabulary:
+                raise ValueError(
+                    f"The prompt of {place} has the token id {max(ids)}, and the model's vocabulary has {vocabulary} "
+                    "tokens. Is `processing_class` the tokenizer of another model?"
+                )
             _check_length(args, place, len(ids), positions, warn)
-
-
-def check_ids(place: str, ids: Sequence[int], vocabulary: int) -> None:
-    """Raise a `ValueError` where a token id has no embedding."""
-    if ids and max(ids) >= vocabulary:
-        raise ValueError(
-            f"The prompt of {place} has the token id {max(ids)}, and the model's vocabulary has {vocabulary} tokens. "
-            "Is `processing_class` the tokenizer of another model?"
-        )
 
 
 def _encoded(args: CreditConfig, place: str, prompt: Any, encode: Callable[[Any], list[int]]) -> list[int]:

@@ -212,25 +212,20 @@ class Alarms:
         return float(is_lost)
 
 
-_CONTEXT_SHARES = (
-    *("with_demonstration", "with_feedback", "without_teacher", "without_contrast", "context_cut"),
-    "feedback_dropped",
+_CONTEXT_SHARES = tuple(
+    "with_demonstration with_feedback without_teacher without_contrast context_cut feedback_dropped".split()
 )
 
 
 def context_metrics(
     contexts: Sequence[TokenContexts], wants_contrast: bool, reduce: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """Shares of samples of the global generation batch.
+    """Shares of samples of the global generation batch, `credit/frac_…` of `_CONTEXT_SHARES`.
 
     Args:
         contexts: contexts of the local samples.
         wants_contrast: λ is not 0: a sample with a teacher and no contrast prompt then counts as without contrast.
         reduce: sums a vector over processes. Every process calls it once.
-
-    Returns:
-        `credit/frac_with_demonstration`, `…_with_feedback`, `…_without_teacher`, `…_without_contrast`,
-        `…_context_cut` and `…_feedback_dropped`.
     """
     counts = torch.tensor(
         [

@@ -190,12 +190,14 @@ def test_templates_and_coefficients_are_read_from_yaml(tmp_path, capsys):
     assert "could not determine a constructor" in capsys.readouterr().err
 
 
-def test_sdpo_demonstration_option_is_read_from_yaml(tmp_path):
+def test_options_of_the_demonstration_and_the_style_are_read_from_yaml(tmp_path):
     parser = argparse.ArgumentParser()
     credit_map.add_arguments(parser)
-    (tmp_path / "run.yaml").write_text("remove_thinking_from_demonstration: false\n")
+    (tmp_path / "run.yaml").write_text("remove_thinking_from_demonstration: false\nreprompt_style: paper\n")
     args = parser.parse_args(["--config", str(tmp_path / "run.yaml")])
-    assert credit_map.measuring_config(args).teacher_context == "think+solution"
+    config = credit_map.measuring_config(args)
+    assert config.teacher_context == "think+solution"
+    assert "Now solve this problem step by step" in config.reprompt_template
 
 
 def saved_run(saved, name: str, seed: int = 0, **config):
