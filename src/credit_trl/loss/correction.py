@@ -32,9 +32,9 @@ class EngineCorrection:
         return self.mode.startswith("sequence")
 
     def ratio(self, old_logps: Float[Tensor, " N"], engine: EngineTokens) -> Float[Tensor, " N"]:
-        """Ratio of each token; 1 where the engine reported no log-probability. A ratio of the whole completion needs all.
+        """Ratio of each token; 1 where the engine reported no log-probability.
 
-        `old_logps` are those of the sampled tokens under the policy that sampled them.
+        `old_logps` are those under the policy that sampled the tokens. A mode of the completion needs all its tokens.
         """
         difference = engine.difference(old_logps)
         if self.per_sequence:

@@ -158,7 +158,7 @@ def total_rewards(rewards_per_func: Float[Tensor, "n f"], weights: Float[Tensor,
 
 
 def mask_skipped_rewards(rewards_per_func: Tensor, is_skipped: list[bool], accelerator: Accelerator) -> float:
-    """Set the rewards (global rollouts, functions) of skipped local rollouts to NaN, in place, as TRL does for no reward.
+    """Set the rewards (global rollouts, functions) of skipped local rollouts to NaN, TRL's value for none, in place.
 
     Returns the share of skipped rollouts over all processes. Every process must call it.
     """

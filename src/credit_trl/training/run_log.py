@@ -19,14 +19,11 @@ class RunLog(TrainerCallback):
     """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
 
     Every `CreditTrainer` has one, `trainer.run_log`. A resumed run first removes the lines after the step of its
-    checkpoint.
-
-    Args:
-        **facts: further fields of `run.json`, such as `task="sciknoweval:chemistry"`.
+    checkpoint. `facts` are further fields of `run.json`, such as the task.
     """
 
-    def __init__(self, **facts: Any) -> None:
-        self.facts = facts
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
