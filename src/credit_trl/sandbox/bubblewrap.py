@@ -43,7 +43,7 @@ class Bubblewrap(Isolation):
             raise SandboxError(f"{path} is version {number}, 0.5 or newer is needed. {_INSTALL}")
         self.description = f"bubblewrap {number}"
         self.scratch = "/tmp" if version >= (0, 7) else None  # older versions cannot limit the size of a tmpfs
-        self.counts_own_users = _kernel() >= (5, 14)
+        self.counts_own_users = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 14)
         self._filter = seccomp.namespace_filter()
         self._namespaces = [path, *_namespaces()]
         for name, value in interpreter.environment:
@@ -117,8 +117,3 @@ def _mounts(interpreter: Interpreter) -> list[str]:
 def _version(path: str) -> tuple[int, ...]:
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     return tuple(int(part) for part in re.findall(r"\d+", answer)[:3]) or (0,)
-
-
-def _kernel() -> tuple[int, int]:
-    major, minor = re.findall(r"\d+", os.uname().release)[:2]
-    return int(major), int(minor)

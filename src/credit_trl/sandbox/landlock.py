@@ -75,7 +75,8 @@ class Landlock(Isolation):
         hidden = package_directories(map(os.path.realpath, (*system, *interpreter.paths, *interpreter.stdlib)))
         for path in dict.fromkeys(map(os.path.realpath, (*interpreter.paths, *system, *packages.paths))):
             self._grant_reading(path, hidden)
-        for path in (interpreter.executable, *_loaders()):
+        loaders = [*glob.glob("/lib*/ld-linux*.so.*"), *glob.glob("/lib/ld-musl*")]  # they start the interpreter
+        for path in (interpreter.executable, *filter(os.path.exists, loaders)):
             self._grant(path, _READ_FILE | _EXECUTE)
         for path in _DEVICES:
             self._grant(path, _READ_FILE | _WRITE_FILE)
@@ -104,8 +105,3 @@ class Landlock(Isolation):
         kernel.no_new_privileges()
         kernel.syscall(_RESTRICT_SELF, self._ruleset, 0)
         kernel.install_seccomp(seccomp.with_process_id(self._filter, os.getpid()))
-
-
-def _loaders() -> list[str]:
-    """The dynamic loaders, which the kernel executes to start the interpreter."""
-    return [path for path in glob.glob("/lib*/ld-linux*.so.*") + glob.glob("/lib/ld-musl*") if os.path.exists(path)]

@@ -237,11 +237,7 @@ class _Places:
         return slot
 
     def of(self, split: str) -> list[int]:
-        """Places that belong to a split, in its order.
-
-        Raises:
-            ValueError: see `_part`; or a lost row has an unknown place.
-        """
+        """Places that belong to a split, in its order; an error where a lost row has an unknown place."""
         if split != "all" and self.lost and not (self.all_kept and self.in_order):
             first = next(iter(self.lost.values()))
             raise ValueError(
@@ -297,7 +293,7 @@ def _from_prepared(row: Row) -> dict[str, str]:
 
 
 def _part(slots: Collection[int], split: str) -> list[int]:
-    """Places that belong to a split, in its order."""
+    """Places that belong to a split, in its order; an error where the rows are neither all rows nor that part."""
     if split == "all":
         return sorted(slots)
     if set(slots) == set(range(len(slots))):

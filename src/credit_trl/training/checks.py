@@ -436,14 +436,14 @@ def check_reward_columns(
         columns = getattr(dataset, "column_names", None)
         for func in funcs if columns is not None else ():
             func_name = get_callable_name(func)
-            if missing := [name for name in _required(func) if name not in columns and name not in _PASSED]:
+            required = [name for name in _required(func) if name not in _PASSED]
+            if missing := [name for name in required if name not in columns]:
                 raise ValueError(
                     f"Reward function `{func_name}` needs the column {', '.join(f'`{m}`' for m in missing)}, which "
                     f"`{dataset_name}` does not have; its columns are {', '.join(columns)}. "
                     f"{_remedy(columns, missing[0])}"
                 )
-            dropped = [name for name in _required(func) if name not in _KEPT | _PASSED]
-            if remove_unused and dropped:
+            if remove_unused and (dropped := [name for name in required if name not in _KEPT]):
                 raise ValueError(
                     f"`remove_unused_columns=True` drops the column `{dropped[0]}`, which reward function "
                     f"`{func_name}` needs. Set it to False, TRL's default."

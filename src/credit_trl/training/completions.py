@@ -11,6 +11,7 @@ import html
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,11 +60,8 @@ class CompletionTable:
         self._means: dict[int, list[float]] = {}
         self._has_means: list[bool] = []
         if rounds:
-            rewards, extra = (defaultdict(lambda: deque(maxlen=(1 + rounds) * self._size)) for _ in range(2))
-            logs |= {
-                name: deque(maxlen=(1 + rounds) * self._size) for name in logs if name not in ("rewards", "extra")
-            }
-            logs |= {"rewards": rewards, "extra": extra}
+            column = partial(deque, maxlen=(1 + rounds) * self._size)
+            logs |= {name: defaultdict(column) if name in ("rewards", "extra") else column() for name in logs}
 
     def number(self, batch: GenerationBatch) -> Int[Tensor, " B"]:
         """Numbers of the local rollouts that TRL has just added to its logs."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers import TrainerCallback
@@ -26,11 +26,11 @@ HIGH_RATIO = 1.5
 FEW_TRUNCATED = 0.1
 
 
-@dataclass
 class Window:
-    """First and latest values of one logged metric."""
+    """First and latest of the finite values of one logged metric."""
 
-    values: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.values: list[float] = []
 
     def add(self, value: float) -> bool:
         """Add a value if it is finite; whether first and latest window are now disjoint."""
@@ -64,40 +64,36 @@ class DriftAlarms:
         self.alarms = alarms
         self.frozen_teacher = frozen_teacher
         self.causes: dict[StopCause, str] = {}
-        self._windows = {
-            name: Window()
-            for name in (
-                "credit/teacher_fidelity",
-                "completions/mean_length",
-                "completions/clipped_ratio",
-                "reward",
-                "credit/teacher_prefers_answer",
-            )
-        }
+        self._windows: dict[str, Window] = defaultdict(Window)
 
     def observe(self, metrics: Mapping[str, Sequence[float]]) -> None:
         """Add the means of the metrics that are about to be logged: lists of values since the last log, by name."""
-        ready = {name for name, window in self._windows.items() if window.add(_mean(metrics.get(name, ())))}
-        fidelity, length, truncated, reward, answers = self._windows.values()
-        if "credit/teacher_fidelity" in ready and _has_fallen(fidelity) and not self.frozen_teacher:
+
+        def ready(name: str) -> Window | None:
+            """The metric's window with its new value, once its first and latest values are disjoint."""
+            return window if (window := self._windows[name]).add(_mean(metrics.get(name, ()))) else None
+
+        fidelity, answers = ready("credit/teacher_fidelity"), ready("credit/teacher_prefers_answer")
+        length, truncated = ready("completions/mean_length"), ready("completions/clipped_ratio")
+        reward = ready("reward")
+        if fidelity and _has_fallen(fidelity) and not self.frozen_teacher:
             self._raise(
                 "fidelity",
                 f"The teacher's fidelity (`credit/teacher_fidelity`) fell from {fidelity.first:.3f} to "
                 f"{fidelity.latest:.3f}: with the feedback the teacher prefers successful over failed completions "
                 f"less than before. {_UNREAD}",
             )
-        if "credit/teacher_prefers_answer" in ready and _has_fallen(answers) and not self.frozen_teacher:
+        if answers and _has_fallen(answers) and not self.frozen_teacher:
             self._raise(
                 "fidelity",
                 "The share of samples whose teacher prefers the answer that the verdict names "
                 f"(`credit/teacher_prefers_answer`) fell from {answers.first:.2f} to {answers.latest:.2f}. {_UNREAD}",
             )
-        if "completions/mean_length" in ready and length.latest > HIGH_RATIO * length.first:
+        if length and length.latest > HIGH_RATIO * length.first:
             self._raise("length", _length_message("mean length of completions", length))
-        floor = max(truncated.first, FEW_TRUNCATED) if truncated.values else math.inf
-        if "completions/clipped_ratio" in ready and truncated.latest > HIGH_RATIO * floor:
+        if truncated and truncated.latest > HIGH_RATIO * max(truncated.first, FEW_TRUNCATED):
             self._raise("length", _length_message("share of truncated completions", truncated))
-        if "reward" in ready and reward.best > 0.0 and reward.latest < LOW_SHARE * reward.best:
+        if reward and reward.best > 0.0 and reward.latest < LOW_SHARE * reward.best:
             self._raise(
                 "collapse",
                 f"The mean reward fell from {reward.best:.3f}, its best, to {reward.latest:.3f}. Resume from a "
