@@ -460,7 +460,7 @@ _PAPER_TEMPLATES = {
 }
 
 # Alarms that `credit_stop_on` may name.
-STOP_CAUSES = ("fidelity", "collapse", "length")
+StopCause = Literal["fidelity", "collapse", "length"]
 
 # Sources that need at least two prompts in the generation batch.
 _FROM_BATCH = ("batch", "hard", "same_task")
@@ -497,9 +497,10 @@ def check_values(config: CreditConfig) -> None:
             f"`success_reward_threshold={config.success_reward_threshold}` is reached by no rollout or by all: set "
             "the lowest reward of a success. For no demonstrations set `use_successful_as_teacher=False`."
         )
-    if unknown := [cause for cause in config.stop_causes if cause not in STOP_CAUSES]:
+    if unknown := [cause for cause in config.stop_causes if cause not in get_args(StopCause)]:
         raise ValueError(
-            f"`credit_stop_on` must name alarms out of {', '.join(STOP_CAUSES)}, joined by `|`; got {unknown[0]!r}."
+            f"`credit_stop_on` must name alarms out of {', '.join(get_args(StopCause))}, joined by `|`; got "
+            f"{unknown[0]!r}."
         )
     for name, placeholders in TEMPLATE_PLACEHOLDERS.items():
         if getattr(config, name) is not None:

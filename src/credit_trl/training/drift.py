@@ -6,15 +6,14 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from transformers import TrainerCallback
 
+from credit_trl.config import StopCause
 from credit_trl.training.metrics import Alarms
 
 logger = logging.getLogger(__name__)
-
-StopCause = Literal["fidelity", "collapse", "length"]
 
 # Logged values in the window at the start of the run, and in the latest one.
 WINDOW = 5
