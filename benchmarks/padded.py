@@ -22,7 +22,8 @@ def padded_states(model: nn.Module, sequences: Sequences, **options: Any) -> Pol
     """`policy_states` on TRL's tensors as they are, left-padded prompts included."""
     outputs = backbone(model)(input_ids=sequences.ids, attention_mask=sequences.valid.long(), use_cache=False)
     hidden = outputs.last_hidden_state[:, sequences.prompt_width - 1 : -1].flatten(0, 1)[sequences.chosen]
-    return PolicyStates(head_input(model, hidden), torch.zeros(()) if options.get("router_loss") else None)
+    aux_loss = torch.zeros(()) if options.get("router_loss") else None
+    return PolicyStates(head_input(model, hidden), sequences.ids.numel(), aux_loss)
 
 
 @contextmanager

@@ -37,10 +37,13 @@ SMOLLM2 = Workload(
     intermediate=1536,
     tied=True,
     batch=16,
-    completion=24,
-    prompt=80,
-    teacher_prompt=140,
+    completion=7,
+    prompt=47,
+    teacher_prompt=79,
     topk=20,
+    padding="packed",
+    group=2,
+    common=56,
 )
 
 
@@ -91,9 +94,8 @@ def short_answers(rounds: int, patience: float, results: Results) -> dict[str, A
     workload = SMOLLM2
     kinds = {"credit": ("credit", workload), "no contrast": ("credit", workload.with_(contrasts=0))}
     with trials(build, kinds | {"sdpo": ("sdpo", workload)}) as running:
-        in_turns(
-            running, 1, {"batch": 2, "completion": 4}
-        )  # warm up; a full batch would leave its memory to the first round
+        # Warm up. A full batch would leave its memory to the first round.
+        in_turns(running, 1, {"batch": 2, "completion": 4})
         samples = in_turns(running, rounds, {}, patience=patience, results=results)
     peaks = {name: max(sample.peak_mb for sample in of) for name, of in samples.items()}
     return {

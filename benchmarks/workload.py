@@ -31,7 +31,8 @@ class Workload:
 
     With a `spread` σ, lengths of completions are lognormal with the mean given, and capped at four times the mean;
     those of prompts have half the spread. `padding` is that of this project: "kept" (TRL's batches), "trimmed", or
-    "packed", student and teacher.
+    "packed", student and teacher. Each prompt has `group` rollouts, whose teacher prompts begin with `common` tokens;
+    contrast prompts begin with those of other groups and end with the sample's own feedback.
     """
 
     vocabulary: int = 151_936
@@ -57,6 +58,8 @@ class Workload:
     micro_batches: int = 1
     spread: float = 0.0
     padding: str = "trimmed"
+    group: int = 1
+    common: int = 0
 
     def with_(self, **changes: object) -> Workload:
         return replace(self, **changes)
@@ -83,7 +86,7 @@ class Workload:
         """Prompts and completions of random tokens, padded as by TRL to the longest of the batch."""
         prompts = self.lengths(self.prompt, self.spread / 2, 11)
         completions = self.lengths(self.completion, self.spread, 12)
-        prompt_ids, completion_ids = self._ids(max(prompts), 1), self._ids(max(completions), 2)
+        prompt_ids, completion_ids = self._ids(max(prompts), 1)[self._prompt_of(0)], self._ids(max(completions), 2)
         mask = (
             torch.arange(max(completions), device=self.device) < torch.tensor(completions, device=self.device)[:, None]
         )
@@ -103,8 +106,15 @@ class Workload:
 
     def contexts(self) -> list[list[list[int]]]:
         """Token ids of the teacher prompt and of C contrast prompts of each completion, all of one length."""
-        ids = [self._ids(self.teacher_prompt, 3 + k).tolist() for k in range(1 + self.contrasts)]
-        return [list(of_sample) for of_sample in zip(*ids, strict=True)]
+        ids = [self._ids(self.teacher_prompt, 3 + k) for k in range(1 + self.contrasts)]
+        if self.common:
+            beginnings, feedback = ids[0][:, : self.common], ids[0][:, self.common :]
+            ids = [torch.cat([beginnings[self._prompt_of(k)], feedback], dim=1) for k in range(len(ids))]
+        return [list(of_sample) for of_sample in zip(*(of.tolist() for of in ids), strict=True)]
+
+    def _prompt_of(self, k: int) -> Tensor:
+        """Index of the first sample of the group k places after each sample's own."""
+        return (torch.arange(self.batch) // self.group + k) * self.group % self.batch
 
     def _ids(self, length: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

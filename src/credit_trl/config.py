@@ -123,7 +123,8 @@ class CreditConfig(GRPOConfig):
             micro-batch.
         scoring_packed (`bool`, *optional*, defaults to `False`):
             Concatenate sequences in the teacher's passes instead of padding them. Needs an attention implementation
-            with variable lengths (FlashAttention, FlexAttention) or PyTorch's (`"sdpa"`).
+            with variable lengths (FlashAttention, FlexAttention) or PyTorch's (`"sdpa"`), which reads a beginning that
+            several sequences share once: the prompt of a group's rollouts, which others have as a contrast prompt.
         update_packed (`bool`, *optional*, defaults to `False`):
             Concatenate the samples of a micro-batch in the student's passes, instead of padding them to the longest of
             the micro-batch, with the attention implementations of `scoring_packed`; others pad, with one warning.

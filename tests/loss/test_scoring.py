@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from credit_trl.loss import SupportConfig, TeacherStates, score_tokens
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.scoring import ScoringConfig, gather_states, score_completions
 from credit_trl.teacher.models import CopyTeacher, Teacher, make_teacher
-from credit_trl.teacher.packing import enable_packing
+from credit_trl.teacher.packing import SharedRow, enable_packing, packed_inputs
 from credit_trl.teacher.passes import PassConfig, _Sequence, passes
+from families import FAMILIES, build_family
 from tiny import context_ids
 
 
@@ -154,6 +156,72 @@ def test_sorting_by_length_leaves_little_padding():
     padded = sum(len(batch) * max(map(len, batch)) for batch in passes(arrived, PassConfig(8192)))
     unsorted = sum(8 * max(map(len, arrived[i : i + 8])) for i in range(0, 256, 8))
     assert padded < 1.05 * real < 1.4 * real < unsorted
+
+
+tokens_of_two = st.lists(st.integers(0, 1), max_size=20).map(lambda ids: torch.tensor(ids, dtype=torch.long))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), tokens_of_two), min_size=1, max_size=8).map(
+        lambda drawn: [torch.cat([torch.zeros(1 + zeros, dtype=torch.long), ids]) for zeros, ids in drawn]
+    )
+)
+def test_shared_row_holds_every_sequence(sequences):
+    row = SharedRow.of([ids.tolist() for ids in sequences])
+    places = row.places.split(list(map(len, sequences)))
+    piece_of = torch.repeat_interleave(torch.arange(len(row.lengths)), torch.tensor(row.lengths))
+    for ids, own in zip(sequences, places, strict=True):
+        assert row.ids[own].tolist() == ids.tolist()
+        assert row.positions[own].tolist() == list(range(len(ids)))
+        first, *rest = piece_of[own].unique_consecutive().tolist()
+        assert row.parents[first] is None
+        assert [row.parents[piece] for piece in rest] == [first][: len(rest)]
+    assert len(row.ids) <= sum(map(len, sequences))
+    assert sorted(set(row.places.tolist())) == list(range(len(row.ids)))
+
+
+@pytest.mark.parametrize("family", [*(FAMILIES.keys() - {"Gemma2"}), "sliding window"])
+def test_states_of_a_shared_row_are_those_of_its_sequences(make_model, tokenizer, family):
+    """A group of four with one prompt, a contrast with another's prompt, a duplicate, and a sequence of its own."""
+    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
+    model = make_model(**window) if family == "sliding window" else build_family(tokenizer, family)
+    model.eval()
+    enable_packing(model)
+    generator = torch.Generator().manual_seed(1)
+    draw = partial(torch.randint, 2, 60, generator=generator)
+    prompt = draw((30,))
+    sequences = [torch.cat([prompt, draw((size,))]) for size in (1, 7, 12, 20)]
+    sequences += [torch.cat([prompt[:18], draw((5,))]), sequences[1], prompt, draw((4,))]
+    row = SharedRow.of([ids.tolist() for ids in sequences])
+    assert len(row.ids) == 30 + (1 + 7 + 12 + 20 + 7) + (18 + 5) + 4
+    with torch.no_grad():
+        inputs = packed_inputs(model, row.ids, row.lengths, row)
+        states = model.base_model(**inputs, use_cache=False).last_hidden_state[0]
+        for ids, places in zip(sequences, row.places.split(list(map(len, sequences))), strict=True):
+            expected = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+            assert_close(states[places], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_contrast_reads_the_prompt_of_another_sample_once(make_model):
+    """Four samples of two prompts with contrasts: two prompts are read, and each feedback and completion twice."""
+    model = make_model().eval()
+    enable_packing(model)
+    generator = torch.Generator().manual_seed(1)
+    draw = partial(torch.randint, 2, 60, generator=generator)
+    prompts, feedback, ids = draw((2, 40)).tolist(), draw((4, 9)).tolist(), draw((4, 6))
+    contexts = [TokenContexts(prompts[i // 2] + feedback[i], [prompts[1 - i // 2] + feedback[i]]) for i in range(4)]
+    batch = CompletionBatch(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
+    sizes, scores = [], {}
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: sizes.append(args[0].numel())
+    )
+    for packed in (True, False):
+        config = ScoringConfig(SupportConfig("teacher_topk", 6), passes=PassConfig(10_000, packed))
+        scores[packed] = score_completions(CountingTeacher(model), contexts, batch, config)
+    hook.remove()
+    assert sizes == [2 * 40 + 8 * (9 + 6), 8 * (40 + 9 + 6)]
+    for name, values in scores[True].items():
+        assert_close(values, scores[False][name], rtol=1e-4, atol=1e-5)
 
 
 def test_packing_needs_variable_length_attention(make_model):

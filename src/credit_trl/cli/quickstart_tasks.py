@@ -111,6 +111,8 @@ def _smollm2() -> QuickstartTask:
         "warmup_steps": 3,
         "teacher_model_kind": "base",
         "use_successful_as_teacher": False,
+        "scoring_packed": True,  # prompts are longer than answers, and packed passes read each prompt once
+        "update_packed": True,
         "bf16": True,
     }
     return QuickstartTask(

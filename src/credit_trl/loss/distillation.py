@@ -147,18 +147,19 @@ class DistillationLoss:
         scores = self._scores(inputs, mask, sequences)
         unwrapped = self.accelerator.unwrap_model(model)
 
-        def student_loss(_: Int[Tensor, " N"]) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        def student_loss(_: Int[Tensor, " N"]) -> tuple[Tensor, dict[str, Tensor], int, Tensor | None]:
             with self.accelerator.autocast():
                 states = policy_states(unwrapped, sequences, packed=self.packed, router_loss=self.router_loss)
             head = lm_head(unwrapped, self.scoring.temperature, self.scoring.kernels)
             terms = credit_loss(states.hidden, head, tokens, scores, self.loss)
-            return terms.loss, {name: value for name, value in vars(terms).items() if name != "loss"}, states.aux_loss
+            others = {name: value for name, value in vars(terms).items() if name != "loss"}
+            return terms.loss, others, states.read, states.aux_loss
 
         # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used.
-        loss, terms, aux_loss = run_in_wrapped_forward(model, unwrapped, student_loss, sequences.chosen)
+        loss, terms, read, aux_loss = run_in_wrapped_forward(model, unwrapped, student_loss, sequences.chosen)
         result = CreditLoss(loss=loss, **terms)
         fidelity = _fidelity(result, inputs.get("success_weights"), sequences.rows, mask)
-        read, valid = sequences.read_tokens(self.packed), sum(sequences.lengths)
+        valid = sum(sequences.lengths)
         return MicroBatchLoss(result, contrasted, sequences.rows, fidelity, aux_loss, read, valid, tokens.engine)
 
     def _scores(

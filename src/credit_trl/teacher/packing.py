@@ -2,13 +2,15 @@
 
 Attention implementations with variable lengths (FlashAttention) read `cu_seq_lens`, FlexAttention reads the position
 ids. PyTorch's attention has no variable lengths here: `PACKED_SDPA` calls it once for every sequence, so that no mask
-of the square of the row is formed.
+of the square of the row is formed. It also reads a beginning that several sequences share once (`SharedRow`): the
+rollouts of a group have one prompt, which is also the contrast prompt of others.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +24,76 @@ from credit_trl.teacher.causal_lm import unwrap_adapters
 
 # Name of PyTorch's attention with support for packed rows, as an `attn_implementation` of transformers.
 PACKED_SDPA = "packed_sdpa"
+# Length from which a shared beginning is read once. Each piece of a row is another call of the attention.
+SHORTEST_SHARED = 16
 # Layer types that keep packed sequences apart; a recurrent layer would carry its state across them.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(frozen=True)
+class SharedRow:
+    """Sequences in one row that holds a beginning which several of them share once.
+
+    Args:
+        ids: (R,), tokens of the row: its pieces, one after the other.
+        positions: (R,), position of each token in its sequence.
+        lengths: tokens of each piece.
+        parents: the piece that precedes each piece in its sequence, or None at the start of a sequence.
+        places: (ΣL,), place in the row of each token of the sequences, one sequence after the other.
+    """
+
+    ids: Int[Tensor, " R"]
+    positions: Int[Tensor, " R"]
+    lengths: tuple[int, ...]
+    parents: tuple[int | None, ...]
+    places: Int[Tensor, " S"]
+
+    @classmethod
+    def of(cls, sequences: Sequence[list[int]]) -> SharedRow:
+        """The row of some sequences, in main memory, whose hidden states in a causal model are those of the sequences.
+
+        Sequences with a common beginning of at least `SHORTEST_SHARED` tokens share it where this saves most.
+        """
+        pieces: list[tuple[list[int], int | None, int]] = []  # tokens, parent, position of the first token
+        own: list[list[int]] = [[] for _ in sequences]  # pieces of each sequence
+        for group, common in _sharing(sequences):
+            parent = len(pieces) if common else None
+            if common:
+                pieces.append((sequences[group[0]][:common], None, 0))
+            for i in group:
+                rest = sequences[i][common:]
+                own[i] = [] if parent is None else [parent]
+                if rest:
+                    own[i].append(len(pieces))
+                    pieces.append((rest, parent, common))
+        ids, parents, starts = zip(*pieces, strict=True)
+        lengths = tuple(map(len, ids))
+        positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        places = torch.arange(sum(lengths)).split(lengths)
+        places = torch.cat([places[piece] for of_sequence in own for piece in of_sequence])
+        return cls(torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), lengths, parents, places)
+
+
+def _sharing(sequences: Sequence[list[int]]) -> Iterator[tuple[list[int], int]]:
+    """Groups of sequences, as indices, and the length of the beginning that each shares; 0 for a single sequence."""
+    order = sorted(range(len(sequences)), key=sequences.__getitem__)
+    group, common = order[:1], 0
+    for before, i in itertools.pairwise(order):
+        own = _common_length(sequences[before], sequences[i])
+        shared = own if len(group) == 1 else min(common, own)
+        # Another sequence saves the tokens that it shares, but may shorten what the group shares.
+        if shared >= SHORTEST_SHARED and shared * len(group) >= common * (len(group) - 1):
+            group, common = [*group, i], shared
+        else:
+            yield group, common
+            group, common = [i], 0
+    if group:
+        yield group, common
+
+
+def _common_length(one: list[int], other: list[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def packed_sdpa(
@@ -35,33 +105,38 @@ def packed_sdpa(
     sequence_lengths: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """PyTorch's attention, called once for each packed sequence.
+    """PyTorch's attention, called once for each packed sequence, or for each piece of a `SharedRow`.
 
     Args:
         module: the attention layer.
         query, key, value: (B, heads, L, D).
         attention_mask: ignored where the row is packed.
         sequence_lengths: lengths of the sequences of the row (B is 1); None where the rows are not packed.
-        kwargs: of transformers' implementation.
+        kwargs: of transformers' implementation, and `sequence_parents`, see `SharedRow`.
 
     Returns:
         (output (B, L, heads, D), None).
     """
+    parents = kwargs.pop("sequence_parents", None)
     if sequence_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    queries, keys, values = (x.split(list(sequence_lengths), dim=2) for x in (query, key, value))
     outputs = []
-    for q, k, v in zip(*(x.split(list(sequence_lengths), dim=2) for x in (query, key, value)), strict=True):
-        mask = _band(q.shape[2], kwargs.get("sliding_window"), q.device)
+    for i, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
+        parent = parents[i] if parents else None
+        if parent is not None:
+            k, v = torch.cat([keys[parent], k], dim=2), torch.cat([values[parent], v], dim=2)
+        mask = _band(q.shape[2], k.shape[2], kwargs.get("sliding_window"), q.device)
         outputs.append(sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(1, 1, L, L), True where a query sees a key of a sliding window; None where it sees all before it."""
-    if window is None or length <= window:
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(1, 1, queries, keys), True where one of the last tokens sees a key; None where PyTorch's causal mask serves."""
+    if queries == keys and (window is None or keys <= window):
         return None
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return ((distance >= 0) & (distance < window))[None, None]
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return ((distance >= 0) & (distance < (window or keys)))[None, None]
 
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
@@ -104,22 +179,36 @@ def enable_packing(model: nn.Module) -> None:
         unwrap_adapters(model).set_attn_implementation(PACKED_SDPA)
 
 
-def packed_inputs(model: nn.Module, input_ids: Int[Tensor, " L"], lengths: Sequence[int]) -> dict[str, Any]:
+def packed_inputs(
+    model: nn.Module,
+    input_ids: Int[Tensor, " L"],
+    lengths: Sequence[int],
+    shared: SharedRow | None = None,
+) -> dict[str, Any]:
     """Model inputs of one packed row. Nothing in them makes an attention layer wait for the device.
 
     Args:
         model: reads them; `enable_packing` was called for it.
-        input_ids: the sequences, one after the other.
-        lengths: their lengths, at least 1 each.
+        input_ids: the sequences, one after the other, or the tokens of `shared`.
+        lengths: their lengths, at least 1 each; those of the pieces of `shared`.
+        shared: the layout, where `shares_beginnings(model)` and it is not one sequence after the other.
     """
     ends = [0, *itertools.accumulate(lengths)]
     bounds = torch.tensor(ends, dtype=torch.int32).to(input_ids.device, non_blocking=True)
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(input_ids.device, non_blocking=True)
+    positions = torch.cat([torch.arange(length) for length in lengths]) if shared is None else shared.positions
+    positions = positions.to(input_ids.device, non_blocking=True)
     inputs: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": positions[None]}
     implementation = attention_of(model)
     if implementation == PACKED_SDPA:
-        return inputs | {"attention_mask": _no_mask(input_ids.device), "sequence_lengths": tuple(lengths)}
+        parents = {} if shared is None else {"sequence_parents": shared.parents}
+        mask = _no_mask(input_ids.device)
+        return inputs | {"attention_mask": mask, "sequence_lengths": tuple(lengths)} | parents
     return inputs | (_flash_lengths(bounds, max(lengths)) if "flash" in implementation else {})
+
+
+def shares_beginnings(model: nn.Module) -> bool:
+    """Whether packed rows of the model may be a `SharedRow`."""
+    return attention_of(model) == PACKED_SDPA
 
 
 def padded_inputs(model: nn.Module, input_ids: Int[Tensor, "B L"]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 Each prompt of each sample is read once, followed by the completion; only the hidden states that predict scored tokens
 are kept. Samples are processed in *groups*, whose hidden states are held at once. Within a group the sequences of all
-prompts are sorted by length and cut into *passes*, calls of the backbone with at most `batch_tokens` tokens, padded or
-packed one after the other. A padded pass ends early where its padding would cost more than another pass.
+prompts are sorted and cut into *passes*, calls of the backbone with at most `batch_tokens` tokens, padded or packed.
+Padded passes are sorted by length and end early where padding would cost more than another pass. Packed ones are
+sorted by prompt, so that a beginning that several prompts share is read once (`packing.SharedRow`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.teacher.causal_lm import backbone, head_input
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.packing import packed_inputs, padded_inputs
+from credit_trl.teacher.packing import SharedRow, packed_inputs, padded_inputs, shares_beginnings
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
@@ -89,20 +90,32 @@ class _Work:
     device: torch.device  # of the passes
     packed: bool
 
-    def forward(self, ids: list[Tensor]) -> Tensor:
-        """Hidden states of the sequences, (ΣL, H) packed or (b · longest, H) padded; those of parts side by side."""
-        if self.packed:
-            tokens = torch.cat(ids).to(self.device, non_blocking=True)
+    def shared(self, ids: list[Tensor]) -> SharedRow | None:
+        """The layout of a packed row whose sequences share beginnings, if all parts of the teacher read it."""
+        parts = [self.teacher.unwrapped(part) for part in self.teacher.parts(self.model)]
+        can_share = self.packed and all(map(shares_beginnings, parts))
+        return SharedRow.of([sequence.tolist() for sequence in ids]) if can_share else None
+
+    def forward(self, ids: list[Tensor], shared: SharedRow | None = None) -> Tensor:
+        """Hidden states of the sequences, (ΣL, H) packed or (b · longest, H) padded, or of `shared`, (R, H).
+
+        Those of the parts of a teacher stand side by side.
+        """
+        if shared is not None:
+            tokens = shared.ids
         else:
-            tokens = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self.device, non_blocking=True)
-        lengths = [len(sequence) for sequence in ids]
-        states = [self._part_states(part, tokens, lengths) for part in self.teacher.parts(self.model)]
+            tokens = torch.cat(ids) if self.packed else nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        tokens = tokens.to(self.device, non_blocking=True)
+        lengths = [len(sequence) for sequence in ids] if shared is None else shared.lengths
+        states = [self._part_states(part, tokens, lengths, shared) for part in self.teacher.parts(self.model)]
         return torch.cat(states, dim=-1) if len(states) > 1 else states[0]
 
-    def _part_states(self, model: nn.Module, tokens: Tensor, lengths: list[int]) -> Tensor:
+    def _part_states(
+        self, model: nn.Module, tokens: Tensor, lengths: Sequence[int], shared: SharedRow | None
+    ) -> Tensor:
         """Hidden states, computed in the wrapper's forward so that a sharded teacher gathers its weights."""
         unwrapped = self.teacher.unwrapped(model)
-        inputs = packed_inputs(unwrapped, tokens, lengths) if self.packed else padded_inputs(unwrapped, tokens)
+        inputs = packed_inputs(unwrapped, tokens, lengths, shared) if self.packed else padded_inputs(unwrapped, tokens)
 
         def run(input_ids: Tensor) -> Tensor:
             with self.teacher.autocast():
@@ -133,8 +146,7 @@ def token_states(
         if own.teacher is not None and is_scored[i]
     }
     groups = [
-        (group, list(passes([s for i in group for s in sequences[i]], config)))
-        for group in _groups(sequences, PASSES_PER_GROUP * config.batch_tokens)
+        (group, list(passes([s for i in group for s in sequences[i]], config))) for group in _groups(sequences, config)
     ]
     work = _Work(teacher, model, batch.ids.cpu(), batch.loss_mask.cpu(), batch.ids.device, config.packed)
     count = sum(len(of_group) for _, of_group in groups)
@@ -145,11 +157,13 @@ def token_states(
         work.forward([work.completion_ids[0, :1]])
 
 
-def _groups(sequences: dict[int, list[_Sequence]], tokens: int) -> Iterator[list[int]]:
-    """Samples with equally many prompts, sorted by length, in groups of at most `tokens` tokens."""
+def _groups(sequences: dict[int, list[_Sequence]], config: PassConfig) -> Iterator[list[int]]:
+    """Samples with equally many prompts, in groups of at most `PASSES_PER_GROUP` passes."""
     sizes = {i: sum(map(len, own)) for i, own in sequences.items()}
+    tokens = PASSES_PER_GROUP * config.batch_tokens
     group: list[int] = []
-    for sample in sorted(sequences, key=lambda i: (len(sequences[i]), sizes[i])):
+    in_order = {i: own[0].prompt if config.packed else [sizes[i]] for i, own in sequences.items()}
+    for sample in sorted(sequences, key=lambda i: (len(sequences[i]), in_order[i])):
         same_count = not group or len(sequences[group[0]]) == len(sequences[sample])
         if group and (not same_count or sum(sizes[i] for i in [*group, sample]) > tokens):
             yield group
@@ -160,10 +174,10 @@ def _groups(sequences: dict[int, list[_Sequence]], tokens: int) -> Iterator[list
 
 
 def passes(sequences: Sequence[_Sequence], config: PassConfig) -> Iterator[list[_Sequence]]:
-    """Sequences sorted by length, in passes of at most `batch_tokens` tokens; a pass has at least one sequence."""
+    """Sequences in passes of at most `batch_tokens` tokens; a pass has at least one sequence."""
     batch: list[_Sequence] = []
     real = 0
-    for sequence in sorted(sequences, key=len):
+    for sequence in sorted(sequences, key=lambda own: own.prompt if config.packed else [len(own)]):
         tokens = real + len(sequence) if config.packed else (len(batch) + 1) * len(sequence)
         padding = tokens - real - len(sequence)
         if batch and (tokens > config.batch_tokens or padding > PADDING_SHARE * config.batch_tokens):
@@ -184,7 +198,9 @@ def _states_of(group: list[int], of_group: list[list[_Sequence]], work: _Work) -
     count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
     kept: Tensor | None = None
     for of_pass in of_group:
-        hidden = work.forward([sequence.ids(work.completion_ids) for sequence in of_pass])
+        ids = [sequence.ids(work.completion_ids) for sequence in of_pass]
+        shared = work.shared(ids)
+        hidden = work.forward(ids, shared)
         if kept is None:
             kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
         width = max(map(len, of_pass))
@@ -194,7 +210,8 @@ def _states_of(group: list[int], of_group: list[list[_Sequence]], work: _Work) -
             tokens = span[sequence.sample]
             read.append(first + sequence.positions(columns[tokens]) - 1)
             written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
-        at = torch.stack([torch.cat(written), torch.cat(read)]).to(work.device, non_blocking=True)
+        places = torch.cat(read) if shared is None else shared.places[torch.cat(read)]
+        at = torch.stack([torch.cat(written), places]).to(work.device, non_blocking=True)
         kept[at[0]] = hidden[at[1]]
     states = kept.view(count, len(rows), -1)
     at = torch.stack([samples[rows], columns]).to(work.device, non_blocking=True)

@@ -1,12 +1,14 @@
 """The policy's forward pass over a micro-batch, without the padding of TRL's tensors.
 
 TRL pads prompts on the left and completions on the right, to the longest of the process. Here each sample is one
-sequence from position 0: padded on the right to the longest of the micro-batch, or packed one after the other. A
-causal model needs no attention mask for either.
+sequence from position 0: padded on the right to the longest of the micro-batch, or packed one after the other, where
+PyTorch's attention reads the prompt of several rollouts once. A causal model needs no attention mask for either.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from credit_trl.teacher.causal_lm import backbone, head_input
-from credit_trl.teacher.packing import packed_inputs, padded_inputs
+from credit_trl.teacher.packing import SharedRow, packed_inputs, padded_inputs, shares_beginnings
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,13 @@ class Sequences:
         """Entries of (B, T, …) at the chosen tokens, (N, …)."""
         return values.flatten(0, 1)[self.chosen]
 
-    def read_tokens(self, packed: bool) -> int:
-        """Tokens that the forward pass reads, padding included."""
-        return sum(self.lengths) if packed else len(self.lengths) * max(self.lengths)
-
 
 @dataclass(frozen=True)
 class PolicyStates:
     """Result of the policy's pass."""
 
     hidden: Float[Tensor, "N H"]  # states that predict the chosen tokens, in the dtype of the LM head's product
+    read: int  # tokens that the pass read, padding included
     aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
 
 
@@ -71,9 +70,16 @@ def policy_states(
         router_loss: also compute the load-balancing loss of a mixture of experts.
     """
     ids, valid, lengths = sequences.ids, sequences.valid, sequences.lengths
+    places = None
     if packed:
         order = _first(valid.flatten()[None], sum(lengths))[0]
-        inputs = packed_inputs(model, ids.flatten()[order], lengths)
+        # Not for a router's loss, which is a mean over the tokens of every sequence.
+        if shares_beginnings(model) and not router_loss:
+            row = SharedRow.of(_split(ids.flatten()[order].tolist(), lengths))
+            inputs = packed_inputs(model, row.ids.to(ids.device, non_blocking=True), row.lengths, row)
+            places = row.places.to(ids.device, non_blocking=True)
+        else:
+            inputs = packed_inputs(model, ids.flatten()[order], lengths)
         starts = valid.sum(dim=1).cumsum(0) - valid.sum(dim=1)
     else:
         width = max(lengths)
@@ -88,9 +94,15 @@ def policy_states(
     rows, columns = sequences.rows, sequences.chosen % (ids.shape[1] - sequences.prompt_width)
     # Counted from 1 by `cumsum`, and a token is predicted at the position before its own.
     before = valid.cumsum(dim=1)[rows, columns + sequences.prompt_width] - 2
-    hidden = outputs.last_hidden_state.flatten(0, 1)[starts[rows] + before]
+    at = starts[rows] + before
+    hidden = outputs.last_hidden_state.flatten(0, 1)[at if places is None else places[at]]
     aux_loss = _router_loss(model, outputs, sequences, packed) if router_loss else None
-    return PolicyStates(head_input(model, hidden), aux_loss)
+    return PolicyStates(head_input(model, hidden), inputs["input_ids"].numel(), aux_loss)
+
+
+def _split(ids: list[int], lengths: Sequence[int]) -> list[list[int]]:
+    ids = iter(ids)
+    return [list(itertools.islice(ids, length)) for length in lengths]
 
 
 def _first(mask: Bool[Tensor, "B L"], count: int) -> Int[Tensor, "B n"]:

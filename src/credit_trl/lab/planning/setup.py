@@ -96,6 +96,7 @@ class Setup:
     vllm: Vllm | None  # None for transformers' generation
     flash: bool  # attention without a stored mask, which grows with the square of the length
     packed: bool = False  # the update reads no padding
+    shares_prompts: bool = False  # a packed micro-batch reads the prompt of several rollouts once
     old_logps: bool = False  # a pass without gradient computes the log-probabilities at rollout time
     teacher_model: TeacherModel | None = None  # of the kind "model"
     is_plain: bool = False  # the teacher reads the student's prompt
@@ -199,6 +200,7 @@ def make_setup(
         vllm=_vllm(training),
         flash=_stores_no_mask(training, model),
         packed=training.update_packed and (model.attn_implementation or "sdpa") != "eager",
+        shares_prompts=(model.attn_implementation or "sdpa") == "sdpa",
         old_logps=_has_old_logps(training),
         **_teacher_fields(training, teacher, max_prompt),
     )

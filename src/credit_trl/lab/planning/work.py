@@ -7,11 +7,12 @@ from memory, collectives use NVLink inside a node and the network between nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log
+from math import ceil, comb, log
 
 from credit_trl.lab.planning.memory import scoring_shape, trainable_parameters
 from credit_trl.lab.planning.setup import Setup
 from credit_trl.lab.planning.shape import Shape
+from credit_trl.teacher.packing import SHORTEST_SHARED
 
 # Shares of the peak that large bf16 models reach in practice.
 PREFILL_SHARE = 0.5
@@ -41,7 +42,8 @@ class Work:
     """Cost of a generation batch, from rollout to the last update."""
 
     # Over all processes: `generated`, `scored`, `trained`, `padding` that the update reads beside them, and
-    # `old_logps`, read without gradient for log-probabilities at rollout time, with their padding.
+    # `old_logps`, read without gradient for log-probabilities at rollout time, with their padding. Padding is negative
+    # where packed rollouts share their prompt.
     tokens: dict[str, int]
     operations: dict[str, float]  # floating point operations by phase, over all processes
     moved: dict[str, float]  # bytes that one GPU receives from others, by purpose
@@ -123,15 +125,26 @@ def padding_factor(setup: Setup, lengths: Lengths, whole_batch: bool = False) ->
 
     Samples are ordered by length within an optimizer step, with `whole_batch` within the generation batch as in the
     pass of old log-probabilities, and each micro-batch is as long as its longest. Prompts are taken as equally long.
+    Below 1 where packed rollouts of a micro-batch share their prompt.
     """
-    if setup.packed or setup.per_device == 1:
+    if setup.per_device == 1:
         return 1.0
+    if setup.packed:
+        repeated = _repeated_prompts(setup) if setup.shares_prompts and lengths.prompt >= SHORTEST_SHARED else 0.0
+        return 1.0 - repeated * lengths.prompt / (lengths.prompt + lengths.completion)
     window = setup.rollouts if whole_batch else min(setup.per_device * setup.accumulation, setup.rollouts)
     # Expected order statistics of an exponential distribution: the k-th longest of n is its mean times Σ_{j ≥ k} 1/j.
     tails = [sum(1 / j for j in range(k, window + 1)) for k in range(1, window + 1)]
     drawn = [lengths.prompt + min(lengths.completion * tail, setup.completion) for tail in tails]
     read = sum(drawn[i] * len(drawn[i : i + setup.per_device]) for i in range(0, window, setup.per_device))
     return read / sum(drawn)
+
+
+def _repeated_prompts(setup: Setup) -> float:
+    """Expected share of rollouts whose prompt another rollout of their micro-batch has: micro-batches are random."""
+    rollouts, group, drawn = setup.rollouts, min(setup.group, setup.rollouts), min(setup.per_device, setup.rollouts)
+    is_absent = comb(rollouts - group, drawn) / comb(rollouts, drawn)  # of a prompt, in a micro-batch
+    return 1.0 - rollouts / group * (1.0 - is_absent) / drawn
 
 
 def _scored_tokens(setup: Setup, lengths: Lengths) -> float:
