@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                      # C = 0, 1, 2, 8, 16, compared with the paper's Table 2
     python benchmarks/step.py --contrasts 0 1
+    python benchmarks/step.py --smollm2            # C = 0, 1 with SmolLM2 and the task of `credit-quickstart`
 
 Each C trains in its own process; the processes take turns step by step. Generation does not depend on C, so the
 seconds of the rollout and verdict stages are pooled over all C. Values are medians over steps.
@@ -85,7 +86,24 @@ def build(workload: Workload) -> Callable[[int], Sample]:
     )
     dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q in QUESTIONS]})
     trainer = CreditTrainer(workload.make_model(), verdicts, config, dataset, processing_class=make_tokenizer())
-    turns = Turns(trainer, workload.device)
+    return in_training(trainer, workload.device)
+
+
+def build_smollm2(workload: Workload) -> Callable[[int], Sample]:
+    """`build` with SmolLM2 and the task, the data and the options of `credit-quickstart --model smollm2`."""
+    from credit_trl import CreditConfig
+    from credit_trl.cli.quickstart import make_trainer
+    from credit_trl.cli.quickstart_tasks import quickstart_task
+
+    task = quickstart_task("smollm2")
+    options = {"max_steps": 1000, "report_to": [], "contrastive_coef": 0.1 if workload.contrasts else 0.0}
+    trainer = make_trainer(CreditConfig(tempfile.mkdtemp(), **{**task.defaults, **options}), task)
+    return in_training(trainer, workload.device)
+
+
+def in_training(trainer: Any, device: str) -> Callable[[int], Sample]:
+    """Start training; return a function that measures the next step, with completions of a given length."""
+    turns = Turns(trainer, device)
     trainer.add_callback(turns)
 
     def train() -> None:
@@ -106,7 +124,13 @@ def build(workload: Workload) -> Callable[[int], Sample]:
     return answer
 
 
-def measure_steps(workload: Workload, contrasts: list[int], rounds: int, patience: float) -> dict[str, Any]:
+def measure_steps(
+    workload: Workload,
+    contrasts: list[int],
+    rounds: int,
+    patience: float,
+    build: Callable[[Workload], Callable[[int], Sample]] = build,
+) -> dict[str, Any]:
     """Median seconds by stage for each C, and the ratio of their sum to that of C = 0."""
     with trials(build, {str(c): (workload.with_(contrasts=c),) for c in contrasts}) as running:
         in_turns(running, 1, WARM_UP)  # the first step allocates the optimizer states
@@ -152,10 +176,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for an idle machine")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON")
+    parser.add_argument("--smollm2", action="store_true", help="other shape options are ignored")
     arguments = parser.parse_args()
-    workload = Workload(batch=arguments.batch, completion=arguments.completion, tail=arguments.tail)
     started = time.monotonic()
-    result = provenance() | measure_steps(workload, arguments.contrasts, arguments.rounds, arguments.patience)
+    if arguments.smollm2:
+        from update_phase import SMOLLM2
+
+        result = measure_steps(SMOLLM2, [0, 1], arguments.rounds, arguments.patience, build_smollm2)
+    else:
+        workload = Workload(batch=arguments.batch, completion=arguments.completion, tail=arguments.tail)
+        result = measure_steps(workload, arguments.contrasts, arguments.rounds, arguments.patience)
+    result = provenance() | result
     result["wall_seconds"] = time.monotonic() - started
     print(table(result))
     if arguments.output:
