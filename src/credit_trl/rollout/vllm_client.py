@@ -39,7 +39,7 @@ _RESTART = (
 
 
 class VLLMServerError(ConnectionError):
-    """The vLLM server is gone, does not answer, or refused a request; `problem` is a predicate of it."""
+    """The vLLM server is gone, does not answer, or refused a request: `problem` in the message's words."""
 
     def __init__(self, url: str, problem: str, fix: str = _RESTART) -> None:
         super().__init__(f"The vLLM server at {url} {problem}. {fix}")

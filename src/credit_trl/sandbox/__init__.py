@@ -102,8 +102,9 @@ def choose_sandbox(
     """Set the defaults of `open_sandbox` for this process and its child processes.
 
     Args:
-        sandbox: a tier, or the address of a remote sandbox; `None` leaves the default as it is, as below.
-        allow_unsandboxed, packages: as in `open_sandbox`.
+        sandbox: a tier, or the address of a remote sandbox; `None` leaves the default as it is.
+        allow_unsandboxed: as in `open_sandbox`; `False` leaves the default as it is.
+        packages: as in `open_sandbox`; `None` leaves the default as it is.
 
     Raises:
         ValueError: neither a tier nor an address, or `"unprotected"` without `allow_unsandboxed`.

@@ -59,7 +59,8 @@ def _is_module(path: str) -> bool:
 def find_packages(names: Sequence[str], python: str | None = None) -> Packages:
     """Find installed distributions (`numpy`) in the environment of an interpreter, by default of this process.
 
-    None may lack modules of its own, as editable installs do, or contain this project.
+    Raises:
+        PackageError: one is not installed, has no modules of its own (as editable installs), or contains this project.
     """
     if not names:
         return Packages()

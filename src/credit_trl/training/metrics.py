@@ -212,8 +212,9 @@ class Alarms:
         return float(is_lost)
 
 
-_CONTEXT_SHARES = tuple(
-    "with_demonstration with_feedback without_teacher without_contrast context_cut feedback_dropped".split()
+_CONTEXT_SHARES = (
+    *("with_demonstration", "with_feedback", "without_teacher", "without_contrast"),
+    *("context_cut", "feedback_dropped"),
 )
 
 
