@@ -114,6 +114,5 @@ def test_processes_without_padding_equal_processes_with_it(tmp_path, name):
     files = [tmp_path / folder / "weights_0.pt" for folder in ("unpadded", "padded")]
     weights, expected = (torch.load(file, weights_only=True)["weights"] for file in files)
     assert max((weights[n] - expected[n]).abs().max() for n in expected) <= 1e-6
-    if "packed" in name:
-        assert {row["credit/padding_factor"] for row in facts[0]["log"]} == {1.0}
-    assert min(row["credit/padding_factor"] for row in facts[0]["log"]) >= 1.0
+    factors = [row["credit/padding_factor"] for row in facts[0]["log"]]
+    assert max(factors) <= 1.0 if "update_packed" in options else min(factors) >= 1.0  # prompts are read once
