@@ -180,7 +180,7 @@ def test_shared_row_holds_every_sequence(sequences):
     assert sorted(set(row.places.tolist())) == list(range(len(row.ids)))
 
 
-@pytest.mark.parametrize("family", [*(FAMILIES.keys() - {"Gemma2"}), "sliding window"])
+@pytest.mark.parametrize("family", [*sorted(FAMILIES.keys() - {"Gemma2"}), "sliding window"])
 def test_states_of_a_shared_row_are_those_of_its_sequences(make_model, tokenizer, family):
     """A group of four with one prompt, a contrast with another's prompt, a duplicate, and a sequence of its own."""
     window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
