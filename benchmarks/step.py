@@ -92,12 +92,12 @@ def build(workload: Workload) -> Callable[[int], Sample]:
 def build_smollm2(workload: Workload) -> Callable[[int], Sample]:
     """`build` with SmolLM2 and the task, the data and the options of `credit-quickstart --model smollm2`."""
     from credit_trl import CreditConfig
-    from credit_trl.cli.quickstart import make_trainer
+    from credit_trl.cli.quickstart import quickstart_trainer
     from credit_trl.cli.quickstart_tasks import quickstart_task
 
     task = quickstart_task("smollm2")
     options = {"max_steps": 1000, "report_to": [], "contrastive_coef": 0.1 if workload.contrasts else 0.0}
-    trainer = make_trainer(CreditConfig(tempfile.mkdtemp(), **{**task.defaults, **options}), task)
+    trainer = quickstart_trainer(CreditConfig(tempfile.mkdtemp(), **{**task.defaults, **options}), task)
     return in_training(trainer, workload.device)
 
 

@@ -113,7 +113,7 @@ def run_quickstart(
     options = {**task.defaults, "seed": seed}
     options["max_steps"] = steps or options["max_steps"]
     options["learning_rate"] *= 10 if use_peft else 1
-    trainer = make_trainer(CreditConfig(str(output_dir), **{**options, **overrides}), task, world, use_peft)
+    trainer = quickstart_trainer(CreditConfig(str(output_dir), **{**options, **overrides}), task, world, use_peft)
     return _train_and_measure(trainer, task, _evaluate_during_training(trainer, task, world), progress)
 
 
@@ -146,7 +146,7 @@ def _train_and_measure(
     )
 
 
-def make_trainer(
+def quickstart_trainer(
     config: CreditConfig, task: QuickstartTask, world: str = "plain", use_peft: bool = False
 ) -> CreditTrainer:
     """The trainer of a task's base, without evaluations; the arguments are those of `run_quickstart`."""
