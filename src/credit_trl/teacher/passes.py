@@ -89,12 +89,11 @@ class _Work:
     loss_mask: Bool[Tensor, "B T"]  # in main memory
     device: torch.device  # of the passes
     packed: bool
+    shares: bool  # packed rows are a `SharedRow`
 
     def shared(self, ids: list[Tensor]) -> SharedRow | None:
-        """The layout of a packed row whose sequences share beginnings, if all parts of the teacher read it."""
-        parts = [self.teacher.unwrapped(part) for part in self.teacher.parts(self.model)]
-        can_share = self.packed and all(map(shares_beginnings, parts))
-        return SharedRow.of([sequence.tolist() for sequence in ids]) if can_share else None
+        """The layout of a packed row whose sequences share beginnings, if the teacher reads it."""
+        return SharedRow.of([sequence.tolist() for sequence in ids]) if self.shares else None
 
     def forward(self, ids: list[Tensor], shared: SharedRow | None = None) -> Tensor:
         """Hidden states of the sequences, (ΣL, H) packed or (b · longest, H) padded, or of `shared`, (R, H).
@@ -148,7 +147,10 @@ def token_states(
     groups = [
         (group, list(passes([s for i in group for s in sequences[i]], config))) for group in _groups(sequences, config)
     ]
-    work = _Work(teacher, model, batch.ids.cpu(), batch.loss_mask.cpu(), batch.ids.device, config.packed)
+    # Asked once: the parts of a teacher may switch adapters, and the last one has to switch back.
+    sharing = [shares_beginnings(teacher.unwrapped(part)) for part in teacher.parts(model)]
+    shares = config.packed and all(sharing)
+    work = _Work(teacher, model, batch.ids.cpu(), batch.loss_mask.cpu(), batch.ids.device, config.packed, shares)
     count = sum(len(of_group) for _, of_group in groups)
     idle = teacher.most_batches(count) - count  # a collective: every process calls it before its passes
     for group, of_group in groups:
