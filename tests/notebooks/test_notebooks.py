@@ -117,6 +117,31 @@ def set_up(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ending", ["", ".git", "/"])
+def test_badge_opens_the_notebook_that_installs_from_there(set_up, tmp_path, name, ending):
+    add_badge = runpy.run_path(str(FOLDER / "run.py"))["add_badge"]
+    original, notebook = read(name), read(name)
+    add_badge(notebook, name, "https://github.com/somebody/else")
+    add_badge(notebook, name, f"https://github.com/owner/credit_trl{ending}")
+    badge, _, title = notebook.cells[0].source.partition("\n\n")
+    assert title == original.cells[0].source
+    assert badge.endswith(
+        f"(https://colab.research.google.com/github/owner/credit_trl/blob/main/notebooks/{name}.ipynb)"
+    )
+    clone, _ = set_up(next(cell.source for cell in notebook.cells if cell.cell_type == "code"))
+    assert clone[-2:] == ["https://github.com/owner/credit_trl", str(tmp_path / "credit_trl_checkout")]
+
+
+@pytest.mark.parametrize(
+    "address", ["owner/credit_trl", "https://gitlab.com/owner/credit_trl", "https://github.com/owner"]
+)
+def test_badge_needs_a_github_address(address):
+    add_badge = runpy.run_path(str(FOLDER / "run.py"))["add_badge"]
+    with pytest.raises(ValueError, match=r"github\.com/OWNER/NAME"):
+        add_badge(read("01_quickstart"), "01_quickstart", address)
+
+
 def test_first_cells_are_equal_but_for_the_environment():
     cells = [next(c.source for c in read(name).cells if c.cell_type == "code") for name in NAMES]
     assert len({re.sub(r"import os\n|os\.environ.*\n", "", cell) for cell in cells}) == 1
