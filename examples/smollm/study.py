@@ -4,6 +4,9 @@
     python examples/smollm/study.py --arms sdpo --seeds 10 11     # some of them
     python examples/smollm/study.py --summary                     # the table of the rows there are
 
+The bases differ in the warm-up. That of the study opens its answers under feedback in sentences of the original model;
+the default one, of the shipped command, hardly does. `frames.py` predicts the frame rates of the arms.
+
 A row has held-out accuracy, frame rate, response length, accuracy on real
 requests (`--real`, a file of `real_requests.py`), general damage (`unrelated.py`) and the first evaluated step with 15
 points more than the base. Runs whose row exists are not repeated. Settings were chosen on seeds below 10.
@@ -18,6 +21,8 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +33,8 @@ from unrelated import answer_prompts, measure_damage
 
 from credit_trl.cli.quickstart import run_quickstart
 from credit_trl.cli.quickstart_report import QuickstartResult, read_evaluation
-from credit_trl.cli.quickstart_tasks import quickstart_task
+from credit_trl.cli.quickstart_tasks import QuickstartTask, load_warmed_up, quickstart_task
+from credit_trl.cli.tool_choice_base import WarmUp
 from credit_trl.evaluation import evaluate
 from credit_trl.lab.analysis.openings import frame_rate, own_frame_rate
 from credit_trl.training.run_directory import EVALUATIONS_FILE, read_lines
@@ -45,6 +51,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "sdpo-stated": {"contrastive_coef": 0.0, "task": "tool_choice:stated"},
     "credit-stated": {"contrastive_coef": 0.1, "task": "tool_choice:stated"},
 }
+BASES = {"openings": WarmUp(opening_share=0.4, opening_prompts=144), "default": WarmUp()}
 SEEDS = (10, 11, 12, 13, 14)
 RESULTS = Path(__file__).parent / "results" / "runs.csv"
 THRESHOLD = 0.15
@@ -53,6 +60,7 @@ THRESHOLD = 0.15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--base", choices=BASES, default="openings")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--hours", type=float, default=2.0, help="start no run that would end later (default 2)")
@@ -74,25 +82,34 @@ def run_missing(args: argparse.Namespace) -> None:
     start, longest = time.monotonic(), 0.0
     for seed in args.seeds:
         for arm in args.arms:
-            done = {(row["arm"], int(row["seed"])) for row in read_rows(args.results)}
-            if (arm, seed) in done:
+            done = {(row["base"], row["arm"], int(row["seed"])) for row in read_rows(args.results)}
+            if (args.base, arm, seed) in done:
                 continue
             if time.monotonic() - start + longest > 3600 * args.hours:
                 return
             began = time.monotonic()
-            append_row(args.results, run_arm(arm, seed, args.output_dir / f"{arm}-{seed}", args.steps, args.real))
+            directory = args.output_dir / args.base / f"{arm}-{seed}"
+            append_row(args.results, {"base": args.base, **run_arm(arm, seed, directory, study_task(args.base), args)})
             longest = max(longest, time.monotonic() - began)
 
 
-def run_arm(arm: str, seed: int, directory: Path, steps: int | None, real: Path | None) -> dict[str, Any]:
-    """Train one arm and return its row."""
-    from dataclasses import replace
+def study_task(base: str) -> QuickstartTask:
+    """The task of the shipped command with a base of `BASES`."""
+    return replace(quickstart_task("smollm2"), load=partial(load_warmed_up, settings=BASES[base]))
 
+
+def run_arm(arm: str, seed: int, directory: Path, task: QuickstartTask, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one arm and return its row."""
     options = dict(ARMS[arm])
-    task = replace(quickstart_task("smollm2"), name=options.pop("task", "tool_choice"))
-    result = run_quickstart(directory, steps, seed, task=task, **options)
+    task = replace(task, name=options.pop("task", task.name))
+    result = run_quickstart(directory, args.steps, seed, task=task, **options)
     row = {"arm": arm, "seed": seed, "steps": result.steps, **measures(result)}
-    return {**row, **damage_and_real(directory / "model", real), **versions(), "options": json.dumps(options)}
+    return {
+        **row,
+        **damage_and_real(task, directory / "model", args.real),
+        **versions(),
+        "options": json.dumps(options),
+    }
 
 
 def measures(result: QuickstartResult) -> dict[str, Any]:
@@ -103,7 +120,7 @@ def measures(result: QuickstartResult) -> dict[str, Any]:
         row[f"accuracy_{name}"] = evaluation.score
         row |= {f"{group}_{name}": interval.mean for group, interval in evaluation.groups.items()}
         row[f"length_{name}"] = evaluation.mean_length
-        row[f"format_{name}"] = evaluation.metrics["format"]
+        row |= {f"{metric}_{name}": evaluation.metrics[metric] for metric in ("format", "opening")}
     row["frames_before"] = own_frame_rate(result.answers.before, opening)
     row["frames_after"] = frame_rate(result.answers.before, result.answers.after, opening)
     row["steps_to_threshold"] = steps_to_threshold(result.run_directory)
@@ -118,11 +135,11 @@ def steps_to_threshold(directory: Path) -> int | None:
     return next((step for step, score in zip(steps, scores, strict=True) if score >= scores[0] + THRESHOLD), None)
 
 
-def damage_and_real(trained: Path, real: Path | None) -> dict[str, Any]:
+def damage_and_real(task: QuickstartTask, trained: Path, real: Path | None) -> dict[str, Any]:
     """General damage of a trained model, and the accuracy of base and trained model on real requests."""
     from transformers import AutoModelForCausalLM
 
-    base, tokenizer = quickstart_task("smollm2").load("plain")
+    base, tokenizer = task.load("plain")
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval()
     with torch.autocast("cpu", torch.bfloat16):
         damage = measure_damage(base.eval(), model, answer_prompts(base, tokenizer))
@@ -176,10 +193,19 @@ def mean_and_interval(values: Sequence[float]) -> str:
 
 def summary(rows: Sequence[Mapping[str, str]]) -> str:
     """Table of the arms: means over seeds with Student's 95 % intervals."""
-    columns = ("gain", "accuracy_after", "real_after", "frames_after", "length_after", "kl", "perplexity")
-    lines = ["| arm | seeds | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) + 1)]
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        own = [row for row in rows if row["arm"] == arm]
+    columns = (
+        "gain",
+        "accuracy_after",
+        "real_after",
+        "opening_after",
+        "frames_after",
+        "length_after",
+        "kl",
+        "perplexity",
+    )
+    lines = ["| base | arm | seeds | " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * (len(columns) + 1)]
+    for base, arm in dict.fromkeys((row["base"], row["arm"]) for row in rows):
+        own = [row for row in rows if (row["base"], row["arm"]) == (base, arm)]
         cells = []
         for column in columns:
             values = [
@@ -190,7 +216,7 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
                 if column == "gain" or row.get(column)
             ]
             cells.append(mean_and_interval(values) if values else "")
-        lines.append(f"| {arm} | {len(own)} | " + " | ".join(cells) + " |")
+        lines.append(f"| {base} | {arm} | {len(own)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from credit_trl.cli.tool_choice_base import WarmUp
 
 # Options of `CreditConfig` that differ from its defaults.
 _COMMON: dict[str, Any] = {
@@ -117,7 +120,7 @@ def _smollm2() -> QuickstartTask:
     }
     return QuickstartTask(
         name="tool_choice",
-        load=_load_warmed_up,
+        load=load_warmed_up,
         defaults={**_COMMON, **options},
         groups={"argument": "new arguments", "request": "new requests"},
         words=("tool", "argument", "opening"),
@@ -130,8 +133,12 @@ def _smollm2() -> QuickstartTask:
     )
 
 
-def _load_warmed_up(world: str) -> tuple[Any, Any]:
-    """Model and tokenizer of SmolLM2 after its warm-up on the form of the task; prints what the base can do."""
+def load_warmed_up(world: str, settings: WarmUp | None = None) -> tuple[Any, Any]:
+    """Model in fp32 and tokenizer of SmolLM2 after its warm-up on the form of the task; prints what the base can do.
+
+    Raises:
+        ValueError: SmolLM2 has no such world.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -140,7 +147,7 @@ def _load_warmed_up(world: str) -> tuple[Any, Any]:
 
     if world != "plain":
         raise ValueError(f"--world {world}: SmolLM2 has the world plain only.")
-    directory = warmed_up_base(model_path("smollm2"))
+    directory = warmed_up_base(model_path("smollm2"), settings)
     print(describe_base(directory), flush=True)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(directory)

@@ -1,0 +1,177 @@
+"""Frame rates that each arm's target has at the first token of a response, before anything is trained.
+
+    python examples/smollm/frames.py                  # the base of the study
+    python examples/smollm/frames.py --base default   # the base of the shipped command
+
+A response begins with its call or with an opening ("The correct answer is B."). Openings and the right tool are a
+branch: an opening suits every prompt, a tool suits few. δ is how much feedback raises the log-odds of an opening
+against the right tool, s how much they rise further under another prompt; `docs/theory.md` has λ_c = δ/(δ+s). With a
+frozen teacher the student moves to the target, so the target's probability of an opening is the predicted share of
+responses with an opening. Support, tail bucket and target are those of the trainer's defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from study import ARMS, BASES, study_task
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from credit_trl import CreditConfig
+from credit_trl.cli.quickstart_tasks import quickstart_task
+from credit_trl.cli.tool_choice_base import with_feedback
+from credit_trl.objective import add_tail_bucket, credit_target
+from credit_trl.tasks import tool_choice
+from credit_trl.tasks.printable import markdown_table
+
+CONTRASTS = 4  # targets with one contrast prompt each, whose probabilities are averaged
+PREDICTED = ("sdpo", "credit-0.05", "credit-0.1", "credit-0.2", "guide", "temper-only")
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Log-probabilities of the first token of a response over the vocabulary V, for N prompts.
+
+    Args:
+        student: (N, V), log p(· | x).
+        teacher: (N, V), f = log p(· | x, z).
+        contrasts: (C, N, V), g_k = log p(· | x'_k, z) with x' another of the prompts.
+        right: (N,) id of the first token of the right call.
+    """
+
+    student: Tensor
+    teacher: Tensor
+    contrasts: Tensor
+    right: Tensor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", choices=BASES, default="openings")
+    parser.add_argument("--task", default="tool_choice", help="tool_choice:stated for feedback that states the call")
+    parser.add_argument("--prompts", type=int, default=96, help="training prompts, with one response each")
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    model, tokenizer = study_task(args.base).load("plain")
+    kind = args.task.partition(":")[2] or "letter"
+    first = measure_first_tokens(model.eval(), tokenizer, args.prompts, kind)
+    print(report(first, call_tokens(tokenizer)))
+
+
+@torch.no_grad()
+def measure_first_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int, kind: str
+) -> FirstToken:
+    """First tokens with the feedback on one sampled response to each of `count` training prompts."""
+    defaults = {**quickstart_task("smollm2").defaults, "bf16": False}
+    config = CreditConfig("unused", **defaults)
+    rows = tool_choice.build("train", rows_per_tool=-(-count // len(tool_choice.TOOLS))).to_list()[:count]
+    prompts = [row["prompt"] for row in rows]
+    texts = sample_responses(model, tokenizer, prompts)
+    feedback = [
+        tool_choice.verify(text, row["answer"], feedback=kind).feedback for text, row in zip(texts, rows, strict=True)
+    ]
+
+    def logps(own: Sequence[list[dict[str, str]]], read: bool) -> Tensor:
+        turns = [with_feedback(p, z, config) for p, z in zip(own, feedback, strict=True)] if read else own
+        return first_logps(model, tokenizer, turns)
+
+    shifts = [1 + k * (count - 1) // CONTRASTS for k in range(CONTRASTS)]
+    others = torch.stack([logps(prompts[shift:] + prompts[:shift], True) for shift in shifts])
+    right = torch.tensor([first_token_of(tokenizer, row["tool"]) for row in rows])
+    return FirstToken(logps(prompts, False), logps(prompts, True), others, right)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[dict[str, str]]]) -> dict[str, Tensor]:
+    texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts]
+    return tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+
+
+def sample_responses(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[dict[str, str]]]
+) -> list[str]:
+    """One response to each prompt at temperature 1."""
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
+    torch.manual_seed(0)
+    batch = _encode(tokenizer, prompts)
+    with torch.autocast(model.device.type, torch.bfloat16):
+        ids = model.generate(**batch, **sampling)[:, batch["input_ids"].shape[1] :]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def first_logps(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[dict[str, str]]]
+) -> Tensor:
+    """(N, V) log-probabilities of the first token of a response."""
+    parts = []
+    for start in range(0, len(prompts), 16):
+        batch = _encode(tokenizer, prompts[start : start + 16])
+        with torch.autocast(model.device.type, torch.bfloat16):
+            parts.append(model(**batch, logits_to_keep=1).logits[:, -1].float().log_softmax(-1))
+    return torch.cat(parts)
+
+
+def call_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of the first tokens of the calls; any other first token begins an opening."""
+    return sorted({first_token_of(tokenizer, tool) for tool in tool_choice.TOOLS})
+
+
+def first_token_of(tokenizer: PreTrainedTokenizerBase, tool: str) -> int:
+    return tokenizer(f"{tool}(", add_special_tokens=False)["input_ids"][0]
+
+
+def opening_probability(logps: Tensor, calls: Sequence[int]) -> Tensor:
+    """(…,) probability that a response does not begin with a call, from (…, V) log-probabilities."""
+    return 1.0 - logps[..., list(calls)].exp().sum(-1)
+
+
+def target_opening(first: FirstToken, calls: Sequence[int], options: dict[str, object], topk: int = 20) -> Tensor:
+    """(N,) probability of an opening under the normalised target of an arm, averaged over its contrast prompts."""
+    coef, form = float(options["contrastive_coef"]), options.get("contrastive_form", "subtract")
+    contrasts = first.teacher[None] if options.get("contrastive_swap") == "self" else first.contrasts
+    ids = first.teacher.topk(topk, dim=-1).indices
+    teacher = _buckets(first.teacher, ids)
+    is_call = torch.cat([torch.isin(ids, torch.tensor(list(calls))), torch.zeros(len(ids), 1, dtype=torch.bool)], -1)
+    found = [(credit_target(teacher, _buckets(g, ids), coef, form).softmax(-1) * ~is_call).sum(-1) for g in contrasts]
+    return torch.stack(found).mean(0)
+
+
+def _buckets(logps: Tensor, ids: Tensor) -> Tensor:
+    """(N, K + 1) log-probabilities of the support's tokens and of all others together."""
+    outside = logps.scatter(-1, ids, -torch.inf).logsumexp(-1)
+    return add_tail_bucket(logps.gather(-1, ids), outside)
+
+
+def log_odds(logps: Tensor, first: FirstToken, calls: Sequence[int]) -> Tensor:
+    """(…, N) log-odds of an opening against the right call, from (…, N, V) log-probabilities."""
+    right = logps.gather(-1, first.right.expand(logps.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+    return opening_probability(logps, calls).clamp(min=1e-7).log() - right
+
+
+def report(first: FirstToken, calls: Sequence[int]) -> str:
+    """δ, s and λ_c at the first token, and the predicted share of openings of each arm."""
+    student, teacher, others = (log_odds(one, first, calls) for one in (first.student, first.teacher, first.contrasts))
+    delta, s = teacher - student, others.mean(0) - teacher
+    rising = [d / (d + t) for d, t in zip(delta.tolist(), s.tolist(), strict=True) if d > 0 and t > 0]
+    quartiles = {name: statistics.quantiles(own, n=4) for name, own in (("δ", delta.tolist()), ("s", s.tolist()))}
+    lines = [
+        f"{name}, nats: median {middle:.2f} [{low:.2f}, {high:.2f}]" for name, (low, middle, high) in quartiles.items()
+    ]
+    share = f"δ and s above 0 for {len(rising)} of {len(delta)} prompts"
+    lines.append(f"{share}; λ_c there: median {statistics.median(rising):.2f}" if rising else share)
+    rows = [("no feedback", opening_probability(first.student, calls).mean().item())]
+    rows += [("another prompt, same feedback", opening_probability(first.contrasts, calls).mean().item())]
+    rows += [(arm, target_opening(first, calls, ARMS[arm]).mean().item()) for arm in PREDICTED]
+    table = markdown_table(("distribution", "openings, %"), [(name, f"{100 * value:.1f}") for name, value in rows])
+    return "\n".join([*lines, "", table])
+
+
+if __name__ == "__main__":
+    main()
