@@ -1,13 +1,14 @@
 """Frame rates that each arm's target has at the first token of a response, before anything is trained.
 
     python examples/smollm/frames.py                  # the base of the study
-    python examples/smollm/frames.py --base default   # the base of the shipped command
+    python examples/smollm/frames.py --setting default   # the base of the shipped command
 
 A response begins with its call or with an opening ("The correct answer is B."). Openings and the right tool are a
 branch: an opening suits every prompt, a tool suits few. δ is how much feedback raises the log-odds of an opening
 against the right tool, s how much they rise further under another prompt; `docs/theory.md` has λ_c = δ/(δ+s). With a
 frozen teacher the student moves to the target, so the target's probability of an opening is the predicted share of
-responses with an opening. Support, tail bucket and target are those of the trainer's defaults.
+responses with an opening. Support, tail bucket and target are those of the trainer's defaults. An opening is a first
+token of a sampled response, to a prompt with feedback, that has words before its call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from study import ARMS, BASES, study_task
+from study import ARMS, SETTINGS
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,6 +31,7 @@ from credit_trl.tasks import tool_choice
 from credit_trl.tasks.printable import markdown_table
 
 CONTRASTS = 4  # targets with one contrast prompt each, whose probabilities are averaged
+REPEATS = 4  # sampled responses to each prompt with feedback, among which openings are found
 PREDICTED = ("sdpo", "credit-0.05", "credit-0.1", "credit-0.2", "guide", "temper-only")
 
 
@@ -42,27 +44,33 @@ class FirstToken:
         teacher: (N, V), f = log p(· | x, z).
         contrasts: (C, N, V), g_k = log p(· | x'_k, z) with x' another of the prompts.
         right: (N,) id of the first token of the right call.
+        openings: ids of the first tokens of openings.
     """
 
     student: Tensor
     teacher: Tensor
     contrasts: Tensor
     right: Tensor
+    openings: list[int]
+
+    def is_opening(self) -> Tensor:
+        """(V,) whether a token begins an opening."""
+        return torch.isin(torch.arange(self.student.shape[-1]), torch.tensor(self.openings))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", choices=BASES, default="openings")
+    parser.add_argument("--setting", choices=SETTINGS, default="average")
     parser.add_argument("--task", default="tool_choice", help="tool_choice:stated for feedback that states the call")
     parser.add_argument("--prompts", type=int, default=96, help="training prompts, with one response each")
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    model, tokenizer = study_task(args.base).load("plain")
+    model, tokenizer = SETTINGS[args.setting].task.load("plain")
     kind = args.task.partition(":")[2] or "letter"
     first = measure_first_tokens(model.eval(), tokenizer, args.prompts, kind)
-    print(report(first, call_tokens(tokenizer)))
+    print(report(first))
 
 
 @torch.no_grad()
@@ -79,14 +87,18 @@ def measure_first_tokens(
         tool_choice.verify(text, row["answer"], feedback=kind).feedback for text, row in zip(texts, rows, strict=True)
     ]
 
-    def logps(own: Sequence[list[dict[str, str]]], read: bool) -> Tensor:
-        turns = [with_feedback(p, z, config) for p, z in zip(own, feedback, strict=True)] if read else own
-        return first_logps(model, tokenizer, turns)
+    def read(own: Sequence[list[dict[str, str]]]) -> list[list[dict[str, str]]]:
+        return [with_feedback(prompt, text, config) for prompt, text in zip(own, feedback, strict=True)]
 
     shifts = [1 + k * (count - 1) // CONTRASTS for k in range(CONTRASTS)]
-    others = torch.stack([logps(prompts[shift:] + prompts[:shift], True) for shift in shifts])
-    right = torch.tensor([first_token_of(tokenizer, row["tool"]) for row in rows])
-    return FirstToken(logps(prompts, False), logps(prompts, True), others, right)
+    others = [read(prompts[shift:] + prompts[:shift]) for shift in shifts]
+    return FirstToken(
+        first_logps(model, tokenizer, prompts),
+        first_logps(model, tokenizer, read(prompts)),
+        torch.stack([first_logps(model, tokenizer, turns) for turns in others]),
+        torch.tensor([tokenizer(f"{row['tool']}(", add_special_tokens=False)["input_ids"][0] for row in rows]),
+        opening_tokens(tokenizer, sample_responses(model, tokenizer, read(prompts) * REPEATS)),
+    )
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[dict[str, str]]]) -> dict[str, Tensor]:
@@ -118,28 +130,31 @@ def first_logps(
     return torch.cat(parts)
 
 
-def call_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of the first tokens of the calls; any other first token begins an opening."""
-    return sorted({first_token_of(tokenizer, tool) for tool in tool_choice.TOOLS})
+def opening_tokens(tokenizer: PreTrainedTokenizerBase, responses: Sequence[str]) -> list[int]:
+    """Ids of the first tokens of responses with words before their call, but for those that begin a tool's name."""
+    opened = [text for text in responses if tool_choice.opening(text)]
+    calls = [f"{tool}(" for tool in tool_choice.TOOLS]
+    first, of_calls = (
+        {tokenizer(t, add_special_tokens=False)["input_ids"][0] for t in texts} for texts in (opened, calls)
+    )
+    return sorted(first - of_calls)
 
 
-def first_token_of(tokenizer: PreTrainedTokenizerBase, tool: str) -> int:
-    return tokenizer(f"{tool}(", add_special_tokens=False)["input_ids"][0]
+def opening_probability(logps: Tensor, first: FirstToken) -> Tensor:
+    """(…,) probability of an opening, from (…, V) log-probabilities."""
+    return logps[..., first.openings].exp().sum(-1)
 
 
-def opening_probability(logps: Tensor, calls: Sequence[int]) -> Tensor:
-    """(…,) probability that a response does not begin with a call, from (…, V) log-probabilities."""
-    return 1.0 - logps[..., list(calls)].exp().sum(-1)
-
-
-def target_opening(first: FirstToken, calls: Sequence[int], options: dict[str, object], topk: int = 20) -> Tensor:
+def target_opening(first: FirstToken, options: dict[str, object], topk: int = 20) -> Tensor:
     """(N,) probability of an opening under the normalised target of an arm, averaged over its contrast prompts."""
     coef, form = float(options["contrastive_coef"]), options.get("contrastive_form", "subtract")
     contrasts = first.teacher[None] if options.get("contrastive_swap") == "self" else first.contrasts
     ids = first.teacher.topk(topk, dim=-1).indices
     teacher = _buckets(first.teacher, ids)
-    is_call = torch.cat([torch.isin(ids, torch.tensor(list(calls))), torch.zeros(len(ids), 1, dtype=torch.bool)], -1)
-    found = [(credit_target(teacher, _buckets(g, ids), coef, form).softmax(-1) * ~is_call).sum(-1) for g in contrasts]
+    is_opening = torch.cat([first.is_opening()[ids], torch.zeros(len(ids), 1, dtype=torch.bool)], -1)  # not the rest
+    found = [
+        (credit_target(teacher, _buckets(g, ids), coef, form).softmax(-1) * is_opening).sum(-1) for g in contrasts
+    ]
     return torch.stack(found).mean(0)
 
 
@@ -149,15 +164,15 @@ def _buckets(logps: Tensor, ids: Tensor) -> Tensor:
     return add_tail_bucket(logps.gather(-1, ids), outside)
 
 
-def log_odds(logps: Tensor, first: FirstToken, calls: Sequence[int]) -> Tensor:
+def log_odds(logps: Tensor, first: FirstToken) -> Tensor:
     """(…, N) log-odds of an opening against the right call, from (…, N, V) log-probabilities."""
     right = logps.gather(-1, first.right.expand(logps.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-    return opening_probability(logps, calls).clamp(min=1e-7).log() - right
+    return logps[..., first.openings].logsumexp(-1) - right
 
 
-def report(first: FirstToken, calls: Sequence[int]) -> str:
+def report(first: FirstToken) -> str:
     """δ, s and λ_c at the first token, and the predicted share of openings of each arm."""
-    student, teacher, others = (log_odds(one, first, calls) for one in (first.student, first.teacher, first.contrasts))
+    student, teacher, others = (log_odds(one, first) for one in (first.student, first.teacher, first.contrasts))
     delta, s = teacher - student, others.mean(0) - teacher
     rising = [d / (d + t) for d, t in zip(delta.tolist(), s.tolist(), strict=True) if d > 0 and t > 0]
     quartiles = {name: statistics.quantiles(own, n=4) for name, own in (("δ", delta.tolist()), ("s", s.tolist()))}
@@ -166,9 +181,9 @@ def report(first: FirstToken, calls: Sequence[int]) -> str:
     ]
     share = f"δ and s above 0 for {len(rising)} of {len(delta)} prompts"
     lines.append(f"{share}; λ_c there: median {statistics.median(rising):.2f}" if rising else share)
-    rows = [("no feedback", opening_probability(first.student, calls).mean().item())]
-    rows += [("another prompt, same feedback", opening_probability(first.contrasts, calls).mean().item())]
-    rows += [(arm, target_opening(first, calls, ARMS[arm]).mean().item()) for arm in PREDICTED]
+    rows = [("no feedback", opening_probability(first.student, first).mean().item())]
+    rows += [("another prompt, same feedback", opening_probability(first.contrasts, first).mean().item())]
+    rows += [(arm, target_opening(first, ARMS[arm]).mean().item()) for arm in PREDICTED]
     table = markdown_table(("distribution", "openings, %"), [(name, f"{100 * value:.1f}") for name, value in rows])
     return "\n".join([*lines, "", table])
 

@@ -4,8 +4,9 @@
     python examples/smollm/study.py --arms sdpo --seeds 10 11     # some of them
     python examples/smollm/study.py --summary                     # the table of the rows there are
 
-The bases differ in the warm-up. That of the study opens its answers under feedback in sentences of the original model;
-the default one, of the shipped command, hardly does. `frames.py` predicts the frame rates of the arms.
+Settings: `average`, a base that opens answers under feedback in sentences of the original model, and the average of
+the policy as the teacher; `frozen`, the same base, which is also the teacher; `default`, that of the shipped command,
+whose base hardly has openings. `frames.py` measures δ, s and λ_c before training.
 
 A row has held-out accuracy, frame rate, response length, accuracy on real
 requests (`--real`, a file of `real_requests.py`), general damage (`unrelated.py`) and the first evaluated step with 15
@@ -21,7 +22,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,27 @@ ARMS: dict[str, dict[str, Any]] = {
     "sdpo-stated": {"contrastive_coef": 0.0, "task": "tool_choice:stated"},
     "credit-stated": {"contrastive_coef": 0.1, "task": "tool_choice:stated"},
 }
-BASES = {"openings": WarmUp(opening_share=0.4, opening_prompts=144), "default": WarmUp()}
+OPENINGS = WarmUp(opening_share=0.4, opening_prompts=144)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Warm-up of the base, and the options of `CreditConfig` that all arms have."""
+
+    warm_up: WarmUp
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def task(self) -> QuickstartTask:
+        """The task of the shipped command with this base."""
+        return replace(quickstart_task("smollm2"), load=partial(load_warmed_up, settings=self.warm_up))
+
+
+SETTINGS = {
+    "average": Setting(OPENINGS, {"teacher_model_kind": "ema", "teacher_update_rate": 0.05}),
+    "frozen": Setting(OPENINGS),  # the base is the teacher, as in the shipped command
+    "default": Setting(WarmUp()),
+}
 SEEDS = (10, 11, 12, 13, 14)
 RESULTS = Path(__file__).parent / "results" / "runs.csv"
 THRESHOLD = 0.15
@@ -60,7 +81,7 @@ THRESHOLD = 0.15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--base", choices=BASES, default="openings")
+    parser.add_argument("--setting", choices=SETTINGS, default="average")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--hours", type=float, default=2.0, help="start no run that would end later (default 2)")
@@ -82,26 +103,21 @@ def run_missing(args: argparse.Namespace) -> None:
     start, longest = time.monotonic(), 0.0
     for seed in args.seeds:
         for arm in args.arms:
-            done = {(row["base"], row["arm"], int(row["seed"])) for row in read_rows(args.results)}
-            if (args.base, arm, seed) in done:
+            done = {(row["setting"], row["arm"], int(row["seed"])) for row in read_rows(args.results)}
+            if (args.setting, arm, seed) in done:
                 continue
             if time.monotonic() - start + longest > 3600 * args.hours:
                 return
             began = time.monotonic()
-            directory = args.output_dir / args.base / f"{arm}-{seed}"
-            append_row(args.results, {"base": args.base, **run_arm(arm, seed, directory, study_task(args.base), args)})
+            append_row(args.results, {"setting": args.setting, **run_arm(arm, seed, args)})
             longest = max(longest, time.monotonic() - began)
 
 
-def study_task(base: str) -> QuickstartTask:
-    """The task of the shipped command with a base of `BASES`."""
-    return replace(quickstart_task("smollm2"), load=partial(load_warmed_up, settings=BASES[base]))
-
-
-def run_arm(arm: str, seed: int, directory: Path, task: QuickstartTask, args: argparse.Namespace) -> dict[str, Any]:
+def run_arm(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Train one arm and return its row."""
-    options = dict(ARMS[arm])
-    task = replace(task, name=options.pop("task", task.name))
+    setting, directory = SETTINGS[args.setting], args.output_dir / args.setting / f"{arm}-{seed}"
+    options = {**setting.options, **ARMS[arm]}
+    task = replace(setting.task, name=options.pop("task", setting.task.name))
     result = run_quickstart(directory, args.steps, seed, task=task, **options)
     row = {"arm": arm, "seed": seed, "steps": result.steps, **measures(result)}
     return {
@@ -203,9 +219,12 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
         "kl",
         "perplexity",
     )
-    lines = ["| base | arm | seeds | " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * (len(columns) + 1)]
-    for base, arm in dict.fromkeys((row["base"], row["arm"]) for row in rows):
-        own = [row for row in rows if (row["base"], row["arm"]) == (base, arm)]
+    lines = [
+        "| setting | arm | seeds | " + " | ".join(columns) + " |",
+        "| --- | --- |" + " ---: |" * (len(columns) + 1),
+    ]
+    for setting, arm in dict.fromkeys((row["setting"], row["arm"]) for row in rows):
+        own = [row for row in rows if (row["setting"], row["arm"]) == (setting, arm)]
         cells = []
         for column in columns:
             values = [
@@ -216,7 +235,7 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
                 if column == "gain" or row.get(column)
             ]
             cells.append(mean_and_interval(values) if values else "")
-        lines.append(f"| {base} | {arm} | {len(own)} | " + " | ".join(cells) + " |")
+        lines.append(f"| {setting} | {arm} | {len(own)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

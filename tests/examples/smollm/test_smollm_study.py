@@ -25,10 +25,14 @@ def unrelated(example):
     return example("unrelated")
 
 
-def test_every_arm_is_a_valid_configuration(study, tmp_path):
+@pytest.mark.parametrize("setting", ["average", "frozen", "default"])
+def test_every_arm_is_a_valid_configuration(study, tmp_path, setting):
+    setting = study.SETTINGS[setting].options
     defaults = {**quickstart_task("smollm2").defaults, "bf16": False}
     configs = {
-        arm: CreditConfig(str(tmp_path), **{**defaults, **{k: v for k, v in options.items() if k != "task"}})
+        arm: CreditConfig(
+            str(tmp_path), **{**defaults, **setting, **{k: v for k, v in options.items() if k != "task"}}
+        )
         for arm, options in study.ARMS.items()
     }
     assert configs["sdpo"].contrastive_coef == 0.0
@@ -39,7 +43,7 @@ def test_every_arm_is_a_valid_configuration(study, tmp_path):
 
 def arguments(study, tmp_path, **options):
     defaults = {
-        "base": "openings",
+        "setting": "average",
         "arms": ["sdpo", "grpo"],
         "seeds": [10, 11],
         "hours": 1.0,
@@ -72,11 +76,11 @@ def test_interrupted_study_repeats_no_run(study, tmp_path, monkeypatch):
     assert [row["kl"] for row in rows] == ["", "", "", "0.1"]
 
 
-def test_rows_of_one_base_do_not_stand_for_another(study, tmp_path, monkeypatch):
+def test_rows_of_one_setting_do_not_stand_for_another(study, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "run_arm", lambda arm, seed, *rest: {"arm": arm, "seed": seed})
-    for base in ("default", "openings"):
-        study.run_missing(arguments(study, tmp_path, base=base, arms=["sdpo"], seeds=[10]))
-    assert [row["base"] for row in study.read_rows(tmp_path / "results" / "runs.csv")] == ["default", "openings"]
+    for setting in ("default", "average"):
+        study.run_missing(arguments(study, tmp_path, setting=setting, arms=["sdpo"], seeds=[10]))
+    assert [row["setting"] for row in study.read_rows(tmp_path / "results" / "runs.csv")] == ["default", "average"]
 
 
 def test_no_run_starts_that_would_end_too_late(study, tmp_path, monkeypatch):
@@ -91,7 +95,8 @@ def test_no_run_starts_that_would_end_too_late(study, tmp_path, monkeypatch):
 def test_summary_has_means_and_student_intervals_over_seeds(study):
     after = (0.5, 0.7, 0.9)
     rows = [
-        {"base": "default", "arm": "sdpo", "accuracy_before": "0.3", "accuracy_after": str(score)} for score in after
+        {"setting": "default", "arm": "sdpo", "accuracy_before": "0.3", "accuracy_after": str(score)}
+        for score in after
     ]
     low, high = stats.ttest_1samp(after, 0.0).confidence_interval(0.95)
     line = study.summary(rows).splitlines()[2]
@@ -101,30 +106,38 @@ def test_summary_has_means_and_student_intervals_over_seeds(study):
 
 @pytest.fixture
 def first_tokens(example):
-    """First tokens of five prompts over a vocabulary of 40, of which ids 3, 7 and 20 begin calls."""
+    """First tokens of five prompts over a vocabulary of 40, of which ids 3, 7 and 20 begin openings."""
     logps = torch.randn(6, 5, 40, generator=torch.Generator().manual_seed(0)).mul(2).log_softmax(-1)
-    return example("frames").FirstToken(logps[0], logps[1], logps[2:], torch.tensor([3] * 5)), [3, 7, 20]
+    return example("frames").FirstToken(logps[0], logps[1], logps[2:], torch.tensor([5] * 5), [3, 7, 20])
 
 
 @pytest.mark.parametrize("coef", [0.1, 0.5])
 @pytest.mark.parametrize("form", ["subtract", "guide"])
 def test_predicted_frame_rate_is_that_of_the_softmax_of_r_plus_log_p(example, first_tokens, coef, form):
-    first, calls = first_tokens
+    first = first_tokens
     options = {"contrastive_coef": coef, "contrastive_form": form}
-    found = example("frames").target_opening(first, calls, options, topk=39)
+    found = example("frames").target_opening(first, options, topk=39)
     expected = torch.zeros(5, dtype=torch.float64)
     f = first.teacher.double()
     for g in first.contrasts.double():
         target = (f.exp() / g.exp() ** coef) if form == "subtract" else f.exp() ** (1 + coef) / g.exp() ** coef
-        expected += 1 - target[:, calls].sum(-1) / target.sum(-1)
+        expected += target[:, first.openings].sum(-1) / target.sum(-1)
     torch.testing.assert_close(found.double(), expected / 4, atol=1e-5, rtol=0)
 
 
 def test_predicted_frame_rate_of_sdpo_is_the_teachers(example, first_tokens):
-    first, calls = first_tokens
+    first = first_tokens
     frames = example("frames")
-    own = frames.opening_probability(first.teacher, calls)
-    torch.testing.assert_close(frames.target_opening(first, calls, {"contrastive_coef": 0.0}, topk=39), own)
+    own = frames.opening_probability(first.teacher, first)
+    torch.testing.assert_close(frames.target_opening(first, {"contrastive_coef": 0.0}, topk=39), own)
+
+
+def test_openings_are_first_tokens_before_a_call(example, tokenizer):
+    frames = example("frames")
+    opened, own = "The tool is B. hotels(Oslo)", "hotels(Oslo)"
+    (first,) = frames.opening_tokens(tokenizer, [own, opened, opened])
+    assert opened.startswith(tokenizer.decode([first]))
+    assert frames.opening_tokens(tokenizer, [own]) == []
 
 
 def test_report_states_delta_s_and_the_critical_lambda(example):
@@ -133,7 +146,7 @@ def test_report_states_delta_s_and_the_critical_lambda(example):
     def logps(opening):
         return torch.tensor([opening, 1 - opening, *[1e-9] * 28]).log().repeat(4, 1)
 
-    report = frames.report(frames.FirstToken(logps(0.1), logps(0.5), logps(0.9)[None], torch.ones(4, dtype=int)), [1])
+    report = frames.report(frames.FirstToken(logps(0.1), logps(0.5), logps(0.9)[None], torch.ones(4, dtype=int), [0]))
     assert "δ, nats: median 2.20" in report
     assert "s, nats: median 2.20" in report
     assert "λ_c there: median 0.50" in report
