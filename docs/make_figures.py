@@ -3,11 +3,13 @@
     python docs/make_figures.py                # one run of the quickstart, two minutes on one idle core
     python docs/make_figures.py --run runs/quickstart   # from an existing quickstart run
     python docs/make_figures.py --hero         # needs: python examples/study/make_base.py --world weak
+    python docs/make_figures.py --smollm2      # from examples/smollm/results/runs.csv
 
 `images/learning_curve.png`: held-out accuracy over the steps, as `credit-quickstart` draws it.
 `images/token_map.png`: ΔV_t and S_t of one wrong answer of the base model, before and after training.
 `images/hero-light.png`, `hero-dark.png`: R_t of SDPO and CREDIT on one answer with the planted thought of the study's
 weak world, and the rate of that thought during training, from `examples/study/results/worlds.csv`.
+`images/smollm2_arms-light.png`, `smollm2_arms-dark.png`: openings and accuracy of SmolLM2 by arm, one point a seed.
 """
 
 from __future__ import annotations
@@ -40,7 +42,19 @@ from credit_trl.tasks.quickstart_model import base_directory, load_model, read_b
 from credit_trl.training.run_directory import EVALUATIONS_FILE, SUMMARY_FILE, read_lines
 
 IMAGES = Path(__file__).parent / "images"
-WORLDS_CSV = Path(__file__).parents[1] / "examples" / "study" / "results" / "worlds.csv"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+WORLDS_CSV = EXAMPLES / "study" / "results" / "worlds.csv"
+SMOLLM2_CSV = EXAMPLES / "smollm" / "results" / "runs.csv"
+ARMS = {
+    "sdpo": "SDPO",
+    "credit-0.05": "λ = 0.05",
+    "credit-0.1": "λ = 0.1",
+    "credit-0.2": "λ = 0.2",
+    "credit-0.5": "λ = 0.5",
+    "guide": "guide\nλ = 0.1",
+    "temper-only": "temper\nonly",
+    "grpo": "GRPO",
+}
 
 FONT = 10.0  # points
 CELL, LINE = FONT / 72 * 0.602, FONT / 72 * 2.0  # inches of one character of DejaVu Sans Mono, and of one line
@@ -65,6 +79,7 @@ def main() -> None:
         "--run", type=Path, default=Path("runs/figures"), help="run directory; a finished run is not repeated"
     )
     parser.add_argument("--hero", action="store_true", help="draw the pair of the weak world instead")
+    parser.add_argument("--smollm2", action="store_true", help="draw the arms of the SmolLM2 study instead")
     parser.add_argument("--base", type=Path, help="base of the weak world (default: the one in the user's cache)")
     args = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
@@ -73,6 +88,11 @@ def main() -> None:
         for theme in THEMES:
             draw_hero(answer, read_rates(WORLDS_CSV), theme, IMAGES / f"hero-{theme.name}.png")
         print(f"{IMAGES}: hero-light.png, hero-dark.png")
+        return
+    if args.smollm2:
+        for theme in THEMES:
+            draw_arms(SMOLLM2_CSV, theme, IMAGES / f"smollm2_arms-{theme.name}.png")
+        print(f"{IMAGES}: smollm2_arms-light.png, smollm2_arms-dark.png")
         return
     if not (args.run / SUMMARY_FILE).is_file():
         run_quickstart(args.run, args.steps, args.seed)
@@ -207,7 +227,6 @@ def draw_tokens(axes: Axes, token_map: TokenMap, values: list[float], shade: Sca
 
 def draw_rates(axes: Axes, rates: dict[str, dict[int, list[float]]], theme: Theme) -> None:
     """Draw the mean over bases of the rate against the steps, with a thin line for each base."""
-    axes.set_facecolor(theme.background)
     names = {"SDPO": "SDPO", "CREDIT λ=0.1": "CREDIT, λ = 0.1"}
     for colour, (arm, by_step) in zip((COLOURS[1], COLOURS[0]), rates.items(), strict=True):
         steps = sorted(by_step)
@@ -221,6 +240,34 @@ def draw_rates(axes: Axes, rates: dict[str, dict[int, list[float]]], theme: Them
     axes.set_xlabel("step", color=theme.ink, fontsize=9)
     count = len(next(iter(rates["SDPO"].values())))
     title = f"“{SHORTCUT_THOUGHT}” on unknown cues, % ({count} bases)"
+    style_axes(axes, title, theme)
+
+
+def draw_arms(file: Path, theme: Theme, path: Path) -> None:
+    """Draw openings and accuracy after training by arm, a point for each seed, their mean and the base."""
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["setting"] == "average"]
+    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
+    figure = Figure(figsize=(9.6, 3.0), facecolor=theme.background, layout="constrained")
+    titles = {"opening": "responses with an opening, %", "accuracy": "held-out avg@4, %"}
+    for axes, (measure, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        for place, arm in enumerate(arms):
+            values = [100 * float(row[f"{measure}_after"]) for row in rows if row["arm"] == arm]
+            colour = COLOURS[1] if arm == "sdpo" else COLOURS[0] if arm.startswith("credit") else COLOURS[7]
+            axes.plot([place - 0.3, place + 0.3], [statistics.fmean(values)] * 2, color=colour, lw=2.5)
+            axes.plot([place] * len(values), values, "o", color=colour, ms=5, alpha=0.6, mew=0)
+        base = 100 * statistics.fmean(float(row[f"{measure}_before"]) for row in rows)
+        axes.axhline(base, color=theme.ink, lw=0.8, ls="--")
+        axes.annotate("base", (len(arms) - 0.5, base), color=theme.ink, fontsize=8, ha="right", va="bottom")
+        axes.set(xticks=range(len(arms)), xlim=(-0.6, len(arms) - 0.4))
+        axes.set_xticklabels([ARMS[arm] for arm in arms], color=theme.ink, fontsize=8)
+        axes.set_ylim(bottom=0)
+        style_axes(axes, title, theme)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+
+
+def style_axes(axes: Axes, title: str, theme: Theme) -> None:
+    axes.set_facecolor(theme.background)
     axes.set_title(title, color=theme.ink, fontsize=9, loc="left")
     axes.tick_params(colors=theme.ink, labelsize=8)
     axes.grid(True, color=theme.grid, lw=0.6)

@@ -32,7 +32,7 @@ from credit_trl.tasks.printable import markdown_table
 
 CONTRASTS = 4  # targets with one contrast prompt each, whose probabilities are averaged
 REPEATS = 4  # sampled responses to each prompt with feedback, among which openings are found
-PREDICTED = ("sdpo", "credit-0.05", "credit-0.1", "credit-0.2", "guide", "temper-only")
+PREDICTED = ("sdpo", "credit-0.05", "credit-0.1", "credit-0.2", "credit-0.5", "guide", "temper-only")
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "temper-only": {"contrastive_coef": 0.1, "contrastive_swap": "self"},
     "credit-0.05": {"contrastive_coef": 0.05},
     "credit-0.2": {"contrastive_coef": 0.2},
+    "credit-0.5": {"contrastive_coef": 0.5},
     "sdpo-paper": {"contrastive_coef": 0.0, "reprompt_style": "paper"},
     "sdpo-stated": {"contrastive_coef": 0.0, "task": "tool_choice:stated"},
     "credit-stated": {"contrastive_coef": 0.1, "task": "tool_choice:stated"},
