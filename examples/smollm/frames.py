@@ -9,6 +9,9 @@ against the right tool, s how much they rise further under another prompt; `docs
 frozen teacher the student moves to the target, so the target's probability of an opening is the predicted share of
 responses with an opening. Support, tail bucket and target are those of the trainer's defaults. An opening is a first
 token of a sampled response, to a prompt with feedback, that has words before its call.
+
+With a teacher that follows the policy the target moves on, so its first distance from the student gives the sign and
+the order of the drifts, not their ends.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from credit_trl import CreditConfig
 from credit_trl.cli.quickstart_tasks import quickstart_task
 from credit_trl.cli.tool_choice_base import with_feedback
-from credit_trl.objective import add_tail_bucket, credit_target
+from credit_trl.objective import add_tail_bucket, credit_target, renormalize
 from credit_trl.tasks import tool_choice
 from credit_trl.tasks.printable import markdown_table
 
@@ -52,10 +55,6 @@ class FirstToken:
     contrasts: Tensor
     right: Tensor
     openings: list[int]
-
-    def is_opening(self) -> Tensor:
-        """(V,) whether a token begins an opening."""
-        return torch.isin(torch.arange(self.student.shape[-1]), torch.tensor(self.openings))
 
 
 def main() -> None:
@@ -140,40 +139,60 @@ def opening_tokens(tokenizer: PreTrainedTokenizerBase, responses: Sequence[str])
     return sorted(first - of_calls)
 
 
-def opening_probability(logps: Tensor, first: FirstToken) -> Tensor:
-    """(…,) probability of an opening, from (…, V) log-probabilities."""
-    return logps[..., first.openings].exp().sum(-1)
+@dataclass(frozen=True)
+class Support:
+    """The teacher's K likeliest tokens of N prompts, and all others as one bucket.
+
+    Args:
+        ids: (N, K) token ids.
+        is_opening, is_right: (N, K + 1) which tokens begin an opening or the right call; the rest is neither.
+    """
+
+    ids: Tensor
+    is_opening: Tensor
+    is_right: Tensor
+
+    @classmethod
+    def of(cls, first: FirstToken, topk: int = 20) -> Support:
+        ids = first.teacher.topk(topk, dim=-1).indices
+        rest = torch.zeros(len(ids), 1, dtype=torch.bool)
+        is_opening = torch.isin(ids, torch.tensor(first.openings))
+        return cls(ids, torch.cat([is_opening, rest], -1), torch.cat([ids == first.right[:, None], rest], -1))
+
+    def buckets(self, logps: Tensor) -> Tensor:
+        """(…, N, K + 1) log-probabilities from (…, N, V)."""
+        ids = self.ids.expand(*logps.shape[:-1], -1)
+        outside = logps.scatter(-1, ids, -torch.inf).logsumexp(-1)
+        return add_tail_bucket(logps.gather(-1, ids), outside)
+
+    def openings(self, logps: Tensor) -> Tensor:
+        """(…, N) probability of an opening, from buckets."""
+        return (logps.exp() * self.is_opening).sum(-1)
+
+    def log_odds(self, logps: Tensor) -> Tensor:
+        """(…, N) log-odds of an opening against the right call, from buckets; NaN where one is not in the support."""
+        opening, right = (
+            logps.masked_fill(~own, -torch.inf).logsumexp(-1) for own in (self.is_opening, self.is_right)
+        )
+        return (opening - right).where(opening.isfinite() & right.isfinite(), torch.nan)
 
 
-def target_opening(first: FirstToken, options: dict[str, object], topk: int = 20) -> Tensor:
-    """(N,) probability of an opening under the normalised target of an arm, averaged over its contrast prompts."""
-    coef, form = float(options["contrastive_coef"]), options.get("contrastive_form", "subtract")
+def arm_targets(first: FirstToken, support: Support, options: dict[str, object]) -> Tensor:
+    """(C, N, K + 1) normalised target of an arm under each of the contrast prompts."""
     contrasts = first.teacher[None] if options.get("contrastive_swap") == "self" else first.contrasts
-    ids = first.teacher.topk(topk, dim=-1).indices
-    teacher = _buckets(first.teacher, ids)
-    is_opening = torch.cat([first.is_opening()[ids], torch.zeros(len(ids), 1, dtype=torch.bool)], -1)  # not the rest
-    found = [
-        (credit_target(teacher, _buckets(g, ids), coef, form).softmax(-1) * is_opening).sum(-1) for g in contrasts
-    ]
-    return torch.stack(found).mean(0)
-
-
-def _buckets(logps: Tensor, ids: Tensor) -> Tensor:
-    """(N, K + 1) log-probabilities of the support's tokens and of all others together."""
-    outside = logps.scatter(-1, ids, -torch.inf).logsumexp(-1)
-    return add_tail_bucket(logps.gather(-1, ids), outside)
-
-
-def log_odds(logps: Tensor, first: FirstToken) -> Tensor:
-    """(…, N) log-odds of an opening against the right call, from (…, N, V) log-probabilities."""
-    right = logps.gather(-1, first.right.expand(logps.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-    return logps[..., first.openings].logsumexp(-1) - right
+    coef, form = float(options["contrastive_coef"]), options.get("contrastive_form", "subtract")
+    teacher = support.buckets(first.teacher)
+    return renormalize(credit_target(teacher, support.buckets(contrasts), coef, form))
 
 
 def report(first: FirstToken) -> str:
     """δ, s and λ_c at the first token, and the predicted share of openings of each arm."""
-    student, teacher, others = (log_odds(one, first) for one in (first.student, first.teacher, first.contrasts))
-    delta, s = teacher - student, others.mean(0) - teacher
+    support = Support.of(first)
+    student, teacher, others = map(support.buckets, (first.student, first.teacher, first.contrasts))
+    start = support.log_odds(student)
+    has_branch = start.isfinite()
+    delta = (support.log_odds(teacher) - start)[has_branch]
+    s = (support.log_odds(others).mean(0) - support.log_odds(teacher))[has_branch]
     rising = [d / (d + t) for d, t in zip(delta.tolist(), s.tolist(), strict=True) if d > 0 and t > 0]
     quartiles = {name: statistics.quantiles(own, n=4) for name, own in (("δ", delta.tolist()), ("s", s.tolist()))}
     lines = [
@@ -181,10 +200,14 @@ def report(first: FirstToken) -> str:
     ]
     share = f"δ and s above 0 for {len(rising)} of {len(delta)} prompts"
     lines.append(f"{share}; λ_c there: median {statistics.median(rising):.2f}" if rising else share)
-    rows = [("no feedback", opening_probability(first.student, first).mean().item())]
-    rows += [("another prompt, same feedback", opening_probability(first.contrasts, first).mean().item())]
-    rows += [(arm, target_opening(first, ARMS[arm]).mean().item()) for arm in PREDICTED]
-    table = markdown_table(("distribution", "openings, %"), [(name, f"{100 * value:.1f}") for name, value in rows])
+    rows = [("no feedback", support.openings(student).mean().item(), None)]
+    rows += [("another prompt, same feedback", support.openings(others).mean().item(), None)]
+    for arm in PREDICTED:
+        targets = arm_targets(first, support, ARMS[arm])
+        push = (support.log_odds(targets).mean(0) - start)[has_branch].median().item()
+        rows.append((arm, support.openings(targets).mean().item(), push))
+    cells = [(name, f"{100 * share:.1f}", "" if push is None else f"{push:+.2f}") for name, share, push in rows]
+    table = markdown_table(("distribution", "openings, %", "first drift, nats"), cells)
     return "\n".join([*lines, "", table])
 
 

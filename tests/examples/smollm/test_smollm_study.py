@@ -115,21 +115,33 @@ def first_tokens(example):
 @pytest.mark.parametrize("form", ["subtract", "guide"])
 def test_predicted_frame_rate_is_that_of_the_softmax_of_r_plus_log_p(example, first_tokens, coef, form):
     first = first_tokens
+    frames = example("frames")
+    support = frames.Support.of(first, topk=39)  # and one token as the rest
     options = {"contrastive_coef": coef, "contrastive_form": form}
-    found = example("frames").target_opening(first, options, topk=39)
-    expected = torch.zeros(5, dtype=torch.float64)
+    targets = frames.arm_targets(first, support, options)
     f = first.teacher.double()
-    for g in first.contrasts.double():
+    for found, g in zip(targets, first.contrasts.double(), strict=True):
         target = (f.exp() / g.exp() ** coef) if form == "subtract" else f.exp() ** (1 + coef) / g.exp() ** coef
-        expected += target[:, first.openings].sum(-1) / target.sum(-1)
-    torch.testing.assert_close(found.double(), expected / 4, atol=1e-5, rtol=0)
+        opening = target[:, first.openings].sum(-1)
+        close = {"atol": 1e-5, "rtol": 1e-4}
+        torch.testing.assert_close(support.openings(found).double(), opening / target.sum(-1), **close)
+        torch.testing.assert_close(support.log_odds(found).double(), (opening / target[:, 5]).log(), **close)
 
 
 def test_predicted_frame_rate_of_sdpo_is_the_teachers(example, first_tokens):
     first = first_tokens
     frames = example("frames")
-    own = frames.opening_probability(first.teacher, first)
-    torch.testing.assert_close(frames.target_opening(first, {"contrastive_coef": 0.0}, topk=39), own)
+    support = frames.Support.of(first, topk=39)
+    (target,) = frames.arm_targets(first, support, {"contrastive_coef": 0.0, "contrastive_swap": "self"})
+    torch.testing.assert_close(support.openings(target), first.teacher[:, first.openings].exp().sum(-1))
+
+
+def test_prompts_whose_right_call_is_outside_the_support_have_no_branch(example, first_tokens):
+    first = first_tokens
+    support = example("frames").Support.of(first, topk=4)
+    odds = support.log_odds(support.buckets(first.teacher))
+    likeliest = [set(row.tolist()) for row in first.teacher.topk(4).indices]
+    assert odds.isfinite().tolist() == [5 in own and bool(own & set(first.openings)) for own in likeliest]
 
 
 def test_openings_are_first_tokens_before_a_call(example, tokenizer):
@@ -150,7 +162,9 @@ def test_report_states_delta_s_and_the_critical_lambda(example):
     assert "δ, nats: median 2.20" in report
     assert "s, nats: median 2.20" in report
     assert "λ_c there: median 0.50" in report
-    assert "| sdpo | 50.0 |" in report
+    assert "| sdpo | 50.0 | +2.20 |" in report
+    assert "| credit-0.5 | 25.0 | +1.10 |" in report  # log-odds 0 / 2 - 2.2 / 2, from -2.2
+    assert "| temper-only | 50.0 | +2.20 |" in report
 
 
 def test_first_tokens_are_those_of_the_prompt_with_feedback(example, make_model, tokenizer):
