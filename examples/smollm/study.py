@@ -77,6 +77,19 @@ SETTINGS = {
 SEEDS = (10, 11, 12, 13, 14)
 RESULTS = Path(__file__).parent / "results" / "runs.csv"
 THRESHOLD = 0.15
+# Columns of the summary, and those that are compared with SDPO's.
+COLUMNS = (
+    "accuracy_after",
+    "real_after",
+    "accuracy_step20",
+    "opening_step20",
+    "opening_after",
+    "frames_after",
+    "length_after",
+    "kl",
+    "perplexity",
+)
+PAIRED = ("accuracy_after", "opening_after", "kl")
 
 
 def main() -> None:
@@ -140,8 +153,19 @@ def measures(result: QuickstartResult) -> dict[str, Any]:
         row |= {f"{metric}_{name}": evaluation.metrics[metric] for metric in ("format", "opening")}
     row["frames_before"] = own_frame_rate(result.answers.before, opening)
     row["frames_after"] = frame_rate(result.answers.before, result.answers.after, opening)
+    row |= measures_during(result.run_directory, result.steps)
     row["steps_to_threshold"] = steps_to_threshold(result.run_directory)
     row["seconds_per_step"] = sum(result.stage_seconds.values())
+    return row
+
+
+def measures_during(directory: Path, last: int) -> dict[str, float]:
+    """Accuracy and share of openings at the evaluated steps between the first and `last`, as `accuracy_step20`."""
+    row = {}
+    for line in read_lines(directory / EVALUATIONS_FILE):
+        if 0 < line["step"] < last:
+            row[f"accuracy_step{line['step']}"] = line["score"]
+            row[f"opening_step{line['step']}"] = line["metrics"]["opening"]
     return row
 
 
@@ -208,34 +232,27 @@ def mean_and_interval(values: Sequence[float]) -> str:
     return f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]"
 
 
+def rows_by_seed(rows: Sequence[Mapping[str, str]], setting: str, arm: str) -> dict[str, Mapping[str, str]]:
+    return {row["seed"]: row for row in rows if (row["setting"], row["arm"]) == (setting, arm)}
+
+
+def column(rows: Mapping[str, Mapping[str, str]], name: str) -> dict[str, float]:
+    """Values of a column by seed, of the rows that have one."""
+    return {seed: float(row[name]) for seed, row in rows.items() if row.get(name)}
+
+
 def summary(rows: Sequence[Mapping[str, str]]) -> str:
-    """Table of the arms: means over seeds with Student's 95 % intervals."""
-    columns = (
-        "gain",
-        "accuracy_after",
-        "real_after",
-        "opening_after",
-        "frames_after",
-        "length_after",
-        "kl",
-        "perplexity",
-    )
-    lines = [
-        "| setting | arm | seeds | " + " | ".join(columns) + " |",
-        "| --- | --- |" + " ---: |" * (len(columns) + 1),
-    ]
+    """Table of the arms: means over seeds with Student's 95 % intervals, and differences from SDPO's same seeds."""
+    columns = ["setting", "arm", "seeds", "gain", *COLUMNS, *(f"{name} − SDPO" for name in PAIRED)]
+    lines = [f"| {' | '.join(columns)} |", "| --- | --- |" + " ---: |" * (len(columns) - 2)]
     for setting, arm in dict.fromkeys((row["setting"], row["arm"]) for row in rows):
-        own = [row for row in rows if (row["setting"], row["arm"]) == (setting, arm)]
-        cells = []
-        for column in columns:
-            values = [
-                float(row["accuracy_after"]) - float(row["accuracy_before"])
-                if column == "gain"
-                else float(row[column])
-                for row in own
-                if column == "gain" or row.get(column)
-            ]
-            cells.append(mean_and_interval(values) if values else "")
+        own, sdpo = (rows_by_seed(rows, setting, name) for name in (arm, "sdpo"))
+        gains = [float(row["accuracy_after"]) - float(row["accuracy_before"]) for row in own.values()]
+        values = [gains, *(list(column(own, name).values()) for name in COLUMNS)]
+        for name in PAIRED:
+            theirs = column(sdpo, name) if arm != "sdpo" else {}
+            values.append([value - theirs[seed] for seed, value in column(own, name).items() if seed in theirs])
+        cells = (mean_and_interval(one) if one else "" for one in values)
         lines.append(f"| {setting} | {arm} | {len(own)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -92,16 +93,38 @@ def test_no_run_starts_that_would_end_too_late(study, tmp_path, monkeypatch):
     assert len(study.read_rows(args.results)) == 1
 
 
+def summary_rows(arm, scores):
+    return [
+        {"setting": "default", "arm": arm, "seed": str(seed), "accuracy_before": "0.3", "accuracy_after": str(score)}
+        | {"opening_after": "0.1", "kl": "0.5"}
+        for seed, score in enumerate(scores)
+    ]
+
+
+def student_interval(values):
+    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    return f"{np.mean(values):.3f} [{low:.3f}, {high:.3f}]"
+
+
 def test_summary_has_means_and_student_intervals_over_seeds(study):
     after = (0.5, 0.7, 0.9)
-    rows = [
-        {"setting": "default", "arm": "sdpo", "accuracy_before": "0.3", "accuracy_after": str(score)}
-        for score in after
-    ]
-    low, high = stats.ttest_1samp(after, 0.0).confidence_interval(0.95)
-    line = study.summary(rows).splitlines()[2]
+    line = study.summary(summary_rows("sdpo", after)).splitlines()[2]
     assert line.startswith("| default | sdpo | 3 | 0.400 [")
-    assert f"| 0.700 [{low:.3f}, {high:.3f}] |" in line
+    assert f"| {student_interval(after)} |" in line
+
+
+def test_summary_pairs_differences_from_sdpo_by_seed(study):
+    rows = [*summary_rows("sdpo", (0.5, 0.7, 0.9)), *reversed(summary_rows("guide", (0.6, 0.75, 0.95, 0.1)))]
+    header, _, sdpo, guide = study.summary(rows).splitlines()
+    column = header.split(" | ").index("accuracy_after − SDPO")
+    assert guide.split(" | ")[column] == student_interval((0.1, 0.05, 0.05))
+    assert not sdpo.split(" | ")[column].strip()
+
+
+def test_row_has_the_evaluations_between_first_and_last_step(study, tmp_path):
+    lines = [{"step": step, "score": step / 100, "metrics": {"opening": step / 50}} for step in (0, 20, 40)]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert study.measures_during(tmp_path, 40) == {"accuracy_step20": 0.2, "opening_step20": 0.4}
 
 
 @pytest.fixture
