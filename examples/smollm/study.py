@@ -100,11 +100,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--hours", type=float, default=2.0, help="start no run that would end later (default 2)")
     parser.add_argument("--real", type=Path, help="records of ToolAlpaca")
+    parser.add_argument("--gpu", action="store_true", help="train and measure on a GPU (default: CPU)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/smollm-study"))
     parser.add_argument("--threads", type=int)
     parser.add_argument("--summary", action="store_true", help="print the table and run nothing")
     args = parser.parse_args()
+    if args.real is not None and not args.real.is_file():
+        parser.error(f"--real {args.real}: no such file")
+    if args.gpu and not torch.cuda.is_available():
+        parser.error("--gpu: torch sees no GPU here")
     if args.threads:
         torch.set_num_threads(args.threads)
     if not args.summary:
@@ -132,11 +137,11 @@ def run_arm(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     setting, directory = SETTINGS[args.setting], args.output_dir / args.setting / f"{arm}-{seed}"
     options = {**setting.options, **ARMS[arm]}
     task = replace(setting.task, name=options.pop("task", setting.task.name))
-    result = run_quickstart(directory, args.steps, seed, task=task, **options)
+    result = run_quickstart(directory, args.steps, seed, task=task, use_cpu=not args.gpu, **options)
     row = {"arm": arm, "seed": seed, "steps": result.steps, **measures(result)}
     return {
         **row,
-        **damage_and_real(task, directory / "model", args.real),
+        **damage_and_real(task, directory / "model", args.real, "cuda" if args.gpu else "cpu"),
         **versions(),
         "options": json.dumps(options),
     }
@@ -176,14 +181,15 @@ def steps_to_threshold(directory: Path) -> int | None:
     return next((step for step, score in zip(steps, scores, strict=True) if score >= scores[0] + THRESHOLD), None)
 
 
-def damage_and_real(task: QuickstartTask, trained: Path, real: Path | None) -> dict[str, Any]:
+def damage_and_real(task: QuickstartTask, trained: Path, real: Path | None, device: str) -> dict[str, Any]:
     """General damage of a trained model, and the accuracy of base and trained model on real requests."""
     from transformers import AutoModelForCausalLM
 
     base, tokenizer = task.load("plain")
-    model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        damage = measure_damage(base.eval(), model, answer_prompts(base, tokenizer))
+    base = base.eval().to(device)
+    model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval().to(device)
+    with torch.autocast(device, torch.bfloat16):
+        damage = measure_damage(base, model, answer_prompts(base, tokenizer))
         row: dict[str, Any] = {
             "kl": damage.kl,
             "perplexity": damage.perplexity,

@@ -68,6 +68,7 @@ def answer_prompts(
         ]
         batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
         width = batch["input_ids"].shape[1]
+        batch = batch.to(model.device)
         found = model.generate(**batch, do_sample=False, max_new_tokens=tokens)[:, width:].tolist()
         for text, ids in zip(texts, found, strict=True):
             end = ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else len(ids)
@@ -88,19 +89,19 @@ def measure_damage(
         ids = torch.tensor([prompt + answer + [0] * (width - len(prompt) - len(answer)) for prompt, answer in rows])
         mask = torch.tensor([[1] * (len(p) + len(a)) + [0] * (width - len(p) - len(a)) for p, a in rows])
         is_answer = torch.tensor([[len(p) <= i < len(p) + len(a) for i in range(width)] for p, a in rows])
+        ids, mask, is_answer = (part.to(base.device) for part in (ids, mask, is_answer))
         targets = ids[is_answer]
         logps = []
         for model in (base, trained):
             hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state[:, :-1]
             logps.append(model.get_output_embeddings()(hidden[is_answer[:, 1:]]).float().log_softmax(-1))
         own, other = logps
-        totals += torch.stack(
-            [
-                (own.exp() * (own - other)).sum(),
-                -other.gather(1, targets[:, None]).sum(),
-                -own.gather(1, targets[:, None]).sum(),
-            ]
-        ).double()
+        sums = [
+            (own.exp() * (own - other)).sum(),
+            -other.gather(1, targets[:, None]).sum(),
+            -own.gather(1, targets[:, None]).sum(),
+        ]
+        totals += torch.stack(sums).double().cpu()
         count += len(targets)
     kl, trained_nll, base_nll = (totals / count).tolist()
     return Damage(kl, math.exp(trained_nll), math.exp(base_nll))

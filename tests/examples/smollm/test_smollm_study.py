@@ -50,6 +50,7 @@ def arguments(study, tmp_path, **options):
         "hours": 1.0,
         "steps": 1,
         "real": None,
+        "gpu": False,
     }
     files = {"results": tmp_path / "results" / "runs.csv", "output_dir": tmp_path}
     return argparse.Namespace(**{**defaults, **files, **options})
@@ -111,6 +112,17 @@ def test_summary_has_means_and_student_intervals_over_seeds(study):
     line = study.summary(summary_rows("sdpo", after)).splitlines()[2]
     assert line.startswith("| default | sdpo | 3 | 0.400 [")
     assert f"| {student_interval(after)} |" in line
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_study_trains_and_measures_on_the_device_of_its_option(study, tmp_path, monkeypatch, gpu):
+    used = {}
+    result = argparse.Namespace(steps=1)
+    monkeypatch.setattr(study, "run_quickstart", lambda *args, **options: used.update(options) or result)
+    monkeypatch.setattr(study, "measures", lambda result: {})
+    monkeypatch.setattr(study, "damage_and_real", lambda task, trained, real, device: {"device": device})
+    row = study.run_arm("sdpo", 10, arguments(study, tmp_path, gpu=gpu))
+    assert (used["use_cpu"], row["device"]) == (not gpu, "cuda" if gpu else "cpu")
 
 
 def test_summary_pairs_differences_from_sdpo_by_seed(study):
