@@ -118,6 +118,11 @@ def runs(study, tmp_path, monkeypatch, branch):
     return run, made, tmp_path / "worlds.csv", module
 
 
+def test_committed_table_has_one_row_per_evaluation(study):
+    file = study("run").HERE / "results" / "worlds.csv"
+    assert len(file.read_text("utf-8").splitlines()) - 1 == len(study("world_runs").read_rows(file)) > 1000
+
+
 def test_rows_in_the_table_are_not_run_again(runs):
     run, made, file, module = runs
     assert run(seeds=[0])
