@@ -211,9 +211,10 @@ class CreditConfig(GRPOConfig):
         > Stopping
 
         credit_stop_on (`str`, *optional*):
-            Alarms that save a checkpoint and end the run, joined by `|`: `"fidelity"` (the teacher's fidelity fell
-            below half of its first value, or inverted), `"collapse"` (the reward fell below half of its best) or
-            `"length"` (completions grew beyond 1.5 times their first length). `None`: alarms only warn.
+            Alarms that save a checkpoint and end the run, joined by `|`: `"fidelity"` (`credit/teacher_fidelity` or
+            `credit/teacher_prefers_answer` fell below half of its first value), `"collapse"` (the reward fell below
+            half of its best) or `"length"` (the mean length of completions grew beyond 1.5 times its first value, or
+            the share of truncated ones beyond 1.5 times its first value and 0.15). `None`: alarms only warn.
 
         > Console
 

@@ -41,7 +41,7 @@ SHOWN = 16  # responses on the page of token maps
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Train the embedded model on the embedded task, on one CPU core in a minute or two, or SmolLM2 with 135 "
+        "Train the embedded model on the embedded task, on one CPU core in two to three minutes, or SmolLM2 with 135 "
         "million parameters on tool choice in English, on two cores. Prints held-out accuracy before and after, "
         "S_t by token class, and seconds per stage. Writes a learning curve and a page of token maps to --output_dir."
     )
