@@ -133,6 +133,26 @@ def test_allow_unsandboxed_prefers_a_working_tier() -> None:
         assert opened.tier in ("bubblewrap", "landlock")
 
 
+def test_probe_opens_its_bait_to_others_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that, another user could put a link in place of a file, which root would then write to."""
+    chmod, opened = os.chmod, []
+
+    def observed(path: str, mode: int) -> None:
+        opened.append({name: os.stat(os.path.join(path, name)).st_mode & 0o777 for name in os.listdir(path)})
+        chmod(path, mode)
+
+    with open_sandbox(workers=1) as sandbox:
+        monkeypatch.setattr(os, "chmod", observed)
+        probe(sandbox)
+    assert opened == [{"secret": 0o666, "removable": 0o666}]
+
+
+def test_message_of_an_unknown_tier_hides_a_password(choices: None) -> None:
+    with pytest.raises(ValueError, match="Unknown sandbox tier") as caught:
+        open_sandbox("HTTPS://me:hunter2@host")
+    assert "hunter2" not in str(caught.value)
+
+
 def test_probe_rejects_unprotected_sandbox() -> None:
     with PoolSandbox("unprotected", 1) as bare, pytest.raises(SandboxError) as caught:
         probe(bare)
@@ -253,14 +273,15 @@ def test_interpreter_that_does_not_start_raises() -> None:
         PoolSandbox("landlock", 1, "/nowhere/python")
 
 
-def test_user_ids_are_claimed_once_until_sockets_close() -> None:
+def test_user_ids_are_claimed_once_until_sockets_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts, "RANGES", (accounts.RANGES[0][:4],))
     first, sockets = accounts.claim(2)
     second, others = accounts.claim(2)
     assert not set(first) & set(second)
     for claim in (*sockets, *others):
         claim.close()
-    again, sockets = accounts.claim(2)
-    assert set(again) & set(first)
+    again, sockets = accounts.claim(4)
+    assert set(again) == {*first, *second}
     for claim in sockets:
         claim.close()
 

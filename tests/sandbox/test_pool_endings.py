@@ -16,8 +16,12 @@ import tracemalloc
 import pytest
 from observing import gone, run_one
 
-from credit_trl.sandbox import Limits, Program, SandboxError, observe
+from credit_trl.sandbox import Limits, Program, SandboxError, observe, server
+from credit_trl.sandbox.interpreter import find_interpreter
+from credit_trl.sandbox.launch import Unprotected, start
+from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.pool import PoolSandbox
+from credit_trl.sandbox.server import Server
 
 MIB = 1024 * 1024
 
@@ -68,6 +72,34 @@ def test_killed_server_leaves_no_process() -> None:
         assert len(family) == 4
         assert all(gone(pid) for pid in family)
         batch.join()
+
+
+def test_program_is_killed_before_it_has_a_group_of_its_own() -> None:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    Server._kill_group(None, pid)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_process_without_descriptor_is_killed_and_leaks_nothing(monkeypatch) -> None:
+    def fail(pid: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    isolation = Unprotected(find_interpreter(None), b"", Packages())
+    descriptors, children = os.listdir("/proc/self/fd"), server._children()
+    with pytest.raises(OSError, match="Too many open files"):
+        start(isolation, Program(""), None)
+    [pid] = {*server._children()} - {*children}
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def test_exit_status_of_a_signal_is_no_time_out(sandbox) -> None:
+    outcome = run_one(sandbox, f"import sys; sys.exit({128 + signal.SIGXCPU})")
+    assert (outcome.status, "SIGXCPU" in outcome.error) == ("runtime_error", True)
 
 
 def test_failure_to_start_programs_raises(sandbox) -> None:

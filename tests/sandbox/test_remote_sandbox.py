@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -403,6 +404,20 @@ def test_report_with_wrong_mark_is_ignored() -> None:
     run = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": "\nguessedRtrue"}
     outcome = outcome_of(Program("", fn_name="f"), {"status": "Success", "run_result": run}, mark="secret")
     assert outcome.status == "runtime_error"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": "Error"},
+        *({"execution_time": seconds} for seconds in (math.nan, math.inf, -1.0, 10**400, "soon", [1])),
+    ],
+)
+def test_malformed_response_is_an_error_of_the_service(change: dict) -> None:
+    run = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": "", "execution_time": 0.1}
+    assert outcome_of(Program(""), {"status": "Success", "run_result": run}, mark="secret").status == "ok"
+    with pytest.raises(SandboxError, match="the remote sandbox failed"):
+        outcome_of(Program(""), {"status": "Success", "run_result": run | change}, mark="secret")
 
 
 def test_remote_malformed_arguments_raise(service: Service) -> None:

@@ -117,6 +117,11 @@ def test_filter_checks_arguments(machine: str) -> None:
     assert ask("namespace", "rt_sigaction", 2, 1 << 32) == ALLOW
     assert ask("landlock", "clone", signal) == EPERM
     assert ask("landlock", "clone", thread) == ALLOW
+    for policy in policies:  # a thread with descriptors of its own, which no sample would see
+        assert ask(policy, "clone", thread & ~0x400) == EPERM
+        assert ask(policy, "close_range", 3, 9, 0) == ALLOW
+        assert ask(policy, "close_range", 3, 9, 4) == ALLOW  # CLOSE_RANGE_CLOEXEC
+        assert ask(policy, "close_range", 3, 9, 2) == EPERM  # CLOSE_RANGE_UNSHARE
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, namespace_user, 0x20000000, 0x40000000):
         assert ask("namespace", "clone", flag | signal) == EPERM
     for policy in policies:

@@ -72,7 +72,9 @@ def open_sandbox(
     if allow_unsandboxed is None:
         allow_unsandboxed = os.environ.get(UNPROTECTED) == "1"
     if tier not in TIERS:
-        raise ValueError(f"Unknown sandbox tier {tier!r}; choose one of {', '.join(TIERS)}.")
+        from credit_trl.sandbox.remote import without_credentials
+
+        raise ValueError(f"Unknown sandbox tier {without_credentials(tier)!r}; choose one of {', '.join(TIERS)}.")
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
     if url is not None and packages:

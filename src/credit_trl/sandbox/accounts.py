@@ -1,14 +1,16 @@
-"""Unprivileged user ids for programs of a server that is root: one per slot, claimed machine-wide.
+"""Unprivileged user ids for programs of a server that is root: one per slot, claimed within a network namespace.
 
 An id needs no entry in the password file. Each is claimed by binding an abstract Unix socket, which the kernel
-releases when the server ends in any way. Two trainers on a machine thus never share an id: a program could otherwise
-signal the other's programs, or use up their process limit.
+releases when the server ends in any way. Two trainers in a namespace thus never share an id: a program could otherwise
+signal the other's programs, or use up their process limit. Containers with networks of their own do not see each
+other's claims, so ids are tried from a random one on.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import random
 import socket
 
 from credit_trl.sandbox.protocol import SandboxError
@@ -22,7 +24,7 @@ def claim(count: int) -> tuple[list[int], list[socket.socket]]:
     """Claim free user ids, and return them with the sockets that hold the claims until they are closed."""
     numbers: list[int] = []
     claims: list[socket.socket] = []
-    for number in itertools.chain.from_iterable(filter(_mapped, RANGES)):
+    for number in itertools.chain.from_iterable(map(_rotated, filter(_mapped, RANGES))):
         if len(numbers) == count:
             break
         claim_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -40,6 +42,12 @@ def claim(count: int) -> tuple[list[int], list[socket.socket]]:
             "machine have the rest, or its user namespace maps no more. Close them, or open it with fewer workers."
         )
     return numbers, claims
+
+
+def _rotated(numbers: range) -> list[int]:
+    """The numbers from a random one on."""
+    start = random.randrange(len(numbers))
+    return [*numbers[start:], *numbers[:start]]
 
 
 def _mapped(numbers: range) -> bool:

@@ -115,6 +115,7 @@ def start(isolation: Isolation, program: Program, user: int | None) -> Process:
         pid = os.fork()
         if pid == 0:
             _become_program(isolation, command, environment, inherited, user)
+        ours.append(_open_process(pid))
     except BaseException:
         for descriptor in ours:
             os.close(descriptor)
@@ -122,10 +123,19 @@ def start(isolation: Isolation, program: Program, user: int | None) -> Process:
     finally:
         for descriptor in inherited:
             os.close(descriptor)
-    for descriptor in ours:
+    stdout, stderr, report_socket, process = ours
+    for descriptor in (stdout, stderr, report_socket):
         os.set_blocking(descriptor, False)
-    stdout, stderr, report_socket = ours
-    return Process(pid, os.pidfd_open(pid), stdout, stderr, report_socket)
+    return Process(pid, process, stdout, stderr, report_socket)
+
+
+def _open_process(pid: int) -> int:
+    """Descriptor of a child; kills the child if none can be opened."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def _become_program(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -17,7 +18,7 @@ class Usage(NamedTuple):
 
     processes: int
     tasks: int  # processes and threads
-    # Resident memory of all processes, with shared pages counted once, page tables, and full pipes and sockets
+    # Memory of all processes, with shared resident pages counted once, page tables, and full pipes and sockets
     held_bytes: int
     scratch_files: int
     cpu_seconds: float  # of all processes that the tree has ever had
@@ -45,14 +46,16 @@ def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
     """
     processes = descendants(pid)
     threads = [(process, thread) for process, threads in processes.items() for thread in threads]
-    kernel = sum(_kibibytes(f"/proc/{process}/status", b"VmPTE") for process in processes) + _buffers(processes)
-    held = kernel + sum(_resident(process) for process in processes)
+    folders = {process: _living(process, threads) for process, threads in processes.items()}
+    kernel = sum(_kibibytes(f"{folder}/status", b"VmPTE", b"VmSwap") for folder in folders.values())
+    kernel += _buffers(folders.values())
+    held = kernel + sum(_resident(folder) for folder in folders.values())
     if held > memory_bytes and len(processes) > 1:
-        shares = (_kibibytes(f"/proc/{process}/smaps_rollup", b"Pss") or _resident(process) for process in processes)
+        shares = (_kibibytes(f"{folder}/smaps_rollup", b"Pss") or _resident(folder) for folder in folders.values())
         held = kernel + sum(shares)
     files = 0
     if scratch is not None:
-        files = max((_files(process, scratch) for process in processes if process != pid), default=0)
+        files = max((_files(folder, scratch) for process, folder in folders.items() if process != pid), default=0)
     seconds = sum(_cpu_seconds(process) for process in processes)
     return Usage(len(processes), len(threads), held, files, seconds, run_delays(threads))
 
@@ -105,10 +108,19 @@ def _second(content: bytes) -> int:
     return int(fields[1]) if len(fields) > 1 else 0
 
 
-def _kibibytes(path: str, name: bytes) -> int:
-    """Bytes of a line `Name:  12 kB` of a file, 0 without such a line."""
-    fields = _read(path).partition(b"\n" + name + b":")[2].split(None, 1)
-    return int(fields[0]) * 1024 if fields else 0
+def _living(pid: int, threads: Sequence[str]) -> str:
+    """Directory in /proc with a process's memory and descriptors: another thread's if the first one has ended."""
+    own = f"/proc/{pid}"
+    if len(threads) == 1 or _resident(own):
+        return own
+    return next((folder for thread in threads if _resident(folder := f"{own}/task/{thread}")), own)
+
+
+def _kibibytes(path: str, *names: bytes) -> int:
+    """Sum in bytes of lines `Name:  12 kB` of a file, 0 for those that it lacks."""
+    content = _read(path)
+    fields = (content.partition(b"\n" + name + b":")[2].split(None, 1) for name in names)
+    return sum(int(found[0]) * 1024 for found in fields if found)
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -117,20 +129,18 @@ def _cpu_seconds(pid: int) -> float:
     return sum(map(int, fields[11:15])) / _TICKS
 
 
-def _resident(pid: int) -> int:
-    return _second(_read(f"/proc/{pid}/statm")) * _PAGE
+def _resident(folder: str) -> int:
+    return _second(_read(f"{folder}/statm")) * _PAGE
 
 
-def _buffers(processes: Iterable[int]) -> int:
-    """Bytes that the sockets and pipes which the processes have open hold if they are full."""
+def _buffers(folders: Iterable[str]) -> int:
+    """Bytes that the open sockets and pipes of processes, given by their folders in /proc, hold if they are full."""
     names: set[str] = set()
-    for process in processes:
-        directory = f"/proc/{process}/fd"
-        try:
-            for descriptor in os.listdir(directory):
-                names.add(os.readlink(f"{directory}/{descriptor}"))
-        except OSError:  # the process or the descriptor is gone
-            continue
+    for folder in folders:
+        with contextlib.suppress(OSError):  # the process is gone
+            for descriptor in os.listdir(f"{folder}/fd"):
+                with contextlib.suppress(OSError):  # the descriptor is gone
+                    names.add(os.readlink(f"{folder}/fd/{descriptor}"))
     sockets = sum(name.startswith("socket:") for name in names)
     pipes = sum(name.startswith("pipe:") for name in names)
     return sockets * _socket_bytes() + pipes * _PIPE_BYTES
@@ -142,10 +152,10 @@ def _socket_bytes() -> int:
     return int(default) + _SKB_BYTES if default else 4 * _SKB_BYTES
 
 
-def _files(pid: int, directory: str) -> int:
-    """Number of files in the file system at `directory` in this process's namespace."""
+def _files(folder: str, directory: str) -> int:
+    """Number of files in the file system at `directory`, as a process sees it that is given by its folder in /proc."""
     try:
-        status = os.statvfs(f"/proc/{pid}/root{directory}")
+        status = os.statvfs(f"{folder}/root{directory}")
     except OSError:
         return 0
     return status.f_files - status.f_ffree

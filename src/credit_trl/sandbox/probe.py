@@ -110,12 +110,11 @@ def probe(sandbox: PoolSandbox) -> None:
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as local,
     ):
-        os.chmod(bait, 0o777)
         for name in ("secret", "removable"):
-            path = os.path.join(bait, name)
-            with open(path, "w") as file:
+            with open(os.path.join(bait, name), "x") as file:
                 file.write("bait")
-            os.chmod(path, 0o666)
+                os.fchmod(file.fileno(), 0o666)
+        os.chmod(bait, 0o777)  # last: until now no other user could put a link in place of a file
         abstract = f"credit-trl-canary-{os.getpid()}-{os.urandom(4).hex()}"
         local.bind("\0" + abstract)
         local.listen()

@@ -45,7 +45,8 @@ _TRIES_UNAVAILABLE, _TRIES_FAILED = 6, 2
 
 _logger = logging.getLogger(__name__)
 
-# Replaces the driver's `main`. The report goes to the end of standard error, after a mark that no program knows.
+# Replaces the driver's `main`. The report goes to the end of standard error, after a mark
+# that a program does not know in advance.
 _MAIN = """
 def main(mark, prelude, source, fn_name, arguments):
     def report(kind, text):
@@ -347,7 +348,8 @@ def remote_code(program: Program, mark: str) -> str:
 def outcome_of(program: Program, answer: Any, mark: str) -> Outcome:
     """Outcome from a service's response; raises `SandboxError` if the service failed or its form is unknown."""
     run = answer.get("run_result") if isinstance(answer, dict) else None
-    if not isinstance(run, dict) or "status" not in run or answer.get("status") == "SandboxError":
+    seconds = _seconds(run)
+    if seconds is None or run.get("status") not in ("Finished", "TimeLimitExceeded"):
         raise SandboxError(f"the remote sandbox failed: {json.dumps(answer)[:500]}")
     limits = program.limits
     printed = str(run.get("stdout") or "").encode("utf-8", "replace")
@@ -355,7 +357,7 @@ def outcome_of(program: Program, answer: Any, mark: str) -> Outcome:
     ended = Outcome(
         "ok",
         printed[: limits.longest_answer].decode("utf-8", "ignore"),
-        seconds=float(run.get("execution_time") or 0.0),
+        seconds=seconds,
     )
     if run["status"] == "TimeLimitExceeded":
         return failure(ended, "timeout", f"more than {limits.wall_seconds:g} seconds")
@@ -366,6 +368,15 @@ def outcome_of(program: Program, answer: Any, mark: str) -> Outcome:
         ended = replace(ended, exit_code=run.get("return_code"))
         return reported_outcome(program, ended, report[:1], report[1:], stderr[-ERROR_CHARACTERS // 2 :])
     return failure(ended, "output_limit", f"more than {most} bytes of output")
+
+
+def _seconds(run: Any) -> float | None:
+    """Seconds that a service reports for a program, 0 for none; None if they or the whole report are malformed."""
+    try:
+        seconds = float(run.get("execution_time") or 0.0)
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        return None
+    return seconds if 0.0 <= seconds < math.inf else None
 
 
 def _left(until: float) -> float:

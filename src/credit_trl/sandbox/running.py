@@ -140,7 +140,9 @@ class RunningProgram:
         if 128 < exit_code <= 128 + 64:  # how bubblewrap and shells report a signal
             exit_code = 128 - exit_code
         ended = Outcome("ok", stdout, exit_code=exit_code, seconds=seconds)
-        if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and seconds >= limits.cpu_seconds):
+        # A program may exit with the status of a signal. The last sample of its time may lag by half of the limit.
+        has_used_time = max(seconds, 2 * self.cpu_seconds) >= limits.cpu_seconds
+        if has_used_time and exit_code in (-signal.SIGXCPU, -signal.SIGKILL):
             return failure(ended, "timeout", processor_limit(limits))
         kind, text = _parse_report(bytes(self.report[1:]))
         return reported_outcome(self.program, ended, kind, text, _text(self.stderr[-ERROR_CHARACTERS // 2 :]))

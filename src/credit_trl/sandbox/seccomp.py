@@ -32,7 +32,7 @@ from credit_trl.sandbox.protocol import SandboxError
 
 # Name, number on x86_64, number on aarch64 ("-" if the call does not exist).
 _COMMON = """
-read 0 63; write 1 64; open 2 -; openat 257 56; close 3 57; close_range 436 436; readv 19 65; writev 20 66;
+read 0 63; write 1 64; open 2 -; openat 257 56; close 3 57; readv 19 65; writev 20 66;
 pread64 17 67; pwrite64 18 68; preadv 295 69; pwritev 296 70; preadv2 327 286; pwritev2 328 287; lseek 8 62;
 sendfile 40 71; stat 4 -; fstat 5 80; lstat 6 -; newfstatat 262 79; statx 332 291; statfs 137 43; fstatfs 138 44;
 access 21 -; faccessat 269 48; faccessat2 439 439; readlink 89 -; readlinkat 267 78; getdents 78 -; getdents64 217 61;
@@ -66,8 +66,8 @@ futimesat 261 -; utimensat 280 88; getxattr 191 8; lgetxattr 192 9; fgetxattr 19
 llistxattr 195 12; flistxattr 196 13
 """
 _CHECKED = """
-clone 56 220; ioctl 16 29; fcntl 72 25; prctl 157 167; prlimit64 302 261; socketpair 53 199; clone3 435 435;
-kill 62 129; tgkill 234 131; open 2 -; openat 257 56; mmap 9 222; madvise 28 233; rt_sigaction 13 134
+clone 56 220; close_range 436 436; ioctl 16 29; fcntl 72 25; prctl 157 167; prlimit64 302 261; socketpair 53 199;
+clone3 435 435; kill 62 129; tgkill 234 131; open 2 -; openat 257 56; mmap 9 222; madvise 28 233; rt_sigaction 13 134
 """
 _NEWEST = 450  # larger numbers are newer than the table
 
@@ -78,7 +78,8 @@ _JUMP_EQUAL, _JUMP_GREATER, _JUMP_SET = 0x15, 0x25, 0x45
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
 _EPERM, _ENOSYS = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 
-_CLONE_THREAD = 0x00010000
+_CLONE_THREAD, _CLONE_FILES = 0x00010000, 0x00000400
+_CLOSE_RANGE_UNSHARE = 2
 _CLONE_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000
 # Without F_SETOWN, F_SETSIG (signals to other processes), F_SETLEASE, F_NOTIFY and F_SETPIPE_SZ.
 _FCNTL_COMMANDS = (
@@ -116,7 +117,7 @@ def namespace_filter(machine: str | None = None) -> bytes:
 
     SIGCHLD keeps its default action: a parent that ignores it never gets the processor time of its ended children.
     """
-    checks = {**_argument_checks(), "clone": _argument_clear(0, _CLONE_NAMESPACES), "rt_sigaction": _keep_sigchld()}
+    checks = {**_argument_checks(), "clone": _no_namespaces(), "rt_sigaction": _keep_sigchld()}
     return _assemble(machine or platform.machine(), ";".join((_COMMON, _PROCESSES, _SCRATCH)), checks)
 
 
@@ -127,7 +128,7 @@ def landlock_filter(machine: str | None = None, *, truncation_mediated: bool = T
     (`truncation_mediated=False`) lets a program that may only read a file truncate it, so the filter refuses O_TRUNC.
     """
     own_process_only = _argument_in(0, (_PROCESS_ID,))
-    checks = {**_argument_checks(), "clone": _argument_has(0, _CLONE_THREAD)}
+    checks = {**_argument_checks(), "clone": _threads_only()}
     checks |= {"kill": own_process_only, "tgkill": own_process_only}
     if not truncation_mediated:
         checks["open"] = _argument_clear(1, os.O_TRUNC)
@@ -158,10 +159,25 @@ def _argument_checks() -> dict[str, list[Instruction]]:
             (_AND, 0, 0, _MAP_SHARED | _MAP_ANONYMOUS),
             *_refuse_if(_JUMP_EQUAL, _MAP_SHARED | _MAP_ANONYMOUS),
         ],
+        "close_range": _argument_clear(2, _CLOSE_RANGE_UNSHARE),
         "madvise": [_load_argument(2), *_refuse_if(_JUMP_EQUAL, _MADV_PAGEOUT)],
         # Its flags are in memory, which a filter cannot read. The C library then uses clone.
         "clone3": [(_RETURN, 0, 0, _ENOSYS)],
     }
+
+
+def _no_namespaces() -> list[Instruction]:
+    """Refuse `clone` into new namespaces, and of threads with descriptors of their own, which would not be counted."""
+    return [
+        *(_load_argument(0), (_JUMP_SET, 0, 1, _CLONE_NAMESPACES), (_RETURN, 0, 0, _EPERM)),
+        *((_AND, 0, 0, _CLONE_THREAD | _CLONE_FILES), *_refuse_if(_JUMP_EQUAL, _CLONE_THREAD)),
+    ]
+
+
+def _threads_only() -> list[Instruction]:
+    """Refuse `clone` but of threads that share their descriptors with the process."""
+    both = _CLONE_THREAD | _CLONE_FILES
+    return [*_argument_equal_or_refuse(0, both, both), (_RETURN, 0, 0, _ALLOW)]
 
 
 def _keep_sigchld() -> list[Instruction]:
@@ -186,10 +202,6 @@ def _argument_in(index: int, values: tuple[int, ...]) -> list[Instruction]:
 
 def _argument_equal_or_refuse(index: int, mask: int, value: int) -> list[Instruction]:
     return [_load_argument(index), (_AND, 0, 0, mask), (_JUMP_EQUAL, 1, 0, value), (_RETURN, 0, 0, _EPERM)]
-
-
-def _argument_has(index: int, bits: int) -> list[Instruction]:
-    return [_load_argument(index), (_JUMP_SET, 1, 0, bits), (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)]
 
 
 def _argument_clear(index: int, bits: int) -> list[Instruction]:

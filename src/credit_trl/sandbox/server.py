@@ -234,8 +234,10 @@ class Server:
             self._kill_group(run.process.pid)
 
     def _kill_group(self, pid: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        """Kill a child that has not been reaped, and its group, which it makes a moment after its start."""
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
 
     def _reap(self, wait_seconds: float = 0.0) -> None:
         """Collect every child that ended: programs, and their descendants that this process adopted."""

@@ -1,0 +1,69 @@
+"""Memory, sockets and pipes of a process as the server counts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from credit_trl.sandbox import observe
+
+MIB = 1024 * 1024
+# The first thread ends with the system call `exit`, which leaves the other threads of the process.
+_WITHOUT_FIRST_THREAD = """
+import ctypes, platform, socket, threading, time
+held, pairs = bytearray(b"x" * 100 * 1024 * 1024), [socket.socketpair() for _ in range(10)]
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("ready", flush=True)
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
+
+
+@contextmanager
+def running(source: str) -> Iterator[int]:
+    """Process id of a program that has printed a line."""
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def test_process_whose_first_thread_ended_is_counted() -> None:
+    with running(_WITHOUT_FIRST_THREAD) as pid:
+        give_up = time.monotonic() + 10
+        while observe._resident(f"/proc/{pid}") and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert observe._resident(f"/proc/{pid}") == 0
+        held = observe.usage(pid, 1 << 40, None).held_bytes
+        assert held > 100 * MIB + 20 * observe._socket_bytes()
+
+
+def test_descriptor_that_closes_during_a_sample_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    readlink, is_first = os.readlink, iter([True])
+
+    def vanished(path: str) -> str:
+        if next(is_first, False):
+            raise FileNotFoundError(path)
+        return readlink(path)
+
+    pairs = [socket.socketpair() for _ in range(8)]
+    monkeypatch.setattr(os, "readlink", vanished)
+    assert observe._buffers([f"/proc/{os.getpid()}"]) >= 15 * observe._socket_bytes()
+    for pair in pairs:
+        for one in pair:
+            one.close()
+
+
+def test_memory_of_a_process_is_its_resident_size() -> None:
+    with running("import time; held = b'x' * 64 * 1024 * 1024; print(flush=True); time.sleep(60)") as pid:
+        with open(f"/proc/{pid}/status") as status:
+            resident = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
+        assert observe.usage(pid, 1 << 40, None).held_bytes == pytest.approx(resident, rel=0.05)
