@@ -46,6 +46,15 @@ def test_residual_weights_are_rlcsds_anchored_residual(size, seed, clip, tempera
         np.testing.assert_allclose(changed[i], anchored, rtol=1e-9, atol=1e-12)
 
 
+def test_residual_weights_of_equal_rewards_are_one():
+    """TRL's advantages of equal rewards are what rounding leaves of (r − mean) / (std + 1e-4)."""
+    rewards = torch.full((8,), 0.7)
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    assert (advantages != 0.0).any()
+    credit = torch.linspace(-3, 3, 40).view(8, 5)
+    assert torch.equal(objective.residual_weights(credit, advantages, 0.2), torch.ones(8, 5))
+
+
 @given(size=sizes, seed=seeds, share=st.floats(0.0, 1.0))
 @settings(max_examples=40, deadline=None)
 def test_modulation_keeps_the_verifiers_sign(size, seed, share):

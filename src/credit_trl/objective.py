@@ -262,7 +262,8 @@ def residual_weights(
 
     `A w_t` is the paper's `A + ρ_t` with the bounded residual `ρ_t = ε tanh(c_t / τ)`, cut where it would change the
     sign of A; ε is the product of its β and λ. The paper's c is Ŝ with the baseline `"log_mean"` over wrong contexts.
-    It is 1 where A is 0. The dead zone of ρ and the separate averages of its two sets of tokens are not included.
+    It is 1 where |A| < 1e-3, which rounding leaves where all rewards of a group are equal. The dead zone of ρ and the
+    separate averages of its two sets of tokens are not included.
 
     Args:
         credit: see `ratio_weights`, as `advantages` and `temperature`.
@@ -271,7 +272,7 @@ def residual_weights(
         temperature: τ.
     """
     advantages = advantages.unsqueeze(-1)
-    is_zero = advantages == 0
+    is_zero = advantages.abs() < 1e-3
     weights = 1.0 + clip * (credit / temperature).tanh() / advantages.masked_fill(is_zero, 1.0)
     return weights.clamp(min=0.0).masked_fill(is_zero, 1.0)
 

@@ -53,7 +53,7 @@ from credit_trl.training.drift import DriftAlarms, StopOnDrift
 from credit_trl.training.dynamic_sampling import Rollouts, redraw
 from credit_trl.training.metrics import Alarms, context_metrics, engine_metrics, token_metrics
 from credit_trl.training.reading import answer_metrics
-from credit_trl.training.reporting import ReportingTrainer
+from credit_trl.training.reporting import ContinueReports, ReportingTrainer
 from credit_trl.training.timing import StageClock
 from credit_trl.training.trl_compat import check_installed_trl, sampled_logps
 
@@ -143,6 +143,7 @@ class CreditTrainer(ReportingTrainer):
             checks.check_prompts(args, datasets, self._encode_prompt, *sizes, self.alarms.raise_once)
         checks.check_progress(args, self.alarms.raise_once)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=args.teacher_is_frozen)
+        self.add_callback(ContinueReports(self.drift_alarms, self.clock))
         if args.credit_stop_on is not None:
             self.add_callback(StopOnDrift(self.drift_alarms, args.stop_causes))
         self.use = UseConfig.of(args)
@@ -264,7 +265,8 @@ class CreditTrainer(ReportingTrainer):
                 if self._rehearses:
                     contexts = rehearsal_contexts(contexts)
                     rehearse(output, contexts, self._tokenizer.pad_token_id)
-                output["success_weights"] = self._success_weights(self._generation_batch, contexts)
+                has_loss = loss_mask(output).any(dim=1).tolist()
+                output["success_weights"] = self._success_weights(self._generation_batch, contexts, has_loss)
             with self.clock.stage("scores"):
                 output.update(self._score(output, contexts))
         self._tabulate(output, self._generation_batch, contexts)
@@ -283,10 +285,10 @@ class CreditTrainer(ReportingTrainer):
         self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
         return contexts
 
-    def _success_weights(self, batch: GenerationBatch, contexts: list[TokenContexts]) -> Tensor:
+    def _success_weights(self, batch: GenerationBatch, contexts: list[TokenContexts], has_loss: list[bool]) -> Tensor:
         """(B,) weights of the teacher's fidelity, so that its mean over the logged micro-batches is the fidelity."""
-        has_teacher = [c.teacher is not None for c in contexts]
-        weights, mixed = gather_success_weights(batch, has_teacher, self.args.success_reward_threshold)
+        is_scored = [c.teacher is not None and scored for c, scored in zip(contexts, has_loss, strict=True)]
+        weights, mixed = gather_success_weights(batch, is_scored, self.args.success_reward_threshold)
         self._log_values({"credit/fidelity_groups": mixed})
         own = torch.tensor(weights, device=self.accelerator.device)
         return own * (self.args.steps_per_generation if self.model.training else 1)

@@ -36,3 +36,13 @@ def test_family_trains_and_logs(make_family, make_config, tokenizer, dataset, fa
     assert ("aux_loss" in logged) == (family == "Qwen3Moe")
     assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_router_loss_needs_no_name_of_the_number_of_experts(make_family, make_config, tokenizer, dataset, monkeypatch):
+    """GraniteMoe's configuration has `num_local_experts`."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    monkeypatch.setitem(FAMILIES, "GraniteMoe", experts)
+    config = make_config(max_steps=1, router_aux_loss_coef=0.1)
+    trainer = CreditTrainer(make_family("GraniteMoe"), length_verdicts, config, dataset, processing_class=tokenizer)
+    trainer.train()
+    assert trainer.state.log_history[0]["aux_loss"] >= 1.0  # even routing to two of four experts gives 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -200,13 +199,19 @@ def test_teacher_round_trips_and_mismatch_is_refused(make_model, tmp_path):
     accelerator = Accelerator(cpu=True)
     first = make_teacher("ema", make_model(seed=1), accelerator)
     second = make_teacher("ema", make_model(seed=2), accelerator)
-    first.save(tmp_path)
+    first.save(tmp_path, True)
     second.load(tmp_path)
     for name, weight in second.named_weights().items():
         assert torch.equal(weight, first.named_weights()[name])
     foreign = make_teacher("ema", get_peft_model(make_model(), adapters()), accelerator)
     with pytest.raises(ValueError, match=r"different parameters .*same fine-tuning method"):
         foreign.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["ema", "base", "live", "trust_region"])
+def test_only_a_process_that_writes_saves_a_file(make_model, tmp_path, kind):
+    make_teacher(kind, make_model(), Accelerator(cpu=True)).save(tmp_path, False)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -226,13 +231,13 @@ def test_later_activation_checkpointing_keeps_names(make_model, tmp_path, lora):
     assert teacher.named_weights().keys() == names
     for name, weight in teacher.named_weights().items():
         torch.testing.assert_close(weight, before[name] + 0.5)
-    teacher.save(tmp_path)
+    teacher.save(tmp_path, True)
     assert load_file(tmp_path / TEACHER_FILE).keys() == names
 
 
 def test_saving_and_loading_gather_one_tensor_at_a_time(make_model, tmp_path, monkeypatch):
     teacher = make_teacher("ema", make_model(), Accelerator(cpu=True))
-    teacher.save(tmp_path)
+    teacher.save(tmp_path, True)
     tensors, alive = [], []
 
     def track(tensor):
@@ -248,8 +253,7 @@ def test_saving_and_loading_gather_one_tensor_at_a_time(make_model, tmp_path, mo
 
     tensors.clear(), alive.clear()
     monkeypatch.setattr(models, "full_tensor", lambda tensor: track(tensor.clone()))
-    monkeypatch.setattr(teacher, "accelerator", SimpleNamespace(is_main_process=False, unwrap_model=lambda m: m))
-    teacher.save(tmp_path / "nowhere")
+    teacher.save(tmp_path / "nowhere", False)
     assert len(alive) == len(teacher.named_weights())
     assert max(alive) <= 1
 

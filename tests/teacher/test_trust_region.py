@@ -140,6 +140,13 @@ def test_a_share_of_the_batches_rehearses_evenly(share):
     assert not any(is_rehearsal(i, 0.0) for i in range(50))
 
 
+def test_rehearsal_keeps_a_support_of_the_whole_vocabulary_stored(make_trainer, tokenizer):
+    """The base's scores could not be read again in the update, whose teacher is another."""
+    trainer = make_trainer(teacher_rehearsal=0.5, distillation_topk=len(tokenizer))
+    assert trainer.use.support(trainer.args, len(tokenizer)).kind == "teacher_topk"
+    assert trainer.use.support(make_trainer().args, trainer.args.distillation_topk).kind == "teacher_topk"
+
+
 @pytest.mark.parametrize(
     ("kind", "lora"),
     [

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ OWN = ["feedback", "teacher_prompt", "with_demonstration", "with_contrast", "del
 def run(make_model, make_config, tokenizer, dataset, tmp_path):
     """Train with a table of completions; returns the trainer, the sampled ids of each call, and the tables by step."""
 
-    def train(reward=lambda ids: 0.0, **options):
+    def train(reward=lambda ids: 0.0, resume=None, **options):
         seen = []
 
         def verifier(completions, completion_ids, answer, **kwargs):
@@ -37,7 +38,7 @@ def run(make_model, make_config, tokenizer, dataset, tmp_path):
 
         config = make_config(log_completions=True, num_completions_to_print=0, **options)
         trainer = CreditTrainer(make_model(), verifier, config, dataset, processing_class=tokenizer)
-        trainer.train()
+        trainer.train(resume)
         tables = [pd.read_parquet(path) for path in sorted((tmp_path / "run" / "completions").glob("*.parquet"))]
         return trainer, seen, tables
 
@@ -112,6 +113,29 @@ def test_table_has_the_rows_that_dynamic_sampling_keeps(run):
         if len(with_teacher) and "credit/delta_v_mean" in log:
             for row in with_teacher.itertuples():
                 assert row.prompt.splitlines()[1].removeprefix("user: ") in row.teacher_prompt
+
+
+def test_table_of_weighted_tokens_has_every_row_and_no_means(run):
+    _, _, (table,) = run(max_steps=1, credit_use="modulate", contrastive_coef=0.0)
+    assert sorted(table.columns) == sorted([*TRL_COLUMNS, *OWN[:4]])
+    assert len(table) == 8
+
+
+def test_table_of_a_resumed_generation_batch_has_new_rows_only(run, tmp_path):
+    split = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 4, "save_strategy": "steps"}
+    run(save_steps=1, **split)
+    shutil.rmtree(tmp_path / "run" / "completions")
+    _, _, tables = run(resume=str(tmp_path / "run" / "checkpoint-1"), **split)
+    assert [len(table) for table in tables] == [0, 4, 8]  # the first batch's rows were those of the first run
+
+
+def test_evaluation_batch_larger_than_the_table(run, dataset, tmp_path):
+    trainer, _, _ = run(max_steps=1, per_device_eval_batch_size=16)
+    trainer.evaluate(dataset)
+    trainer.evaluate(dataset)
+    *_, table = (pd.read_parquet(path) for path in sorted((tmp_path / "run" / "completions").glob("*.parquet")))
+    assert len(table) == 8
+    assert (table.loc[table["teacher_prompt"] != "", "delta_v_mean"] != 0.0).all()
 
 
 def test_table_of_grpo_has_feedback_and_no_credit(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.rollout.batch import success_weights
+from credit_trl.rollout.batch import GenerationBatch, success_weights
 from credit_trl.training.drift import WINDOW, DriftAlarms, diversity_message
 from credit_trl.training.metrics import Alarms, CreditWarning
 from tiny import length_verdicts
@@ -94,6 +95,35 @@ def test_a_frozen_teacher_raises_no_alarm_of_its_fidelity():
     falling = [2.0] * WINDOW + [0.1] * WINDOW
     assert observe(frozen_teacher=True, **{FIDELITY: falling, ANSWERS: falling}) == set()
     assert observe(frozen_teacher=True, **{FIDELITY: falling, REWARD: falling}) == {"collapse"}
+
+
+def test_resumed_run_compares_with_its_first_values():
+    drift = DriftAlarms(Alarms(False))
+    drift.restore([{REWARD: 0.8, "loss": 1.0}] * WINDOW + [{REWARD: 0.1}] * (WINDOW - 1) + [{"eval_reward": 1.0}])
+    assert drift.causes == {}
+    drift.observe({REWARD: [0.1]})
+    assert set(drift.causes) == {"collapse"}
+
+
+def test_resumed_run_restores_alarms_and_clock(make_model, make_config, tokenizer, dataset):
+    options = {"max_steps": 3, "save_steps": 2, "save_strategy": "steps"}
+    first = build(make_model, make_config, tokenizer, dataset, **options)
+    first.train()
+    resumed = build(make_model, make_config, tokenizer, dataset, **options)
+    resumed.train("latest")
+    assert resumed.state.global_step == 3
+    rewards = [trainer.drift_alarms._windows[REWARD].values for trainer in (first, resumed)]
+    assert len(rewards[0]) == 3
+    assert rewards[1] == pytest.approx(rewards[0])
+    assert resumed.clock._step == 3
+
+
+def test_masked_samples_have_no_share_of_the_fidelity(make_model, make_config, tokenizer, dataset):
+    trainer = build(make_model, make_config, tokenizer, dataset)
+    batch = GenerationBatch([{}] * 8, ["x"] * 8, [[1]] * 8, [1.0, 0.0, 0.0, 0.0] * 2, [None] * 8, 0, group_size=4)
+    contexts = [SimpleNamespace(teacher=[1])] * 8
+    weights = trainer._success_weights(batch, contexts, [True, True, False, False] * 2)
+    assert weights.tolist() == [0.5, -0.5, 0.0, 0.0] * 2
 
 
 def test_missing_values_are_ignored():

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from datasets import Dataset
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.loss.uses import UseConfig, silent_groups
 from credit_trl.rollout.batch import GenerationBatch
-from credit_trl.training.dynamic_sampling import Redraws
+from credit_trl.training.dynamic_sampling import Redraws, redraw
 from test_trainer_parity import prepared
 
 ROWS = Dataset.from_list(
@@ -109,6 +110,14 @@ def test_the_drawn_row_depends_on_seed_step_round_and_group_only():
     drawn = [Redraws(rows, s, t, 3, 0).row(a, g)["i"] for s, t, a, g in keys]
     assert drawn == [Redraws(rows, s, t, 9, 1).row(a, g)["i"] for s, t, a, g in keys]
     assert len(set(drawn)) == len(keys)
+
+
+def test_images_are_refused(make_trainer):
+    trainer = make_trainer(rewards_on_some, distillation_weight=0.0)
+    rollouts = trainer._rollouts([dict(row) for row in ROWS.select([6] * 8)])
+    rollouts = replace(rollouts, output={**rollouts.output, "num_images": [1] * 8})
+    with pytest.raises(ValueError, match="Set `dynamic_sampling_rounds=0`"):
+        redraw(trainer, rollouts)
 
 
 def test_streamed_datasets_are_refused(make_trainer):

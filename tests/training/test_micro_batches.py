@@ -434,6 +434,9 @@ def test_samples_stay_within_their_optimizer_step():
         (ACCUMULATED, 4),
         (ACCUMULATED | {"gradient_accumulation_steps": 2}, 2),
         (ACCUMULATED | {"loss_type": "bnpo"}, 1),  # divides by the tokens of a micro-batch
+        (ACCUMULATED | {"distillation_weight": 0.5}, 4),
+        (ACCUMULATED | {"distillation_weight": 0.5, "entropy_coef": 0.01}, 1),  # its mean is that of a micro-batch
+        (ACCUMULATED | {"distillation_weight": 0.5, "top_entropy_quantile": 0.5}, 1),
         (ACCUMULATED | {"steps_per_generation": 8, "gradient_accumulation_steps": 3}, 1),
     ],
 )

@@ -127,7 +127,9 @@ LAYOUT = Layout(processes=2, rollouts=4, passes=4)
 def test_progress_round_trips_and_missing_part_is_refused(tmp_path):
     assert load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT) is None
     rollouts = [{"ids": torch.arange(3), "absent": None}]
-    save_progress(tmp_path, 7, rollouts, rank=0, layout=LAYOUT)
+    save_progress(tmp_path, 7, rollouts, rank=0, layout=LAYOUT, writes_state=False)
+    assert load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT) is None
+    save_progress(tmp_path, 7, rollouts, rank=0, layout=LAYOUT, writes_state=True)
     step, loaded = load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT)
     assert step == 7
     assert torch.equal(loaded[0]["ids"], rollouts[0]["ids"])
@@ -139,10 +141,10 @@ def test_progress_round_trips_and_missing_part_is_refused(tmp_path):
 def test_layout_may_change_only_at_generation_boundary(tmp_path, change):
     """Pass 12 of a layout with four passes per batch is pass 24 of one with eight."""
     other = replace(LAYOUT, **change)
-    save_progress(tmp_path, 12, None, rank=0, layout=LAYOUT)
+    save_progress(tmp_path, 12, None, rank=0, layout=LAYOUT, writes_state=True)
     step, rollouts = load_progress(tmp_path, 0, torch.device("cpu"), other)
     assert (step, rollouts) == (3 * other.passes, None)
-    save_progress(tmp_path, 13, [{"ids": torch.arange(3)}], rank=0, layout=LAYOUT)
+    save_progress(tmp_path, 13, [{"ids": torch.arange(3)}], rank=0, layout=LAYOUT, writes_state=True)
     with pytest.raises(ValueError, match="by 2 processes of 4 passes of 4 rollouts; this run has"):
         load_progress(tmp_path, 0, torch.device("cpu"), other)
 

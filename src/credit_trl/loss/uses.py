@@ -68,13 +68,14 @@ class UseConfig:
     def support(self, config: CreditConfig, vocabulary: int) -> SupportConfig:
         """Tokens that carry the loss; weights of `"modulate"` need the sampled token only.
 
-        A top-K support of the whole vocabulary is `"full"`, except where weights need stored scores.
+        A top-K support of the whole vocabulary is `"full"`, except where weights or rehearsal need stored scores.
         """
         if self.use == "modulate":
             return SupportConfig("sampled")
         chosen = SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail)
-        is_whole = chosen.is_topk and chosen.topk == vocabulary and self.weight is None
-        return SupportConfig("full") if is_whole else chosen
+        is_whole = chosen.is_topk and chosen.topk == vocabulary
+        is_stored = self.weight is not None or config.teacher_rehearsal > 0.0
+        return SupportConfig("full") if is_whole and not is_stored else chosen
 
 
 def route_contexts(

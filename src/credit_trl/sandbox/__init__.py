@@ -72,9 +72,7 @@ def open_sandbox(
     if allow_unsandboxed is None:
         allow_unsandboxed = os.environ.get(UNPROTECTED) == "1"
     if tier not in TIERS:
-        from credit_trl.sandbox.remote import without_credentials
-
-        raise ValueError(f"Unknown sandbox tier {without_credentials(tier)!r}; choose one of {', '.join(TIERS)}.")
+        raise _unknown_tier(tier)
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
     if url is not None and packages:
@@ -96,6 +94,12 @@ def open_sandbox(
     if packages is None:
         packages = list(filter(None, (name.strip() for name in os.environ.get(PACKAGES, "").split(","))))
     return _open_local(tier, allow_unsandboxed, workers or worker_count(), python, packages)
+
+
+def _unknown_tier(tier: str) -> ValueError:
+    from credit_trl.sandbox.remote import without_credentials  # it may be a misspelt address
+
+    return ValueError(f"Unknown sandbox tier {without_credentials(tier)!r}; choose one of {', '.join(TIERS)}.")
 
 
 def choose_sandbox(

@@ -88,8 +88,8 @@ class ModelTeacher(OwnModelTeacher):
         """NaN: the parameters of another model have no counterpart in the policy."""
         return math.nan
 
-    def save(self, directory: str | Path) -> None:
-        if self.accelerator.is_main_process:
+    def save(self, directory: str | Path, writes: bool) -> None:
+        if writes:
             (Path(directory) / SOURCE_FILE).write_text(json.dumps(self._identity()))
 
     def load(self, directory: str | Path) -> None:

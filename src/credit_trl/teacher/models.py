@@ -95,8 +95,11 @@ class Teacher:
             difference, norm = (self.accelerator.reduce(x, reduction="sum") for x in (difference, norm))
         return (difference / norm.clamp(min=1e-30)).sqrt().item()
 
-    def save(self, directory: str | Path) -> None:
-        """Write the teacher's weights into a checkpoint directory; a live teacher writes nothing."""
+    def save(self, directory: str | Path, writes: bool) -> None:
+        """Write the teacher's weights into a checkpoint directory; a live teacher writes nothing.
+
+        Every process must call it; `writes` says which one writes, one on each file system.
+        """
 
     def load(self, directory: str | Path) -> None:
         """Read the teacher's weights from a checkpoint directory.
@@ -141,13 +144,13 @@ class _StoredTeacher(Teacher, ABC):
     def named_weights(self) -> dict[str, Tensor]:
         """Return the stored weights by name, as they are saved and loaded."""
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path, writes: bool) -> None:
         weights: dict[str, Tensor] = {}
         for name, weight in self.named_weights().items():
             whole = full_tensor(weight)  # a collective: every process must call it
-            if self.accelerator.is_main_process:
+            if writes:
                 weights[name] = whole.detach().cpu().contiguous()
-        if self.accelerator.is_main_process:
+        if writes:
             save_file(weights, Path(directory) / self.slot.file)
 
     @torch.no_grad()
@@ -321,9 +324,9 @@ class TrustRegionTeacher(Teacher):
     def update(self, rate: float) -> None:
         self.average.update(rate)
 
-    def save(self, directory: str | Path) -> None:
-        self.base.save(directory)
-        self.average.save(directory)
+    def save(self, directory: str | Path, writes: bool) -> None:
+        self.base.save(directory, writes)
+        self.average.save(directory, writes)
 
     def load(self, directory: str | Path) -> None:
         self.base.load(directory)

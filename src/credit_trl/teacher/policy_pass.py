@@ -117,4 +117,6 @@ def _router_loss(model: nn.Module, outputs: Any, sequences: Sequences, packed: b
     if not packed:
         lengths = sequences.valid.sum(dim=1, keepdim=True)
         mask = (torch.arange(max(sequences.lengths), device=lengths.device) < lengths).long()
-    return load_balancing_loss_func(outputs.router_logits, config.num_experts, config.num_experts_per_tok, mask)
+    # The name of the number of experts differs between configurations.
+    experts = getattr(config, "num_experts", None) or outputs.router_logits[0].shape[-1]
+    return load_balancing_loss_func(outputs.router_logits, experts, config.num_experts_per_tok, mask)

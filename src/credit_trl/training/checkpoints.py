@@ -51,18 +51,29 @@ class Layout:
 
 
 def save_progress(
-    directory: str | Path, step: int, rollouts: list[dict[str, Any]] | None, rank: int, layout: Layout
+    directory: str | Path,
+    step: int,
+    rollouts: list[dict[str, Any]] | None,
+    rank: int,
+    layout: Layout,
+    *,
+    writes_state: bool,
 ) -> None:
     """Write the count of passes and, inside a generation batch, this process's part of the batch.
 
-    `step` is TRL's `_step`, the count of forward-backward passes, which process 0 writes; `rollouts` is TRL's
-    `_buffered_inputs`, or None at a generation boundary.
+    Args:
+        directory: where to write.
+        step: TRL's `_step`, the count of forward-backward passes.
+        rollouts: TRL's `_buffered_inputs`, or None at a generation boundary.
+        rank: index of this process.
+        layout: layout of the run.
+        writes_state: whether this process writes what all have in common, as one on each file system must.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if rollouts is not None:
         torch.save(rollouts, directory / f"rollouts_{rank}.pt")
-    if rank == 0:
+    if writes_state:
         state = {"step": step, "inside_generation_batch": rollouts is not None, "layout": asdict(layout)}
         (directory / STATE_FILE).write_text(json.dumps(state))
 
@@ -162,9 +173,10 @@ class ResumableTrainer(GRPOTrainer):
         with self._saving_to(unfinished):
             super()._save_checkpoint(model, trial)
             for stored in filter(None, (self.teacher, self.base_teacher)):
-                stored.save(unfinished)
+                stored.save(unfinished, self.args.should_save)
             rollouts = self._buffered_inputs if self._step % self._layout.passes != 0 else None
-            save_progress(unfinished, self._step, rollouts, self.accelerator.process_index, self._layout)
+            rank, writes = self.accelerator.process_index, self.args.should_save
+            save_progress(unfinished, self._step, rollouts, rank, self._layout, writes_state=writes)
             if self.state.best_model_checkpoint == str(unfinished):
                 self.state.best_model_checkpoint = str(finished)
                 if self.args.should_save:
@@ -236,6 +248,8 @@ class ResumableTrainer(GRPOTrainer):
         progress = load_progress(checkpoint, rank, device, self._layout)
         if progress is not None:
             self._step, self._buffered_inputs = progress
+            for batch in self._buffered_inputs or ():
+                batch.pop("table_rows", None)  # rows of the table of completions of the process that saved them
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
         return EpochRepeatSampler(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -492,16 +492,16 @@ _NO_IMAGES = (
 _IMAGE_FIELDS = ("image", "images", "pixel_values", "num_images")
 
 
-def check_no_images(rows: list[dict[str, Any]]) -> None:
+def check_no_images(rows: Sequence[Mapping[str, Any]], message: str = _NO_IMAGES) -> None:
     """Check that dataset rows, or a rollout to which environments and tools may add some, hold no images.
 
     Raises:
-        ValueError: one holds an image.
+        ValueError: one holds an image; with this message.
     """
     for row in rows:
         fields = (row.get(name) for name in _IMAGE_FIELDS)
         if any(_has_images(field) for field in fields) or has_images(row.get("prompt") or ""):
-            raise ValueError(_NO_IMAGES)
+            raise ValueError(message)
 
 
 def _has_images(images: Any) -> bool:

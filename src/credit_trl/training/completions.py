@@ -43,18 +43,19 @@ class CompletionTable:
     - `delta_v_mean`, `s_mean`, `advantage_mean`: ΔV_t, S_t and R_t in nats, means over the tokens; 0 without a
       teacher, and S_t is 0 without a contrast.
 
-    The means exist after a sample's update. A table that is logged inside a generation batch has the rows so far.
+    The means exist after a sample's update, where the loss distils. A table that is logged inside a generation batch
+    has the rows so far.
 
     Args:
         logs: TRL's `_logs`, which this changes in place.
-        distills: whether there is a teacher; without one, the only column is the feedback.
+        means_follow: whether updates give the means, as the distillation loss does; else rows are complete at once.
         rounds: rounds of dynamic sampling. TRL adds the rollouts of each; the table has those of the generation batch.
     """
 
-    def __init__(self, logs: dict[str, Any], accelerator: Accelerator, distills: bool, rounds: int = 0) -> None:
+    def __init__(self, logs: dict[str, Any], accelerator: Accelerator, means_follow: bool, rounds: int = 0) -> None:
         self.logs = logs
         self._accelerator = accelerator
-        self._distills = distills
+        self._means_follow = means_follow
         self._size = logs["prompt"].maxlen
         self._rows = self._tabulated = 0  # rows that TRL has added, and those up to the last generation batch
         self._means: dict[int, list[float]] = {}
@@ -90,15 +91,16 @@ class CompletionTable:
             columns["teacher_prompt"] = decode([c.teacher or [] for c in contexts])
             columns["with_demonstration"] = [c.privileged.demonstration is not None for c in contexts]
             columns["with_contrast"] = [len(c.contrasts) > 0 for c in contexts]
-            columns |= {name: [0.0] * len(contexts) for name in MEANS}
+        if self._means_follow:
+            columns |= {name: [0.0] * len(batch.prompts) for name in MEANS}
         earlier = self._drop_replaced(gather_object(rows.tolist()))
         for name, values in columns.items():
             column = self.logs["extra"][name]
             values = [*list(column)[len(column) - earlier :], *gather_object(values)]
             column.clear()
-            column.extend(values)
+            column.extend(values[-self._size :])
         kept = self._has_means[len(self._has_means) - earlier :]
-        self._has_means = [*kept, *[not self._distills] * len(batch.rewards)]
+        self._has_means = [*kept, *[not self._means_follow] * len(batch.rewards)][-self._size :]
         first = self._rows - len(batch.rewards) + batch.first
         return torch.arange(first, first + len(batch.prompts), device=self._accelerator.device)
 
@@ -115,7 +117,7 @@ class CompletionTable:
                     column.clear()
                     column.extend(values)
         self._tabulated = self._rows
-        return len(kept) - len(rows)
+        return max(len(kept) - len(rows), 0)  # the batch of an evaluation may be larger than the table
 
     def observe(self, rows: Int[Tensor, " B"] | None, loss: MicroBatchLoss) -> None:
         """Store the means of a micro-batch's samples; `rows` is None in a batch that was saved without a table."""

@@ -25,6 +25,15 @@ HIGH_RATIO = 1.5
 FEW_TRUNCATED = 0.1
 
 
+_OBSERVED = (
+    "credit/teacher_fidelity",
+    "credit/teacher_prefers_answer",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "reward",
+)
+
+
 class Window:
     """First and latest of the finite values of one logged metric."""
 
@@ -65,6 +74,13 @@ class DriftAlarms:
         self.causes: dict[StopCause, str] = {}
         self._windows: dict[str, Window] = defaultdict(Window)
 
+    def restore(self, log_history: Sequence[Mapping[str, Any]]) -> None:
+        """Add the values that a run logged before it was resumed, without alarms."""
+        for name in _OBSERVED:
+            self._windows[name] = Window()
+            for entry in log_history:
+                self._windows[name].add(_mean([entry[name]] if name in entry else ()))
+
     def observe(self, metrics: Mapping[str, Sequence[float]]) -> None:
         """Add the means of the metrics that are about to be logged: lists of values since the last log, by name."""
 
@@ -72,9 +88,7 @@ class DriftAlarms:
             """The metric's window with its new value, once its first and latest values are disjoint."""
             return window if (window := self._windows[name]).add(_mean(metrics.get(name, ()))) else None
 
-        fidelity, answers = ready("credit/teacher_fidelity"), ready("credit/teacher_prefers_answer")
-        length, truncated = ready("completions/mean_length"), ready("completions/clipped_ratio")
-        reward = ready("reward")
+        fidelity, answers, length, truncated, reward = map(ready, _OBSERVED)
         if fidelity and _has_fallen(fidelity) and not self.frozen_teacher:
             self._raise(
                 "fidelity",

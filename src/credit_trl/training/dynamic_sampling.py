@@ -19,6 +19,9 @@ from torch import Tensor
 from credit_trl.contexts.privileged import gather_privileged_contexts
 from credit_trl.loss.uses import silent_groups
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
+from credit_trl.training.checks import check_no_images
+
+_NO_IMAGES = "`dynamic_sampling_rounds` replaces samples without their images. Set `dynamic_sampling_rounds=0`."
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ def redraw(trainer: Any, rollouts: Rollouts) -> Rollouts:
     Logs the counts; other metrics stay those of the first rollouts: the rewards of redrawn groups are selected.
     """
     args, decode = trainer.args, trainer._decode
+    check_no_images([*rollouts.batch.rows, rollouts.output], _NO_IMAGES)
 
     def silent(drawn: Rollouts) -> list[int]:
         teaches = [args.teacher_prompt == "student"] * len(drawn.batch.prompts)

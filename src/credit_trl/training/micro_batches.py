@@ -134,9 +134,16 @@ class UnpaddedTrainer(ResumableTrainer):
         """Micro-batches of a generation batch that belong to one optimizer step; 1 where they must not be changed."""
         accumulated, generated = self.args.gradient_accumulation_steps, self.args.steps_per_generation
         aligned = generated % accumulated == 0 or accumulated % generated == 0
-        if not aligned or self.loss_type in _DIVIDED_BY_MICRO_BATCH or self.aux_loss_enabled:
+        if not aligned or self.loss_type in _DIVIDED_BY_MICRO_BATCH or self.aux_loss_enabled or self._averages_entropy:
             return 1
         return min(accumulated, generated)
+
+    @property
+    def _averages_entropy(self) -> bool:
+        """Whether GRPO's part of the loss has an entropy bonus or quantile, which TRL takes over a micro-batch."""
+        args = self.args
+        has_bonus = args.entropy_coef != 0.0 or args.use_adaptive_entropy
+        return self.use.shares[0] > 0.0 and (has_bonus or args.top_entropy_quantile < 1.0)
 
     def _reduction(self) -> Reduction:
         train = self.model.training  # an evaluation batch is neither split nor accumulated

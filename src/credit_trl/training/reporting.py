@@ -6,15 +6,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
+
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.distillation import MicroBatchLoss
+from credit_trl.loss.uses import UseConfig
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.training.completions import CompletionTable
 from credit_trl.training.console import print_lines
+from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.metrics import drop_undefined
 from credit_trl.training.micro_batches import UnpaddedTrainer
 from credit_trl.training.model_card import complete_card
 from credit_trl.training.run_log import RunLog
+from credit_trl.training.timing import StageClock
+
+
+class ContinueReports(TrainerCallback):
+    """Lets alarms and clock of a resumed run go on from what it has logged."""
+
+    def __init__(self, drift: DriftAlarms, clock: StageClock) -> None:
+        self.drift = drift
+        self.clock = clock
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.drift.restore(state.log_history)
+        self.clock.start(state.global_step)
 
 
 class ReportingTrainer(UnpaddedTrainer):
@@ -36,7 +53,10 @@ class ReportingTrainer(UnpaddedTrainer):
             print_lines(self.callback_handler)
         if self.args.log_completions:
             self.completion_table = CompletionTable(
-                self._logs, self.accelerator, self.args.distillation_weight > 0.0, self.args.dynamic_sampling_rounds
+                self._logs,
+                self.accelerator,
+                UseConfig.of(self.args).shares[1] > 0.0,
+                self.args.dynamic_sampling_rounds,
             )
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

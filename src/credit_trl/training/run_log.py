@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from credit_trl.teacher.sharding import full_shape
 from credit_trl.training.run_directory import LOG_FILE, RUN_FILE, append_lines, keep_up_to, write_json
 
 # `keep_up_to` this step removes all lines, those of step 0 too: the run starts from the beginning.
@@ -33,7 +34,7 @@ class RunLog(TrainerCallback):
             "config": args.to_dict(),
             "seed": args.seed,
             "model": getattr(model, "name_or_path", "") or type(model).__name__,
-            "parameters": sum(p.numel() for p in model.parameters()) if model is not None else None,
+            "parameters": sum(full_shape(p).numel() for p in model.parameters()) if model is not None else None,
             **self.facts,
         }
         write_json(Path(args.output_dir) / RUN_FILE, json.loads(json.dumps(run, default=str)))

@@ -19,6 +19,10 @@ class StageClock:
         self._counts = counts
         self._step = 0
 
+    def start(self, step: int) -> None:
+        """Count steps from this one, at which a run begins or resumes."""
+        self._step = step
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the duration of the block to a stage."""
