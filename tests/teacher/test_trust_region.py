@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_trl import CreditTrainer, objective
 from credit_trl.loss.head import LMHead
@@ -115,6 +116,23 @@ def test_weight_one_is_the_average(make_trainer):
         move_average(trainer)
         losses.append(loss_and_gradients(trainer, prepared(trainer))[0])
     torch.testing.assert_close(*losses, rtol=1e-9, atol=1e-12)
+
+
+def test_bounding_the_kl_copies_no_head():
+    """The weight of an 8 B model would take 5 GB in fp32."""
+    hidden, weight = torch.randn(2048, 16).bfloat16(), torch.randn(5000, 16).bfloat16()
+    largest = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and func is torch.ops.aten._to_copy.default:
+                largest.append(out.numel())
+            return out
+
+    with Recorder():
+        weighted_states(hidden, LMHead(weight), TrustRegion(0.5, kl=0.1))
+    assert max(largest) < weight.numel() // 2
 
 
 def test_only_the_average_moves(make_trainer):

@@ -225,6 +225,14 @@ class LMHead:
         """Write raw logits of one block to `out`; `hidden` has the dtype of the product."""
         _multiply(hidden, self.weight[block].to(hidden.dtype).T, out, adds=False)
 
+    def chunk_logps(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
+        """Log-probabilities of a chunk in the accumulation dtype, without a copy of the weight; no gradient."""
+        logits = hidden.new_empty((len(hidden), self.vocabulary_size), dtype=accumulation_dtype(hidden))
+        factor = hidden.to(matmul_dtype(hidden))
+        for block in self.blocks(hidden):
+            self.multiply_block(factor, block, logits[:, block])
+        return self.finish(logits, self.bias).log_softmax(-1)
+
     def finish(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """Apply bias, scale, soft-cap and temperature, in place."""
         if bias is not None:

@@ -19,6 +19,8 @@ from credit_trl.objective import trust_region
 
 # Bisections of w; the KL is then within a thousandth of its range.
 _BISECTIONS = 12
+# Tensors of (tokens, vocabulary) that exist at once: two distributions, their mixture and its intermediate values.
+_LOGITS = 8
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def weighted_states(
     weight: float | Tensor = region.weight
     if region.kl is not None:
         flat = hidden.flatten(0, -2)
-        size = logits_chunk(len(flat), head.vocabulary_size, torch.float32, flat.device, 4)
+        size = logits_chunk(len(flat), head.vocabulary_size, torch.float32, flat.device, _LOGITS)
         parts = [_bounded_weights(flat[rows], head, region) for rows in chunks(len(flat), size)]
         weight = torch.cat(parts).view(*hidden.shape[:-1], 1) if parts else hidden.new_ones(*hidden.shape[:-1], 1)
     return torch.cat([base * (1.0 - weight), average * weight], dim=-1)
@@ -73,17 +75,14 @@ def _bounded_weights(hidden: Float[Tensor, "n H2"], head: LMHead, region: TrustR
 
     The KL grows with the weight: the mixtures are an exponential family, and its derivative is w times a variance.
     """
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    states, weights = hidden.to(dtype).chunk(2, dim=-1), head.weight.to(dtype).chunk(2, dim=-1)
-    base, average = (
-        (h @ w.T * (head.scale / head.temperature)).log_softmax(-1) for h, w in zip(states, weights, strict=True)
-    )
+    halves = zip(hidden.chunk(2, dim=-1), head.weight.chunk(2, dim=-1), strict=True)
+    base, average = (replace(head, weight=weight).chunk_logps(states) for states, weight in halves)
 
     def kl(weight: Tensor) -> Tensor:
         mixed = trust_region(base, average, weight)
         return (mixed.exp() * (mixed - base)).sum(-1)
 
-    high = torch.full(base.shape[:1], region.weight, dtype=dtype, device=base.device)
+    high = torch.full_like(base[:, 0], region.weight)
     low, is_free = torch.zeros_like(high), kl(high) <= region.kl
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
