@@ -185,6 +185,20 @@ def test_failed_run_returns_its_exit_code_without_traceback(monkeypatch, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_arguments_that_accelerate_refuses_are_named_in_one_line(monkeypatch, capfd):
+    line = ["--multi_gpu", "--num_processes", "1", "--use_cpu", "true", "--bf16", "false"]
+    assert credit.run([*line, "--gradient_accumulation_steps", "4"]) == 2
+    error = capfd.readouterr().err
+    assert "at least 2 processes" in error
+    assert "Traceback" not in error
+
+
+def test_evaluation_is_not_written_into_a_training_run(tmp_path, capsys):
+    (tmp_path / "run.json").write_text("{}")
+    assert cli.main(["credit-eval", "--model", "m", "--task", "quickstart", "--output_dir", str(tmp_path)]) != 0
+    assert "is the folder of a training run" in capsys.readouterr().err
+
+
 def test_missing_data_names_the_options():
     script = training.CreditScriptArguments()
     with pytest.raises(ValueError, match="--task NAME"):

@@ -46,12 +46,18 @@ def test_own_json_lines_are_read_by_path(tmp_path, name, suffix):
     assert train.to_list() == evaluation.to_list() == ROWS
 
 
+def test_evaluations_are_at_least_one_batch_apart():
+    with pytest.raises(ValueError, match="`--avg_at_k_steps` must be at least 1"):
+        CreditScriptArguments(avg_at_k_steps=0)
+
+
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
         ("q.jsonl", None, "`--dataset_path .*q.jsonl`: no such file"),
         ("q.txt", "x", "`--dataset_path .*q.txt`: expected one of .jsonl"),
         ("q.jsonl", '{"prompt": ', "`--dataset_path .*q.jsonl` cannot be read: "),
+        ("q.jsonl", "", "`--dataset_path .*q.jsonl` cannot be read: it is empty"),
     ],
 )
 def test_unreadable_data_files_are_named_in_one_line(tmp_path, file, text, message):

@@ -103,6 +103,17 @@ def test_summary_has_best_and_final_and_best_model_is_kept(train, tmp_path):
     assert weight_fingerprint(kept) != weight_fingerprint(trainer.model)
 
 
+def test_run_that_starts_again_keeps_the_earlier_best_model(train, tmp_path, caplog):
+    train(tmp_path, scores={0: 0.25, 2: 0.75, 4: 0.5})
+    best = (tmp_path / "best-step-2" / "model.safetensors").read_bytes()
+    rows = (tmp_path / "evaluations.jsonl").read_bytes()
+    train(tmp_path, scores={0: 0.25, 2: 0.5, 4: 0.75})
+    assert (tmp_path / "previous-1" / "best-step-2" / "model.safetensors").read_bytes() == best
+    assert (tmp_path / "previous-1" / "evaluations.jsonl").read_bytes() == rows
+    assert [path.name for path in tmp_path.glob("best-step-*")] == ["best-step-4"]
+    assert f"are now in {tmp_path / 'previous-1'}" in caplog.text
+
+
 def test_equal_scores_keep_the_earlier_model():
     rows = [{"step": s, "score": v} for s, v in [(0, 0.1), (5, 0.4), (10, 0.4)]]
     assert best_of(rows)["step"] == 5

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from contextlib import nullcontext
+from datetime import datetime
 
 import pytest
 from datasets import Dataset
@@ -17,7 +18,7 @@ from datasets import Dataset
 from credit_trl import Verdict
 from credit_trl.evaluation import Evaluation, EvaluationConfig, evaluate
 from credit_trl.evaluation.generation import Response
-from credit_trl.evaluation.protocol import EvaluationMismatchError, sample_seed, task_rows
+from credit_trl.evaluation.protocol import EvaluationMismatchError, data_digest, sample_seed, task_rows
 from credit_trl.evaluation.verdicts import VerifierFailed
 from credit_trl.rollout.verdict import VerifierPolicy, VerifierTimeout
 from credit_trl.tasks.registry import Task, batch_of
@@ -285,3 +286,8 @@ def test_tiny_model_evaluation_resumes(tmp_path, make_model, tokenizer):
     assert part == whole
     assert files(tmp_path / "part") == expected
     assert whole.mean_length <= 4.0
+
+
+def test_digest_takes_answers_of_any_type():
+    rows = [{"id": "a", "prompt": "x", "answer": datetime(2020, 1, 1)}, {"id": "b", "prompt": "x", "answer": None}]
+    assert data_digest(rows) != data_digest([{**rows[0], "answer": datetime(2020, 1, 2)}, rows[1]])

@@ -194,6 +194,15 @@ def test_two_level_ci_is_clipped_to_bounds():
         two_level_ci(scores + 0.1, bounds=(0.0, 1.0))
 
 
+@pytest.mark.parametrize("value", [0.1, 0.3, 0.7])
+@pytest.mark.parametrize("shape", [(3, 30), (5, 7)])
+def test_interval_of_equal_scores_contains_their_mean(value, shape):
+    mean, low, high = two_level_ci(np.full(shape, value))
+    assert low <= mean <= high
+    difference, low, high, _ = paired_bootstrap(np.full(shape, value), np.full(shape, value / 3))
+    assert low <= difference <= high
+
+
 def test_two_level_ci_of_one_seed_matches_bootstrap_ci():
     scores = np.random.default_rng(3).random(80)
     one, plain = two_level_ci(scores[None]), bootstrap_ci(scores)

@@ -51,6 +51,8 @@ def run(argv: list[str]) -> int:
     try:
         with sigterm_to_children():
             launch_command(launched)
+    except ValueError as error:  # accelerate's arguments exclude each other
+        return report_user_error(PROG, error, code=2)
     except subprocess.CalledProcessError as error:  # the process has printed its error
         return error.returncode
     except ChildFailedError as error:  # one of several processes

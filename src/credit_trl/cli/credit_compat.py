@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
             checkpoint, questions, builder, feedback=args.feedback or compat.FEEDBACK, prefix=prefix, progress=True
         )
         _write(directory, records)  # after each model, so that a later failure loses nothing
+        del checkpoint, builder  # the next model takes the memory
     print(format_compatibility(records))
     print(f"{directory}: table.md, figure.png, records.jsonl")
     return 0

@@ -7,9 +7,11 @@ import json
 import os
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 from credit_trl.cli.sandbox_options import add_sandbox_arguments
 from credit_trl.sandbox import choose_sandbox
+from credit_trl.training.run_directory import RUN_FILE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from credit_trl.evaluation import EvaluationConfig, evaluate
 
+    if args.output_dir and (Path(args.output_dir) / RUN_FILE).is_file():
+        raise ValueError(f"`--output_dir {args.output_dir}` is the folder of a training run; give another one.")
     accepted = {field.name for field in fields(EvaluationConfig)}
     choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)
     sys.path.insert(0, os.getcwd())

@@ -69,6 +69,8 @@ class CreditScriptArguments(ScriptArguments):
     )
 
     def __post_init__(self) -> None:
+        if self.avg_at_k_steps < 1:
+            raise ValueError("`--avg_at_k_steps` must be at least 1; leave `--avg_at_k` out to evaluate nothing.")
         choose_sandbox(self.sandbox, self.allow_unsandboxed, self.sandbox_packages)
 
 
@@ -313,8 +315,9 @@ def _local_files(script_args: CreditScriptArguments) -> Any:
             raise ValueError(f"`--{option} {path}`: {problem}.")
         try:
             splits[split] = load_dataset(loader, data_files=path, split="train", streaming=streams)
-        except (DatasetGenerationError, ValueError) as error:
-            raise ValueError(f"`--{option} {path}` cannot be read: {error.__cause__ or error}") from error
+        except (DatasetGenerationError, StopIteration, ValueError) as error:  # StopIteration: an empty file
+            problem = error.__cause__ or str(error) or "it is empty"
+            raise ValueError(f"`--{option} {path}` cannot be read: {problem}") from error
     return (IterableDatasetDict if streams else DatasetDict)(splits)
 
 

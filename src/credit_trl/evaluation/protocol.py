@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -123,19 +124,25 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"Task {task.name!r} has no rows to evaluate.")
     ids = [str(row.get("id") or hashlib.sha256(prompt_key(row["prompt"]).encode()).hexdigest()[:16]) for row in rows]
-    seen: dict[str, int] = {}
-    for position, name in enumerate(ids):
-        seen[name] = seen.get(name, 0) + 1
-        if seen[name] > 1:
-            ids[position] = f"{name}#{seen[name]}"
-    return [{**row, "id": name} for row, name in zip(rows, ids, strict=True)]
+    return [{**row, "id": name} for row, name in zip(rows, distinct_names(ids), strict=True)]
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """The names, with `#2`, `#3`, … after the second and later occurrences of one."""
+    seen: Counter[str] = Counter()
+    distinct = []
+    for name in names:
+        seen[name] += 1
+        distinct.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return distinct
 
 
 def data_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     """16 hex digits that change with the rows' ids, prompts, answers and order."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps([row["id"], prompt_key(row["prompt"]), row.get("answer")]).encode() + b"\n")
+        content = [row["id"], prompt_key(row["prompt"]), row.get("answer")]
+        digest.update(json.dumps(content, default=str).encode() + b"\n")
     return digest.hexdigest()[:16]
 
 

@@ -144,7 +144,7 @@ def two_level_ci(
     for size in _sizes(n_resamples, matrix.shape[1]):
         seeds, prompts = _draw(rng, size, len(matrix)), _draw(rng, size, matrix.shape[1])
         parts.append(_deviations(matrix, seeds, prompts))
-    low, high = _percentiles(np.concatenate(parts), confidence_level)
+    low, high = _around_zero(np.concatenate(parts), confidence_level)
     return Interval(mean, max(mean + low, bounds[0]), min(mean + high, bounds[1]))
 
 
@@ -185,7 +185,7 @@ def paired_bootstrap(
         raise ValueError(f"`paired_seeds` needs as many seeds in `a` ({len(left)}) as in `b` ({len(right)}).")
     deviations = _paired_deviations(left, right, n_resamples, paired_seeds, np.random.default_rng(seed))
     difference = float(left.mean() - right.mean())
-    low, high = _percentiles(deviations, confidence_level)
+    low, high = _around_zero(deviations, confidence_level)
     # Equality counts; the slack absorbs rounding, since scores are multiples of 1/k.
     extreme = int((np.abs(deviations) >= abs(difference) - 1e-12).sum())
     p_value = (extreme + 1) / (n_resamples + 1)
@@ -248,6 +248,12 @@ def _percentiles(deviations: Array, confidence_level: float) -> tuple[float, flo
     tail = (1.0 - confidence_level) / 2
     low, high = np.quantile(deviations, [tail, 1.0 - tail])
     return float(low), float(high)
+
+
+def _around_zero(deviations: Array, confidence_level: float) -> tuple[float, float]:
+    """Percentiles of deviations from a mean, which rounding of equal scores must not move to one side of it."""
+    low, high = _percentiles(deviations, confidence_level)
+    return min(low, 0.0), max(high, 0.0)
 
 
 def _batch(count: int) -> int:

@@ -317,6 +317,14 @@ def test_plain_text_prompts_are_read(saved, tmp_path, config):
     assert response.token_ids[-1] == checkpoint.tokenizer.eos_token_id
 
 
+def test_responses_with_one_name_are_numbered(saved, tmp_path, config):
+    names = ("q7", "q7", None, None)
+    records = ({"prompt": f"Say {i}.", "response": "a", "feedback": "No.", "id": name} for i, name in enumerate(names))
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, records)))
+    found = read_rollouts(tmp_path / "own.jsonl", Checkpoint.load(str(saved("m"))), config)
+    assert [one.identifier for one in found] == ["q7", "q7#2", "2", "3"]
+
+
 def test_credit_compat_writes_table_figure_and_records(saved, tmp_path, capsys):
     rows = [
         {"idx": n, "kind": "mcq", "dataset": "sciknoweval", "answer": "ABCD"[n % 4], "system": "Choose.",

@@ -179,6 +179,21 @@ def test_map_round_trips_through_parquet(tmp_path_factory, tokens, seed, contras
         assert torch.equal(one.scores.alternatives.ids, other.scores.alternatives.ids)
 
 
+def test_foreign_parquet_has_no_control_characters(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    write_parquet([drawn_map(["a", "b"])], path := tmp_path / "maps.parquet")
+    table = pq.read_table(path)
+    for name in ("checkpoint", "token", "token_class"):
+        values = [f"{value}\x1b[2J" for value in table[name].to_pylist()]
+        table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
+    pq.write_table(table, path)
+    (back,) = read_parquet(path)
+    for text in (back.checkpoint, *back.classes, *(token.text for token in back.tokens)):
+        assert text.endswith("⟨U+001B⟩[2J")
+
+
 def test_parquet_has_one_row_a_token(model_map, tmp_path):
     import pyarrow.parquet as pq
 

@@ -215,6 +215,28 @@ def test_only_shared_prompts_count_and_at_least_one_is_needed(write_run, tmp_pat
         compare([tmp_path])
 
 
+def test_prompts_are_those_of_the_first_best_and_last_evaluation(write_run, tmp_path):
+    every = {f"q{i}": 0.5 for i in range(4)}
+    for arm in "AB":
+        write_run(arm, {0: {"q0": 0.0, "q1": 0.0}, 5: {**every, "q1": 1.0}, 10: {"q1": 0.0, "q2": 0.5}}, arm=arm)
+    result = compare([tmp_path])
+    assert result.prompts == {"letters": 1}
+    assert result.cells["Base", "letters", FINAL].interval.mean == 0.0
+    assert result.cells["A", "letters", BEST].interval.mean == 1.0
+
+
+def test_evaluation_in_the_folder_of_a_run_does_not_replace_it(write_run, tmp_path):
+    folder = write_run("a", {0: scores(0.2, 1), 10: scores(0.5, 1)}, arm="A")
+    shutil.copy(folder / "evaluations" / "step-000010" / "result.json", folder / "result.json")
+    assert compare([tmp_path]).arms == ["Base", "A"]
+
+
+def test_result_of_another_tool_is_named(tmp_path):
+    write_json(tmp_path / "other" / "result.json", {"accuracy": 0.5})
+    with pytest.raises(ValueError, match=r"other/result.json is no result of `trl credit-eval`: it has no k, model"):
+        compare([tmp_path])
+
+
 def test_steps_to_a_score_are_listed_for_each_run(three_arms):
     result = compare([three_arms], targets=[0.55])
     steps = {row.arm: row.steps for row in result.steps_to}

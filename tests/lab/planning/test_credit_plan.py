@@ -219,6 +219,13 @@ def test_hours_count_generation_batches_and_evaluations(capsys):
     assert "give --rows" in plan(capsys, *LINE)[1]
 
 
+def test_step_of_several_generation_batches_counts_all_of_them(capsys):
+    line = [*LINE[:2], "--max_steps", "100", "--json", "--steps_per_generation", "8", "--gradient_accumulation_steps"]
+    found = [json.loads(plan(capsys, *line, str(steps))[1]) for steps in (8, 16, 12)]
+    assert [plan["generation_batches"] for plan in found] == [100, 200, 150]
+    assert found[1]["hours"] == pytest.approx(2 * found[0]["hours"], rel=0.05)
+
+
 def test_an_engine_starts_with_the_share_that_is_named(capsys):
     line = [*LINE, *ENGINE, "--gpu", "4090", "--vllm_enable_sleep_mode", "true", "--vllm_gpu_memory_utilization"]
     code, out, _ = plan(capsys, *line, "0.02")

@@ -194,3 +194,9 @@ def test_a_directory_of_another_sweep_is_an_error(tmp_path):
     plan_sweep(SweepSpec(**{**MINIMAL, "seeds": [1, 2]}, config=CPU), tmp_path)
     with pytest.raises(ValueError, match=r"seed-1 holds another job \(config differ\)"):
         plan_sweep(SweepSpec(**MINIMAL, config={**CPU, "max_steps": 7}), tmp_path)
+
+
+@pytest.mark.parametrize("point", [{"method": ["GRPO", "SDPO"]}, {1: 2}])
+def test_names_of_a_grid_are_text(point):
+    with pytest.raises(ValueError, match=r"Unknown method \['GRPO', 'SDPO'\]|Options of a grid have names, got 1"):
+        make_arm(point, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.contexts.tokens import ContextColumns
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import read_responses
+from credit_trl.evaluation.protocol import distinct_names
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.passes import RolloutContexts
@@ -170,9 +171,10 @@ def sample_rollouts(
     privileged = gather_privileged_contexts(batch, config, decode)
     population = [row["prompt"] for row in rows] if population is None else population
     contrasts = draw(batch.prompts, population, config, [row.get("task") for row in repeated])
+    names = distinct_names([_name(row, n) for n, row in enumerate(rows)])
     return [
         Rollout(
-            identifier=f"{row.get('id', i // samples)}/{i % samples}",
+            identifier=f"{names[i // samples]}/{i % samples}",
             prompt=row["prompt"],
             token_ids=tuple(token_ids[i]),
             privileged=privileged[i],
@@ -237,9 +239,10 @@ def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig
     end = checkpoint.tokenizer.eos_token_id
     rewards = [_optional(row, "reward", int, float) for row in rows]
     successes = is_successful([math.nan if r is None else r for r in rewards], config.success_reward_threshold)
+    names = distinct_names([_name(row.data, n) for n, row in enumerate(rows)])
     return [
         Rollout(
-            identifier=str(row.data.get("id", n)),
+            identifier=names[n],
             prompt=prompts[n],
             token_ids=(*checkpoint.tokenizer(row.get("response", str), add_special_tokens=False)["input_ids"], end),
             privileged=PrivilegedContext(
@@ -250,6 +253,11 @@ def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig
         )
         for n, row in enumerate(rows)
     ]
+
+
+def _name(row: Mapping[str, Any], position: int) -> str:
+    """Identifier of a row, by default its position."""
+    return str(position if row.get("id") is None else row["id"])
 
 
 def _prompt(row: Row, field: str, prompt: Any) -> Prompt:

@@ -15,7 +15,7 @@ from torch import Tensor
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, ScoredTokens, TokenMap, TokenScores
-from credit_trl.lab.analysis.tokentext import TokenText
+from credit_trl.lab.analysis.tokentext import TokenText, visible
 
 _RESPONSES = b"credit_trl.responses"
 _STORED = ("student_logps", "teacher_logps", "advantage", "entered_coef")
@@ -135,12 +135,18 @@ def _map_of(rows: list[dict[str, Any]], response: Rollout, dtype: torch.dtype) -
     others = ScoredTokens(**_tensors(flat, shape, contrasts, dtype), **run)
     return TokenMap(
         response,
-        rows[0]["checkpoint"],
-        [TokenText(row["token"], row["character"], row["special"]) for row in rows],
-        [row["token_class"] for row in rows],
+        visible(rows[0]["checkpoint"]),
+        [_text_of(row) for row in rows],
+        [visible(row["token_class"]) for row in rows],
         TokenScores(**_tensors(rows, shape[:1], contrasts, dtype), **run, alternatives=others),
-        [[record["token"] for record in own] for own in alternatives],
+        [[visible(record["token"]) for record in own] for own in alternatives],
     )
+
+
+def _text_of(row: dict[str, Any]) -> TokenText:
+    """Text of a token; a file from elsewhere may hold control characters."""
+    character = row["character"]
+    return TokenText(visible(row["token"]), None if character is None else visible(character), row["special"])
 
 
 def _tensors(

@@ -169,7 +169,7 @@ def compare(
     _check_seeds(compared)
     evaluated = [run for run in compared if run.evaluations]
     baseline = _baseline(names, baseline)
-    domains = _domains(evaluated)
+    domains = _domains(evaluated, all_steps=bool(targets))
     reader = _ScoreReader(evaluated, measure)
     has_base = has_one_base(evaluated) and all(0 in run.steps and len(run.steps) > 1 for run in evaluated)
     all_arms = [BASE, *names] if has_base and evaluated else names
@@ -311,11 +311,19 @@ def _natural(arm: str) -> list[tuple[int, float, str]]:
     return [(0, float(w), "") if number.fullmatch(w) else (1, 0.0, w) for w in re.split("[ =]", arm)]
 
 
-def _domains(runs: Sequence[Run]) -> list[_Domain]:
-    """Domains with the prompts that all runs of the task share; each group of a task's prompts is a domain."""
+def _domains(runs: Sequence[Run], all_steps: bool) -> list[_Domain]:
+    """Domains with the prompts that all evaluations of the task share; each group of a task's prompts is a domain.
+
+    The evaluations are the first, best and last of each run, or those of all steps.
+    """
     domains = []
     for task in dict.fromkeys(run.task for run in runs):
-        evaluated = [run.prompts(run.final_step()) for run in runs if run.task == task]
+        evaluated = [
+            run.prompts(step)
+            for run in runs
+            if run.task == task
+            for step in (reversed(run.steps) if all_steps else (run.final_step(), run.best_step(), run.steps[0]))
+        ]
         shared = set.intersection(*({prompt["id"] for prompt in prompts} for prompts in evaluated))
         if not shared:
             raise ValueError(f"The runs on {task!r} share no prompt, so their scores cannot be paired.")

@@ -207,7 +207,8 @@ def read_run(folder: str | Path) -> Run:
         ValueError: a file is damaged; the message names it.
     """
     folder = Path(folder)
-    if (folder / RESULT_FILE).is_file():
+    is_run = (folder / RUN_FILE).is_file() or (folder / EVALUATIONS_FILE).is_file()
+    if (folder / RESULT_FILE).is_file() and not is_run:
         return _evaluated_model(folder, _read_object(folder / RESULT_FILE))
     described = _read_object(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
     log, source = _read_log(folder)
@@ -269,6 +270,9 @@ def _arm_name(method: str, config: Mapping[str, Any]) -> str:
 
 def _evaluated_model(folder: Path, result: Mapping[str, Any]) -> Run:
     """The run of an evaluation without training, named by the last two parts of the model's path."""
+    if missing := {"model", "task", "k", SCORE} - result.keys():
+        path = folder / RESULT_FILE
+        raise ValueError(f"{path} is no result of `trl credit-eval`: it has no {', '.join(sorted(missing))}. Move it.")
     return Run(
         folder=folder,
         arm="/".join(Path(result["model"]).parts[-2:]) or result["model"],

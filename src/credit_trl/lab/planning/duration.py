@@ -22,7 +22,7 @@ class Schedule:
     eval_rows: int | None  # rows of an evaluation, or None if unknown
     eval_batch: int  # samples that one process generates at a time
 
-    def batches(self, setup: Setup, updates: int) -> int | None:
+    def batches(self, setup: Setup, updates: float) -> int | None:
         """Generation batches of the run; None if the number of training rows is unknown."""
         if self.steps is not None:
             return ceil(self.steps / updates)

@@ -94,7 +94,7 @@ def _head(plan: Plan) -> str:
         f"{plan.shape.name}: {plan.shape.parameters / 1e9:.2f} B parameters, {trained}, {setup.strategy}, "
         f"{where}{nodes}\n"
         f"{teacher}{prompts} prompts x {setup.group} rollouts per generation batch, "
-        f"{plan.work.updates} optimizer steps each, C = {setup.contrasts}, {support}"
+        f"{plan.work.updates:g} optimizer steps each, C = {setup.contrasts}, {support}"
     )
 
 

@@ -48,7 +48,7 @@ class Work:
     operations: dict[str, float]  # floating point operations by phase, over all processes
     moved: dict[str, float]  # bytes that one GPU receives from others, by purpose
     seconds: dict[str, float]  # by phase
-    updates: int  # optimizer steps
+    updates: float  # optimizer steps; below 1 where one takes several generation batches
 
 
 def default_lengths(setup: Setup) -> Lengths:
@@ -189,5 +189,6 @@ def _link(setup: Setup) -> float:
     return LINK_SHARE * (NETWORK if setup.machines > 1 else setup.gpu.link)
 
 
-def _updates(setup: Setup) -> int:
-    return max(setup.iterations * setup.rollouts // (setup.per_device * setup.accumulation), 1)
+def _updates(setup: Setup) -> float:
+    """Optimizer steps of a generation batch; below 1 where a step takes several generation batches."""
+    return setup.iterations * setup.rollouts / (setup.per_device * setup.accumulation)

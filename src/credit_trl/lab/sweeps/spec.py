@@ -255,7 +255,9 @@ def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
     """
     options = dict(point)
     method = options.pop("method", "CREDIT")
-    if method not in METHODS:
+    if odd := [name for name in options if not isinstance(name, str)]:
+        raise ValueError(f"Options of a grid have names, got {odd[0]!r}.")
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"Unknown method {method!r}: choose among {', '.join(METHODS)}.")
     if method == "CREDIT" and options.get("contrastive_coef", common.get("contrastive_coef")) == 0.0:
         method = "SDPO"
