@@ -7,6 +7,7 @@ teacher are those of the policy plus δ on A; under the contrast prompt B loses 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -115,6 +116,28 @@ def test_subtract_has_the_fixed_point_of_the_theory(alpha, size):
     found = Branch(delta, s, coef, start=2.0, size=size).train("subtract", alpha)
     torch.testing.assert_close(found, delta * (1 - coef) / coef - s, rtol=0.05, atol=0.01)
     assert torch.equal(found < 0, coef > delta / (delta + s))
+
+
+@pytest.mark.parametrize("start", [-3.0, 2.0])
+def test_odds_of_generic_tokens_add_up_at_the_fixed_point(start):
+    delta, s, coef = grid()
+    branch = Branch(delta, s, coef, start=start, size=3)
+    branch.lift[:, 2] = delta / 2
+    branch.train("subtract")
+    logits = branch.logits.detach()
+    odds = logits[:, [A, 2]].logsumexp(-1) - logits[:, B]
+    expected = torch.stack([own * (1 - coef) / coef - s for own in (delta, delta / 2)]).logsumexp(0)
+    torch.testing.assert_close(odds, expected, rtol=0.05, atol=0.01)
+
+
+def test_alike_generic_tokens_raise_the_critical_coef():
+    coef = torch.linspace(0.2, 0.9, 36, dtype=torch.float64)
+    delta, s = torch.full_like(coef, 2.4), torch.full_like(coef, 6.3)
+    branch = Branch(delta, s, coef, size=9)
+    branch.lift[:, 2:] = 2.4  # eight generic tokens
+    branch.train("subtract")
+    lost = branch.log_odds + math.log(8) < 0
+    assert torch.equal(lost, coef > 2.4 / (2.4 + 6.3 - math.log(8)))
 
 
 @pytest.mark.parametrize("start", [-3.0, 3.0])
