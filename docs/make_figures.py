@@ -258,7 +258,7 @@ def draw_arms(file: Path, theme: Theme, path: Path) -> None:
             axes.plot([place] * len(values), values, "o", color=colour, ms=5, alpha=0.6, mew=0)
         base = 100 * statistics.fmean(float(row[f"{measure}_before"]) for row in rows)
         axes.axhline(base, color=theme.ink, lw=0.8, ls="--")
-        axes.annotate("base", (len(arms) - 0.5, base), color=theme.ink, fontsize=8, ha="right", va="bottom")
+        axes.annotate("base", (len(arms) - 0.3, base), color=theme.ink, fontsize=8, va="center", annotation_clip=False)
         axes.set(xticks=range(len(arms)), xlim=(-0.6, len(arms) - 0.4))
         axes.set_xticklabels([ARMS[arm] for arm in arms], color=theme.ink, fontsize=8)
         axes.set_ylim(bottom=0)

@@ -1,6 +1,7 @@
 """Run the quickstart's shipped setting with several seeds; a row per seed in results/quickstart.csv.
 
 python quickstart_seeds.py                   # seeds 0 to 9, those that the file has are skipped
+python quickstart_seeds.py --alpha 1 --seeds 100 101 102 --csv results/quickstart_reverse_kl.csv
 """
 
 from __future__ import annotations
@@ -31,17 +32,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--steps", type=int, help="default: those of the quickstart")
+    parser.add_argument("--alpha", type=float, help="`distillation_alpha` (default: that of the quickstart)")
     parser.add_argument("--evaluations", type=int, default=2, help="2: before and after (default); the command has 5")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/quickstart_seeds"))
     parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "quickstart.csv")
     args = parser.parse_args()
     task = replace(quickstart_task("quickstart"), evaluations=args.evaluations)
+    options = {} if args.alpha is None else {"distillation_alpha": args.alpha}
     ignore_future_warnings()
     for seed in args.seeds:
         if str(seed) not in {row["seed"] for row in read_rows(args.csv)}:
             begun = time.process_time()
             folder = args.output_dir / f"seed-{seed}"
-            result = run_quickstart(folder, args.steps, seed, task=task, progress=False)
+            result = run_quickstart(folder, args.steps, seed, task=task, progress=False, **options)
             append_row(args.csv, row_of(seed, result, time.process_time() - begun))
             print(f"seed {seed}\n\n{format_result(result)}\n", flush=True)
 
