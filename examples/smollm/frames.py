@@ -17,6 +17,7 @@ the order of the drifts, not their ends.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from credit_trl import CreditConfig
 from credit_trl.cli.quickstart_tasks import quickstart_task
-from credit_trl.cli.tool_choice_base import with_feedback
+from credit_trl.cli.tool_choice_base import mixed_precision, with_feedback
 from credit_trl.objective import add_tail_bucket, credit_target, renormalize
 from credit_trl.tasks import tool_choice
 from credit_trl.tasks.printable import markdown_table
@@ -112,7 +113,7 @@ def sample_responses(
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
     torch.manual_seed(0)
     batch = _encode(tokenizer, prompts)
-    with torch.autocast(model.device.type, torch.bfloat16):
+    with mixed_precision(model.device.type):
         ids = model.generate(**batch, **sampling)[:, batch["input_ids"].shape[1] :]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
@@ -124,7 +125,7 @@ def first_logps(
     parts = []
     for start in range(0, len(prompts), 16):
         batch = _encode(tokenizer, prompts[start : start + 16])
-        with torch.autocast(model.device.type, torch.bfloat16):
+        with mixed_precision(model.device.type):
             parts.append(model(**batch, logits_to_keep=1).logits[:, -1].float().log_softmax(-1))
     return torch.cat(parts)
 
@@ -185,6 +186,31 @@ def arm_targets(first: FirstToken, support: Support, options: dict[str, object])
     return renormalize(credit_target(teacher, support.buckets(contrasts), coef, form))
 
 
+def end_log_odds(first: FirstToken, support: Support, coef: float) -> Tensor:
+    """(N,) log-odds of all openings against the right call at the fixed point of subtract under a live teacher.
+
+    The odds of the openings add up (`docs/theory.md`, several generic tokens). NaN for a prompt without a branch.
+    """
+    student, teacher = support.buckets(first.student), support.buckets(first.teacher)
+    contrast = support.buckets(first.contrasts).mean(0)
+
+    def against_right(values: Tensor) -> Tensor:
+        return values - values.where(support.is_right, 0.0).sum(-1, keepdim=True)
+
+    delta, s = against_right(teacher - student), against_right(contrast - teacher)
+    ends = (delta * (1 - coef) / coef - s).masked_fill(~support.is_opening, -torch.inf).logsumexp(-1)
+    return ends.where(support.log_odds(teacher).isfinite(), torch.nan)
+
+
+def critical_coef(first: FirstToken, support: Support) -> list[float]:
+    """λ above which all openings together lose, for each prompt with a branch; infinite where none below 1 does."""
+    grid = [step / 100 for step in range(1, 101)]
+    ends = torch.stack([end_log_odds(first, support, coef) for coef in grid])
+    ends = ends[:, ends[0].isfinite()]
+    winning = (ends >= 0).sum(0).tolist()
+    return [math.inf if count == len(grid) else grid[count] for count in winning]
+
+
 def report(first: FirstToken) -> str:
     """δ, s and λ_c at the first token, and the predicted share of openings of each arm."""
     support = Support.of(first)
@@ -200,6 +226,8 @@ def report(first: FirstToken) -> str:
     ]
     share = f"δ and s above 0 for {len(rising)} of {len(delta)} prompts"
     lines.append(f"{share}; λ_c there: median {statistics.median(rising):.2f}" if rising else share)
+    if together := critical_coef(first, support):
+        lines.append(f"λ_c of all openings together: median {statistics.median(together):.2f}")
     rows = [("no feedback", support.openings(student).mean().item(), None)]
     rows += [("another prompt, same feedback", support.openings(others).mean().item(), None)]
     for arm in PREDICTED:

@@ -42,6 +42,11 @@ def test_every_arm_is_a_valid_configuration(study, tmp_path, setting):
     assert "Previous assessment" in configs["sdpo-paper"].feedback_template
 
 
+@pytest.fixture(autouse=True)
+def _fast_bf16(study, monkeypatch):
+    monkeypatch.setattr(study, "has_fast_bf16", lambda device: True)
+
+
 def arguments(study, tmp_path, **options):
     defaults = {
         "setting": "average",
@@ -83,6 +88,17 @@ def test_rows_of_one_setting_do_not_stand_for_another(study, tmp_path, monkeypat
     for setting in ("default", "average"):
         study.run_missing(arguments(study, tmp_path, setting=setting, arms=["sdpo"], seeds=[10]))
     assert [row["setting"] for row in study.read_rows(tmp_path / "results" / "runs.csv")] == ["default", "average"]
+
+
+def test_rows_in_fp32_have_a_setting_of_their_own(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "has_fast_bf16", lambda device: device == "cuda")
+    monkeypatch.setattr(study, "run_arm", lambda arm, seed, *rest: {"arm": arm, "seed": seed})
+    for gpu in (False, True):
+        study.run_missing(arguments(study, tmp_path, arms=["sdpo"], seeds=[10], gpu=gpu))
+    assert [row["setting"] for row in study.read_rows(tmp_path / "results" / "runs.csv")] == [
+        "average-fp32",
+        "average",
+    ]
 
 
 def test_no_run_starts_that_would_end_too_late(study, tmp_path, monkeypatch):
@@ -200,6 +216,25 @@ def test_report_states_delta_s_and_the_critical_lambda(example):
     assert "| sdpo | 50.0 | +2.20 |" in report
     assert "| credit-0.5 | 25.0 | +1.10 |" in report  # log-odds 0 / 2 - 2.2 / 2, from -2.2
     assert "| temper-only | 50.0 | +2.20 |" in report
+
+
+def test_two_alike_openings_raise_the_critical_lambda(example):
+    frames = example("frames")
+
+    def logps(*openings):
+        return torch.tensor([*openings, 1 - sum(openings), *[1e-9] * 28]).log().repeat(4, 1)
+
+    def critical(student, teacher, contrast):
+        count = len(student)
+        parts = logps(*student), logps(*teacher), logps(*contrast)[None]
+        first = frames.FirstToken(*parts, torch.full((4,), count), list(range(count)))
+        return frames.critical_coef(first, frames.Support.of(first))
+
+    nats = math.log(9)  # δ = s of an opening with 0.1, 0.5 and 0.9, and of each of two with half of the odds
+    assert critical([0.1], [0.5], [0.9]) == pytest.approx([0.5] * 4, abs=0.011)
+    both = critical([0.05] * 2, [0.25] * 2, [0.45] * 2)
+    assert both == pytest.approx([nats / (2 * nats - math.log(2))] * 4, abs=0.011)
+    assert critical([0.1], [0.5], [0.5]) == [math.inf] * 4
 
 
 def test_first_tokens_are_those_of_the_prompt_with_feedback(example, make_model, tokenizer):
