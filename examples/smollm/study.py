@@ -6,7 +6,8 @@
 
 Settings: `average`, a base that opens answers under feedback in sentences of the original model, and the average of
 the policy as the teacher; `frozen`, the same base, which is also the teacher; `default`, that of the shipped command,
-whose base hardly has openings. `frames.py` measures δ, s and λ_c before training.
+whose base hardly has openings. `frames.py` measures δ, s and λ_c before training. Where a CPU is slow in bf16, runs
+compute in fp32 and their setting is `average-fp32`, for example: base and rollouts differ from those in bf16.
 
 A row has held-out accuracy, frame rate, response length, accuracy on real
 requests (`--real`, a file of `real_requests.py`), general damage (`unrelated.py`) and the first evaluated step with 15
@@ -35,7 +36,7 @@ from unrelated import answer_prompts, measure_damage
 from credit_trl.cli.quickstart import run_quickstart
 from credit_trl.cli.quickstart_report import QuickstartResult, read_evaluation
 from credit_trl.cli.quickstart_tasks import QuickstartTask, load_warmed_up, quickstart_task
-from credit_trl.cli.tool_choice_base import WarmUp
+from credit_trl.cli.tool_choice_base import WarmUp, has_fast_bf16, mixed_precision
 from credit_trl.evaluation import evaluate
 from credit_trl.lab.analysis.openings import frame_rate, own_frame_rate
 from credit_trl.training.run_directory import EVALUATIONS_FILE, read_lines
@@ -119,29 +120,32 @@ def main() -> None:
 
 def run_missing(args: argparse.Namespace) -> None:
     """Run the missing pairs of arm and seed, seeds first, while the longest run so far fits the remaining time."""
+    setting = args.setting if has_fast_bf16("cuda" if args.gpu else "cpu") else f"{args.setting}-fp32"
     start, longest = time.monotonic(), 0.0
     for seed in args.seeds:
         for arm in args.arms:
             done = {(row["setting"], row["arm"], int(row["seed"])) for row in read_rows(args.results)}
-            if (args.setting, arm, seed) in done:
+            if (setting, arm, seed) in done:
                 continue
             if time.monotonic() - start + longest > 3600 * args.hours:
                 return
             began = time.monotonic()
-            append_row(args.results, {"setting": args.setting, **run_arm(arm, seed, args)})
+            append_row(args.results, {"setting": setting, **run_arm(arm, seed, args)})
             longest = max(longest, time.monotonic() - began)
 
 
 def run_arm(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Train one arm and return its row."""
     setting, directory = SETTINGS[args.setting], args.output_dir / args.setting / f"{arm}-{seed}"
+    device = "cuda" if args.gpu else "cpu"
     options = {**setting.options, **ARMS[arm]}
     task = replace(setting.task, name=options.pop("task", setting.task.name))
-    result = run_quickstart(directory, args.steps, seed, task=task, use_cpu=not args.gpu, **options)
+    options |= {"use_cpu": not args.gpu, "bf16": has_fast_bf16(device)}
+    result = run_quickstart(directory, args.steps, seed, task=task, **options)
     row = {"arm": arm, "seed": seed, "steps": result.steps, **measures(result)}
     return {
         **row,
-        **damage_and_real(task, directory / "model", args.real, "cuda" if args.gpu else "cpu"),
+        **damage_and_real(task, directory / "model", args.real, device),
         **versions(),
         "options": json.dumps(options),
     }
@@ -188,7 +192,7 @@ def damage_and_real(task: QuickstartTask, trained: Path, real: Path | None, devi
     base, tokenizer = task.load("plain")
     base = base.eval().to(device)
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval().to(device)
-    with torch.autocast(device, torch.bfloat16):
+    with mixed_precision(device):
         damage = measure_damage(base, model, answer_prompts(base, tokenizer))
         row: dict[str, Any] = {
             "kl": damage.kl,

@@ -132,3 +132,18 @@ def test_base_is_made_once_per_settings(make_model, tokenizer, tmp_path, monkeyp
     assert "of the held-out requests without feedback" in describe_base(first)
     with pytest.raises(ValueError, match="at least one step and one row of each kind"):
         WarmUp(steps=0)
+
+
+@pytest.mark.parametrize(("seconds", "fast"), [(1.0, True), (2.9, True), (27.0, False)])
+def test_bf16_is_used_where_its_products_are_fast(monkeypatch, seconds, fast):
+    clock = iter([0.0, 1.0] * 4 + [0.0, seconds] * 4)
+    monkeypatch.setattr(tool_choice_base.time, "perf_counter", lambda: next(clock))
+    assert tool_choice_base.has_fast_bf16.__wrapped__("cpu") is fast
+    assert tool_choice_base.has_fast_bf16.__wrapped__("cuda")
+
+
+def test_slow_bf16_turns_mixed_precision_off(monkeypatch):
+    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(tool_choice_base, "has_fast_bf16", lambda device, fast=fast: fast)
+        with tool_choice_base.mixed_precision("cpu"):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

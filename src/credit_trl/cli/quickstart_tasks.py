@@ -103,6 +103,7 @@ def _smollm2() -> QuickstartTask:
     With a demonstration the teacher would only have to copy. In a run with an averaged teacher and a base that opens
     its answers with frames under feedback, the frames fed back and the reward fell (`examples/smollm/README.md`).
     """
+    from credit_trl.cli.tool_choice_base import has_fast_bf16
     from credit_trl.tasks import tool_choice
 
     options = {
@@ -116,7 +117,7 @@ def _smollm2() -> QuickstartTask:
         "use_successful_as_teacher": False,
         "scoring_packed": True,  # prompts are longer than answers, and packed passes read each prompt once
         "update_packed": True,
-        "bf16": True,
+        "bf16": has_fast_bf16("cpu"),
     }
     return QuickstartTask(
         name="tool_choice",
@@ -142,11 +143,13 @@ def load_warmed_up(world: str, settings: WarmUp | None = None) -> tuple[Any, Any
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from credit_trl.cli.tool_choice_base import describe_base, warmed_up_base
+    from credit_trl.cli.tool_choice_base import describe_base, has_fast_bf16, warmed_up_base
     from credit_trl.tasks.model_names import model_path
 
     if world != "plain":
         raise ValueError(f"--world {world}: SmolLM2 has the world plain only.")
+    if not has_fast_bf16("cpu"):
+        print("This CPU is slow in bf16: SmolLM2 is trained in fp32, which takes about twice as long.", flush=True)
     directory = warmed_up_base(model_path("smollm2"), settings)
     print(describe_base(directory), flush=True)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

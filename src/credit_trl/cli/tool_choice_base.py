@@ -19,10 +19,12 @@ the row's response is that sentence and then the call. The words are the model's
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -162,6 +164,31 @@ def with_feedback(prompt: list[dict[str, str]], feedback: str, config: CreditCon
     return with_user_text(prompt, turn)
 
 
+@functools.cache
+def has_fast_bf16(device_type: str) -> bool:
+    """Whether a product in bf16 takes at most three times the time of fp32.
+
+    A CPU without instructions for bf16 takes twenty times as long. Another device is not measured.
+    """
+    if device_type != "cpu":
+        return True
+    times = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        left, right = torch.ones(128, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
+        rounds = []
+        for _ in range(4):
+            start = time.perf_counter()
+            left @ right
+            rounds.append(time.perf_counter() - start)
+        times[dtype] = min(rounds)
+    return times[torch.bfloat16] <= 3 * times[torch.float32]
+
+
+def mixed_precision(device_type: str) -> torch.autocast:
+    """Autocast to bf16, which does nothing where bf16 is slow."""
+    return torch.autocast(device_type, torch.bfloat16, enabled=has_fast_bf16(device_type))
+
+
 def _render(tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, str]]) -> str:
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
 
@@ -173,7 +200,7 @@ def _sample(
     """One response to each rendered prompt at temperature 1."""
     texts = []
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": tokens}
-    with torch.random.fork_rng(), torch.autocast(model.device.type, torch.bfloat16):
+    with torch.random.fork_rng(), mixed_precision(model.device.type):
         torch.manual_seed(0)
         for start in tqdm(range(0, len(prompts), 32), desc=title, unit="batch"):
             rows = list(prompts[start : start + 32])
@@ -186,7 +213,7 @@ def _sample(
 def train_rows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: RowSource, settings: WarmUp
 ) -> None:
-    """Train on the responses of the rows in bf16 mixed precision; each row has the same weight.
+    """Train on the responses of the rows in mixed precision; each row has the same weight.
 
     The logits of the prompts are not computed: with a vocabulary of 49,152 they cost a fifth of a step.
     """
@@ -199,7 +226,7 @@ def train_rows(
             group["lr"] = settings.learning_rate * rate
         kinds = source.draw()
         count = sum(map(len, kinds.values()))
-        with torch.autocast(model.device.type, torch.bfloat16):  # casts each weight once for all kinds
+        with mixed_precision(model.device.type):  # casts each weight once for all kinds
             losses = {kind: _response_loss(model, tokenizer, rows) for kind, rows in kinds.items()}
         sum(losses[kind] * len(rows) / count for kind, rows in kinds.items()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
