@@ -58,7 +58,8 @@ def machine() -> str:
     model = next(
         (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ""
     )
-    return f"{platform.machine()} {model.partition(':')[2].strip()} torch {torch.__version__}"
+    instructions = torch.backends.cpu.get_cpu_capability()  # "AVX2" or "AVX512", which one model name may hide
+    return f"{platform.machine()} {model.partition(':')[2].strip()} {instructions} torch {torch.__version__}"
 
 
 def build_trainer(output_dir: Path, options: dict[str, Any], lora: bool = False, **model: Any) -> CreditTrainer:
