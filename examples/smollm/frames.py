@@ -202,6 +202,14 @@ def end_log_odds(first: FirstToken, support: Support, coef: float) -> Tensor:
     return ends.where(support.log_odds(teacher).isfinite(), torch.nan)
 
 
+def end_median(first: FirstToken, support: Support, options: dict[str, object]) -> float | None:
+    """Median over prompts of `end_log_odds`, in nats; None for an arm that has no such fixed point."""
+    coef = float(options["contrastive_coef"])
+    if coef == 0.0 or "contrastive_swap" in options or "contrastive_form" in options:
+        return None
+    return end_log_odds(first, support, coef).nanmedian().item()
+
+
 def critical_coef(first: FirstToken, support: Support) -> list[float]:
     """λ above which all openings together lose, for each prompt with a branch; infinite where none below 1 does."""
     grid = [step / 100 for step in range(1, 101)]
@@ -228,14 +236,17 @@ def report(first: FirstToken) -> str:
     lines.append(f"{share}; λ_c there: median {statistics.median(rising):.2f}" if rising else share)
     if together := critical_coef(first, support):
         lines.append(f"λ_c of all openings together: median {statistics.median(together):.2f}")
-    rows = [("no feedback", support.openings(student).mean().item(), None)]
-    rows += [("another prompt, same feedback", support.openings(others).mean().item(), None)]
+    rows = [("no feedback", support.openings(student).mean().item(), None, None)]
+    rows += [("another prompt, same feedback", support.openings(others).mean().item(), None, None)]
     for arm in PREDICTED:
         targets = arm_targets(first, support, ARMS[arm])
         push = (support.log_odds(targets).mean(0) - start)[has_branch].median().item()
-        rows.append((arm, support.openings(targets).mean().item(), push))
-    cells = [(name, f"{100 * share:.1f}", "" if push is None else f"{push:+.2f}") for name, share, push in rows]
-    table = markdown_table(("distribution", "openings, %", "first drift, nats"), cells)
+        rows.append((arm, support.openings(targets).mean().item(), push, end_median(first, support, ARMS[arm])))
+    cells = [
+        (name, f"{100 * share:.1f}", *(("" if own is None else f"{own:+.2f}") for own in rest))
+        for name, share, *rest in rows
+    ]
+    table = markdown_table(("distribution", "openings, %", "first drift, nats", "fixed point, nats"), cells)
     return "\n".join([*lines, "", table])
 
 

@@ -213,9 +213,10 @@ def test_report_states_delta_s_and_the_critical_lambda(example):
     assert "δ, nats: median 2.20" in report
     assert "s, nats: median 2.20" in report
     assert "λ_c there: median 0.50" in report
-    assert "| sdpo | 50.0 | +2.20 |" in report
+    assert "| sdpo | 50.0 | +2.20 | |" in report
     assert "| credit-0.5 | 25.0 | +1.10 |" in report  # log-odds 0 / 2 - 2.2 / 2, from -2.2
-    assert "| temper-only | 50.0 | +2.20 |" in report
+    assert "| credit-0.2 | 39.2 | +1.76 | +6.59 |" in report  # 2.2 * 0.8 / 0.2 - 2.2 at the fixed point
+    assert "| temper-only | 50.0 | +2.20 | |" in report
 
 
 def test_two_alike_openings_raise_the_critical_lambda(example):
