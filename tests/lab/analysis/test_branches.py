@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 from drawn import SETTINGS, drawn_rollout
+from hypothesis import given
+from hypothesis import strategies as st
 
 from credit_trl import cli
 from credit_trl.lab.analysis import branches
-from credit_trl.lab.analysis.branches import find_branches, format_branches, summarize_branches
+from credit_trl.lab.analysis.branches import critical_lambdas, find_branches, format_branches, summarize_branches
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
 from credit_trl.lab.analysis.tokentext import TokenText
 
@@ -98,6 +101,43 @@ def test_critical_lambdas_are_quartiles_over_rising_branches():
     assert cue.lambda_subtract.median == pytest.approx(rates.mean().item())
     assert cue.lambda_subtract.upper == pytest.approx(rates.quantile(0.75).item())
     assert cue.lambda_guide.lower == pytest.approx(3 / 6 + 0.25 * (4 / 6 - 3 / 6))
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(-3.0, 7.0), st.floats(0.5, 12.0)).filter(lambda one: abs(one[0]) > 0.05),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_generic_tokens_lose_together_above_the_critical_lambda(tokens):
+    deltas, spreads = (values(*column)[None] for column in zip(*tokens, strict=True))
+    subtract, guide = critical_lambdas(deltas, spreads, torch.ones_like(deltas, dtype=torch.bool))
+    if deltas.max() <= 0:
+        assert subtract.isnan()
+        assert guide.isnan()
+        return
+
+    def odds(coef: float) -> float:
+        return (deltas * (1 - coef) / coef - spreads).exp().sum().item()
+
+    assert guide.item() == pytest.approx((deltas / spreads).max().item())
+    assert odds(0.999 * subtract.item()) > 1
+    assert subtract.item() == 1.0 or odds(min(1.0, 1.001 * subtract.item())) < 1 + 1e-6
+
+
+def test_critical_lambda_of_one_token_is_delta_over_delta_and_s():
+    deltas, spreads = values(0.93, 6.6)[:, None], values(11.4, 7.5)[:, None]
+    subtract, _ = critical_lambdas(deltas, spreads, torch.ones(2, 1, dtype=torch.bool))
+    torch.testing.assert_close(subtract, (deltas / (deltas + spreads))[:, 0])
+
+
+def test_other_generic_tokens_of_a_position_raise_its_lambda():
+    alone, with_other = (find_branches(branch_map(values(3.0), values(6.0), other=other)) for other in (-12.0, 1.0))
+    assert alone.lambda_subtract.item() == pytest.approx(3 / 9)
+    assert with_other.delta.item() in (pytest.approx(3.0), pytest.approx(0.0))
+    low = 3 * (1 / with_other.lambda_subtract.item() - 1) - 6  # log-odds of A there; OTHER has δ = 0, so odds e^-6
+    assert math.exp(low) + math.exp(-6) == pytest.approx(1.0, rel=1e-6)
 
 
 def test_table_shows_classes_and_missing_values():

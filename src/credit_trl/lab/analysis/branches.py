@@ -1,8 +1,9 @@
-"""Branches between a generic and an input-specific token, and the λ above which the contrast decides them.
+"""Branches between generic tokens and an input-specific one, and the λ above which the contrast decides them.
 
 For a generic token A and an input-specific token B, δ = ΔV(A) − ΔV(B) is how much the privileged context raises A and
-s = S(B) − S(A) how much B loses under the contrast prompts. A loses where λ exceeds λ_c = δ/(δ+s), or δ/s for the form
-`"guide"`; with δ ≤ 0 it loses for every λ > 0. `docs/theory.md` has the derivation.
+s = S(B) − S(A) how much B loses under the contrast prompts. A alone loses where λ exceeds λ_c = δ/(δ+s), or δ/s for
+the form `"guide"`; with δ ≤ 0 it loses for every λ > 0. Of several generic tokens the odds against B add up under
+subtract, and guide needs the largest δ/s. `docs/theory.md` has the derivation.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
@@ -25,13 +26,23 @@ MIN_SPECIFIC, MAX_GENERIC = 1.0, 0.5
 
 @dataclass(frozen=True)
 class Branches:
-    """N branches of one map: positions in the response, ids of A and B, δ (of any sign) and s > 0 in nats."""
+    """N branches of one map.
+
+    Args:
+        positions: positions in the response.
+        generic_ids, specific_ids: ids of A, the likeliest generic token, and of B.
+        delta, s: δ (of any sign) and s > 0 of A, in nats.
+        lambda_subtract, lambda_guide: λ_c of all generic tokens together; NaN where no δ is above 0. That of subtract
+            is 1 where they still win at λ = 1.
+    """
 
     positions: Int[Tensor, " N"]
     generic_ids: Int[Tensor, " N"]
     specific_ids: Int[Tensor, " N"]
     delta: Float[Tensor, " N"]
     s: Float[Tensor, " N"]
+    lambda_subtract: Float[Tensor, " N"]
+    lambda_guide: Float[Tensor, " N"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class Quartiles:
 
 @dataclass(frozen=True)
 class ClassBranches:
-    """Quartiles of δ and s over the branches of one token class, and of λ_c over the `rising` ones, where δ > 0."""
+    """Quartiles over the branches of one token class; those of λ_c over the `rising` ones, where some δ > 0."""
 
     name: str
     count: int
@@ -69,10 +80,42 @@ def find_branches(token_map: TokenMap) -> Branches:
     a, b = (one[rows].argmax(dim=-1, keepdim=True) for one in (generic, particular))
 
     def at(values: Tensor, index: Tensor) -> Tensor:
-        return values[rows].gather(-1, index).squeeze(-1)
+        return values.gather(-1, index).squeeze(-1)
 
-    delta, s = at(delta_v, a) - at(delta_v, b), at(specific, b) - at(specific, a)
-    return Branches(rows, at(ids, a), at(ids, b), delta.double(), s.double())
+    ids, delta_v, specific = ids[rows], delta_v[rows].double(), specific[rows].double()
+    deltas, spreads = delta_v - delta_v.gather(-1, b), specific.gather(-1, b) - specific
+    return Branches(
+        rows,
+        at(ids, a),
+        at(ids, b),
+        at(deltas, a),
+        at(spreads, a),
+        *critical_lambdas(deltas, spreads, generic[rows] > 0),
+    )
+
+
+def critical_lambdas(
+    deltas: Float[Tensor, "N A"], spreads: Float[Tensor, "N A"], is_generic: Bool[Tensor, "N A"]
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    """λ_c of subtract and guide for the generic tokens of each branch.
+
+    Subtract: with t = 1/λ − 1 the odds Σ exp(δ t − s) are convex in t, so that they reach 1 at one t if they are below
+    it at t = 0 and some δ > 0; there `min s/δ` over these tokens is an upper end for bisection.
+    """
+    rises = is_generic & (deltas > 0)
+    ratio = (deltas / spreads).masked_fill(~rises, -torch.inf).amax(-1)
+    has_any = rises.any(-1)
+
+    def log_odds(t: Tensor) -> Tensor:
+        return (deltas * t.unsqueeze(-1) - spreads).masked_fill(~is_generic, -torch.inf).logsumexp(-1)
+
+    low, high = torch.zeros_like(ratio), (1 / ratio).where(has_any, 1.0)
+    for _ in range(60):
+        middle = (low + high) / 2
+        wins = log_odds(middle) >= 0
+        low, high = low.where(wins, middle), middle.where(wins, high)
+    subtract = (1 / (1 + high)).where(log_odds(torch.zeros_like(high)) < 0, 1.0)
+    return subtract.where(has_any, torch.nan), ratio.where(has_any, torch.nan)
 
 
 def summarize_branches(maps: Sequence[TokenMap]) -> list[ClassBranches]:
@@ -81,15 +124,18 @@ def summarize_branches(maps: Sequence[TokenMap]) -> list[ClassBranches]:
     labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own.positions.tolist()]
     if not labels:
         return []
-    delta, s = torch.cat([own.delta for own in found]), torch.cat([own.s for own in found])
+    names = ("delta", "s", "lambda_subtract", "lambda_guide")
+    values = torch.stack([torch.cat([getattr(own, name) for own in found]) for name in names])
     rows = {name: torch.tensor([label == name for label in labels]) for name in dict.fromkeys(labels)}
-    classes = [_of_class(name, delta[own], s[own]) for name, own in rows.items()]
-    return [_of_class("all", delta, s), *sorted(classes, key=lambda one: -one.count)]
+    classes = [_of_class(name, values[:, own]) for name, own in rows.items()]
+    return [_of_class("all", values), *sorted(classes, key=lambda one: -one.count)]
 
 
-def _of_class(name: str, delta: Tensor, s: Tensor) -> ClassBranches:
-    up, loss = delta[delta > 0], s[delta > 0]
-    return ClassBranches(name, len(delta), len(up), *map(_quartiles, (delta, s, up / (up + loss), up / loss)))
+def _of_class(name: str, values: Float[Tensor, "4 N"]) -> ClassBranches:
+    delta, s, *lambdas = values
+    rising = ~lambdas[0].isnan()
+    quartiles = map(_quartiles, (delta, s, *(own[rising] for own in lambdas)))
+    return ClassBranches(name, len(delta), int(rising.sum()), *quartiles)
 
 
 def _quartiles(values: Tensor) -> Quartiles | None:
@@ -105,6 +151,9 @@ def format_branches(classes: Sequence[ClassBranches]) -> str:
         quartiles = (c.delta, c.s, c.lambda_subtract, c.lambda_guide)
         cells = (f"{q.median:.2f} [{q.lower:.2f}, {q.upper:.2f}]" if q else "–" for q in quartiles)
         rows.append([c.name, str(c.count), str(c.rising), *cells])
-    title = "Branches of a generic token A and an input-specific token B: median [quartiles]; λ_c where δ > 0."
+    title = (
+        "Branches of generic tokens and an input-specific token B: median [quartiles]; δ and s of the likeliest "
+        "generic token A, λ_c of all of them, where some δ > 0."
+    )
     columns = ("token class", "branches", "δ > 0", "δ", "s", "λ_c subtract", "λ_c guide")
     return f"{title}\n\n{markdown_table(columns, rows)}\n"
