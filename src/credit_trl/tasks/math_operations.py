@@ -1,8 +1,8 @@
 r"""Operations that an answer leaves unevaluated, such as `\int_0^1 x\,dx` where the answer is `\frac12`.
 
 `math-verify` evaluates what it parses, so boxing the question itself would earn the reward. An integral, sum, product,
-limit, derivative, determinant, trace, gcd, lcm, maximum, minimum, supremum, infimum or remainder that the gold answer
-lacks is therefore rejected.
+limit, derivative, determinant, trace, rank, norm, decomposition of a matrix, gcd, lcm, maximum, minimum, supremum,
+infimum or remainder that the gold answer lacks is therefore rejected.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from __future__ import annotations
 import re
 
 _NAMES = "int|iint|iiint|oint|sum|prod|lim|det|tr|gcd|lcm|max|min|sup|inf|mod|bmod|pmod"
+# Names that math-verify evaluates for matrices, in \operatorname only.
+_OF_MATRICES = (
+    "trace|rank|rref|norm|nullspace|cols|rows|eig|eigen|eigenvals|eigenvalues|eigenvects|eigenvectors|diagonalize"
+    "|svd|SVD|orth|ortho|orthogonal|orthogonalize"
+)
 _OPERATION = re.compile(
-    rf"\\(?P<name>{_NAMES})(?![A-Za-z])|\\operatorname\*?\s*\{{\s*(?P<named>{_NAMES})\s*\}}"
-    r"|\\begin\s*\{(?P<bars>vmatrix)\}"
+    rf"\\(?P<name>{_NAMES})(?![A-Za-z])|\\operatorname\*?\s*\{{\s*(?P<named>{_NAMES}|{_OF_MATRICES})\s*\}}"
+    r"|\\begin\s*\{(?P<matrix>vmatrix)\}|\\(?P<bars>\||[lr]?Vert(?![A-Za-z]))"
 )
 _FONT_OR_SPACE = re.compile(r"\\(?:mathrm|operatorname|text|rm)(?![A-Za-z])|\\[,;:! ]|\s+")
 _DERIVATIVE = re.compile(
@@ -20,7 +25,10 @@ _DERIVATIVE = re.compile(
     r"\{(?:d|\\partial)\\?[A-Za-z]+(?:\^(?:\w|\{\w+\}))?\}"
 )
 _SLASHED_DERIVATIVE = re.compile(r"(?<![A-Za-z\\])d(?:\^\w)?\s*/\s*d[A-Za-z](?:\^\w)?(?![\w])")
-_SAME = {"iint": "int", "iiint": "int", "oint": "int", "vmatrix": "det", "bmod": "mod", "pmod": "mod"}
+_SAME = {
+    **{"iint": "int", "iiint": "int", "oint": "int", "bmod": "mod", "pmod": "mod", "vmatrix": "det", "trace": "tr"},
+    **{"|": "norm", "Vert": "norm", "lVert": "norm", "rVert": "norm"},
+}
 
 
 def finished_part(gold: str, given: str) -> str | None:
@@ -38,7 +46,7 @@ def finished_part(gold: str, given: str) -> str | None:
 
 def operations(text: str) -> set[str]:
     r"""Names of the operations in a text; derivatives such as `\dfrac{d}{dx}` are named `d`."""
-    found = {match["name"] or match["named"] or match["bars"] for match in _OPERATION.finditer(text)}
+    found = {match[match.lastgroup] for match in _OPERATION.finditer(text)}
     bare = _FONT_OR_SPACE.sub("", text).replace("{d}", "d")
     return {_SAME.get(name, name) for name in found} | (
         {"d"} if _DERIVATIVE.search(bare) or _SLASHED_DERIVATIVE.search(text) else set()
