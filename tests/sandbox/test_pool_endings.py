@@ -129,6 +129,13 @@ def test_malformed_arguments_raise(sandbox) -> None:
     assert run_one(sandbox, "print(1)").stdout == "1\n"
 
 
+def test_long_integers_are_arguments(sandbox) -> None:
+    long = f"[{'9' * 5_000}]"  # more digits than Python converts by default
+    assert run_one(sandbox, "def f(a): return a % 10", fn_name="f", arguments=long).value == "9"
+    kept = "import sys\ndef f(a): return sys.get_int_max_str_digits()"
+    assert run_one(sandbox, kept, fn_name="f", arguments=long).value == str(sys.get_int_max_str_digits())
+
+
 def test_skip_group_after_skips_rest_of_group(sandbox) -> None:
     limits = Limits(wall_seconds=0.3)
     programs = [Program("while True: pass", group="a", limits=limits) for _ in range(30)]

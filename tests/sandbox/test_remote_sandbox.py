@@ -423,3 +423,9 @@ def test_malformed_response_is_an_error_of_the_service(change: dict) -> None:
 def test_remote_malformed_arguments_raise(service: Service) -> None:
     with RemoteSandbox(service.url) as sandbox, pytest.raises(ValueError, match="not JSON"):
         sandbox.run([Program("def f(a): return a", fn_name="f", arguments="[1,]")])
+
+
+def test_remote_long_integers_are_arguments(service: Service) -> None:
+    with RemoteSandbox(service.url) as sandbox:
+        program = Program("def f(a): return a % 10", fn_name="f", arguments=f"[{'9' * 5_000}]")
+        assert sandbox.run([program])[0].value == "9"

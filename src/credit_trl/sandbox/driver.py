@@ -103,14 +103,26 @@ def run(prelude, source, fn_name, arguments, report):
     raise SystemExit(1)
 
 
+def parse_arguments(text):
+    """Value of a JSON text with integers of up to 50,000 digits; programs keep Python's own limit of 4,300."""
+    import json
+
+    digits = getattr(sys, "get_int_max_str_digits", int)()
+    if digits:
+        sys.set_int_max_str_digits(50_000)
+    try:
+        return json.loads(text)
+    finally:
+        if digits:
+            sys.set_int_max_str_digits(digits)
+
+
 def main():
     with REQUEST:
         limits, modules, prelude, source, fn_name, arguments = marshal.load(REQUEST)
     if fn_name is not None:
-        import json
-
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_arguments(arguments)
         except (ValueError, RecursionError) as error:
             report("A", str(error))
             os._exit(1)

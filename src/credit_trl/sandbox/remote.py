@@ -60,8 +60,7 @@ def main(mark, prelude, source, fn_name, arguments):
         os._exit(kind != "R")
 
     if fn_name is not None:
-        import json
-        arguments = json.loads(arguments)
+        arguments = parse_arguments(arguments)
     run(prelude, source, fn_name, arguments, report)
 """
 
