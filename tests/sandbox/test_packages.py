@@ -147,6 +147,8 @@ def test_packages_are_chosen_by_environment_variable(monkeypatch: pytest.MonkeyP
         assert opened.run([Program("import numpy; print(1)")])[0].stdout == "1\n"
     with pytest.raises(ValueError, match="local sandboxes"):
         open_sandbox(url="http://127.0.0.1:9", packages=["numpy"])
+    with pytest.raises(ValueError, match="local sandboxes"):
+        open_sandbox(url="http://127.0.0.1:9")
 
 
 def test_find_packages_asks_the_interpreter_of_the_programs() -> None:

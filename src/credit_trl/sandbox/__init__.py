@@ -75,8 +75,13 @@ def open_sandbox(
         raise _unknown_tier(tier)
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
+    if packages is None:
+        packages = list(filter(None, (name.strip() for name in os.environ.get(PACKAGES, "").split(","))))
     if url is not None and packages:
-        raise ValueError("packages= is for local sandboxes; a remote one has the packages of its service.")
+        raise ValueError(
+            f"Packages ({', '.join(packages)}) are for local sandboxes; a remote one has those of its service. Remove "
+            "packages=, --sandbox_packages, or the environment variable CREDIT_TRL_SANDBOX_PACKAGES."
+        )
     if url is not None and tier in ("auto", "remote"):
         from credit_trl.sandbox.remote import RemoteSandbox
 
@@ -91,8 +96,6 @@ def open_sandbox(
         raise SandboxError(
             'The local sandbox needs Linux. Use a remote one on other systems: open_sandbox(url="http://...").'
         )
-    if packages is None:
-        packages = list(filter(None, (name.strip() for name in os.environ.get(PACKAGES, "").split(","))))
     return _open_local(tier, allow_unsandboxed, workers or worker_count(), python, packages)
 
 

@@ -18,8 +18,7 @@ def worker_count() -> int:
 def available_cores(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
     """The smaller of the process's CPU affinity and its container's quota of CPU time, rounded up.
 
-    A container with two cores on a machine with 64 sees 64. With as many workers, thirty programs would share a core,
-    and correct ones would exceed their time limits.
+    A container with two cores on a machine with 64 sees 64. With as many workers, thirty programs would share a core.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *(max(1, math.ceil(quota)) for quota in _quotas(cgroups, own))])

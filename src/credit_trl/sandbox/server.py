@@ -46,9 +46,8 @@ from credit_trl.sandbox.running import GROUP_STOPPED, Job, RunningProgram, proce
 ISOLATIONS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
 
 _SAMPLE_SECONDS = 0.05
-_TREE_SAMPLE_SECONDS = (
-    0.01  # of a program with more than two processes, whose memory together the kernel does not limit
-)
+# Of a program with more than two processes, whose memory together the kernel does not limit.
+_TREE_SAMPLE_SECONDS = 0.01
 _ALIVE_SECONDS = 5.0
 _REAP_SECONDS = 0.02  # interval at which an idle server collects adopted processes that ended
 _IDLE_SECONDS = 1.0  # interval at which a server without work checks that its parent lives
