@@ -108,6 +108,9 @@ def test_wrong_requests_for_data_are_refused(options, message):
         tool_choice.build("train", rows_per_tool=0)
     with pytest.raises(ValueError, match="Not an answer of tool_choice"):
         verify("x", "{}")
+    for unknown in (lambda: tool_choice.build("test", feedback="x"), lambda: verify("x", ANSWER, feedback="x")):
+        with pytest.raises(ValueError, match="Unknown feedback 'x': use one of letter, stated"):
+            unknown()
 
 
 def test_opening_is_the_first_words_before_the_call():

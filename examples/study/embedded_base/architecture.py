@@ -85,7 +85,7 @@ def _corpus(template_texts: list[str]) -> Iterator[str]:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 3, width: int = 96) -> Qwen3ForCausalLM:
-    """Qwen3 with random fp32 parameters, 0.44 million by default, on the CPU.
+    """Qwen3 with random fp32 parameters, 0.45 million by default, on the CPU.
 
     The rotary base is 100 instead of Qwen's 1e6: contexts have about 200 tokens, and with slower rotations a model of
     this size does not learn to look a letter up in its prompt.

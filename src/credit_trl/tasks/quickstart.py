@@ -1,4 +1,4 @@
-"""Embedded task: a tool call that a model with 0.44 million parameters learns on two CPU cores.
+"""Embedded task: a tool call that a model with 0.45 million parameters learns on one CPU core.
 
 A prompt offers four tools under the letters A to D (system turn) and asks for help with a *cue* in a city (user turn).
 The response names the cue's topic, calls the tool of that topic and passes the city:

@@ -217,10 +217,11 @@ def build(
         ("train", "argument" or "request") and `tool`.
 
     Raises:
-        ValueError: unknown split, a path, or `rows_per_tool` below 1.
+        ValueError: unknown split or feedback, a path, or `rows_per_tool` below 1.
     """
     if split not in SPLITS:
         raise ValueError(f"Unknown split {split!r}: use one of {', '.join(SPLITS)}.")
+    _check_feedback(feedback)
     if path is not None:
         raise ValueError(f"The task tool_choice is generated and reads no file: remove path={str(path)!r}.")
     rows_per_tool = {"train": 128, "test": 8}[split] if rows_per_tool is None else rows_per_tool
@@ -251,8 +252,9 @@ def verify(
         A `Verdict` with the metrics `format` (1 for exactly one call at the end) and `opening` (1 for text before it).
 
     Raises:
-        ValueError: the answer does not belong to this task.
+        ValueError: the answer does not belong to this task, or unknown feedback.
     """
+    _check_feedback(feedback)
     gold = parse_choice(answer, ("option", "tool", "argument"), OPTION_LETTERS)
     if gold is None:
         raise ValueError(
@@ -280,6 +282,11 @@ def correction(gold: Mapping[str, str], feedback: str = "letter") -> str:
     if feedback == "letter":
         return f"The right tool is {gold['option']}."
     return f"The correct call is {gold['tool']}({gold['argument']})."
+
+
+def _check_feedback(feedback: str) -> None:
+    if feedback not in OPTION.values:
+        raise ValueError(f"Unknown feedback {feedback!r}: use one of {', '.join(OPTION.values)}.")
 
 
 def _problem(call: re.Match[str], gold: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Embedded base model of the quickstart task: a Qwen3 of 0.44 million parameters with its own tokenizer.
+"""Embedded base model of the quickstart task: a Qwen3 of 0.45 million parameters with its own tokenizer.
 
 The package ships the weights of the base "plain" with seed 0. `examples/study/make_base.py` pretrains the bases of
 other worlds and seeds, in two or three minutes on two CPU cores, and writes them to the user's cache directory.
