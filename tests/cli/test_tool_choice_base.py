@@ -126,6 +126,10 @@ def test_base_is_made_once_per_settings(make_model, tokenizer, tmp_path, monkeyp
     first = warmed_up_base(str(tmp_path / "original"), SETTINGS)
     monkeypatch.setattr(tool_choice_base, "_make_base", None)
     assert warmed_up_base(str(tmp_path / "original"), SETTINGS) == first
+    (tmp_path / "original").rename(tmp_path / "moved")
+    assert warmed_up_base(str(tmp_path / "moved"), SETTINGS) == first
+    make_model(seed=1).save_pretrained(tmp_path / "moved")
+    assert SETTINGS.digest(str(tmp_path / "moved")) != first.name
     assert SETTINGS.digest("a") != SETTINGS.digest("b") != WarmUp().digest("b")
     accuracy = json.loads((first / "warm_up.json").read_text())["accuracy"]
     assert set(accuracy) == {"none", "letter", "stated"}

@@ -34,6 +34,7 @@ import torch
 from tqdm.auto import tqdm
 
 from credit_trl.contexts.prompts import user_text, with_user_text
+from credit_trl.evaluation.engines import file_fingerprint
 from credit_trl.tasks import tool_choice
 from credit_trl.tasks.cache import cache_directory, cached
 
@@ -79,9 +80,10 @@ class WarmUp:
             raise ValueError(f"A warm-up has at least one step and one row of each kind, got {self}.")
 
     def digest(self, model: str) -> str:
-        """12 hex digits of the settings, the original model and the tables of the task."""
+        """12 hex digits of the settings, the weights of a model's directory or its hub name, and the task's tables."""
+        weights = file_fingerprint(Path(model)) if Path(model).is_dir() else model
         tables = (tool_choice.TOOLS, tool_choice.ARGUMENTS, tool_choice.PROBLEMS)
-        content = json.dumps([asdict(self), model, tables], sort_keys=True)
+        content = json.dumps([asdict(self), weights, tables], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
