@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from credit_trl import cli
 from credit_trl.lab.analysis import branches
-from credit_trl.lab.analysis.branches import critical_lambdas, find_branches, format_branches, summarize_branches
+from credit_trl.lab.analysis.branches import (
+    Branches,
+    critical_lambdas,
+    find_branches,
+    format_branches,
+    summarize_branches,
+)
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
 from credit_trl.lab.analysis.tokentext import TokenText
 
@@ -138,6 +144,21 @@ def test_other_generic_tokens_of_a_position_raise_its_lambda():
     assert with_other.delta.item() in (pytest.approx(3.0), pytest.approx(0.0))
     low = 3 * (1 / with_other.lambda_subtract.item() - 1) - 6  # log-odds of A there; OTHER has δ = 0, so odds e^-6
     assert math.exp(low) + math.exp(-6) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_sampled_token_among_the_alternatives_counts_once():
+    apart = branch_map(values(3.0, 1.0), values(6.0, 3.0))
+    own = apart.scores
+    alternatives = {
+        f.name: torch.cat([getattr(own, f.name).unsqueeze(-1), getattr(own.alternatives, f.name)], dim=-1)
+        for f in fields(ScoredTokens)
+        if isinstance(getattr(own, f.name), torch.Tensor)
+    }
+    both = replace(apart, scores=replace(own, alternatives=replace(own.alternatives, **alternatives)))
+    found, expected = find_branches(both), find_branches(apart)
+    for field in fields(Branches):
+        torch.testing.assert_close(getattr(found, field.name), getattr(expected, field.name))
+    torch.testing.assert_close(found.lambda_subtract, values(1 / 3, 1 / 4), atol=1e-4, rtol=0)
 
 
 def test_table_shows_classes_and_missing_values():

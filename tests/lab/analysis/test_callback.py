@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,24 +169,36 @@ def test_pinned_rollouts_are_scored_under_later_weights(train):
 
 def test_resumed_run_keeps_its_pinned_rollouts(train):
     trainer = train(CreditMapCallback(every=2, rollouts=1), save_strategy="steps", save_steps=2, max_steps=2)
-    kept = json.loads((Path(trainer.args.output_dir) / "credit_maps" / "pinned-0.json").read_text("utf-8"))
+    kept = [m.response for m in pages(trainer)["step-000001"]]
     callback = CreditMapCallback(every=2, rollouts=1)
     resumed = train(callback, resume=str(Path(trainer.args.output_dir) / "checkpoint-2"), max_steps=4)
-    assert [r.to_json() for r in callback._pinned] == [
-        {**r, "token_ids": tuple(r["token_ids"]), "contrasts": tuple(r["contrasts"])} for r in kept["responses"]
-    ]
+    assert callback._pinned == kept
     identifiers = [m.response.identifier for m in pages(resumed)["step-000004"]]
     assert [i.split(",")[0] for i in identifiers] == ["step 4", "step 1"]
 
 
-def test_added_process_scores_as_many_rollouts_after_resuming(train, monkeypatch):
-    """Resuming on more processes: all must score equally many responses, or a sharded model deadlocks."""
+def test_processes_share_the_pinned_rollouts_after_resuming(train, monkeypatch):
+    trainer = train(CreditMapCallback(every=2, rollouts=3), save_strategy="steps", save_steps=2, max_steps=2)
+    kept = [m.response for m in pages(trainer)["step-000001"]]
+    first = [(f"step-{1:06d}", one) for one in kept]
+    monkeypatch.setattr("credit_trl.lab.analysis.callback.gather_object", lambda own: first)
+    shares = []
+    for process in range(2):
+        callback = CreditMapCallback(every=2, rollouts=3)
+        accelerator = SimpleNamespace(is_main_process=process == 0, process_index=process, num_processes=2)
+        callback.trainer, callback.directory = SimpleNamespace(accelerator=accelerator), Path("missing")
+        callback._read_pinned()
+        assert callback._pinned_step == 1
+        shares.append(callback._pinned)
+    assert shares == [[kept[0], kept[2]], [kept[1]]]
+
+
+def test_processes_with_fewer_pinned_rollouts_score_as_many(train, monkeypatch):
+    """All processes must make equally many passes, or a sharded model deadlocks."""
     trainer = train(CreditMapCallback(every=2, rollouts=1), save_strategy="steps", save_steps=2, max_steps=2)
     folder = Path(trainer.args.output_dir)
-    (folder / "credit_maps" / "pinned-0.json").unlink()
-    monkeypatch.setattr(
-        "credit_trl.lab.analysis.callback.gather_object", lambda own: [1, *own] if own == [None] else own
-    )
+    read = CreditMapCallback._read_pinned
+    monkeypatch.setattr(CreditMapCallback, "_read_pinned", lambda self: (read(self), setattr(self, "_pinned", [])))
     scored = []
     own_maps = CreditMapCallback._maps
     monkeypatch.setattr(
@@ -196,7 +210,6 @@ def test_added_process_scores_as_many_rollouts_after_resuming(train, monkeypatch
     )
     train(CreditMapCallback(every=2, rollouts=1), resume=str(folder / "checkpoint-2"), max_steps=4)
     assert scored == [(1, 1), (0, 1)]
-    assert not (folder / "credit_maps" / "pinned-0.json").exists()
 
 
 def test_new_run_removes_pages_of_an_earlier_run(train):
@@ -247,4 +260,13 @@ def test_invalid_arguments_and_a_missing_trainer_raise(make_model, make_config, 
 
 def test_chosen_rollouts_cover_all_groups_first():
     responses = [drawn_map(["a"], identifier=str(i)).response for i in range(6)]
-    assert [r.identifier for r in _choose(responses, 4, group_size=3)] == ["0", "3", "1", "4"]
+    responses = [replace(one, prompt=f"prompt {i // 3}") for i, one in enumerate(responses)]
+    assert [r.identifier for r in _choose(responses, 4)] == ["0", "3", "1", "4"]
+    assert [r.identifier for r in _choose(responses[2:], 3)] == ["2", "3", "4"]  # two of them have no teacher
+
+
+def test_routed_run_maps_only_what_is_distilled(train):
+    trainer = train(CreditMapCallback(every=5, rollouts=8), max_steps=1, credit_use="route")
+    rewards = [m.response.reward for m in pages(trainer)["step-000001"]]
+    assert rewards
+    assert max(rewards) < trainer.args.success_reward_threshold

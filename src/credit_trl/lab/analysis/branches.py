@@ -72,8 +72,10 @@ def find_branches(token_map: TokenMap) -> Branches:
         torch.cat([getattr(own, name).unsqueeze(-1), getattr(others, name)], dim=-1)
         for name in ("ids", "delta_v", "specific", "student_logps", "teacher_logps")
     )
+    is_own = torch.zeros_like(student, dtype=torch.bool)  # the sampled token among the alternatives
+    is_own[..., 1:] = others.ids == own.ids.unsqueeze(-1)
     likelihood = torch.maximum(student, teacher).exp()
-    likelihood = likelihood.where(likelihood >= MIN_PROBABILITY, 0.0)
+    likelihood = likelihood.where((likelihood >= MIN_PROBABILITY) & ~is_own, 0.0)
     generic = likelihood.where(specific <= MAX_GENERIC, 0.0)
     particular = likelihood.where(specific >= MIN_SPECIFIC, 0.0)
     rows = (generic.any(dim=-1) & particular.any(dim=-1)).nonzero().squeeze(-1)

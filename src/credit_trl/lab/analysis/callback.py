@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
 from credit_trl.lab.analysis.tokenmap_html import write_html
 from credit_trl.lab.analysis.tokenmap_parquet import read_parquet, write_parquet
 from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
+from credit_trl.loss.uses import route_contexts
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import reshard
 
@@ -35,9 +35,10 @@ class CreditMapCallback(TrainerCallback):
     """Write token maps to `credit_maps/` in the output directory every few steps.
 
     At the first step and every `every` steps, before the optimizer step, it scores rollouts of the current generation
-    batch with the feedback and contrast prompts of their loss, and writes `step-000050.html` and
-    `step-000050.parquet`. The rollouts of the first step are pinned: later pages show them under the first and the
-    current weights, side by side. At the end of training, `summary.md` summarizes all maps.
+    batch with the feedback and contrast prompts of their loss (on a batch of `teacher_rehearsal`: of the usual loss),
+    and writes `step-000050.html` and `step-000050.parquet`. The rollouts of the first step are pinned: later pages
+    show them under the first and the current weights, side by side. At the end of training, `summary.md` summarizes
+    all maps.
 
     Args:
         every: steps between two pages.
@@ -113,10 +114,10 @@ class CreditMapCallback(TrainerCallback):
         student = Teacher(trainer.model, trainer.accelerator)
         checkpoint = Checkpoint(f"step-{step}", self._tokenizer, student, getattr(trainer, "teacher", student))
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
-        chosen = _choose(self._current_rollouts(step), share, trainer.num_generations)
+        chosen = _choose(self._current_rollouts(step), share)
         is_first = self._pinned_step is None
         if is_first:
-            self._pin(step, chosen)
+            self._pinned_step, self._pinned = step, chosen
         # Sharded weights need equally many passes on every process.
         maps = self._maps(checkpoint, chosen, share)
         if not is_first:
@@ -151,6 +152,7 @@ class CreditMapCallback(TrainerCallback):
             ContrastSource(trainer.train_dataset, number),
             partial(self._tokenizer.batch_decode, skip_special_tokens=True),
         )
+        contexts = route_contexts(contexts, batch, trainer.use)
         return [self._rollout(step, i, own) for i, own in enumerate(contexts) if own.teacher is not None]
 
     def _rollout(self, step: int, sample: int, contexts: TokenContexts) -> Rollout:
@@ -170,21 +172,14 @@ class CreditMapCallback(TrainerCallback):
             contexts=RolloutContexts(student, contexts.teacher, contexts.contrasts, contexts.columns),
         )
 
-    @property
-    def _pin_file(self) -> Path:
-        return self.directory / f"pinned-{self.trainer.accelerator.process_index}.json"
-
-    def _pin(self, step: int, rollouts: list[Rollout]) -> None:
-        self._pinned_step, self._pinned = step, rollouts
-        self.directory.mkdir(parents=True, exist_ok=True)
-        records = [rollout.to_json() for rollout in rollouts]
-        self._pin_file.write_text(json.dumps({"step": step, "responses": records}), encoding="utf-8")
-
     def _read_pinned(self) -> None:
-        """Read this process's pinned rollouts; the number of processes may have changed since."""
-        kept = json.loads(self._pin_file.read_text("utf-8")) if self._pin_file.exists() else {}
-        self._pinned = [Rollout.from_json(record) for record in kept.get("responses", ())]
-        self._pinned_step = next((step for step in gather_object([kept.get("step")]) if step is not None), None)
+        """Take this process's share of the rollouts of the first page; the number of processes may have changed."""
+        accelerator = self.trainer.accelerator
+        pages = sorted(self.directory.glob("step-*.parquet")) if accelerator.is_main_process else []
+        first = [(page.stem, one.response) for page in pages[:1] for one in read_parquet(page)]
+        pinned = gather_object(first)
+        self._pinned_step = int(pinned[0][0].removeprefix("step-")) if pinned else None
+        self._pinned = [rollout for _, rollout in pinned][accelerator.process_index :: accelerator.num_processes]
 
     def _first_maps(self, step: int, maps: Sequence[TokenMap]) -> list[TokenMap]:
         """Stored maps of the pinned rollouts under the first weights."""
@@ -198,7 +193,11 @@ class CreditMapCallback(TrainerCallback):
         return self.directory / f"step-{step:06d}.{suffix}"
 
 
-def _choose(rollouts: Sequence[Rollout], count: int, group_size: int) -> list[Rollout]:
+def _choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
     """Rollouts that are not empty, one of each group before a second of any group."""
-    order = sorted(range(len(rollouts)), key=lambda i: (i % group_size, i // group_size))
-    return [rollouts[i] for i in order if rollouts[i].token_ids][:count]
+    numbers: dict[str, int] = {}
+    chosen = []
+    for rollout in filter(lambda one: one.token_ids, rollouts):
+        numbers[rollout.group] = number = numbers.get(rollout.group, -1) + 1
+        chosen.append((number, rollout))
+    return [rollout for _, rollout in sorted(chosen, key=lambda one: one[0])][:count]

@@ -203,11 +203,13 @@ def draw(
         ValueError: the source is `"same_task"` and the task of a prompt is unknown, or the configuration exchanges
             privileged contexts.
     """
-    if config.contrastive_swap == "hint" or config.teacher_hint == "foreign":
-        raise ValueError(
-            "`contrastive_swap='hint'` and `teacher_hint='foreign'` use the privileged contexts of the run's own "
-            "rollouts: map such a run with `CreditMapCallback` during training."
-        )
+    exchanges = (("contrastive_swap", "hint"), ("contrastive_source", "wrong_feedback"), ("teacher_hint", "foreign"))
+    for name, value in exchanges:
+        if getattr(config, name) == value:
+            raise ValueError(
+                f"`{name}={value!r}` uses the privileged contexts of the run's own rollouts: map such a run with "
+                "`CreditMapCallback` during training."
+            )
     if config.contrastive_source == "same_task" and (tasks is None or None in tasks):
         raise ValueError(
             "`contrastive_source='same_task'` needs the task of every prompt: a column `task`, or a field `task` of "
@@ -215,7 +217,7 @@ def draw(
         )
     config = copy.copy(config)
     config.contrastive_coef = config.contrastive_coef or 1.0
-    rows = [{"task": task} for task in tasks or prompts]
+    rows = [{"task": task} for task in tasks or [None] * len(prompts)]
     batch = GenerationBatch(rows, list(prompts), [[] for _ in prompts], [], [None for _ in prompts], first=0)
     return draw_contrasts(batch, config, ContrastSource({"prompt": population}, step=0))
 

@@ -103,7 +103,8 @@ def score_response(
     """Score y in two backbone passes, one of the student and a batched one of the teacher.
 
     Returns:
-        Scores on the CPU, with A = `alternatives` other tokens at each position.
+        Scores on the CPU, and at each position those of the A = `alternatives` likeliest tokens, which may include
+        the sampled one.
     """
     parts: list[dict[str, Tensor]] = []
     for rows, logps in credit_logps(checkpoint, contexts, token_ids, settings.temperature):
