@@ -263,6 +263,11 @@ def test_pass_of_old_logps_is_planned_where_it_runs():
     assert run_of(*twice).old_logps
     assert not run_of(*once, "--use_vllm", "true").old_logps
     assert run_of(*once, "--use_vllm", "true", "--distillation_weight", "0.5").old_logps
+    modulated = run_of(*twice, "--credit_use", "modulate")
+    assert modulated.old_logps
+    assert modulated.support.kind == "sampled"
+    route = ["--use_vllm", "true", "--credit_use", "route"]
+    assert run_of(*once, *route).old_logps
 
 
 def test_recipe_of_livecodebench_rolls_out_within_55_seconds():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from credit_trl.lab.planning.shape import Lora, Shape
 from credit_trl.loss.scores import SupportConfig
+from credit_trl.loss.uses import UseConfig
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -134,7 +135,7 @@ def _has_old_logps(training: CreditConfig) -> bool:
     passes = training.steps_per_generation * training.num_iterations
     is_one_step = training.gradient_accumulation_steps % passes == 0
     corrects = training.use_vllm and training.vllm_importance_sampling_correction
-    reads_policy = training.distillation_weight < 1.0
+    reads_policy = UseConfig.of(training).shares[0] > 0.0
     if is_one_step:
         return corrects and reads_policy
     return corrects or reads_policy or training.distillation_is_clip is not None
@@ -188,7 +189,7 @@ def make_setup(
         completion=training.max_completion_length,
         prompt=max_prompt,
         contrasts=training.contrastive_count if training.contrasts else 0,
-        support=SupportConfig(training.distillation_support, training.distillation_topk, training.distillation_tail),
+        support=UseConfig.of(training).support(training, vocabulary=0),  # a K of the whole vocabulary stays a top-K
         distills=training.distillation_weight > 0.0,
         scoring_tokens=training.scoring_batch_tokens,
         checkpointing=training.gradient_checkpointing,
