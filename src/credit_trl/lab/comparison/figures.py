@@ -40,19 +40,20 @@ def curves_figure(comparison: Comparison, theme: Theme) -> bytes | None:
     columns = min(3, len(titles))
     rows = -(-len(titles) // columns)
     figure, axes = _canvas(theme, rows, columns, width=4.2 * columns, height=3.0 * rows)
+    handles = {}  # line of each arm, whose shortened names may be equal
     for title, axis in zip(titles, axes, strict=False):
         _style(axis, theme, title, "optimizer step")
         for curve in comparison.curves:
             if curve.title == title:
                 repeats, index = divmod(list(comparison.arms).index(curve.arm), len(COLOURS))
                 color, style = COLOURS[index], LINES[repeats % len(LINES)]
-                axis.plot(curve.steps, curve.mean, lw=1.7, label=_shorten(curve.arm), color=color, ls=style)
+                (handles[curve.arm],) = axis.plot(curve.steps, curve.mean, lw=1.7, color=color, ls=style)
                 axis.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.15, lw=0)
     for axis in axes[len(titles) :]:
         axis.set_visible(False)
-    handles = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    labels = map(_shorten, handles)
     legend = figure.legend(
-        handles.values(), handles, loc="outside lower center", ncols=4, frameon=False, labelcolor=theme.ink
+        handles.values(), labels, loc="outside lower center", ncols=4, frameon=False, labelcolor=theme.ink
     )
     for text in legend.get_texts():
         text.set_parse_math(False)

@@ -35,7 +35,6 @@ class Run:
     Args:
         folder: the run directory.
         arm: name in tables; runs of one arm differ in their seed only.
-        method: GRPO, SDPO, CREDIT or a control.
         task: name of the evaluated task.
         seed: training seed, None if unknown.
         config: the trainer's configuration.
@@ -48,7 +47,6 @@ class Run:
 
     folder: Path
     arm: str
-    method: str
     task: str
     seed: int | None
     config: Mapping[str, Any]
@@ -107,7 +105,7 @@ class Run:
                 f"{missing[0]!r}, so averages would cover different prompts. Return it for every response."
             )
         if missing:
-            metrics = sorted({name for prompt in prompts for name in prompt["metrics"]})
+            metrics = sorted({name for prompt in prompts for name in prompt.get("metrics", {})})
             names = ", ".join([SCORE, MAJORITY, *metrics])
             raise ValueError(printable(f"{self.folder} has no measure {measure!r}; it has {names}."))
         return values
@@ -220,7 +218,6 @@ def read_run(folder: str | Path) -> Run:
     return Run(
         folder=folder,
         arm=described.get("arm") or _arm_name(method, config) or folder.name,
-        method=method,
         task=(evaluations[0]["task"] if evaluations else described.get("task")) or "",
         seed=described.get("seed"),
         config=config,
@@ -276,7 +273,6 @@ def _evaluated_model(folder: Path, result: Mapping[str, Any]) -> Run:
     return Run(
         folder=folder,
         arm="/".join(Path(result["model"]).parts[-2:]) or result["model"],
-        method="",
         task=result["task"],
         seed=None,
         config={},
