@@ -220,3 +220,13 @@ def test_a_prompt_that_holds_a_mark_is_tokenised_as_written(builder, tokenizer, 
     ids = builder.encode([{"role": "user", "content": text}], PrivilegedContext(None, "no"), render)
     own = tokenizer(f"<|im_start|>user\n{text}")["input_ids"]
     assert ids[: len(own) - 1] == own[:-1]
+
+
+@pytest.mark.parametrize("change", [str.upper, lambda text: text.split("\n")[0], lambda text: "", ascii])
+def test_a_template_that_changes_the_turn_raises(builder, render, change):
+    def changed(messages):
+        return render([m | {"content": change(m["content"])} for m in messages])
+
+    with pytest.raises(ValueError, match="chat template changes or drops the text of the last user turn"):
+        builder.build(PROMPT, [], PrivilegedContext(None, "no\nnever"), changed)
+    assert builder.build(PROMPT, [], PrivilegedContext(None, "no"), lambda m: render(m).strip()).teacher

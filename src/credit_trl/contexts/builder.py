@@ -60,6 +60,9 @@ class ContextBuilder:
             contrasts: x'_1, …, x'_C.
             privileged: z.
             render: see `chat_renderer`; unused for plain text.
+
+        Raises:
+            ValueError: the chat template changes or drops the text of the user turn, or the prompt has none.
         """
         whole = privileged
         while privileged:
@@ -156,7 +159,14 @@ class ContextBuilder:
             feedback = self._feedback_section(next(marks), privileged.success)
         turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
         text = turn if isinstance(prompt, str) else render(with_user_text(prompt, turn))
-        return [(untrusted.get(part, part), part not in untrusted) for part in _MARK.split(text) if part]
+        parts = [part for part in _MARK.split(text) if part]
+        if not {mark for mark in untrusted if mark in turn} <= set(parts):
+            raise ValueError(
+                "The chat template changes or drops the text of the last user turn, where the teacher reads "
+                f"demonstration and feedback; it renders …{text[-100:]!r}. Use a `chat_template` that renders "
+                "`message['content']` as it is."
+            )
+        return [(untrusted.get(part, part), part not in untrusted) for part in parts]
 
     def _feedback_section(self, feedback: str, success: bool) -> str:
         own = self.config.success_feedback_template if success else None
