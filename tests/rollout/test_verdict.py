@@ -31,6 +31,20 @@ def test_invalid_metrics_are_refused(metrics):
         Verdict(1.0, "x", metrics)
 
 
+@pytest.mark.parametrize("name", ["reward", "truncated", "avg@4", "credit/s_mean", "eval_format"])
+def test_names_that_are_logged_already_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name!r}, a name that the trainer .* Rename it"):
+        Verdict(1.0, "x", {name: 1.0})
+    assert Verdict(1.0, "x", {f"verifier_{name}": 1.0, "rewarding": 0.0})
+
+
+def test_metrics_that_are_not_finite_are_not_logged():
+    logged = []
+    verdicts = [Verdict(1.0, None, {"m": math.nan, "n": 1.0}), Verdict(0.0, None, {"m": 0.5})]
+    graded(lambda **_: verdicts, log_metric=lambda *pair: logged.append(pair))
+    assert logged == [("n", 1.0), ("m", 0.5)]
+
+
 def test_metrics_and_turn_feedback_must_be_mappings():
     with pytest.raises(TypeError, match=r"Verdict.metrics must be a mapping, got float"):
         Verdict(1.0, "x", 0.5)
@@ -106,8 +120,10 @@ def graded(reward_func, completions=("a", "b"), **columns):
         (([1.0, 0.0], ["f", "g"]), "'func' returned a list for completion 0"),
         ([(1.0, "f"), (0.0, "g")], "'func' returned a tuple for completion 0"),
         ([1.0, {"reward": 1.0}], "'func' returned a dict for completion 1"),
+        (np.ones((2, 1)), r"'func' returned a ndarray of shape \(1,\) for completion 0.*squeeze"),
+        (torch.ones(2, 3), r"'func' returned a Tensor of shape \(3,\) for completion 0.*squeeze"),
     ],
-    ids=["None", "Verdict", "float", "dict", "str", "short", "tuple of lists", "tuples", "dicts"],
+    ids=["None", "Verdict", "float", "dict", "str", "short", "tuple of lists", "tuples", "dicts", "array", "tensor"],
 )
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_malformed_results_are_errors_that_name_the_function(result, message, on_error):

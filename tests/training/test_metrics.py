@@ -156,6 +156,9 @@ def test_every_metric_is_logged_at_every_step(run, weight):
     table = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
     named = {name for name in train[0] if name.startswith("credit/") and "seconds" not in name}
     assert not {name for name in named if f"| `{name}`" not in table and f", `{name}`" not in table}
+    for name in {**train[0], **evaluation[0]}:
+        with pytest.raises(ValueError, match="a name that the trainer"):
+            Verdict(0.0, None, {name: 1.0})
 
 
 def test_missing_teacher_warns_once_and_has_no_loss(run, make_model):

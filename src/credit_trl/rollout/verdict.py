@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
@@ -21,6 +22,13 @@ from credit_trl.rollout.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
 
+# Names that the trainer or an evaluation logs itself.
+_LOGGED = re.compile(
+    "(loss|policy_loss|aux_loss|reward|reward_std|frac_reward_zero_std|kl|entropy|entropy_coef|cispo_clip_ratio|grad_norm"
+    "|learning_rate|epoch|step|step_time|num_tokens|mean_length|truncated|runtime)$"
+    "|(credit|completions|rewards|sampling|clip_ratio|tools|vespo)/|(avg|pass|maj)@|(eval|train)_"
+)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -31,7 +39,8 @@ class Verdict:
             the reward.
         feedback: text on the completion, part of the privileged context; None or an empty string for none. It is
             data, not instructions: special-token strings in it are encoded as plain text.
-        metrics: numbers to log, averaged over the rollouts that have them (`{"pass_fraction": 0.5}`).
+        metrics: numbers to log, averaged over the rollouts that have them (`{"pass_fraction": 0.5}`); one that is not
+            finite counts as missing.
         turn_feedback: text on single turns of a rollout with tools or environments, by turn index from 0. A turn is
             one message of the model with its tool calls.
         corrected: the completion with the correct answer in place of its own, where the verifier knows both. Never
@@ -40,6 +49,7 @@ class Verdict:
     Raises:
         TypeError: `reward` is not a number, `feedback` or `corrected` is not text, `metrics` does not map names to
             numbers, or `turn_feedback` does not map turn indices to text.
+        ValueError: `metrics` has a name that the trainer or an evaluation logs itself, such as `reward`.
     """
 
     reward: float | None
@@ -49,7 +59,7 @@ class Verdict:
     corrected: str | None = None
 
     def __post_init__(self) -> None:
-        if self.reward is not None and not hasattr(self.reward, "__float__"):
+        if self.reward is not None and not _is_number(self.reward):
             raise TypeError(f"Verdict.reward must be a number or None, got {type(self.reward).__name__}.")
         for name in ("feedback", "corrected"):
             value = getattr(self, name)
@@ -62,10 +72,15 @@ class Verdict:
             if not isinstance(getattr(self, name), Mapping):
                 raise TypeError(f"Verdict.{name} must be a mapping, got {type(getattr(self, name)).__name__}.")
         for name, value in self.metrics.items():
-            if not (isinstance(name, str) and hasattr(value, "__float__")):
+            if not (isinstance(name, str) and _is_number(value)):
                 raise TypeError(
                     "Verdict.metrics must map names to numbers, as in `{'pass_fraction': 0.5}`; "
                     f"got {name!r}: {type(value).__name__}."
+                )
+            if _LOGGED.match(name):
+                raise ValueError(
+                    f"Verdict.metrics has {name!r}, a name that the trainer or an evaluation logs itself. Rename it, for "
+                    f"example to 'verifier_{name}'."
                 )
         for turn, text in self.turn_feedback.items():
             if not (isinstance(turn, int) and turn >= 0 and isinstance(text, str)):
@@ -196,7 +211,8 @@ class VerdictLog:
             self._verdicts[position] = verdicts = as_verdicts(name, output, arguments)
             if (log_metric := arguments.get("log_metric")) is not None:
                 for metric, value in (pair for verdict in verdicts for pair in verdict.metrics.items()):
-                    log_metric(metric, float(value))
+                    if math.isfinite(value):
+                        log_metric(metric, float(value))
             return [verdict.reward for verdict in verdicts]
 
         if is_async_callable(reward_func):
@@ -257,10 +273,11 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
             f"The reward function {name!r} returned {len(elements)} elements for {expected} completions. {fix}"
         )
     for index, element in enumerate(elements):
-        if not (element is None or isinstance(element, Verdict) or hasattr(element, "__float__")):
-            raise TypeError(
-                f"The reward function {name!r} returned a {type(element).__name__} for completion {index}. {fix}"
-            )
+        if not (element is None or isinstance(element, Verdict) or _is_number(element)):
+            shape = getattr(element, "shape", None)
+            kind = type(element).__name__ if shape is None else f"{type(element).__name__} of shape {tuple(shape)}"
+            flatten = "" if shape is None else " `scores.squeeze(-1)` makes numbers of scores of shape (n, 1)."
+            raise TypeError(f"The reward function {name!r} returned a {kind} for completion {index}. {fix}{flatten}")
     verdicts = [v if isinstance(v, Verdict) else Verdict(v) for v in elements]
     for index, verdict in enumerate(verdicts):
         if verdict.reward is not None and not math.isfinite(verdict.reward):
@@ -269,6 +286,15 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
                 "Return a finite number, or None where the function does not apply."
             )
     return verdicts
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value converts to one float; text does not."""
+    try:
+        math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    return True
 
 
 def parameters_of(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
