@@ -279,7 +279,7 @@ class CreditTrainer(ReportingTrainer):
         contexts = build_contexts(batch, self.context_builder, self._renderer, self._contrast_source(), self._decode)
         shares = context_metrics(contexts, self.args.contrasts, self._sum_over_processes)
         self._log_values(shares)
-        self.alarms.check_contexts(shares)
+        self.alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
         longest = longest_sequence(contexts, batch.completion_ids)
         self.alarms.check_positions(longest, position_embeddings(self.model))
         self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))

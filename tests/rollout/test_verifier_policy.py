@@ -185,6 +185,12 @@ def test_one_failed_function_of_two_skips_the_rollouts(make_model, make_config, 
     assert trainer.state.log_history[0]["grad_norm"] == 0.0
 
 
+def test_failed_verifier_is_not_reported_as_missing_feedback(make_model, make_config, tokenizer, dataset, recwarn):
+    config = make_config(max_steps=1, on_verifier_error="skip")
+    CreditTrainer(make_model(), Flaky(1), config, dataset, processing_class=tokenizer).train()
+    assert not [w for w in recwarn if "has a teacher" in str(w.message)]
+
+
 def test_failing_verifier_ends_the_run_by_default(make_model, make_config, tokenizer, dataset):
     trainer = CreditTrainer(make_model(), Flaky(1), make_config(), dataset, processing_class=tokenizer)
     with pytest.raises(ConnectionError, match="judge"):

@@ -54,9 +54,15 @@ class Alarms:
             self.raised.add(cause)
             warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
-    def check_contexts(self, share: dict[str, float]) -> None:
-        """Warn where no sample has a teacher, none has a contrast prompt, or most contexts are cut."""
-        if share["credit/frac_without_teacher"] == 1.0:
+    def check_contexts(self, share: dict[str, float], frac_skipped: float = 0.0) -> None:
+        """Warn where no sample has a teacher, none has a contrast prompt, or most contexts are cut.
+
+        Args:
+            share: result of `context_metrics`.
+            frac_skipped: share of the samples whose verifier failed, which explains a batch without teacher.
+        """
+        has_other_cause = frac_skipped > 0.0 or share["credit/frac_feedback_dropped"] > 0.0
+        if share["credit/frac_without_teacher"] == 1.0 and not has_other_cause:
             self.raise_once(
                 "no_teacher",
                 "No sample of this generation batch has a teacher, so its loss is 0: no rollout reached "
@@ -164,7 +170,7 @@ class Alarms:
             self.raise_once(
                 "generic_credit",
                 f"S_t is near zero on the tokens that the teacher accepts while ΔV_t is not (root mean squares "
-                f"{specific:.3f} and {credit:.3f} nats), in {self._generic} batches in a row: the feedback makes the "
+                f"{specific:.3f} and {credit:.3f} nats), in {self._generic} micro-batches in a row: the feedback makes the "
                 "same tokens likely under any prompt, so λ lowers the reward of the answer itself. Return feedback "
                 "that is read together with the prompt, such as a letter, a position or a failing check, instead of "
                 "the answer; or set `contrastive_coef=0`.",
