@@ -16,10 +16,10 @@ def swapped(completions, answer, **kwargs):
     return [Verdict(0.0, f"It is {a}.", corrected=t[:1] + "z" + t[2:]) for t, a in zip(texts, answer, strict=True)]
 
 
-@pytest.mark.parametrize("topk", [4, 300])
-def test_share_is_that_of_a_plain_forward_pass(make_model, make_config, tokenizer, dataset, topk):
+@pytest.mark.parametrize(("topk", "tail"), [(4, "bucket"), (300, "bucket"), (40, "renormalize")])
+def test_share_is_that_of_a_plain_forward_pass(make_model, make_config, tokenizer, dataset, topk, tail):
     topk = min(topk, len(tokenizer) - 1)
-    config = make_config(distillation_topk=topk, max_steps=1, contrastive_coef=0.0)
+    config = make_config(distillation_topk=topk, distillation_tail=tail, max_steps=1, contrastive_coef=0.0)
     trainer = CreditTrainer(make_model(), swapped, config, dataset, processing_class=tokenizer)
     kept = {}
     build, score = trainer._build_contexts, trainer._score
@@ -36,7 +36,10 @@ def test_share_is_that_of_a_plain_forward_pass(make_model, make_config, tokenize
         position, token = found
         with torch.no_grad():
             logits = reference(input_ids=torch.tensor([context.teacher + list(ids[:position])])).logits[0, -1]
-        is_kept = token in logits.topk(topk).indices
+        kept_ids = logits.topk(topk).indices
+        if tail == "renormalize" and ids[position] not in kept_ids:
+            continue
+        is_kept = token in kept_ids
         preferred, counted = preferred + bool(is_kept and logits[token] > logits[ids[position]]), counted + 1
     logged = trainer.state.log_history[0]
     assert logged["credit/named_answers"] == counted > 0

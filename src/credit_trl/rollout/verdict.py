@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Names that the trainer or an evaluation logs itself.
 _LOGGED = re.compile(
-    "(loss|policy_loss|aux_loss|reward|reward_std|frac_reward_zero_std|kl|entropy|entropy_coef|cispo_clip_ratio|grad_norm"
-    "|learning_rate|epoch|step|step_time|num_tokens|mean_length|truncated|runtime)$"
+    "(loss|policy_loss|aux_loss|reward|reward_std|frac_reward_zero_std|kl|entropy|entropy_coef|cispo_clip_ratio"
+    "|grad_norm|learning_rate|epoch|step|step_time|num_tokens|mean_length|truncated|runtime)$"
     "|(credit|completions|rewards|sampling|clip_ratio|tools|vespo)/|(avg|pass|maj)@|(eval|train)_"
 )
 
@@ -79,8 +79,8 @@ class Verdict:
                 )
             if _LOGGED.match(name):
                 raise ValueError(
-                    f"Verdict.metrics has {name!r}, a name that the trainer or an evaluation logs itself. Rename it, for "
-                    f"example to 'verifier_{name}'."
+                    f"Verdict.metrics has {name!r}, a name that the trainer or an evaluation logs itself. Rename it, "
+                    f"for example to 'verifier_{name}'."
                 )
         for turn, text in self.turn_feedback.items():
             if not (isinstance(turn, int) and turn >= 0 and isinstance(text, str)):

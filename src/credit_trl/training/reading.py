@@ -24,7 +24,8 @@ def answer_metrics(
 
     Both are compared at the first token in which completion and `Verdict.corrected` differ, where the teacher has read
     the same text before: the teacher prefers the named answer if f of its token exceeds f of the sampled token. A
-    token outside the stored support has less probability than each of its K tokens and is not preferred.
+    token outside the stored support has less probability than each of its K tokens and is not preferred. Of a
+    renormalized support, samples whose own token is outside do not count.
 
     Args:
         scores: what `DistillationLoss.score` returned, with the fields of `Scores`, (B, T, ...).
@@ -43,9 +44,14 @@ def answer_metrics(
         found = first_difference(ids, corrected, tokenizer) if corrected is not None and has_teacher[i] else None
         if found is not None and mask[i, found[0]]:
             position, token = found
-            at = scores["support_ids"][i, position] == token
-            named = scores["teacher_logps"][i, position, : at.shape[0]][at]
-            counts += torch.tensor([bool((named > scores["teacher_token_logps"][i, position]).any()), True])
+            support, logps = scores["support_ids"][i, position], scores["teacher_logps"][i, position]
+            own = scores["teacher_token_logps"][i, position]
+            if len(logps) == len(support):  # without a tail they are conditional on different sets of tokens
+                own = logps[support == ids[position]]
+                if not len(own):
+                    continue
+            named = logps[: len(support)][support == token]
+            counts += torch.tensor([bool((named > own).any()), True])
     preferred, counted = reduce(counts.float()).tolist()
     if not counted:
         return {}
