@@ -125,7 +125,10 @@ class CreditTrainer(ReportingTrainer):
         self._eval_batches = 0
         checks.check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
         datasets = checks.named_datasets(train_dataset, eval_dataset)
-        checks.check_reward_columns(reward_funcs, datasets, kwargs.get("rollout_func"), args.remove_unused_columns)
+        has_environments = kwargs.get("environment_factory") is not None
+        checks.check_reward_columns(
+            reward_funcs, datasets, kwargs.get("rollout_func"), args.remove_unused_columns, has_environments
+        )
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         keep_quantized_differentiable(self.model)

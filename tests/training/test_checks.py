@@ -60,6 +60,38 @@ def test_missing_reward_function_column_is_refused(build, dataset):
 
 
 @pytest.mark.usefixtures("no_rollout")
+def test_parameters_that_are_not_passed_are_refused(build):
+    for func, message in (
+        (lambda prompt, **_: [], r"has the parameter `prompt`.*Rename it to `prompts`"),
+        (lambda completion, **_: [], r"Rename it to `completions`"),
+        (lambda environments, **_: [], "needs the column `environments`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(reward_funcs=func)
+
+
+@pytest.mark.usefixtures("no_rollout")
+@pytest.mark.parametrize("column", ["task", "privileged_context", "id"])
+def test_function_without_an_argument_for_a_column_is_refused(build, dataset, column):
+    def func(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric):
+        return [0.0] * len(completions)
+
+    build(reward_funcs=func)
+    rows = dataset.add_column(column, ["x"] * len(dataset))
+    with pytest.raises(ValueError, match=f"takes no argument `{column}`.*Add `\\*\\*kwargs`"):
+        build(reward_funcs=func, rows=rows)
+    if column == "id":
+        with pytest.raises(ValueError, match="drops the column `answer`"):
+            build(reward_funcs=func, rows=rows, remove_unused_columns=True)
+
+
+@pytest.mark.usefixtures("no_rollout")
+def test_source_without_effect_needs_no_task(build):
+    for options in ({"contrastive_coef": 0.0}, {"distillation_weight": 0.0}):
+        build(contrastive_source="same_task", **options)
+
+
+@pytest.mark.usefixtures("no_rollout")
 def test_dropping_a_reward_functions_column_is_refused(build):
     with pytest.raises(ValueError, match=r"`remove_unused_columns=True` drops the column `answer`.*Set it to False"):
         build(remove_unused_columns=True)

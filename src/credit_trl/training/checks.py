@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -221,6 +221,7 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
         ValueError: a dataset has no column `prompt` (or no `task` for `contrastive_source="same_task"`), has images or
             a `privileged_context` that is not text, or has no rows to draw contrast prompts from.
     """
+    contrasts = args.distillation_weight > 0.0 and args.contrasts
     for name, dataset in named_datasets(train_dataset, eval_dataset).items():
         columns = getattr(dataset, "column_names", None)
         if columns is None:
@@ -234,32 +235,22 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             )
         if args.distillation_weight > 0.0 and {"image", "images"} & set(columns):
             raise ValueError(_NO_IMAGES)
-        if taken := sorted(_PASSED & set(columns)):
+        if taken := sorted({*_PASSED, "environments"} & set(columns)):
             raise ValueError(
                 f"`{name}` has the column `{taken[0]}`, the name of another argument of reward functions. Rename it: "
                 f"dataset.rename_column({taken[0]!r}, 'my_{taken[0]}')."
             )
-        has_prompts = isinstance(dataset, Dataset) and len(dataset) and "prompt" in columns
-        if has_prompts and not isinstance(prompt := dataset[0]["prompt"], str | list):
-            raise ValueError(
-                f"The prompt of row 0 of `{name}` is {prompt!r}. A prompt is text, or a list of messages "
-                "`{'role': 'user', 'content': '...'}`."
-            )
-        if args.contrastive_source == "same_task" and "task" not in columns:
+        _check_types(name, dataset, columns)
+        if contrasts and args.contrastive_source == "same_task" and "task" not in columns:
             raise ValueError(
                 f"`contrastive_source='same_task'` needs the column `task`, which `{name}` does not have; its columns "
                 f"are {', '.join(columns)}. Add it, or use `contrastive_source='batch'`."
             )
-        if "privileged_context" in columns:
-            feature = (getattr(dataset, "features", None) or {}).get("privileged_context")
-            if feature is not None and getattr(feature, "dtype", None) not in ("string", "large_string", "null"):
-                raise ValueError(f"`{name}` column `privileged_context` must hold text, but holds {feature}.")
     if args.dynamic_sampling_rounds and not isinstance(train_dataset, Dataset):
         raise ValueError(
             "`dynamic_sampling_rounds` draws prompts by row, which needs a `datasets.Dataset` for training. Set it to "
             "0, or load the dataset without streaming."
         )
-    contrasts = args.distillation_weight > 0.0 and args.contrasts
     has_rows = isinstance(train_dataset, Dataset) and "prompt" in train_dataset.column_names
     if contrasts and args.contrastive_source == "dataset" and not has_rows:
         raise ValueError(
@@ -267,6 +258,19 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             "`prompt` column. Use `contrastive_source='batch'` with two prompts or more in a generation batch, or "
             "`contrastive_source='none'`."
         )
+
+
+def _check_types(name: str, dataset: Any, columns: Sequence[str]) -> None:
+    """Raise where the first prompt is neither text nor messages, or `privileged_context` does not hold text."""
+    has_prompts = isinstance(dataset, Dataset) and len(dataset) and "prompt" in columns
+    if has_prompts and not isinstance(prompt := dataset[0]["prompt"], str | list):
+        raise ValueError(
+            f"The prompt of row 0 of `{name}` is {prompt!r}. A prompt is text, or a list of messages "
+            "`{'role': 'user', 'content': '...'}`."
+        )
+    feature = (getattr(dataset, "features", None) or {}).get("privileged_context")
+    if feature is not None and getattr(feature, "dtype", None) not in ("string", "large_string", "null"):
+        raise ValueError(f"`{name}` column `privileged_context` must hold text, but holds {feature}.")
 
 
 def check_progress(args: CreditConfig, warn: Callable[[str, str], None]) -> None:
@@ -409,34 +413,44 @@ def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:
         )
 
 
-# Arguments of a reward function beside the dataset columns.
-_PASSED = frozenset(
-    "prompts completions completion_ids trainer_state log_extra log_metric environments truncated".split()
-)
+# Arguments of a reward function beside the dataset columns; `truncated` only where it is accepted.
+_PASSED = frozenset("prompts completions completion_ids trainer_state log_extra log_metric truncated".split())
+# Columns that TRL passes under the names in the plural.
+_RENAMED = {"prompt": "prompts", "completion": "completions"}
 # Columns that `remove_unused_columns` keeps.
 _KEPT = frozenset("prompt image images privileged_context task".split())
 
 
 def check_reward_columns(
-    reward_funcs: Any, datasets: dict[str, Any], rollout_func: Callable[..., Any] | None, remove_unused: bool
+    reward_funcs: Any,
+    datasets: dict[str, Any],
+    rollout_func: Callable[..., Any] | None,
+    remove_unused: bool,
+    has_environments: bool = False,
 ) -> None:
     """Check that each required parameter of a reward function is a column of each dataset that reaches it.
 
     Skipped with a `rollout_func`, because TRL also passes the fields that it returns.
 
     Raises:
-        ValueError: a column is missing, or `remove_unused_columns` drops it. Without this check, the first call fails
-            after a generation.
+        ValueError: a column is missing, `remove_unused_columns` drops it, or the function takes no argument of that
+            name. Without this check, the first call fails after a generation.
     """
     if rollout_func is not None:
         return
     funcs = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
     funcs = [func for func in funcs if callable(func) and not isinstance(func, nn.Module)]
+    passed = _PASSED | ({"environments"} if has_environments else set())
     for dataset_name, dataset in datasets.items():
         columns = getattr(dataset, "column_names", None)
         for func in funcs if columns is not None else ():
             func_name = get_callable_name(func)
-            required = [name for name in _required(func) if name not in _PASSED]
+            required = [name for name in _required(func) if name not in passed]
+            if renamed := [name for name in required if name in _RENAMED]:
+                raise ValueError(
+                    f"Reward function `{func_name}` has the parameter `{renamed[0]}`, which it is not called with. "
+                    f"Rename it to `{_RENAMED[renamed[0]]}`, which holds one for each rollout."
+                )
             if missing := [name for name in required if name not in columns]:
                 raise ValueError(
                     f"Reward function `{func_name}` needs the column {', '.join(f'`{m}`' for m in missing)}, which "
@@ -448,16 +462,16 @@ def check_reward_columns(
                     f"`remove_unused_columns=True` drops the column `{dropped[0]}`, which reward function "
                     f"`{func_name}` needs. Set it to False, TRL's default."
                 )
-            _check_takes_all(func, () if remove_unused else columns)
+            kept = [name for name in columns if name in _KEPT or not remove_unused]
+            _check_takes_all(func, passed - {"truncated"} | set(kept) - _RENAMED.keys())
 
 
-def _check_takes_all(func: Callable[..., Any], columns: Sequence[str]) -> None:
+def _check_takes_all(func: Callable[..., Any], passed: Set[str]) -> None:
     """Raise where a reward function refuses an argument that TRL passes by name."""
     taken = parameters_of(func)
     if takes_any_keyword(taken):
         return
-    passed = _PASSED - {"environments", "truncated"} | set(columns)
-    if refused := sorted(passed - taken.keys() - {"prompt", "completion", "task", "privileged_context"}):
+    if refused := sorted(passed - taken.keys()):
         raise ValueError(
             f"Reward function `{get_callable_name(func)}` takes no argument `{refused[0]}`, which it is called with, "
             "as with every column. Add `**kwargs` to its parameters."

@@ -170,10 +170,10 @@ class Alarms:
             self.raise_once(
                 "generic_credit",
                 f"S_t is near zero on the tokens that the teacher accepts while ΔV_t is not (root mean squares "
-                f"{specific:.3f} and {credit:.3f} nats), in {self._generic} micro-batches in a row: the feedback makes "
-                "the same tokens likely under any prompt, so λ lowers the reward of the answer itself. Return feedback "
-                "that is read together with the prompt, such as a letter, a position or a failing check, instead of "
-                "the answer; or set `contrastive_coef=0`.",
+                f"{specific:.3f} and {credit:.3f} nats), in {self._generic} micro-batches in a row: the feedback "
+                "makes the same tokens likely under any prompt, so λ lowers the reward of the answer itself. Return "
+                "feedback that is read together with the prompt, such as a letter, a position or a failing check, "
+                "instead of the answer; or set `contrastive_coef=0`.",
             )
 
     def check_gradient(self, logs: Mapping[str, float], metrics: Mapping[str, Sequence[float]]) -> float:
