@@ -131,6 +131,11 @@ def test_base_is_made_once_per_settings(make_model, tokenizer, tmp_path, monkeyp
     make_model(seed=1).save_pretrained(tmp_path / "moved")
     assert SETTINGS.digest(str(tmp_path / "moved")) != first.name
     assert SETTINGS.digest("a") != SETTINGS.digest("b") != WarmUp().digest("b")
+    digests = set()
+    for fast in (True, False):
+        monkeypatch.setattr(tool_choice_base, "has_fast_bf16", lambda device, fast=fast: fast)
+        digests.add(SETTINGS.digest("a"))
+    assert len(digests) == 2
     accuracy = json.loads((first / "warm_up.json").read_text())["accuracy"]
     assert set(accuracy) == {"none", "letter", "stated"}
     assert "of the held-out requests without feedback" in describe_base(first)

@@ -80,10 +80,10 @@ class WarmUp:
             raise ValueError(f"A warm-up has at least one step and one row of each kind, got {self}.")
 
     def digest(self, model: str) -> str:
-        """12 hex digits of the settings, the weights of a model's directory or its hub name, and the task's tables."""
+        """12 hex digits of settings, precision, the task's tables, and the weights of a directory or the hub name."""
         weights = file_fingerprint(Path(model)) if Path(model).is_dir() else model
         tables = (tool_choice.TOOLS, tool_choice.ARGUMENTS, tool_choice.PROBLEMS)
-        content = json.dumps([asdict(self), weights, tables], sort_keys=True)
+        content = json.dumps([asdict(self), has_fast_bf16("cpu"), weights, tables], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 

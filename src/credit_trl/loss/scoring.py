@@ -60,8 +60,8 @@ def score_completions(
         for states in token_states(teacher, model, contexts, batch, config.passes):
             at = (states.rows, states.columns)
             hidden, contrasts = (weighted_states(h, head, config.region) for h in (states.teacher, states.contrasts))
-            hidden = TeacherStates(hidden, contrasts, head, config.baseline)
-            part = score_tokens(hidden, batch.ids[at], config.support, config.chunk_size)
+            of_passes = TeacherStates(hidden, contrasts, head, config.baseline)
+            part = score_tokens(of_passes, batch.ids[at], config.support, config.chunk_size)
             for name, values in scores.items():
                 values[at] = getattr(part, name).to(values.dtype)
     return scores

@@ -1,4 +1,4 @@
-"""Weights of the teacher π_ref: the policy itself, its initial copy, or its exponential moving average (EMA).
+"""Weights of the teacher π_ref: the policy, its initial copy, its exponential moving average (EMA), or a mixture.
 
 Full fine-tuning stores a second copy of the weights. LoRA stores a frozen adapter `teacher` beside the trained one, on
 the same base. The EMA is stored in fp32, because at a rate of 0.01 a bf16 average rounds the updates away.

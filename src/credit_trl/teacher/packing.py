@@ -173,7 +173,7 @@ def enable_packing(model: nn.Module) -> None:
     """
     if reason := cannot_pack(model):
         raise ValueError(
-            f"`scoring_packed=True`: sequences of this model cannot be packed: {reason}; or set it to False."
+            f"Sequences of this model cannot be packed: {reason}; or set `scoring_packed=False, update_packed=False`."
         )
     if attention_of(model) == "sdpa":
         unwrap_adapters(model).set_attn_implementation(PACKED_SDPA)

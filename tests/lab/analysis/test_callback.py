@@ -243,6 +243,11 @@ def test_lambda_zero_still_measures_s(train):
         assert token_map.scores.specific.isfinite().all()
 
 
+def test_run_without_distillation_maps_the_policy_as_its_teacher(train):
+    trainer = train(CreditMapCallback(every=5, rollouts=2), max_steps=1, distillation_weight=0.0)
+    assert len(pages(trainer)["step-000001"]) == 2
+
+
 def test_invalid_arguments_and_a_missing_trainer_raise(make_model, make_config, dataset, tokenizer):
     with pytest.raises(ValueError, match="at least 1"):
         CreditMapCallback(every=0)
