@@ -166,10 +166,9 @@ def make_setup(
         teacher: shape of the teacher of `teacher_model_kind="model"`.
 
     Raises:
-        ValueError: a generation batch that is not divisible among the processes, or FSDP version 1.
+        ValueError: FSDP version 1.
     """
     processes = int(launcher.get("num_processes") or 1)
-    _check_batches(training, processes)
     strategy = _strategy(launcher, processes)
     weight_bytes = 2 if model.dtype in ("bfloat16", "float16", "auto") else 4
     deepspeed, fsdp = launcher.get("deepspeed_config") or {}, launcher.get("fsdp_config") or {}
@@ -227,15 +226,6 @@ def _teacher_model(shape: Shape, options: Mapping[str, Any]) -> TeacherModel:
     quantized = options.get("quantization_config") or {}
     bits = quantized.get("bits") or (4 if quantized.get("load_in_4bit") else 8 if quantized else 0)
     return TeacherModel(shape, 4 if dtype.endswith("float32") else 2, int(bits))
-
-
-def _check_batches(training: CreditConfig, processes: int) -> None:
-    batch, size = training.generation_batch_size, training.per_device_train_batch_size
-    if batch % (size * processes):
-        raise ValueError(
-            f"A generation batch of {batch} rollouts does not split into micro-batches of {size} on {processes} "
-            "processes. Change `generation_batch_size` or `per_device_train_batch_size`."
-        )
 
 
 def _optimizer_bytes(training: CreditConfig, model: ModelConfig, strategy: Strategy, weight_bytes: int) -> int:
