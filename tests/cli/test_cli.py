@@ -130,6 +130,26 @@ def test_config_file_after_an_equals_sign_is_read(launched, tmp_path):
     assert launched[0].training_script_args == ["--config", str(config), "--contrastive_coef=0.2"]
 
 
+def test_options_of_several_files_are_merged(monkeypatch, tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("env: {FIRST: a, BOTH: a}\ntask: quickstart\ntop_p: 0.5\nuse_cpu: true\nmax_steps: 5\n")
+    second.write_text("env: {BOTH: b}\ntask: null\ntop_p: 0.9\nbf16: false\nmax_steps: 6\nnum_processes: 1\n")
+    seen = []
+    for name in ("FIRST", "BOTH"):
+        monkeypatch.setenv(name, "")
+
+    def read(launched):
+        parser, words = training.make_parser(), launched.training_script_args
+        script, config, *_ = parser.parse_args_and_config(words, fail_with_unknown_args=False)
+        seen.append((script.task, config.top_p, config.max_steps, launched.num_processes))
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", read)
+    line = ["--config", str(first), "--max_steps", "7", f"--config={second}", "--gradient_accumulation_steps", "4"]
+    assert credit.run(line) == 0
+    assert seen == [(None, 0.9, 7, 1)]
+    assert (os.environ["FIRST"], os.environ["BOTH"]) == ("a", "b")
+
+
 def test_batches_are_checked_for_the_launched_processes(launched, capsys):
     """Eight rollouts of one process are one prompt, sixteen of two processes are two prompts."""
     line = ["--use_cpu", "true", "--bf16", "false", "--per_device_train_batch_size", "8"]

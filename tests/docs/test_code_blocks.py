@@ -227,8 +227,7 @@ def credit_words(arguments: list[str]) -> list[str]:
     """Arguments of the training process of `trl credit`; names, values and accelerate's arguments are checked."""
     argv = [_existing(word) if word.endswith((".yaml", ".yml")) else word for word in arguments] + OFFLINE
     parser = make_parser(prog="trl credit")
-    launcher, arguments = launch_arguments(argv, *parse(parser, argv)[-2:])
-    return launcher.parse_args(arguments).training_script_args
+    return launch_arguments(argv, *parse(parser, argv)[-2:]).training_script_args
 
 
 def _existing(name: str) -> str:

@@ -6,10 +6,11 @@ and `--accelerate_config`. An argument that neither the trainer nor accelerate d
 
 from __future__ import annotations
 
-import json
 import subprocess
-from argparse import ArgumentParser
-from collections.abc import Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.cli.errors import (
@@ -32,16 +33,21 @@ PROG = "trl credit"
 def run(argv: list[str]) -> int:
     """Check the arguments, launch the run and return its exit code."""
     ignore_future_warnings()
-    try:
-        argv = separate_config(argv)
-        parser = make_parser(prog=PROG, processes=processes_of(argv))
-        script, *_, from_config, from_line = parse(parser, argv)
-        if script.task is not None:
-            check_name(script.task)
-        launcher, arguments = launch_arguments(argv, from_config, from_line)
-        launched = launcher.parse_args(arguments)
-    except USER_ERRORS as error:
-        return report_user_error(PROG, error, code=2)
+    with ExitStack() as merged:
+        try:
+            argv = merged.enter_context(one_config(argv))
+            parser = make_parser(prog=PROG, processes=processes_of(argv))
+            script, *_, from_config, from_line = parse(parser, argv)
+            if script.task is not None:
+                check_name(script.task)
+            launched = launch_arguments(argv, from_config, from_line)
+        except USER_ERRORS as error:
+            return report_user_error(PROG, error, code=2)
+        return launch(launched)
+
+
+def launch(launched: Namespace) -> int:
+    """Run the processes of `accelerate launch` and return the exit code."""
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -69,10 +75,8 @@ def parse(parser: TrlParser, argv: list[str]) -> tuple[Any, ...]:
     return parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
 
 
-def launch_arguments(
-    argv: list[str], from_config: list[str], from_line: list[str]
-) -> tuple[ArgumentParser, list[str]]:
-    """accelerate's parser and its arguments, for the arguments after `credit`.
+def launch_arguments(argv: list[str], from_config: list[str], from_line: list[str]) -> Namespace:
+    """Arguments of `accelerate launch` that start the training module, for the arguments after `credit`.
 
     `from_config` and `from_line` are the arguments of the YAML file and of the line that the training module's parser
     does not define.
@@ -84,31 +88,35 @@ def launch_arguments(
     launcher = launch_command_parser()
     launcher.error = refuse
     options = resolve_accelerate_config_argument(from_config + from_line)
-    return launcher, [*map(str, options), "--module", TRAINING_MODULE, *_subtract_subsequence(argv, from_line)]
+    own = _subtract_subsequence(argv, from_line)
+    launched = launcher.parse_args([*map(str, options), "--module", TRAINING_MODULE, *own])
+    return launched
 
 
-def separate_config(argv: list[str]) -> list[str]:
-    """Split `--config=FILE` into two arguments, and replace further files by their options.
+@contextmanager
+def one_config(argv: list[str]) -> Iterator[list[str]]:
+    """Merge all `--config` files into a temporary one, since TRL's parser reads one, after the word `--config`.
 
-    TRL's parser reads one file in this form. Options of a later file override those of an earlier one.
+    Options of a later file override those of an earlier one, variables of `env` each by itself.
     """
+    import yaml
+
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    first = words.index("--config") + 2 if "--config" in words else len(words)
-    arguments, further = words[:first], words[first:]
-    while "--config" in further:
-        at = further.index("--config")
-        arguments += further[:at] + as_arguments(config_file(further[at:]))
-        further = further[at + 2 :]
-    return arguments + further
-
-
-def as_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options of a YAML file as command line arguments: lists as several words, mappings as JSON."""
-    arguments = []
-    for name, value in options.items():
-        values = value if isinstance(value, list) else [value]
-        arguments += [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
-    return arguments
+    places = [at for at, word in enumerate(words) if word == "--config"]
+    if len(places) < 2:
+        yield words
+        return
+    merged: dict[str, Any] = {}
+    for at in places:
+        options = config_file(words[at:])
+        if env := {**(merged.get("env") or {}), **(options.get("env") or {})}:
+            options["env"] = env
+        merged |= options
+    others = [word for at, word in enumerate(words) if not {at, at - 1} & set(places)]
+    with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        yaml.safe_dump(merged, file)
+        file.flush()
+        yield ["--config", file.name, *others]
 
 
 def processes_of(argv: list[str]) -> int:

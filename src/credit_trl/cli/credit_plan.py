@@ -109,15 +109,15 @@ def parse_run(argv: list[str]) -> ParsedRun:
     The training configuration is that of one process of the launch. It is built for a CPU, because the planning
     machine may have no GPU, so the precision is read separately.
     """
-    from credit_trl.cli.credit import config_file, launcher_of, parse, separate_config
+    from credit_trl.cli.credit import config_file, launcher_of, one_config, parse
     from credit_trl.cli.training import make_parser
 
-    argv = separate_config(argv)
-    launcher = launcher_of(argv)
-    parser = make_parser(prog="trl credit-plan", processes=int(launcher.get("num_processes") or 1))
-    on_cpu = [*argv, "--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false"]
-    script, training, model, *_ = parse(parser, on_cpu)
-    wanted = argparse.ArgumentParser(add_help=False, argument_default=None)
-    wanted.add_argument("--bf16")
-    asked = wanted.parse_known_args(argv)[0].bf16 or config_file(argv).get("bf16", True)
+    with one_config(argv) as argv:
+        launcher = launcher_of(argv)
+        parser = make_parser(prog="trl credit-plan", processes=int(launcher.get("num_processes") or 1))
+        on_cpu = [*argv, "--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false"]
+        script, training, model, *_ = parse(parser, on_cpu)
+        wanted = argparse.ArgumentParser(add_help=False, argument_default=None)
+        wanted.add_argument("--bf16")
+        asked = wanted.parse_known_args(argv)[0].bf16 or config_file(argv).get("bf16", True)
     return ParsedRun(training, model, launcher, str(asked).lower() in ("true", "1", "yes"), script)
