@@ -130,6 +130,21 @@ def test_config_file_after_an_equals_sign_is_read(launched, tmp_path):
     assert launched[0].training_script_args == ["--config", str(config), "--contrastive_coef=0.2"]
 
 
+@pytest.mark.parametrize("command", ["credit", "credit-plan"])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{0}/first.yaml", "unexpected `{0}/first.yaml`; did you mean `--config {0}/first.yaml`?"),
+        ("train.py --config {0}/first.yaml", "unexpected `train.py`; every value follows its option"),
+    ],
+)
+def test_word_without_an_option_is_no_program(launched, tmp_path, capsys, command, line, message):
+    (tmp_path / "first.yaml").write_text("task: quickstart\nuse_cpu: true\nbf16: false\n")
+    assert cli.main([command, *line.format(tmp_path).split()]) == 2
+    assert message.format(tmp_path) in capsys.readouterr().err
+    assert not launched
+
+
 def test_options_of_several_files_are_merged(monkeypatch, tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("env: {FIRST: a, BOTH: a}\ntask: quickstart\ntop_p: 0.5\nuse_cpu: true\nmax_steps: 5\n")
@@ -176,6 +191,7 @@ def test_named_accelerate_config_is_resolved_as_by_trl(launched):
         ("", ["--learning_rte", "1"], "Did you mean --learning_rate?"),
         ("task: quickstrat\n", [], "Unknown task 'quickstrat'. Did you mean 'quickstart'? Known tasks"),
         ("- a\n- b\n", [], "must contain a YAML mapping"),
+        ("multi_gpu: true\n", [], "unexpected `True`; every value follows its option"),
         ("", ["--accelerate_config", "nowhere"], "neither a file nor a valid config"),
     ],
 )

@@ -72,6 +72,10 @@ def parse(parser: TrlParser, argv: list[str]) -> tuple[Any, ...]:
     Then come the arguments for accelerate: those of the YAML file, and those of the line.
     """
     check_names(parser, argv)
+    at = argv.index("--config") if "--config" in argv else len(argv)
+    without_file = argv[:at] + argv[at + 2 :]
+    _, others = parser.parse_known_args(without_file)
+    launch_arguments(without_file, [], others)  # a forgotten `--config` would show as a wrong default
     return parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
 
 
@@ -80,6 +84,9 @@ def launch_arguments(argv: list[str], from_config: list[str], from_line: list[st
 
     `from_config` and `from_line` are the arguments of the YAML file and of the line that the training module's parser
     does not define.
+
+    Raises:
+        ValueError: a word belongs to no option; accelerate would run it as the program.
     """
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
@@ -90,6 +97,10 @@ def launch_arguments(argv: list[str], from_config: list[str], from_line: list[st
     options = resolve_accelerate_config_argument(from_config + from_line)
     own = _subtract_subsequence(argv, from_line)
     launched = launcher.parse_args([*map(str, options), "--module", TRAINING_MODULE, *own])
+    if (word := launched.training_script) != TRAINING_MODULE:
+        is_file = word.endswith((".yaml", ".yml", ".json"))
+        fix = f"did you mean `--config {word}`?" if is_file else "every value follows its option, as in `--task NAME`."
+        raise ValueError(f"unexpected `{word}`; {fix}")
     return launched
 
 
