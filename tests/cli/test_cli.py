@@ -191,6 +191,7 @@ def test_named_accelerate_config_is_resolved_as_by_trl(launched):
         ("", ["--learning_rte", "1"], "Did you mean --learning_rate?"),
         ("task: quickstrat\n", [], "Unknown task 'quickstrat'. Did you mean 'quickstart'? Known tasks"),
         ("- a\n- b\n", [], "must contain a YAML mapping"),
+        ("contrastive-coef: 0.1\n", [], "--contrastive-coef.*Did you mean --contrastive_coef?"),
         ("multi_gpu: true\n", [], "unexpected `True`; every value follows its option"),
         ("", ["--accelerate_config", "nowhere"], "neither a file nor a valid config"),
     ],

@@ -160,15 +160,15 @@ def check_names(parser: ArgumentParser, argv: list[str]) -> None:
 
     from credit_trl.config import unknown_option
 
-    options = {name for one in (parser, launch_command_parser()) for name in one._option_string_actions}
-    options |= {"--config", "--accelerate_config"}
-    fields = {action.dest for action in parser._actions} | {"env"}
-    in_file = [f"--{key}" for key in config_file(argv) if key not in fields and f"--{key}" not in options]
+    of_launcher = {*launch_command_parser()._option_string_actions, "--accelerate_config"}
+    options = {"--config", *parser._option_string_actions, *of_launcher}
+    fields = {action.dest for action in parser._actions} | {"env"}  # the spelling with a dash is for the line
+    in_file = [f"--{key}" for key in config_file(argv) if key not in fields and f"--{key}" not in of_launcher]
     on_line = [word.split("=")[0] for word in argv if word.startswith("--") and " " not in word]
     unknown = [name for name in on_line if not any(option.startswith(name) for option in options)]  # or abbreviated
     for name in (*in_file, *unknown):
         place = "(on the command line or, without the dashes, in the YAML file)"
-        advice = unknown_option(name.removeprefix("--"), ()) or suggest(name, options)
+        advice = unknown_option(name.removeprefix("--"), ()) or suggest(name, options - {name})
         raise ValueError(f"unknown argument {name} {place}.{advice}")
 
 
