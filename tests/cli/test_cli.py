@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 from trl.cli.commands import get_commands
 
 from credit_trl import cli
@@ -220,6 +222,30 @@ def test_failed_run_returns_its_exit_code_without_traceback(monkeypatch, capfd):
     monkeypatch.setattr("accelerate.commands.launch.launch_command", fail)
     assert credit.run(["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"]) == 3
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("interruption", "code"), [(KeyboardInterrupt(), 130), (SignalException("one of several", signal.SIGHUP), 129)]
+)
+def test_interrupted_run_says_in_one_line_how_to_continue(monkeypatch, capfd, interruption, code):
+    def interrupt(args):
+        raise interruption
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", interrupt)
+    assert credit.run(["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"]) == code
+    error = capfd.readouterr().err
+    assert "--resume_from_checkpoint latest" in error
+    assert error.count("\n") == 1
+
+
+def test_interrupted_training_process_prints_no_traceback(monkeypatch, capfd):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "make_trainer", lambda *args: None)
+    monkeypatch.setattr(training, "train", interrupt)
+    assert training.run(["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"]) == 130
+    assert capfd.readouterr().err == ""
 
 
 def test_arguments_that_accelerate_refuses_are_named_in_one_line(monkeypatch, capfd):

@@ -6,7 +6,9 @@ and `--accelerate_config`. An argument that neither the trainer nor accelerate d
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -49,6 +51,7 @@ def run(argv: list[str]) -> int:
 def launch(launched: Namespace) -> int:
     """Run the processes of `accelerate launch` and return the exit code."""
     from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from credit_trl.training.preemption import sigterm_to_children
@@ -63,6 +66,9 @@ def launch(launched: Namespace) -> int:
         return error.returncode
     except ChildFailedError as error:  # one of several processes
         return report_failed_process(PROG, error)
+    except (KeyboardInterrupt, SignalException) as error:  # with one process, with several
+        print(f"{PROG}: interrupted; `--resume_from_checkpoint latest` continues the run", file=sys.stderr)
+        return 128 + getattr(error, "sigval", signal.SIGINT)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,8 @@ def run(argv: list[str] | None = None) -> int:
         if not is_user_error(error):
             raise
         return _report(error)
+    except KeyboardInterrupt:  # which the launcher receives and reports, too
+        return 128 + signal.SIGINT
     return 0
 
 
