@@ -17,6 +17,7 @@ from trl.cli.commands import get_commands
 
 from credit_trl import cli
 from credit_trl.cli import credit, training
+from credit_trl.sandbox import PACKAGES
 from credit_trl.tasks.registry import load_task
 from tiny import SHARED_DATA
 
@@ -268,6 +269,8 @@ def test_missing_data_names_the_options():
         training.load_data(script, None, wants_eval=False)
     with pytest.raises(ValueError, match="expected a dotted import path"):
         training.import_function("reward")
+    with pytest.raises(ValueError, match=r"such as trl\.rewards\.accuracy_reward"):
+        training.import_function("accuracy_reward")
     with pytest.raises(ValueError, match="has no `nothing_there`"):
         training.import_function("json.nothing_there")
     with pytest.raises(ValueError, match="give `--model_name_or_path"):
@@ -279,7 +282,18 @@ def test_reward_functions_are_imported_by_path(tmp_path, monkeypatch):
         "def always(completions, **kwargs):\n    return [1.0] * len(completions)\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert training.import_function("my_rewards.always")(["a", "b"]) == [1.0, 1.0]
+    for name in ("my_rewards.always", "my_rewards:always"):
+        assert training.import_function(name)(["a", "b"]) == [1.0, 1.0]
+
+
+def test_string_in_yaml_is_a_list_of_names(monkeypatch, tmp_path):
+    monkeypatch.setenv(PACKAGES, "")
+    config = tmp_path / "run.yaml"
+    config.write_text("reward_funcs: a.b, c.d\nsandbox_packages: numpy, torch\nuse_cpu: true\nbf16: false\n")
+    line = ["--config", str(config), "--gradient_accumulation_steps", "4"]
+    script, *_ = training.make_parser().parse_args_and_config(line)
+    assert script.reward_funcs == ["a.b", "c.d"]
+    assert os.environ[PACKAGES] == "numpy, torch"
 
 
 @pytest.mark.slow

@@ -149,6 +149,10 @@ def test_packages_are_chosen_by_environment_variable(monkeypatch: pytest.MonkeyP
         open_sandbox(url="http://127.0.0.1:9", packages=["numpy"])
     with pytest.raises(ValueError, match="local sandboxes"):
         open_sandbox(url="http://127.0.0.1:9")
+    choose_sandbox(packages="numpy, torch")
+    for given in (None, "numpy, torch"):
+        with pytest.raises(ValueError, match=r"Packages \(numpy, torch\)"):
+            open_sandbox(url="http://127.0.0.1:9", packages=given)
 
 
 def test_find_packages_asks_the_interpreter_of_the_programs() -> None:

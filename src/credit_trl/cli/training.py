@@ -51,7 +51,7 @@ class CreditScriptArguments(ScriptArguments):
         default=None, metadata={"help": "Drop rows whose prompt has more tokens, as SDPO's pipeline does (2048)."}
     )
     reward_funcs: list[str] | None = field(
-        default=None, metadata={"help": "Import paths of reward functions, in addition to the verifier of a task."}
+        default=None, metadata={"help": "my_module.my_reward: reward functions, in addition to a task's verifier."}
     )
     avg_at_k: int | None = field(
         default=None, metadata={"help": "k: evaluate avg@k on the task's test split, save the best model and a log."}
@@ -72,6 +72,8 @@ class CreditScriptArguments(ScriptArguments):
     def __post_init__(self) -> None:
         if self.avg_at_k_steps < 1:
             raise ValueError("`--avg_at_k_steps` must be at least 1; leave `--avg_at_k` out to evaluate nothing.")
+        if isinstance(self.reward_funcs, str):  # `reward_funcs: my_module.my_reward` in a YAML file
+            self.reward_funcs = [name.strip() for name in self.reward_funcs.split(",")]
         choose_sandbox(self.sandbox, self.allow_unsandboxed, self.sandbox_packages)
 
 
@@ -253,10 +255,13 @@ def load_data(
 
 
 def import_function(name: str) -> Any:
-    """Import the function of a dotted path, also from the working directory."""
-    module, _, function = name.rpartition(".")
+    """Import the function of `module.name` or `module:name`, also from the working directory."""
+    from trl import rewards
+
+    module, _, function = name.replace(":", ".").rpartition(".")
     if not module:
-        raise ValueError(f"`--reward_funcs {name}`: expected a dotted import path such as my_module.{name}.")
+        example = f"{'trl.rewards' if hasattr(rewards, name) else 'my_module'}.{name}"
+        raise ValueError(f"`--reward_funcs {name}`: expected a dotted import path such as {example}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

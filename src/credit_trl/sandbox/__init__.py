@@ -60,7 +60,7 @@ def open_sandbox(
         url: address of a remote sandbox, e.g. `"http://127.0.0.1:8080"`.
         python: interpreter for the programs. Default: the one of this process.
         packages: names of installed distributions, such as `numpy`, that programs may import in addition to the
-            standard library. Their dependencies are not added. `None` reads names separated by commas from the
+            standard library, as a list or separated by commas. Their dependencies are not added. `None` reads the
             environment variable CREDIT_TRL_SANDBOX_PACKAGES. A remote sandbox has its own packages.
 
     Raises:
@@ -75,8 +75,9 @@ def open_sandbox(
         raise _unknown_tier(tier)
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
-    if packages is None:
-        packages = list(filter(None, (name.strip() for name in os.environ.get(PACKAGES, "").split(","))))
+    packages = os.environ.get(PACKAGES, "") if packages is None else packages
+    if isinstance(packages, str):
+        packages = list(filter(None, (name.strip() for name in packages.split(","))))
     if url is not None and packages:
         raise ValueError(
             f"Packages ({', '.join(packages)}) are for local sandboxes; a remote one has those of its service. Remove "
@@ -136,7 +137,7 @@ def choose_sandbox(
     if allow_unsandboxed:
         os.environ[UNPROTECTED] = "1"
     if packages is not None:
-        os.environ[PACKAGES] = ",".join(packages)
+        os.environ[PACKAGES] = packages if isinstance(packages, str) else ",".join(packages)
 
 
 def _choice(tier: str | None, url: str | None) -> tuple[str, str | None]:
