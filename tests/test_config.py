@@ -232,6 +232,12 @@ def test_help_of_every_option_is_its_part_of_the_docstring():
     assert options["teacher_model_revision"].metadata["help"] == "Branch, tag or commit of that model."
 
 
+def test_file_as_output_dir_is_refused(make_config, tmp_path):
+    (tmp_path / "q.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"`output_dir='.*q.jsonl'` is a file. Name a folder"):
+        make_config(output_dir=str(tmp_path / "q.jsonl"))
+
+
 def test_luspo_takes_the_sequence_level_that_trl_asks_for(make_config):
     assert make_config(loss_type="luspo", importance_sampling_level="sequence").loss_type == "luspo"
 

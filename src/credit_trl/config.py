@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trl import GRPOConfig
@@ -476,6 +477,8 @@ def check_values(config: CreditConfig) -> None:
     """
     _check_types(config)
     _check_json(config)
+    if config.output_dir is not None and Path(config.output_dir).is_file():
+        raise ValueError(f"`output_dir={config.output_dir!r}` is a file. Name a folder, which may be a new one.")
     for name, choices in _choices().items():
         if getattr(config, name) not in choices:
             raise ValueError(f"`{name}` must be one of {', '.join(map(str, choices))}; got {getattr(config, name)!r}.")

@@ -68,6 +68,13 @@ def test_unreadable_data_files_are_named_in_one_line(tmp_path, file, text, messa
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(("name", "mixture"), [("foo/bar", []), (None, ["foo/bar"])])
+def test_dataset_beside_a_task_is_refused(name, mixture):
+    script = CreditScriptArguments(task="quickstart", dataset_name=name)
+    with pytest.raises(ValueError, match=r"`--task quickstart` builds its own data, which excludes .*foo/bar"):
+        load_data(script, SimpleNamespace(datasets=mixture), wants_eval=False)
+
+
 def test_evaluation_without_its_data_names_the_option(tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text(json.dumps(ROWS[0]))

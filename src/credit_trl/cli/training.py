@@ -233,6 +233,12 @@ def load_data(
     if script_args.task is not None:
         from credit_trl.tasks.registry import load_task
 
+        if other := script_args.dataset_name or dataset_args.datasets:
+            raise ValueError(
+                f"`--task {script_args.task}` builds its own data, which excludes {other!r} of `--dataset_name` or "
+                "`datasets:`. Remove one; a local copy of the task's data is `--dataset_path`."
+            )
+
         sys.path.insert(0, os.getcwd())
         task = load_task(script_args.task)
         reward_funcs.insert(0, task.reward)
