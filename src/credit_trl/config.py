@@ -553,37 +553,43 @@ def _check_sampling(config: CreditConfig) -> None:
             )
 
 
-_NUMBERS = {"int": (numbers.Integral, "a whole number"), "float": (numbers.Real, "a number")}
+_KINDS = {
+    "bool": (bool, "True or False"),
+    "int": (numbers.Integral, "a whole number"),
+    "float": (numbers.Real, "a number"),
+}
 
 
 def _check_types(config: CreditConfig) -> None:
-    """Check the types of numbers, so that the error names the option."""
+    """Check the types of switches and numbers, so that the error names the option."""
     for own in takewhile(lambda one: one is not GRPOConfig, type(config).__mro__):
         for name, declared in vars(own).get("__annotations__", {}).items():
             kind, _, otherwise = str(declared).partition(" | ")
             value = getattr(config, name)
-            if kind not in _NUMBERS or (value is None and otherwise == "None"):
+            if kind not in _KINDS or (value is None and otherwise == "None"):
                 continue
-            number, wanted = _NUMBERS[kind]
-            if isinstance(value, bool) or not isinstance(value, number):
-                raise ValueError(f"`{name}` must be {wanted}, got {value!r}.")
+            wanted, words = _KINDS[kind]
+            if isinstance(value, bool) != (kind == "bool") or not isinstance(value, wanted):
+                raise ValueError(f"`{name}` must be {words}, got {value!r}.{_without_quotes(value)}")
     for one in fields(config):
-        if re.search(r"\b(int|float)\b", declared := str(one.type)) and not re.search(r"\bstr\b", declared):
-            _check_is_no_text(one.name, getattr(config, one.name))
+        kinds, fix = re.findall(r"\w+", str(one.type)), _without_quotes(getattr(config, one.name))
+        words = [_KINDS[kind][1] for kind in kinds if kind in _KINDS]
+        if fix and words and "str" not in kinds:  # transformers would fail later, or take "false" for true
+            text = getattr(config, one.name)
+            raise ValueError(f"`{one.name}` is the text {text!r} instead of {words[0]}.{fix}")
 
 
-def _check_is_no_text(name: str, value: object) -> None:
-    """Raise for a number that YAML read as text; transformers would fail later, without the option's name."""
+def _without_quotes(value: object) -> str:
+    """How to write a number or a switch that is given as text; an empty string for other values."""
     if not isinstance(value, str):
-        return
+        return ""
     try:
-        meant = float(value)
+        meant = None if value.lower() in ("true", "false") else float(value)
     except ValueError:
-        return
-    raise ValueError(
-        f"`{name}` is the text {value!r} instead of a number. In YAML a number with an exponent needs a decimal "
-        f"point: write {meant:.1e}."
-    )
+        return ""
+    if meant is None or "e" not in value.lower():
+        return " Remove the quotes."
+    return f" In YAML a number with an exponent needs a decimal point: write {meant:.1e}."
 
 
 def _check_coefficient(config: CreditConfig) -> None:

@@ -182,6 +182,7 @@ RUNS = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
     [
         ({"config": {**RUNS, "contrastive_coef": 2}}, "must be in [0, 1]"),
         ({"config": {**RUNS, "contrastive_coeff": 0.1}}, "contrastive_coeff"),
+        ({"config": {**RUNS, "use_successful_as_teacher": "false"}}, "must be True or False, got 'false'"),
         ({"config": [1]}, "config"),
         ({"seeds": 3}, "`seeds` must be a list"),
         ({"grid": {"method": ["CREDITS"]}}, "Unknown method 'CREDITS'"),
