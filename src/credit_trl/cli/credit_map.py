@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     credit = parser.add_argument_group("scoring")
     credit.add_argument(
         "--config",
-        help="YAML or run.json of a training run, for all options that R_t depends on (default: the run.json beside "
-        "each --checkpoint, if there is one)",
+        help="YAML or run.json of a training run, for all options that R_t depends on (default: the run.json in "
+        "or beside each --checkpoint, if there is one)",
     )
     credit.add_argument("--contrastive_coef", type=float, help="λ (default 0.1)")
     credit.add_argument("--contrastive_form", choices=("subtract", "guide"), help="default subtract")
@@ -79,17 +79,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> CreditConfig:
-    """Options of `--config`, else of `run_file`, overridden by those of the command line."""
+    """Options of `--config`, else of `run_file`, overridden by those of the command line.
+
+    Raises:
+        ValueError: a file that is no mapping, or whose run has a teacher that no checkpoint contains.
+    """
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import analysis_config
 
     given: dict[str, Any] = {}
     if path := args.config or run_file:
-        known = CreditConfig.__dataclass_fields__
-        given |= {n: v for n, v in _read_options(Path(path)).items() if n in known and _affects_credit(n)}
+        known, options = CreditConfig.__dataclass_fields__, _read_options(Path(path))
+        for name, values in _TEACHER_ELSEWHERE.items():
+            if options.get(name) in values:
+                raise ValueError(
+                    f"{path}: no checkpoint contains the teacher of `{name}={options[name]!r}`. Map such a run with "
+                    "`CreditMapCallback` during training."
+                )
+        given |= {n: v for n, v in options.items() if n in known and _affects_credit(n)}
     given |= {n: v for n, v in vars(args).items() if v is not None and _affects_credit(n)}
     given.setdefault("contrastive_count", 1 if given.get("contrastive_source") == "none" else 4)
     return analysis_config(**given)
+
+
+def _run_file(checkpoint: str) -> Path | None:
+    """The `run.json` of a run's final model, in its folder, or of a checkpoint, beside it."""
+    folder = Path(checkpoint).resolve()
+    return next((file for place in (folder, folder.parent) if (file := place / RUN_FILE).is_file()), None)
 
 
 def _read_options(path: Path) -> dict[str, Any]:
@@ -116,6 +132,10 @@ _SCORING = (
 )
 
 
+# Options of a run whose teacher is more than another state of the policy that reads the feedback.
+_TEACHER_ELSEWHERE = {"teacher_model_kind": ("trust_region", "model"), "teacher_prompt": ("student",)}
+
+
 def _read_maps(paths: list[str]) -> list[TokenMap]:
     from credit_trl.lab.analysis.naming import unique_maps
     from credit_trl.lab.analysis.tokenmap_parquet import read_parquet
@@ -135,8 +155,7 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
         raise ValueError("give --model and either --task or --responses, or earlier --maps.")
     sys.path.insert(0, os.getcwd())
     task = None if args.task is None else load_task(args.task)
-    run_files = [Path(path).resolve().parent / RUN_FILE for path in args.checkpoint]
-    configs = [measuring_config(args, file if file.is_file() else None) for file in run_files]
+    configs = [measuring_config(args, _run_file(path)) for path in args.checkpoint]
     configs = [configs[0] if configs else measuring_config(args), *configs]
     names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
     checkpoints = [
@@ -171,11 +190,13 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
                 f"the records of {args.responses} have no contrast prompt, which S_t needs. Add `contrasts`, a list "
                 "of prompts, to a record, or records with other prompts, or use --contrastive_source none."
             )
+        _directory(args)
         return responses
     if min(args.max_prompts, args.samples) < 1:
         raise ValueError(f"--max_prompts {args.max_prompts} and --samples {args.samples} must be at least 1.")
     dataset = task.build(args.split, args.path)
     rows = list(dataset.take(args.max_prompts))
+    _directory(args)  # one that cannot be made costs no samples
     sampled = sample_rollouts(checkpoint, task, rows, config, samples=args.samples, population=list(dataset["prompt"]))
     responses = [r for r in sampled if r.privileged and r.token_ids]
     if config.contrasts and responses and not any(r.contrasts for r in responses):

@@ -225,6 +225,38 @@ def test_each_checkpoint_uses_the_formula_of_its_run(saved, tmp_path, capsys):
     assert "R_t = ΔV_t − λ Ĝ, λ = 0.2" in (tmp_path / "out" / "pmi.md").read_text("utf-8")
 
 
+def test_final_model_of_a_run_uses_its_options(saved, tmp_path):
+    final = saved_run(saved, "run", contrastive_coef=0.7).parent
+    saved("run")
+    line = ("--model", saved("base"), "--checkpoint", final, "--task", "quickstart", "--output_dir", tmp_path / "out")
+    assert call(credit_map, *line, *SHORT) == 0
+    maps = read_parquet(tmp_path / "out" / "maps.parquet")
+    assert {m.scores.contrastive_coef for m in maps} == {0.7}
+
+
+@pytest.mark.parametrize(
+    "option", [{"teacher_model_kind": "trust_region"}, {"teacher_model_kind": "model"}, {"teacher_prompt": "student"}]
+)
+def test_run_whose_teacher_is_no_checkpoint_is_refused(saved, tmp_path, capsys, option):
+    checkpoint = saved_run(saved, "run", **option)
+    line = ("--model", saved("base"), "--task", "quickstart", "--output_dir", tmp_path / "out")
+    (tmp_path / "run.yaml").write_text(json.dumps(option))
+    for source in (("--checkpoint", checkpoint), ("--config", tmp_path / "run.yaml")):
+        assert call(credit_map, *line, *source, *SHORT) == 1
+        error = capsys.readouterr().err
+        assert "{}={!r}".format(*next(iter(option.items()))) in error
+        assert "CreditMapCallback" in error
+
+
+def test_folder_that_cannot_be_made_costs_no_samples(saved, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    sampler = "credit_trl.lab.analysis.responses.sample_rollouts"
+    monkeypatch.setattr(sampler, lambda *args, **options: pytest.fail("sampled"))
+    line = ("--model", saved("base"), "--task", "quickstart", "--output_dir", tmp_path / "file" / "out")
+    assert call(credit_map, *line, *SHORT) == 1
+    assert "file/out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source", ["none", "hard", "batch", "same_task", "dataset"])
 def test_contrast_prompts_come_from_the_configured_source(make_model, tokenizer, source):
     checkpoint, task = Checkpoint.of(make_model(), tokenizer), load_task("quickstart")
