@@ -156,6 +156,7 @@ LINES = [
     ("credit-sweep no_yaml.yaml", "is not YAML"),
     ("credit-sweep typo.yaml", "unknown field contrastive_coeff"),
     ("credit-compare nowhere", "holds no run"),
+    ("credit-compare nowhere --target 45", "--target 45: scores are in [0, 1]"),
     ("credit-compare damaged", "is not JSON"),
 ]
 

@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from credit_trl.lab.comparison import compare, write_report
     from credit_trl.lab.comparison.report import tables_markdown
+    from credit_trl.lab.comparison.runs import MAJORITY, SCORE
 
+    outside = [target for target in args.target if not 0.0 <= target <= 1.0]
+    if outside and args.measure in (SCORE, MAJORITY):
+        raise ValueError(f"--target {outside[0]:g}: scores are in [0, 1]; 45 % is --target 0.45.")
     comparison = compare(
         args.runs,
         baseline=args.baseline,
