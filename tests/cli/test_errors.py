@@ -191,6 +191,7 @@ RUNS = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
         ({"task": "quickstar"}, "Known tasks"),
         ({"model": 3}, "model"),
         ({"evaluation": {"kk": 3}}, "kk"),
+        ({"evaluation": {"eval_step": 1}}, "did you mean `eval_steps`?"),
         ({"evaluation": {"k": 0}}, "`k` must be at least 1"),
         ({"evaluation": {"temperature": -1}}, "`temperature` must be at least 0"),
     ],

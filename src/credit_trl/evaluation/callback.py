@@ -214,7 +214,7 @@ def check_options(k: int, options: Mapping[str, Any]) -> None:
     """
     if own := sorted(_OWN_OPTIONS & options.keys()):
         raise TypeError(f"`EvaluationCallback` sets `{own[0]}` itself; remove it.")
-    EvaluationConfig.from_options({"k": k, **options})
+    EvaluationConfig.from_options({"k": k, **options}, others=("eval_steps", "keep_best", "first"))
 
 
 def best_folder(step: int) -> str:

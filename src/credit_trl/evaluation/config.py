@@ -103,16 +103,19 @@ class EvaluationConfig(SamplingConfig):
             raise ValueError(f"`engine` must be 'transformers' or 'vllm', got {self.engine!r}.")
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> EvaluationConfig:
+    def from_options(cls, options: Mapping[str, Any], others: Sequence[str] = ()) -> EvaluationConfig:
         """Build the settings from keyword arguments.
 
+        `others` are names that the caller takes itself, for the message.
+
         Raises:
-            TypeError: an unknown option; the message names the nearest one.
+            TypeError: an unknown option; the message names the most similar one and all others.
             ValueError: a value is out of range.
         """
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
-                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise TypeError(f"Unknown option `{name}`; did you mean `{nearest}`? Options: {', '.join(known)}.")
+                close = difflib.get_close_matches(name, [*known, *others], n=1)
+                suggestion = f"; did you mean `{close[0]}`?" if close else "."
+                raise TypeError(f"Unknown option `{name}`{suggestion} Options: {', '.join([*known, *others])}.")
         return cls(**options)
