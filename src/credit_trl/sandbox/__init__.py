@@ -69,15 +69,12 @@ def open_sandbox(
             packages of a remote sandbox, or fewer than one worker.
     """
     tier, url = _choice(tier, url)
-    if allow_unsandboxed is None:
-        allow_unsandboxed = os.environ.get(UNPROTECTED) == "1"
+    allow_unsandboxed = os.environ.get(UNPROTECTED) == "1" if allow_unsandboxed is None else allow_unsandboxed
     if tier not in TIERS:
         raise _unknown_tier(tier)
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
-    packages = os.environ.get(PACKAGES, "") if packages is None else packages
-    if isinstance(packages, str):
-        packages = list(filter(None, (name.strip() for name in packages.split(","))))
+    packages = _names(packages)
     if url is not None and packages:
         raise ValueError(
             f"Packages ({', '.join(packages)}) are for local sandboxes; a remote one has those of its service. Remove "
@@ -98,6 +95,14 @@ def open_sandbox(
             'The local sandbox needs Linux. Use a remote one on other systems: open_sandbox(url="http://...").'
         )
     return _open_local(tier, allow_unsandboxed, workers or worker_count(), python, packages)
+
+
+def _names(packages: Sequence[str] | None) -> Sequence[str]:
+    """A list of names as it is, or the names of a text with commas, by default that of the environment."""
+    packages = os.environ.get(PACKAGES, "") if packages is None else packages
+    if not isinstance(packages, str):
+        return packages
+    return [name for one in packages.split(",") if (name := one.strip())]
 
 
 def _unknown_tier(tier: str) -> ValueError:
