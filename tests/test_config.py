@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from trl import SFTConfig
@@ -284,6 +286,9 @@ def test_unknown_options_name_their_counterpart():
         "contrastive_coeff": "Did you mean `contrastive_coef`",
         "distillation_mode": "`distillation_support`: 'sampled'",
         "max_new_tokens": "Set `max_completion_length`",
+        "ema_decay": "Set `teacher_update_rate` to 1",
+        "contrastive_lambda": "Set `contrastive_coef`",
+        "topk": "Set `distillation_topk`",
     }.items():
         with pytest.raises(TypeError, match=rf"`CreditConfig` has no option `{name}`.*{advice}"):
             CreditConfig("run", **{name: 1})
@@ -296,6 +301,11 @@ def test_options_of_other_trainers_have_advice():
         assert own <= OTHER_TRAINERS.keys(), config
     gkd = {one.name for one in dataclasses.fields(GKDConfig)} - {one.name for one in dataclasses.fields(SFTConfig)}
     assert gkd - ours <= OTHER_TRAINERS.keys()
+    page = (Path(__file__).parents[1] / "docs" / "moving_over.md").read_text("utf-8")
+    rows = page.partition("## Options of other trainers")[2].split("\n| ")[3:]
+    listed = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    assert len(rows) == 8
+    assert listed - ours - {"grpo", "privileged_context"} <= OTHER_TRAINERS.keys()
 
 
 def test_one_rollout_per_prompt_needs_feedback_and_weight_one(make_config):

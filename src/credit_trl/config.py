@@ -369,14 +369,32 @@ class CreditConfig(GRPOConfig):
         self.teacher_context = wanted
 
 
-# Options of TRL's SDPO, SDFT, GKD and distillation trainers that have another name or no counterpart here.
+_FEEDBACK = "It is the feedback of a `Verdict`, or the column `privileged_context`."
+
+# Options of TRL's SDPO, SDFT, GKD and distillation trainers, RLCSD, prime-rl and ms-swift that have another name or no
+# counterpart here, and other names of λ and K.
 OTHER_TRAINERS = {
     "distillation_mode": "Set `distillation_support`: 'sampled', 'full' or 'student_topk' for TRL's 'sampled_token', "
     "'full_logits' or 'topk_logits'.",
     "distillation_add_tail": "It is `distillation_tail='bucket'`, the default.",
+    "gkd_logits_topk": "Set `distillation_topk`.",
+    "topk": "Set `distillation_topk`.",
+    "teacher_kl_coef": "Set `distillation_weight`.",
+    "contrastive_lambda": "Set `contrastive_coef`.",
+    "rlcsd_lam": "Set `contrastive_coef`.",
+    "rlcsd_k_max": "Set `contrastive_count`, and `contrastive_source='wrong_feedback'`.",
+    "teacher_model": "Set `teacher_model_kind='model'` and `teacher_model_name_or_path` of `CreditConfig`.",
+    "teacher_mode": "Set `teacher_model_kind`.",
+    "teacher_sync_interval": "Set `teacher_sync_steps`.",
+    "ema_decay": "Set `teacher_update_rate` to 1 − the decay.",
     "teacher_prompt_template": "Set `reprompt_template`.",
+    "correct_privileged_hint_source": _FEEDBACK,
+    "demo_key": _FEEDBACK,
+    "template": _FEEDBACK,
+    "group_size": "Set `num_generations`.",
     "max_prompt_length": "Prompts are never truncated: drop long ones with dataset.filter(...).",
     "max_new_tokens": "Set `max_completion_length`.",
+    "max_completion_tokens": "Set `max_completion_length`.",
     "max_length": "Set `max_completion_length`, and `max_reprompt_len` for the teacher's prompt.",
     "lmbda": "All completions are sampled from the policy.",
     "seq_kd": "All completions are sampled from the policy.",

@@ -114,6 +114,7 @@ class CreditTrainer(ReportingTrainer):
         eval_dataset: Any = None,
         **kwargs: Any,
     ) -> None:
+        checks.check_arguments(kwargs)
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             # A process's 8 x 8 rollouts are 8 problems, the paper's mini-batch on LiveCodeBench.

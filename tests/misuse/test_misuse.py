@@ -159,6 +159,8 @@ TRAINERS = {
         "rename_column('answer', 'solution')",
     ),
     "no reward": (lambda: {"reward_funcs": None}, "No reward source", "reward_funcs"),
+    "teacher as an argument": (lambda: {"teacher_model": "a"}, "`teacher_model`", "`teacher_model_name_or_path`"),
+    "option as an argument": (lambda: {"contrastive_coef": 0.1}, "`contrastive_coef`", "option of `CreditConfig`"),
     "frozen model": (lambda: {"model": frozen()}, "requires_grad", "Unfreeze"),
     "tokenizer of another model": (lambda: {"model": small_vocabulary()}, "200 tokens", "`processing_class`"),
     "tokenizer without a chat template": (

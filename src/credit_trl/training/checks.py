@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,10 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from trl import GRPOTrainer
 from trl.trainer.utils import get_callable_name
 
-from credit_trl.config import CreditConfig
+from credit_trl.config import CreditConfig, unknown_option
 from credit_trl.contexts.prompts import has_images, user_text
 from credit_trl.loss.blocks import accumulation_dtype
 from credit_trl.loss.head import lm_head
@@ -69,6 +70,20 @@ def check_machine(args: CreditConfig, model: nn.Module, accelerator: Accelerator
             "`distillation_kernels='triton'` computes in fp32, but the model is in fp64: load it in another dtype, or "
             f"{fallback}."
         )
+
+
+def check_arguments(names: Iterable[str]) -> None:
+    """Check the names of arguments that `CreditTrainer` passes on to `GRPOTrainer`.
+
+    Raises:
+        TypeError: an unknown name; the message says what to write.
+    """
+    known = inspect.signature(GRPOTrainer).parameters
+    for name in names:
+        if name not in known:
+            is_option = name in CreditConfig.__dataclass_fields__
+            advice = " It is an option of `CreditConfig`." if is_option else unknown_option(name, known)
+            raise TypeError(f"`CreditTrainer` has no argument `{name}`.{advice}")
 
 
 # Smallest eps that logits are compared with: that of TF32, in which a GPU may multiply fp32.
