@@ -103,6 +103,8 @@ def test_maps_show_the_loss_credit_and_keep_training_equal(train):
         {"contrastive_source": "none"},
         {"contrastive_source": "hard", "contrastive_count": 2},
         {"contrastive_source": "same_task"},
+        {"teacher_model_kind": "trust_region", "teacher_trust_weight": 0.6},
+        {"teacher_model_kind": "trust_region", "teacher_trust_kl": 1e-6},
     ],
     ids=lambda options: " ".join(f"{key[key.index('_') + 1 :]}={value}" for key, value in options.items()),
 )

@@ -112,7 +112,9 @@ class CreditMapCallback(TrainerCallback):
         """Score the current and the pinned rollouts on all processes; the main process writes the page."""
         trainer = self.trainer
         student = Teacher(trainer.model, trainer.accelerator)
-        checkpoint = Checkpoint(f"step-{step}", self._tokenizer, student, getattr(trainer, "teacher", None) or student)
+        teacher, loss = getattr(trainer, "teacher", None) or student, trainer.distillation
+        region = loss and loss.scoring.region
+        checkpoint = Checkpoint(f"step-{step}", self._tokenizer, student, teacher, region=region)
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
         chosen = _choose(self._current_rollouts(step), share)
         is_first = self._pinned_step is None

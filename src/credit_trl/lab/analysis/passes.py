@@ -16,6 +16,7 @@ from torch import Tensor
 
 from credit_trl.contexts.tokens import CompletionBatch, ContextColumns, TokenContexts
 from credit_trl.loss.head import LMHead, lm_head
+from credit_trl.loss.trust_region import TrustRegion, joint_head, weighted_states
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import PADDING_SHARE, PassConfig, token_states
 
@@ -42,6 +43,7 @@ class Reading:
 
     model: Teacher  # π; a plain `Teacher` is the model as it is
     prompts: TokenContexts  # P = 1 + C of them; none where `prompts.teacher` is None
+    region: TrustRegion | None = None  # of a `TrustRegionTeacher`
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,11 @@ def credit_logps(
     """Yield a slice of positions of y and the log-probabilities there, from one pass of student and teacher each."""
     readings = [
         Reading(checkpoint.student, TokenContexts(contexts.student)),
-        Reading(checkpoint.teacher, TokenContexts(contexts.teacher, contexts.contrasts, contexts.columns)),
+        Reading(
+            checkpoint.teacher,
+            TokenContexts(contexts.teacher, contexts.contrasts, contexts.columns),
+            checkpoint.region,
+        ),
     ]
     for rows, (student, teacher) in conditionals(readings, token_ids, temperature=temperature):
         yield rows, CreditLogps(student[0], teacher[0], teacher[1:])
@@ -113,12 +119,13 @@ def _states(
     batch = CompletionBatch(ids, torch.ones_like(ids), wanted)
     one_pass = PassConfig(round(padded / PADDING_SHARE))  # neither its tokens nor its padding end it
     with reading.model.active() as model:
-        head = lm_head(reading.model.unwrapped(model), temperature).gathered().detached()
+        models = map(reading.model.unwrapped, reading.model.parts(model))
+        head = joint_head([lm_head(part, temperature).gathered().detached() for part in models])
         parts = list(token_states(reading.model, model, [reading.prompts], batch, one_pass))
     if not parts:
         return head.weight.new_zeros(0, 0, head.weight.shape[1]), head
     [states] = parts
-    return torch.cat([states.teacher[None], states.contrasts]), head
+    return weighted_states(torch.cat([states.teacher[None], states.contrasts]), head, reading.region), head
 
 
 def _project(hidden: Float[Tensor, "P n H"], head: LMHead) -> Float[Tensor, "P n V"]:
