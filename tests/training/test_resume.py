@@ -13,7 +13,14 @@ from transformers import TrainerCallback
 
 from credit_trl import CreditTrainer
 from credit_trl.contexts import contrast
-from credit_trl.training.checkpoints import EpochRepeatSampler, Layout, load_progress, save_progress
+from credit_trl.training.checkpoints import (
+    EpochRepeatSampler,
+    Layout,
+    load_progress,
+    restores_teacher,
+    save_progress,
+)
+from credit_trl.training.metrics import CreditWarning
 from tiny import length_verdicts
 
 
@@ -27,12 +34,17 @@ def train(make_model, make_config, tokenizer, dataset, output_dir, resume=None, 
         config,
         dataset,
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None,
+        peft_config=adapter(**lora) if isinstance(lora, dict) else adapter() if lora else None,
     )
+    trainer.initial = {name: value.detach().clone() for name, value in weights(trainer).items()}
     trainer.add_callback(begun := Begun(trainer))
     trainer.train(resume_from_checkpoint=resume)
     trainer.begun = begun.state
     return trainer
+
+
+def adapter(**options):
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options})
 
 
 class Begun(TrainerCallback):
@@ -47,9 +59,8 @@ class Begun(TrainerCallback):
 
 def weights(trainer):
     student = {f"student.{n}": p for n, p in trainer.model.named_parameters()}
-    if trainer.args.teacher_model_kind == "live":
-        return student
-    return student | {f"teacher.{n}": p for n, p in trainer.teacher.named_weights().items()}
+    stored = getattr(trainer.teacher, "named_weights", dict)()  # none for a live teacher
+    return student | {f"teacher.{n}": p for n, p in stored.items()}
 
 
 # Twelve prompts, two per generation batch: six generation batches per epoch.
@@ -106,6 +117,74 @@ def test_checkpoint_without_teacher_is_refused(make_model, make_config, tokenize
         train(
             make_model, make_config, tokenizer, dataset, tmp_path, resume=str(tmp_path / "checkpoint-1"), max_steps=2
         )
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_base_teacher_is_the_initial_policy_after_an_ema_run(
+    make_model, make_config, tokenizer, dataset, tmp_path, lora
+):
+    """Troubleshooting recommends `"base"` where a run with an average collapses."""
+    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
+    train(*arguments, lora=lora, max_steps=2, save_steps=2)
+    with pytest.warns(CreditWarning, match="The teacher of this run is the model that the run was given"):
+        resumed = train(
+            *arguments,
+            lora=lora,
+            resume=str(tmp_path / "checkpoint-2"),
+            teacher_model_kind="base",
+            max_steps=3,
+            save_steps=3,
+        )
+    teacher = {name: value for name, value in weights(resumed).items() if name.startswith("teacher.")}
+    assert teacher
+    assert all(torch.equal(value, resumed.initial[name]) for name, value in teacher.items())
+    assert any(not torch.equal(value, resumed.initial[name]) for name, value in resumed.begun.items())
+    state = json.loads((tmp_path / "checkpoint-3" / "credit_state.json").read_text())
+    assert state["teacher_model_kind"] == "base"
+
+
+@pytest.mark.parametrize(("saved", "kind"), [("base", "ema"), ("live", "ema"), ("ema", "trust_region")])
+def test_average_of_another_kind_of_teacher_is_refused(
+    make_model, make_config, tokenizer, dataset, tmp_path, saved, kind
+):
+    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
+    train(*arguments, max_steps=1, save_steps=1, teacher_model_kind=saved)
+    with pytest.raises(ValueError, match=f"saved with `teacher_model_kind='{saved}'`, and this run has .*'{kind}'"):
+        train(*arguments, resume=str(tmp_path / "checkpoint-1"), max_steps=2, teacher_model_kind=kind)
+
+
+def test_checkpoint_that_stores_no_kind_of_teacher_is_loaded(tmp_path):
+    (tmp_path / "credit_state.json").write_text('{"step": 1, "inside_generation_batch": false}')
+    assert restores_teacher(tmp_path, "ema")
+    assert restores_teacher(tmp_path, "base")
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    [
+        (True, False, "trained an adapter, and this run trains the whole model"),
+        (False, True, "saved by full fine-tuning, and this run trains an adapter"),
+        (True, {"r": 8}, "saved with `r=4`, and this run has 8"),
+        (True, {"target_modules": ["q_proj"]}, r"saved with `target_modules=\['q_proj', 'v_proj'\]`"),
+    ],
+)
+def test_another_fine_tuning_method_is_refused_with_its_fix(
+    make_model, make_config, tokenizer, dataset, tmp_path, saved, own, message
+):
+    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
+    train(*arguments, lora=saved, max_steps=1, save_steps=1)
+    with pytest.raises(ValueError, match=f"{message}.*peft_config"):
+        train(*arguments, lora=own, resume=str(tmp_path / "checkpoint-1"), max_steps=2)
+
+
+@pytest.mark.parametrize("asked", ["latest", True])
+def test_checkpoint_without_optimizer_is_resumed_with_a_warning(
+    make_model, make_config, tokenizer, dataset, tmp_path, asked
+):
+    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
+    train(*arguments, max_steps=1, save_steps=1, save_only_model=True)
+    with pytest.warns(CreditWarning, match="checkpoint-1 holds no optimizer"):
+        assert train(*arguments, resume=asked, max_steps=2, save_steps=2).state.global_step == 2
 
 
 def test_sampler_has_order_of_trl_in_any_epoch():

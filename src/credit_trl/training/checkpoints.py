@@ -28,6 +28,8 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from credit_trl.teacher.models import Teacher
+from credit_trl.training.metrics import Alarms
+from credit_trl.training.resuming import check_fine_tuning, has_optimizer
 
 UNFINISHED = "unfinished"
 LATEST = "latest"
@@ -57,6 +59,7 @@ def save_progress(
     rank: int,
     layout: Layout,
     *,
+    teacher_kind: str | None = None,
     writes_state: bool,
 ) -> None:
     """Write the count of passes and, inside a generation batch, this process's part of the batch.
@@ -67,6 +70,7 @@ def save_progress(
         rollouts: TRL's `_buffered_inputs`, or None at a generation boundary.
         rank: index of this process.
         layout: layout of the run.
+        teacher_kind: `teacher_model_kind` of the run; None without a teacher.
         writes_state: whether this process writes what all have in common, as one on each file system must.
     """
     directory = Path(directory)
@@ -74,7 +78,12 @@ def save_progress(
     if rollouts is not None:
         torch.save(rollouts, directory / f"rollouts_{rank}.pt")
     if writes_state:
-        state = {"step": step, "inside_generation_batch": rollouts is not None, "layout": asdict(layout)}
+        state = {
+            "step": step,
+            "inside_generation_batch": rollouts is not None,
+            "layout": asdict(layout),
+            "teacher_model_kind": teacher_kind,
+        }
         (directory / STATE_FILE).write_text(json.dumps(state))
 
 
@@ -112,6 +121,26 @@ def load_progress(
     return state["step"], torch.load(path, map_location=location, weights_only=True)
 
 
+def restores_teacher(directory: str | Path, own: str) -> bool:
+    """Whether the teacher of a run with `teacher_model_kind=own` has the weights that a checkpoint stores.
+
+    The initial policy and the live policy do not depend on the checkpoint, whatever teacher it was saved with.
+
+    Raises:
+        ValueError: the checkpoint was saved with another kind of teacher, and this run's needs its own state.
+    """
+    path = Path(directory) / STATE_FILE
+    state = json.loads(path.read_text()) if path.is_file() else {}
+    saved = state.get("teacher_model_kind", own)  # version 0.1.0 does not store it
+    if saved != own and own not in ("base", "live"):
+        kept = "without a teacher" if saved is None else f"with `teacher_model_kind={saved!r}`"
+        raise ValueError(
+            f"{directory} was saved {kept}, and this run has `teacher_model_kind={own!r}`. Resume as it was saved, or "
+            "with 'base' or 'live', which need nothing of the checkpoint."
+        )
+    return saved == own
+
+
 class EpochRepeatSampler(RepeatSampler):
     """TRL's `RepeatSampler` in the same order, which can start in any epoch.
 
@@ -137,9 +166,10 @@ class EpochRepeatSampler(RepeatSampler):
 class ResumableTrainer(GRPOTrainer):
     """TRL's GRPO trainer with atomic checkpoints from which a run resumes bit for bit.
 
-    The subclass sets the teacher π_ref, and the initial policy that rehearsal reads, where there is one.
+    The subclass sets `alarms` and, where there is one, the teacher π_ref and the initial policy that rehearsal reads.
     """
 
+    alarms: Alarms
     teacher: Teacher | None = None
     base_teacher: Teacher | None = None
     _save_dir: str | None = None
@@ -153,11 +183,36 @@ class ResumableTrainer(GRPOTrainer):
                 or `"latest"` for the newest if there is one.
 
         Raises:
-            ValueError: the directory does not exist.
+            ValueError: the directory does not exist, or its run had another fine-tuning method, adapter, or kind of
+                teacher.
         """
-        if isinstance(resume_from_checkpoint, str):
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        elif isinstance(resume_from_checkpoint, str):
             resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        if isinstance(resume_from_checkpoint, str | Path):
+            self._check_checkpoint(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _check_checkpoint(self, checkpoint: Path) -> None:
+        """Compare a checkpoint with this run before anything is loaded."""
+        check_fine_tuning(checkpoint, self.accelerator.unwrap_model(self.model))
+        if not has_optimizer(checkpoint):
+            self.alarms.raise_once(
+                "no_optimizer",
+                f"{checkpoint} holds no optimizer (`save_only_model=True`): its moments and the learning rate's "
+                "schedule start again, so this run differs from an uninterrupted one. Resume from a checkpoint with "
+                "an optimizer, or save later ones with `save_only_model=False`.",
+            )
+        if not self._restores_teacher(checkpoint) and self.args.teacher_model_kind == "base":
+            self.alarms.raise_once(
+                "other_teacher",
+                f"{checkpoint} was saved with another `teacher_model_kind`. The teacher of this run is the model "
+                "that the run was given, not one of the checkpoint.",
+            )
+
+    def _restores_teacher(self, checkpoint: str | Path) -> bool:
+        return self.teacher is None or restores_teacher(checkpoint, self.args.teacher_model_kind)
 
     @property
     def _layout(self) -> Layout:
@@ -176,7 +231,8 @@ class ResumableTrainer(GRPOTrainer):
                 stored.save(unfinished, self.args.should_save)
             rollouts = self._buffered_inputs if self._step % self._layout.passes != 0 else None
             rank, writes = self.accelerator.process_index, self.args.should_save
-            save_progress(unfinished, self._step, rollouts, rank, self._layout, writes_state=writes)
+            kind = self.args.teacher_model_kind if self.teacher is not None else None
+            save_progress(unfinished, self._step, rollouts, rank, self._layout, teacher_kind=kind, writes_state=writes)
             if self.state.best_model_checkpoint == str(unfinished):
                 self.state.best_model_checkpoint = str(finished)
                 if self.args.should_save:
@@ -239,11 +295,12 @@ class ResumableTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ reading
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        for stored in filter(None, (self.teacher, self.base_teacher)):
-            stored.load(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._restores_teacher(checkpoint):
+            for stored in filter(None, (self.teacher, self.base_teacher)):
+                stored.load(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
         progress = load_progress(checkpoint, rank, device, self._layout)
         if progress is not None:
