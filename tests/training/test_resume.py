@@ -177,6 +177,25 @@ def test_another_fine_tuning_method_is_refused_with_its_fix(
         train(*arguments, lora=own, resume=str(tmp_path / "checkpoint-1"), max_steps=2)
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_resuming_with_another_learning_rate_uses_it(make_model, make_config, tokenizer, dataset, tmp_path, schedule):
+    """As the alarm of a collapse advises."""
+    arguments, rates = (make_model, make_config, tokenizer, dataset, tmp_path), {}
+    options = {"max_steps": 4, "save_steps": 2, "lr_scheduler_type": schedule, "logging_steps": 1}
+    for rate, resume in ((1e-3, None), (1e-4, str(tmp_path / "checkpoint-2"))):
+        changed = {"weight_decay": 0.1, "adam_epsilon": 1e-7} if resume else {}
+        trainer = train(*arguments, resume=resume, learning_rate=rate, **options, **changed)
+        rates[rate] = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert rates[1e-4][:2] == rates[1e-3][:2]
+    assert rates[1e-4][2:] == pytest.approx([rate / 10 for rate in rates[1e-3][2:]])
+    student = {name: value for name, value in weights(trainer).items() if name.startswith("student.")}
+    moved = [(value - trainer.begun[name]).abs().max().item() for name, value in student.items()]
+    assert 0 < max(moved) < 4e-4  # two steps of Adam
+    groups = trainer.optimizer.param_groups
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.1}
+    assert {group["eps"] for group in groups} == {1e-7}
+
+
 @pytest.mark.parametrize("asked", ["latest", True])
 def test_checkpoint_without_optimizer_is_resumed_with_a_warning(
     make_model, make_config, tokenizer, dataset, tmp_path, asked

@@ -29,7 +29,7 @@ from trl.trainer.utils import RepeatSampler
 
 from credit_trl.teacher.models import Teacher
 from credit_trl.training.metrics import Alarms
-from credit_trl.training.resuming import check_fine_tuning, has_optimizer
+from credit_trl.training.resuming import OptimizerOptions, check_fine_tuning, has_optimizer
 
 UNFINISHED = "unfinished"
 LATEST = "latest"
@@ -182,6 +182,8 @@ class ResumableTrainer(GRPOTrainer):
             resume_from_checkpoint: directory of a checkpoint; True for the newest in `output_dir`, which must exist;
                 or `"latest"` for the newest if there is one.
 
+        The optimizer's options are those of this run; its moments and the step of the schedule are restored.
+
         Raises:
             ValueError: the directory does not exist, or its run had another fine-tuning method, adapter, or kind of
                 teacher.
@@ -297,7 +299,9 @@ class ResumableTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        options = OptimizerOptions(self.optimizer, self.lr_scheduler)
         super()._load_optimizer_and_scheduler(checkpoint)
+        options.apply(self.optimizer, self.lr_scheduler)
         if self._restores_teacher(checkpoint):
             for stored in filter(None, (self.teacher, self.base_teacher)):
                 stored.load(checkpoint)

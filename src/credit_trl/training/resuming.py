@@ -9,6 +9,8 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from peft.utils import CONFIG_NAME as ADAPTER_CONFIG
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 # Fields of an adapter's configuration that determine its parameters and how they change the base.
@@ -16,6 +18,8 @@ _ADAPTER_FIELDS = (
     "peft_type r lora_alpha target_modules target_parameters layers_to_transform modules_to_save rank_pattern "
     "alpha_pattern use_dora use_rslora".split()
 )
+# Options of the optimizer that the configuration sets, besides the learning rate.
+_OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
 
 
 def check_fine_tuning(checkpoint: Path, model: nn.Module) -> None:
@@ -64,3 +68,27 @@ def _plain(value: Any) -> Any:
 def has_optimizer(checkpoint: Path) -> bool:
     """Whether a checkpoint holds the optimizer's state, in any of the layouts that transformers writes."""
     return any(any(checkpoint.glob(pattern)) for pattern in ("optimizer*", "rank*-optimizer.pt", "global_step*"))
+
+
+class OptimizerOptions:
+    """Learning rate and options of the optimizer that a run has configured, before it loads those of a checkpoint.
+
+    DeepSpeed loads the optimizer earlier, so only the learning rate is kept there.
+    """
+
+    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+        self.groups = [{n: group[n] for n in _OPTIMIZER_OPTIONS if n in group} for group in optimizer.param_groups]
+        self.rates = list(scheduler.base_lrs) if isinstance(scheduler, LambdaLR) else []
+
+    def apply(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+        """Set them after loading, with the learning rate of the schedule at its restored step.
+
+        A schedule that is not a function of the step, such as `reduce_lr_on_plateau`, keeps its restored rate.
+        """
+        for group, options in zip(optimizer.param_groups, self.groups, strict=True):
+            group |= options
+        if self.rates:
+            scheduler.base_lrs = self.rates
+            for group, rate, share in zip(optimizer.param_groups, self.rates, scheduler.lr_lambdas, strict=True):
+                group |= {"initial_lr": rate, "lr": rate * share(scheduler.last_epoch)}
+            scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # which is logged
