@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
+
+import pytest
 
 from credit_trl import CreditTrainer
-from credit_trl.training.run_directory import read_lines
+from credit_trl.training.checkpoints import checkpoint_to_resume
+from credit_trl.training.run_directory import read_lines, set_aside_earlier_run
 from tiny import length_verdicts
 
 
@@ -21,3 +26,71 @@ def test_every_run_writes_its_settings_and_log(make_model, make_config, tokenize
     assert {name: log[0][name] for name in ("reward", "credit/s_mean")} == {
         name: trainer.state.log_history[0][name] for name in ("reward", "credit/s_mean")
     }
+
+
+@pytest.fixture
+def train(make_model, make_config, tokenizer, dataset, tmp_path):
+    """Train in the same directory, with a checkpoint after every second step."""
+
+    def run(resume=None, evaluates=False, **options):
+        config = make_config(output_dir=str(tmp_path), save_strategy="steps", save_steps=2, **options)
+        trainer = CreditTrainer(
+            make_model(), length_verdicts, config, dataset, dataset.select(range(4)), processing_class=tokenizer
+        )
+        if evaluates:
+            trainer.evaluate()
+        trainer.train(resume_from_checkpoint=resume)
+
+    return run
+
+
+def steps(folder: Path) -> list[int]:
+    """Trained steps of the log."""
+    return [row["step"] for row in read_lines(folder / "log.jsonl") if "loss" in row]
+
+
+def test_second_run_in_a_directory_sets_the_first_aside(train, tmp_path, caplog):
+    train(max_steps=4, contrastive_coef=0.1, log_completions=True)
+    log, aside = (tmp_path / "log.jsonl").read_bytes(), tmp_path / "previous-1"
+    train(max_steps=2, contrastive_coef=0.5, log_completions=True)
+    assert f"are now in {aside}" in caplog.text
+    assert (aside / "log.jsonl").read_bytes() == log
+    assert steps(tmp_path) == [1, 2]
+    for folder, checkpoints, coefficient in ((tmp_path, [2], 0.5), (aside, [2, 4], 0.1)):
+        assert sorted(path.name for path in folder.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in checkpoints]
+        assert json.loads((folder / "run.json").read_text())["config"]["contrastive_coef"] == coefficient
+    assert [len(list(folder.glob("completions/*.parquet"))) for folder in (tmp_path, aside)] == [2, 4]
+    train(max_steps=4, contrastive_coef=0.5, resume="latest")
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert checkpoint_to_resume("latest", aside) == str(aside / "checkpoint-4")
+
+
+def test_log_of_a_run_that_saved_no_checkpoint_is_kept(train, tmp_path):
+    """`latest` starts from the beginning after a crash before the first checkpoint."""
+    for _ in range(3):
+        train(max_steps=1, resume="latest")
+        for checkpoint in tmp_path.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+    assert [steps(tmp_path / name) for name in ("previous-1", "previous-2", ".")] == [[1]] * 3
+
+
+def test_evaluation_before_training_is_no_earlier_run(train, tmp_path):
+    train(max_steps=1, evaluates=True)
+    assert not (tmp_path / "previous-1").exists()
+    assert [row["step"] for row in read_lines(tmp_path / "log.jsonl")][:2] == [0, 1]
+
+
+def test_evaluation_before_the_first_step_stays_as_a_copy(tmp_path):
+    for name in ("evaluations.jsonl", "evaluations/step-000000/result.json", "evaluations/step-000005/result.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    set_aside_earlier_run(tmp_path)
+    moved = {str(path.relative_to(tmp_path / "previous-1")) for path in (tmp_path / "previous-1").rglob("*.json*")}
+    assert moved == {
+        "evaluations.jsonl",
+        "evaluations/step-000000/result.json",
+        "evaluations/step-000005/result.json",
+    }
+    assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["step-000000"]
+    set_aside_earlier_run(tmp_path)
+    assert not (tmp_path / "previous-2").exists()

@@ -88,7 +88,7 @@ def run_quickstart(
     """Train the base of a task and evaluate it before and after.
 
     Args:
-        output_dir: Run directory. Files of an earlier quickstart are overwritten.
+        output_dir: Run directory. The run of an earlier quickstart is moved to `previous-1`.
         steps: Optimizer steps; by default those of the task.
         seed: Seed of data order, rollouts and contrast prompts.
         task: By default the embedded task.

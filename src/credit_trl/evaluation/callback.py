@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
 from collections.abc import Mapping
@@ -29,9 +28,9 @@ from credit_trl.training.run_directory import (
     append_lines,
     keep_up_to,
     read_lines,
+    set_aside_earlier_run,
     write_json,
 )
-from credit_trl.training.run_log import BEFORE_FIRST_STEP
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +101,8 @@ class EvaluationCallback(TrainerCallback):
         """Read the evaluations up to the step of the checkpoint and remove later ones."""
         if self.engine.is_main:
             if state.global_step == 0:
-                self._set_aside_earlier_run()
-            keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step or BEFORE_FIRST_STEP)
+                set_aside_earlier_run(self.folder)  # of a trainer without `RunLog`; otherwise there is none any more
+            keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step)
             self.history = read_lines(self.folder / EVALUATIONS_FILE)
             (self.folder / SUMMARY_FILE).unlink(missing_ok=True)
             self._write_best()
@@ -164,22 +163,6 @@ class EvaluationCallback(TrainerCallback):
                 shutil.rmtree(folder)
             self.trainer.accelerator.wait_for_everyone()
         return run_evaluation(self.engine, self.task, config)
-
-    def _set_aside_earlier_run(self) -> None:
-        """Move the models and evaluations of a run that starts again from the beginning to a folder of their own."""
-        models = [path for path in self.folder.glob("best-step-*") if path.is_dir()]
-        if not models:
-            return
-        numbers = (self.folder / f"previous-{number}" for number in itertools.count(1))
-        aside = next(folder for folder in numbers if not folder.exists())
-        aside.mkdir()
-        for path in [*models, self.folder / EVALUATIONS_FILE, self.folder / BEST_FILE]:
-            if path.exists():
-                path.rename(aside / path.name)
-        logger.warning(
-            f"The best model and the evaluations of an earlier run in {self.folder} are now in {aside}: this run "
-            "starts from the beginning. `--resume_from_checkpoint latest` goes on with an earlier run."
-        )
 
     def _save_model(self, step: int) -> None:
         folder = self.folder / best_folder(step)

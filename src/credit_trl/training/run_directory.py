@@ -7,18 +7,25 @@
     best.json                    step and location of the best model
     summary.json                 best-during-training and final scores, written when training ends
 
+    previous-1/                  files of an earlier run in the same directory, as above
+
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
 `credit_trl.lab.comparison` reads only these files, so it works offline and with every `report_to`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 LOG_FILE = "log.jsonl"
@@ -29,6 +36,14 @@ RESULT_FILE = "result.json"
 BEST_FILE = "best.json"
 SUMMARY_FILE = "summary.json"
 JOB_FILE = "job.json"  # written by a sweep before its run starts
+BASE_EVALUATION = f"{EVALUATIONS_FOLDER}/step-000000"  # before the first step
+
+# Checkpoints come first: if moving them is interrupted, no run resumes from them without their log.
+_MODELS = ("checkpoint-*", "best-step-*")
+_FILES = (
+    *(EVALUATIONS_FILE, LOG_FILE, RUN_FILE, BEST_FILE, SUMMARY_FILE),
+    *(f"{EVALUATIONS_FOLDER}/step-*", "completions/*", "credit_maps/*"),
+)
 
 
 def write_atomically(path: str | Path, text: str) -> None:
@@ -85,6 +100,30 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}, line {number} is not a JSON object.")
         rows.append(row)
     return rows
+
+
+def set_aside_earlier_run(folder: Path) -> None:
+    """Move the files of an earlier run to a folder `previous-<n>`, which is a run directory too, and warn.
+
+    Called by one process, when a run starts from the beginning. A copy of the evaluation before the first step stays,
+    which the run reuses if it has the same weights.
+    """
+    models = [path for pattern in _MODELS for path in folder.glob(pattern)]
+    has_steps = any(row.get("step", 0) > 0 for row in read_lines(folder / LOG_FILE))
+    if not (models or has_steps or (folder / EVALUATIONS_FILE).is_file()):
+        return
+    numbers = (folder / f"previous-{number}" for number in itertools.count(1))
+    aside = next(previous for previous in numbers if not previous.exists())
+    for path in [*models, *(path for pattern in _FILES for path in folder.glob(pattern))]:
+        moved = aside / path.relative_to(folder)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(moved)
+    if (aside / BASE_EVALUATION).is_dir():
+        shutil.copytree(aside / BASE_EVALUATION, folder / BASE_EVALUATION)
+    logger.warning(
+        f"This run starts from the beginning. Log, evaluations and models of an earlier run in {folder} are now in "
+        f"{aside}; `output_dir={aside}` with `resume_from_checkpoint='latest'` goes on with it."
+    )
 
 
 def keep_up_to(path: str | Path, step: int) -> None:

@@ -10,17 +10,22 @@ from typing import Any
 from transformers import TrainerCallback
 
 from credit_trl.teacher.sharding import full_shape
-from credit_trl.training.run_directory import LOG_FILE, RUN_FILE, append_lines, keep_up_to, write_json
-
-# `keep_up_to` this step removes all lines, those of step 0 too: the run starts from the beginning.
-BEFORE_FIRST_STEP = -1
+from credit_trl.training.run_directory import (
+    LOG_FILE,
+    RUN_FILE,
+    append_lines,
+    keep_up_to,
+    set_aside_earlier_run,
+    write_json,
+)
 
 
 class RunLog(TrainerCallback):
     """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
 
     Every `CreditTrainer` has one, `trainer.run_log`. A resumed run first removes the lines after the step of its
-    checkpoint. `facts` are further fields of `run.json`, such as the task.
+    checkpoint; a run that starts from the beginning first sets aside an earlier one. `facts` are further fields of
+    `run.json`, such as the task.
     """
 
     def __init__(self) -> None:
@@ -29,6 +34,9 @@ class RunLog(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
+        folder = Path(args.output_dir)
+        if state.global_step == 0:
+            set_aside_earlier_run(folder)
         model = kwargs.get("model")
         run = {
             "config": args.to_dict(),
@@ -37,8 +45,8 @@ class RunLog(TrainerCallback):
             "parameters": sum(full_shape(p).numel() for p in model.parameters()) if model is not None else None,
             **self.facts,
         }
-        write_json(Path(args.output_dir) / RUN_FILE, json.loads(json.dumps(run, default=str)))
-        keep_up_to(Path(args.output_dir) / LOG_FILE, state.global_step or BEFORE_FIRST_STEP)
+        write_json(folder / RUN_FILE, json.loads(json.dumps(run, default=str)))
+        keep_up_to(folder / LOG_FILE, state.global_step)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any

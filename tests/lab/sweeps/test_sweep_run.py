@@ -80,10 +80,12 @@ TIMES = ("seconds", "time", "per_second", "runtime")
 
 
 def results(root: Path) -> dict[str, object]:
-    """All result files of a sweep without times."""
+    """All result files of a sweep without times, and without those of attempts that saved no checkpoint."""
     found: dict[str, object] = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
+        if "/previous-" in name:
+            continue
         if path.name in ("samples.jsonl", "result.json", "evaluations.jsonl", "summary.json", "done.json", "job.json"):
             found[name] = path.read_bytes().replace(str(root).encode(), b"ROOT")
         elif path.name == "log.jsonl":

@@ -87,8 +87,9 @@ def finish(folder: Path, last_step: int) -> None:
 def drop_checkpoints(folder: Path) -> None:
     """Remove the checkpoints of a finished job, unless it has `keep_checkpoints`."""
     if not read_job(folder)["keep_checkpoints"]:
-        for checkpoint in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-            shutil.rmtree(checkpoint, ignore_errors=True)  # another launcher may remove it too
+        for place in (folder, *folder.glob("previous-*")):  # attempts that `set_aside_earlier_run` has moved
+            for checkpoint in place.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                shutil.rmtree(checkpoint, ignore_errors=True)  # another launcher may remove it too
 
 
 def build_trainer(job: Mapping[str, Any], folder: Path) -> CreditTrainer:

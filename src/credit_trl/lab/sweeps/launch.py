@@ -24,12 +24,11 @@ from credit_trl.lab.sweeps.job import BUSY_FILE, DONE_FILE, JobBusy, drop_checkp
 from credit_trl.lab.sweeps.spec import Arm, SweepSpec
 from credit_trl.tasks.printable import printable
 from credit_trl.tasks.registry import load_task
-from credit_trl.training.run_directory import EVALUATIONS_FOLDER, JOB_FILE, RESULT_FILE, write_atomically, write_json
+from credit_trl.training.run_directory import BASE_EVALUATION, JOB_FILE, RESULT_FILE, write_atomically, write_json
 
 ERROR_FILE = "error.txt"
 OUTPUT_FILE = "output.txt"
 LAUNCHER_LOCK = ".launcher.lock"
-BASE_EVALUATION = Path(EVALUATIONS_FOLDER) / "step-000000"
 _POLL_SECONDS = 5.0
 # Common options of all jobs. Two checkpoints are kept, because the older one goes before the newer one is complete.
 _CONFIG = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 2, "logging_steps": 1, "report_to": "none"}
