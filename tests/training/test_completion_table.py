@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import pandas as pd
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.training.completions import _cell, _text
@@ -26,7 +27,7 @@ OWN = ["feedback", "teacher_prompt", "with_demonstration", "with_contrast", "del
 def run(make_model, make_config, tokenizer, dataset, tmp_path):
     """Train with a table of completions; returns the trainer, the sampled ids of each call, and the tables by step."""
 
-    def train(reward=lambda ids: 0.0, resume=None, **options):
+    def train(reward=lambda ids: 0.0, resume=None, callback=None, eval_dataset=None, **options):
         seen = []
 
         def verifier(completions, completion_ids, answer, **kwargs):
@@ -37,7 +38,9 @@ def run(make_model, make_config, tokenizer, dataset, tmp_path):
             return [Verdict(reward(ids), text) for ids, text in zip(completion_ids, feedback, strict=True)]
 
         config = make_config(log_completions=True, num_completions_to_print=0, **options)
-        trainer = CreditTrainer(make_model(), verifier, config, dataset, processing_class=tokenizer)
+        trainer = CreditTrainer(make_model(), verifier, config, dataset, eval_dataset, processing_class=tokenizer)
+        if callback is not None:
+            trainer.add_callback(callback(trainer))
         trainer.train(resume)
         tables = [pd.read_parquet(path) for path in sorted((tmp_path / "run" / "completions").glob("*.parquet"))]
         return trainer, seen, tables
@@ -150,6 +153,30 @@ def test_evaluation_table_has_the_credit(run, dataset):
     table = pd.read_parquet(f"{trainer.args.output_dir}/completions/completions_00001.parquet")
     assert len(table) == 8
     assert (table.loc[table["teacher_prompt"] != "", "delta_v_mean"] != 0.0).all()
+
+
+def test_tables_of_training_and_evaluation_share_no_rows(run, dataset):
+    """The evaluation after the first step lies inside a generation batch; the second is smaller than the first."""
+    split = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "per_device_eval_batch_size": 4}
+    held_out = dataset.select([10])
+    tables = {"train": [], "eval": []}
+
+    class Record(TrainerCallback):
+        def __init__(self, trainer):
+            self.trainer = trainer
+
+        def on_log(self, args, state, control, logs, **kwargs):
+            is_evaluation = "eval_reward" in logs
+            tables["eval" if is_evaluation else "train"].append(self.trainer._logs["prompt"])
+            if is_evaluation:
+                self.trainer.eval_dataset = held_out
+
+    options = {"eval_dataset": dataset.select([10, 11]), "eval_strategy": "steps", "eval_steps": 1}
+    run(max_steps=4, callback=Record, **options, **split)
+    question = f"user: {held_out['prompt'][0][-1]['content']}"
+    assert [len(table) for table in tables["eval"]] == [8, 4, 4, 4]
+    assert all(prompt.endswith(question) for table in tables["eval"][1:] for prompt in table)
+    assert [len(table) for table in tables["train"][:4]] == [4, 8, 4, 8]
 
 
 def test_conversations_are_shown_as_text():

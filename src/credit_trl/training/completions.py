@@ -2,7 +2,8 @@
 
 TRL keeps the samples of the latest generation batch in `_logs`. At every log it writes them to the console, to
 `<output_dir>/completions/`, and to trackio and wandb. `CompletionTable` adds columns to the same `_logs`, and writes
-the rows to TensorBoard, which TRL does not.
+the rows to TensorBoard, which TRL does not. Training and evaluation have a table each, whose logs take the place of
+`_logs`: an evaluation may be smaller than a generation batch, and may lie inside one.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class CompletionTable:
         self._means_follow = means_follow
         self._size = logs["prompt"].maxlen
         self._rows = self._tabulated = 0  # rows that TRL has added, and those up to the last generation batch
+        self.has_ended = False  # an evaluation; its rows stay until the next one
         self._means: dict[int, list[float]] = {}
         self._has_means: list[bool] = []
         if rounds:
@@ -143,6 +145,14 @@ class CompletionTable:
                     self.logs["extra"][name][row - dropped] = round(value, _DIGITS)
         table = _select(self.logs, [i for i, has_means in enumerate(self._has_means) if has_means])
         return table | {name: [_text(one) for one in table[name]] for name in ("prompt", "completion")}
+
+    def clear(self) -> None:
+        """Drop the rows of an evaluation that has ended."""
+        self.has_ended = False
+        for column in ({**self.logs["rewards"], **self.logs["extra"]} | self.logs).values():
+            if isinstance(column, deque):
+                column.clear()
+        self._has_means.clear()
 
     def write_tensorboard(self, table: dict[str, Any], handler: CallbackHandler, step: int) -> None:
         """Write the result of `updated` to TensorBoard as text, where the run reports to it."""

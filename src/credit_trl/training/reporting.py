@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,9 @@ class ReportingTrainer(UnpaddedTrainer):
 
     Attributes:
         run_log: writes `run.json` and `log.jsonl`; entries of `run_log.facts` are added to `run.json`.
-        completion_table: columns of the credit for `log_completions`, or None.
+        completion_tables: for `"train"` and `"eval"`, columns of the credit for `log_completions`; else empty.
     """
 
-    completion_table: CompletionTable | None = None
     _generation_batch: GenerationBatch
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,42 +51,52 @@ class ReportingTrainer(UnpaddedTrainer):
         self.add_callback(self.run_log)
         if self.args.console_log == "line":
             print_lines(self.callback_handler)
+        self.completion_tables: dict[str, CompletionTable] = {}
         if self.args.log_completions:
-            self.completion_table = CompletionTable(
-                self._logs,
-                self.accelerator,
-                UseConfig.of(self.args).shares[1] > 0.0,
-                self.args.dynamic_sampling_rounds,
-            )
+            means_follow = UseConfig.of(self.args).shares[1] > 0.0
+            for mode, rounds in (("train", self.args.dynamic_sampling_rounds), ("eval", 0)):
+                logs = copy.deepcopy(self._logs)
+                self.completion_tables[mode] = CompletionTable(logs, self.accelerator, means_follow, rounds)
+
+    @property
+    def _table(self) -> CompletionTable | None:
+        """The table of completions of training or of evaluation, whichever runs."""
+        return self.completion_tables.get("train" if self.model.training else "eval")
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._table is None:
+            return super()._generate_and_score_completions(inputs)
+        if self._table.has_ended:
+            self._table.clear()
+        self._logs = self._table.logs
         output = super()._generate_and_score_completions(inputs)
-        if self.completion_table is not None:  # dynamic sampling may call this several times for one generation batch
-            output["table_rows"] = self.completion_table.number(self._generation_batch)
+        # dynamic sampling may call this several times for one generation batch
+        output["table_rows"] = self._table.number(self._generation_batch)
         return output
 
     def _tabulate(
         self, output: dict[str, Any], batch: GenerationBatch, contexts: Sequence[TokenContexts] | None
     ) -> None:
         """Add the columns of a generation batch to the table. Every process must call it."""
-        if self.completion_table is not None:
+        if self._table is not None:
             decode = self.processing_class.batch_decode
-            output["table_rows"] = self.completion_table.add(batch, output["table_rows"], contexts, decode)
+            output["table_rows"] = self._table.add(batch, output["table_rows"], contexts, decode)
 
     def _tabulate_update(self, inputs: dict[str, Any], loss: MicroBatchLoss) -> None:
         """Store the mean credit of a micro-batch for the table."""
-        if self.completion_table is not None:
-            self.completion_table.observe(inputs.get("table_rows"), loss)
+        if self._table is not None:
+            self._table.observe(inputs.get("table_rows"), loss)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         drop_undefined(self._metrics["train" if self.model.training else "eval"])
-        if self.completion_table is None:
+        if self._table is None:
             super().log(logs, start_time)
             return
-        self._logs = self.completion_table.updated()
+        self._logs = self._table.updated()
         super().log(logs, start_time)
-        self.completion_table.write_tensorboard(self._logs, self.callback_handler, self.state.global_step)
-        self._logs = self.completion_table.logs
+        self._table.write_tensorboard(self._logs, self.callback_handler, self.state.global_step)
+        self._logs = self._table.logs
+        self._table.has_ended = not self.model.training
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
