@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from credit_trl.objective import ContrastRule
@@ -541,6 +542,26 @@ def _choices() -> dict[str, tuple[object, ...]]:
     return choices
 
 
+def _check_generation(config: CreditConfig) -> None:
+    """Check `generation_kwargs`, of which transformers ignores unknown names."""
+    kwargs = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
+    if kwargs.get("temperature", config.temperature) != config.temperature:
+        raise ValueError(
+            f"`generation_kwargs` has the temperature {kwargs['temperature']}, but the loss uses `temperature="
+            f"{config.temperature}`. Set `temperature` instead."
+        )
+    if kwargs.get("do_sample", True) is not True:
+        raise ValueError(
+            "`generation_kwargs` has `do_sample=False`, so that all rollouts of a group are equal. Remove it."
+        )
+    known = GenerationConfig().to_dict()
+    for name in () if config.use_vllm else kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            advice = f" Did you mean `{near[0]}`?" if near else ""
+            raise ValueError(f"`generation_kwargs` has `{name}`, which `GenerationConfig` does not know.{advice}")
+
+
 def _check_sampling(config: CreditConfig) -> None:
     """Check options of rollouts and optimizer that TRL passes on unchecked."""
     if not config.temperature > 0.0:
@@ -556,12 +577,7 @@ def _check_sampling(config: CreditConfig) -> None:
         )
     if config.learning_rate < 0.0:
         raise ValueError(f"`learning_rate` must be at least 0, got {config.learning_rate}. The paper's is 1e-6.")
-    kwargs = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
-    if kwargs.get("temperature", config.temperature) != config.temperature:
-        raise ValueError(
-            f"`generation_kwargs` has the temperature {kwargs['temperature']}, but the loss uses `temperature="
-            f"{config.temperature}`. Set `temperature` instead."
-        )
+    _check_generation(config)
     template = config.chat_template_kwargs if isinstance(config.chat_template_kwargs, dict) else {}
     for name, value in template.items():
         if isinstance(value, str) and value.lower() in ("true", "false"):

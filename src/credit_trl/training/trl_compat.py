@@ -72,8 +72,8 @@ ATTRIBUTES = {
         "aux_loss_enabled callback_handler chat_template chat_template_kwargs control "
         "current_gradient_accumulation_steps environment_factories environments eos_token_ids eval_dataset "
         "hub_model_id loss_type lr_scheduler max_completion_length model model_wrapped num_generations "
-        "num_generations_eval num_iterations optimizer processing_class reward_funcs reward_weights router_aux_loss_coef shuffle_dataset state "
-        "temperature tools train_dataset use_vllm vllm_generation "
+        "num_generations_eval num_iterations optimizer processing_class reward_funcs reward_weights "
+        "router_aux_loss_coef shuffle_dataset state temperature tools train_dataset use_vllm vllm_generation "
         "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_correction "
         "vllm_importance_sampling_mode".split()
     ),
