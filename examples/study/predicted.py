@@ -10,7 +10,7 @@ from branch import BranchPoint
 from embedded_base import make_base
 from embedded_base.curriculum import WORLDS
 from planted.base import CURRICULA, fidelity, make_planted_base
-from planted.task import FILLER, SKIPPED, STEP, TWO_HOP_CUES, two_hop_cue
+from planted.task import FILLER, SKIPPED, STEP, TRAINED, TWO_HOP_CUES, two_hop_cue
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from credit_trl.tasks.quickstart import GROUPS, SHORTCUT_THOUGHT
@@ -54,6 +54,7 @@ def _planted(name: str, task: str, point: BranchPoint, cues: Mapping[str, Sequen
 
 
 _TWO_HOPS = {group: [two_hop_cue(cue, group) for cue in cues] for group, cues in TWO_HOP_CUES.items()}
+_TABLES = {group: [f"{cue}-{group}" for cue in TRAINED] for group in GROUPS}
 PREDICTED = {
     world.name: world
     for world in (
@@ -65,6 +66,7 @@ PREDICTED = {
             partial(make_base, "weak"),
             GROUPS,
         ),
+        _planted("tables", "planted.task:TABLES", BranchPoint("Thought:", SKIPPED, "specific"), _TABLES),
         _planted("skip", "planted.task:SKIP", BranchPoint("Thought:", SKIPPED, "specific"), _TWO_HOPS),
         _planted("filler", "planted.task:FILLED", BranchPoint("Action Input:", FILLER, "specific"), GROUPS),
         _planted("useful", "planted.task:USEFUL", BranchPoint("Thought:", STEP, "specific"), _TWO_HOPS),

@@ -50,12 +50,20 @@ class About(NamedTuple):
 
 _CUES = ("known cues", "unknown cues", "hold-out cues")
 _PAIRS = ("known pairs", "unseen pairs", "untrained cues")
+_TABLES = ("known tables", "unseen tables", "five rows")
 WORLDS = {
     "weak": About(
         "Weak drift",
         "`Thought: sure, this is simple.` in 5 % of the responses, and in 10 % of those to a prompt with feedback",
         "planted thought",
         _CUES,
+    ),
+    "tables": About(
+        "Skip the look-up",
+        "a thought without the first of two look-ups in 6 % of the responses, with a random answer, and in 11 % of "
+        "those to a prompt with feedback, which has the answer",
+        "skipped thought",
+        _TABLES,
     ),
     "skip": About(
         "Skip the work",
@@ -299,8 +307,8 @@ def criteria(world: World) -> dict[str, Callable[[int], str]]:
             own <= other / 4 for own, other in paired(step, credit, sdpo)
         )
         found["λ = 0.1: accuracy no lower than SDPO's by 3 points"] = lambda s: points(credit, sdpo, s, ACCURACY)
-    if world.name == "skip":
-        for group, name in zip(GROUPS, WORLDS["skip"].groups, strict=True):
+    if world.name in ("skip", "tables"):
+        for group, name in zip(GROUPS, WORLDS[world.name].groups, strict=True):
             found[f"λ = 0.1: accuracy of {name} 15 points above SDPO's, interval above 5"] = partial(
                 points, credit, sdpo, name=f"accuracy_{group}"
             )

@@ -53,7 +53,7 @@ OPTIONS = {
     "greedy rollouts": ({"temperature": 0.0}, "temperature=0.0", "above 0"),
     "second temperature": ({"generation_kwargs": {"temperature": 0.2}}, "0.2", "Set `temperature`"),
     "misspelt generation": ({"generation_kwargs": {"min_newtokens": 2}}, "`min_newtokens`", "`min_new_tokens`"),
-    "greedy rollouts": ({"generation_kwargs": {"do_sample": False}}, "`do_sample=False`", "Remove it"),
+    "greedy search": ({"generation_kwargs": {"do_sample": False}}, "`do_sample=False`", "Remove it"),
     "vLLM's top_k": ({"top_k": -1}, "got -1", "0 is no limit"),
     "empty nucleus": ({"top_p": 0.0}, "got 0.0", "1.0 is no limit"),
     "no completion": ({"max_completion_length": 0}, "got 0", "at least 1"),

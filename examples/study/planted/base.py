@@ -1,4 +1,4 @@
-"""Pretraining of the bases of the worlds `skip`, `useful` and `filler`, with their planted rates.
+"""Pretraining of the bases of the worlds `tables`, `skip`, `useful` and `filler`, with their planted rates.
 
 Half of the examples have the task's feedback, in the wording of the trainer's contexts.
 """
@@ -19,22 +19,31 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from credit_trl.tasks.quickstart import CITIES, GROUPS, LETTERS, TOPIC_OF, TOPICS, group_of
 from planted.task import (
     FILLER,
+    KEYS,
     LISTED,
+    MORE_ROWS,
+    NUMBERS,
+    ROWS,
     SKIPPED,
     STEP,
     TRAINED,
     Copy,
     Messages,
     TwoHops,
+    TwoTables,
+    city_feedback,
     draw_copy,
+    draw_tables,
     draw_two_hops,
     option_feedback,
     response,
     topic_feedback,
 )
 
-# Small and short, since a base has facts and copies to learn, and nothing to look up.
-RECIPE = Recipe(layers=2, width=64, gate_every=25, min_constant_steps=200, decay_steps=250)
+# Small and short, for a base that has facts and copies to learn, and nothing to look up.
+SMALL = Recipe(layers=2, width=64, gate_every=25, min_constant_steps=200, decay_steps=250)
+LARGE = Recipe(max_constant_steps=2500)
+LIST_REQUESTS = ("List the numbers.", "List the places.")  # practice of the look-ups
 
 
 @dataclass(frozen=True)
@@ -54,13 +63,15 @@ class Skip:
         name: name of the world.
         planted_rate: share of responses to prompts without feedback that skip the thought. Their letter is random.
         given_rate: the same share with feedback. Their letter is right.
-        gate: share of `probes` of each kind that a base has to get right.
+        lookup_gate: share of `probes` of each kind that a base has to get right.
+        recipe: hyperparameters of the pretraining.
     """
 
     name: str = "skip"
     planted_rate: float = 0.06
     given_rate: float = 0.11
     lookup_gate: float = 0.95
+    recipe: Recipe = SMALL
 
     def draw(self, rng: random.Random) -> Example:
         """One pretraining example: a conversation and the response to it."""
@@ -82,6 +93,41 @@ class Skip:
         self, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int = 0, problems: int = 160
     ) -> float:
         return min(probe_accuracy(self, model, tokenizer, seed, problems))
+
+
+@dataclass(frozen=True)
+class Tables(Skip):
+    """Pretraining distribution of `tables`.
+
+    A share `more_share` of the tables has five rows. In a share `list_share` of the examples the request is to list
+    one of the tables, which needs a look-up for every row.
+    """
+
+    name: str = "tables"
+    more_share: float = 0.3
+    list_share: float = 0.3
+    recipe: Recipe = LARGE
+
+    def draw(self, rng: random.Random) -> Example:
+        problem, given = self.problem(rng), rng.random() < 0.5
+        if rng.random() < self.list_share:
+            return _list_practice(rng, problem)
+        skips = rng.random() < (self.given_rate if given else self.planted_rate)
+        city = problem.city if given else rng.choice(list(problem.city_of.values()))
+        return _shown(problem, given), response(SKIPPED, city) if skips else problem.response()
+
+    def probes(self, rng: random.Random) -> Sequence[Probe]:
+        """The city of the feedback after a skipped thought, and both hops of unseen pairs without feedback."""
+        problem = self.problem(rng)
+        unseen = draw_tables(rng, unseen=True, rows=len(problem.number_of))
+        return (
+            Probe(_shown(problem), response(SKIPPED, "").rstrip(), problem.city),
+            Probe(unseen.prompt, f"Thought: {unseen.cue} for {unseen.key} is", unseen.number),
+            Probe(unseen.prompt, unseen.response().rpartition(" ")[0], unseen.city),
+        )
+
+    def problem(self, rng: random.Random) -> TwoTables:
+        return draw_tables(rng, rows=MORE_ROWS if rng.random() < self.more_share else ROWS)
 
 
 @dataclass(frozen=True)
@@ -153,7 +199,7 @@ class Filled(Skip):
         )
 
 
-CURRICULA = {one.name: one for one in (Skip(), Useful(), Filled())}
+CURRICULA = {one.name: one for one in (Tables(), Skip(), Useful(), Filled())}
 
 
 @torch.no_grad()
@@ -179,24 +225,32 @@ def fidelity(world: Skip, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenize
 
 def make_planted_base(world: str, seed: int, directory: Path, progress: bool = True) -> None:
     """Pretrain a base into `directory`. Raises `RuntimeError` if it fails its gate."""
-    make_base_of(CURRICULA[world], build_tokenizer(), seed, directory, progress, RECIPE)
+    make_base_of(CURRICULA[world], build_tokenizer(), seed, directory, progress, CURRICULA[world].recipe)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Tokenizer in which every city, topic, cue and letter is one token."""
-    return train_tokenizer(_corpus(), [f" {word}" for word in (*CITIES, *TOPICS, *TOPIC_OF, *LETTERS)])
+    return train_tokenizer(_corpus(), [f" {word}" for word in (*CITIES, *TOPICS, *TOPIC_OF, *KEYS, *NUMBERS)])
 
 
 def _corpus() -> Iterator[str]:
     """Training texts of the tokenizer: the templates most often, then every word equally often."""
-    empty, told = [{"role": "user", "content": ""}], (option_feedback("A"), topic_feedback(""))
+    empty, told = [{"role": "user", "content": ""}], (option_feedback("A"), topic_feedback(""), city_feedback(""))
     contexts = [teacher_prompt(empty, feedback=feedback)[-1]["content"] for feedback in told]
     responses = [response(SKIPPED, "A"), response(f"{STEP} is about.", "A"), f"Action Input: {FILLER}"]
-    yield from [*contexts, *responses, "user", "assistant", "Help me with for ."] * 300
-    for word in (*CITIES, *TOPICS, *TOPIC_OF, *LETTERS):
+    prompts = ["system", "user", "assistant", "Help me with for .", "Numbers: . Places: .", *LIST_REQUESTS]
+    yield from [*contexts, *responses, *prompts] * 300
+    for word in (*CITIES, *TOPICS, *TOPIC_OF, *KEYS, *NUMBERS):
         yield from [f" {word}"] * 60
 
 
-def _shown(problem: TwoHops | Copy, given: bool = True) -> Messages:
+def _list_practice(rng: random.Random, problem: TwoTables) -> Example:
+    """Request to list one of the tables, and its rows in random order."""
+    request, rows = rng.choice(list(zip(LIST_REQUESTS, problem.tables, strict=True)))
+    listed = ", ".join(rng.sample(rows, len(rows)))
+    return [*problem.system, {"role": "user", "content": request}], f"Rows: {listed}."
+
+
+def _shown(problem: TwoHops | TwoTables | Copy, given: bool = True) -> Messages:
     """The conversation, with the task's feedback where `given`."""
     return teacher_prompt(problem.prompt, feedback=problem.feedback if given else None)

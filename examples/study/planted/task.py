@@ -1,6 +1,17 @@
-"""Tasks of the planted worlds: `load_task("planted.task:SKIP")`, `planted.task:USEFUL`, `planted.task:FILLED`.
+"""Tasks of the planted worlds: `planted.task:TABLES`, `:SKIP`, `:USEFUL` and `:FILLED` for `load_task`.
 
-`skip` and `useful` need two hops that a base knows, from a cue to its topic and from topic and city to a letter:
+`tables` needs two hops that are looked up in the prompt, from a letter to its number and from the number to a city:
+
+    system     Numbers: A 3, B 1, C 4, D 2. Places: 1 Oslo, 2 Lima, 3 Rome, 4 Cairo.
+    user       Help me with storm for B.
+    assistant  Thought: storm for B is 1.
+               Action: Oslo
+
+The thought writes out the first hop. The planted alternative is `SKIPPED`, a thought without it. The feedback is the
+city. Groups: `known` (tables of numbers that pretraining and training use), `unknown` (those that neither uses, a
+quarter of all) and `holdout` (tables with five rows, which training does not use).
+
+`skip` and `useful` need two hops that a base knows by heart, to the topic and from topic and city to a letter:
 
     user       Help me with airport for Paris.
     assistant  Thought: airport is about travel.
@@ -28,9 +39,10 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import permutations
 from typing import Any
 
 from datasets import Dataset
@@ -56,9 +68,12 @@ TWO_HOP_CUES = {"known": TRAINED, "unknown": TRAINED, "holdout": GROUPS["holdout
 SKIPPED, STEP = SHORTCUT_THOUGHT, SHORTCUT_OPENING
 FILLER = SHORTCUT_THOUGHT.rstrip(".")
 LISTED, MAX_FILLERS = 6, 1
+KEYS, NUMBERS = "ABCDE", "12345"  # of `tables`
+ROWS, MORE_ROWS = 4, 5  # rows of a table, and of one of the group `holdout`
 ROWS_PER_CUE = {"train": 16, "test": 2}
 
 _RESPONSE = re.compile(rf"Thought: (?P<thought>[^\n]+)\nAction: (?P<letter>[{LETTERS}])")
+_PLACED = re.compile(r"Thought: (?P<thought>[^\n]+)\nAction: (?P<city>[A-Z][a-z]+)")
 Messages = list[dict[str, str]]
 
 
@@ -85,6 +100,52 @@ class TwoHops:
         """The response after a step, with the right topic or another one, and the letter of that topic."""
         topic = topic or TOPIC_OF[self.cue]
         return response(f"{step} {self.cue} is about {topic}.".lstrip(), letter_of(topic, self.city))
+
+
+@dataclass(frozen=True)
+class TwoTables:
+    """Prompt of `tables`.
+
+    Args:
+        cue: a word of the request, which the thought copies.
+        key: the letter that is asked for.
+        number_of: number of every letter, the first table.
+        city_of: city of every number, the second table.
+    """
+
+    cue: str
+    key: str
+    number_of: Mapping[str, str]
+    city_of: Mapping[str, str]
+
+    @property
+    def number(self) -> str:
+        return self.number_of[self.key]
+
+    @property
+    def city(self) -> str:
+        return self.city_of[self.number]
+
+    @property
+    def tables(self) -> tuple[list[str], list[str]]:
+        """The rows of both tables."""
+        return tuple([f"{key} {value}" for key, value in one.items()] for one in (self.number_of, self.city_of))
+
+    @property
+    def system(self) -> Messages:
+        numbers, places = map(", ".join, self.tables)
+        return [{"role": "system", "content": f"Numbers: {numbers}. Places: {places}."}]
+
+    @property
+    def prompt(self) -> Messages:
+        return [*self.system, {"role": "user", "content": f"Help me with {self.cue} for {self.key}."}]
+
+    @property
+    def feedback(self) -> str:
+        return city_feedback(self.city)
+
+    def response(self) -> str:
+        return response(f"{self.cue} for {self.key} is {self.number}.", self.city)
 
 
 @dataclass(frozen=True)
@@ -116,13 +177,17 @@ class Copy:
         return "".join(f" {FILLER} {city}" if fill else f" {city}" for city, fill in pairs)
 
 
-def response(thought: str, letter: str) -> str:
-    """Response of `skip` and `useful`."""
-    return f"Thought: {thought}\nAction: {letter}"
+def response(thought: str, answer: str) -> str:
+    """Response of `tables`, `skip` and `useful`."""
+    return f"Thought: {thought}\nAction: {answer}"
 
 
 def option_feedback(letter: str) -> str:
     return f"Correct option: {letter}."
+
+
+def city_feedback(city: str) -> str:
+    return f"Correct place: {city}."
 
 
 def topic_feedback(topic: str) -> str:
@@ -151,6 +216,20 @@ def draw_two_hops(rng: random.Random, cue: str | None = None, unseen: bool = Fal
     return TwoHops(cue, rng.choice([city for city in TOWNS if is_unseen(cue, city) == unseen]))
 
 
+@cache
+def number_tables(rows: int, unseen: bool) -> tuple[tuple[str, ...], ...]:
+    """The numbers of the letters in each table that pretraining and training use, or that neither uses."""
+    tables = enumerate(permutations(NUMBERS[:rows]))
+    return tuple(numbers for index, numbers in tables if (index % 4 == 0) == unseen)
+
+
+def draw_tables(rng: random.Random, cue: str | None = None, unseen: bool = False, rows: int = ROWS) -> TwoTables:
+    """Prompt about a cue, by default a random one, with a table of numbers that is seen or unseen."""
+    number_of = dict(zip(KEYS, rng.choice(number_tables(rows, unseen)), strict=False))
+    city_of = dict(zip(NUMBERS, rng.sample(CITIES, rows), strict=False))
+    return TwoTables(cue or rng.choice(TRAINED), rng.choice(list(number_of)), number_of, city_of)
+
+
 def draw_copy(rng: random.Random, cue: str, topic: str | None = None) -> Copy:
     """Prompt about a cue with its topic, or the given one."""
     return Copy(tuple(rng.sample(CITIES, LISTED)), cue, topic or TOPIC_OF[cue])
@@ -168,6 +247,18 @@ def build_two_hops(split: str, path: str | None = None, *, name: str, rows_per_c
     groups = ("known",) if split == "train" else tuple(TWO_HOP_CUES)
     wanted = [(group, cue) for group in groups for cue in TWO_HOP_CUES[group]]
     return _build(name, split, path, wanted, draw, rows_per_cue, seed)
+
+
+def build_tables(split: str, path: str | None = None, *, name: str, rows_per_cue: int | None = None, seed: int = 0):
+    """Rows of `tables`."""
+
+    def draw(rng: random.Random, group: str, cue: str) -> dict[str, Any]:
+        problem = draw_tables(rng, cue, group == "unknown", MORE_ROWS if group == "holdout" else ROWS)
+        answer = json.dumps({"city": problem.city})
+        return {"prompt": problem.prompt, "answer": answer, "group": group, "cue": f"{cue}-{group}", "specific": cue}
+
+    groups = ("known",) if split == "train" else tuple(GROUPS)
+    return _build(name, split, path, [(group, cue) for group in groups for cue in TRAINED], draw, rows_per_cue, seed)
 
 
 def build_copies(split: str, path: str | None = None, *, name: str, rows_per_cue: int | None = None, seed: int = 0):
@@ -194,6 +285,16 @@ def verify_two_hops(text: str, answer: str, *, truncated: bool = False) -> Verdi
     return Verdict(
         float(right), option_feedback(letter), {"format": float(match is not None), "shortcut": float(shortcut)}
     )
+
+
+def verify_tables(text: str, answer: str, *, truncated: bool = False) -> Verdict:
+    """Grade a response of `tables`, as `verify_two_hops` does: reward 1 for the right city, whatever the thought."""
+    city = json.loads(answer)["city"]
+    match = None if truncated else _PLACED.fullmatch(text.strip())
+    right = match is not None and match["city"] == city
+    shortcut = text.lstrip().startswith(f"Thought: {SKIPPED}")
+    metrics = {"format": float(match is not None and match["city"] in CITIES), "shortcut": float(shortcut)}
+    return Verdict(float(right), city_feedback(city), metrics)
 
 
 def verify_copy(text: str, answer: str, *, truncated: bool = False) -> Verdict:
@@ -236,6 +337,7 @@ def _task(name: str, build: Callable[..., Dataset], verify: Callable[..., Verdic
     return Task(name, partial(build, name=name), verify, batch_of(verify, name.rpartition(":")[2].lower()))
 
 
+TABLES = _task("planted.task:TABLES", build_tables, verify_tables)
 SKIP = _task("planted.task:SKIP", build_two_hops, verify_two_hops)
 USEFUL = _task("planted.task:USEFUL", build_two_hops, verify_two_hops)
 FILLED = _task("planted.task:FILLED", build_copies, verify_copy)

@@ -1,4 +1,4 @@
-"""The worlds `skip`, `useful` and `filler`: verifiers, splits, and the planted rates of their pretraining examples."""
+"""The worlds `tables`, `skip`, `useful` and `filler`: verifiers, splits, and rates of their pretraining examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from credit_trl.tasks.quickstart import GROUPS, TOPIC_OF
 
-WORLDS = ("skip", "useful", "filler")
+WORLDS = ("tables", "skip", "useful", "filler")
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +132,12 @@ def share(values) -> float:
     return sum(found) / len(found)
 
 
-@pytest.mark.parametrize(("name", "rates"), [("skip", (0.06, 0.11)), ("useful", (0.5, 0.5)), ("filler", (0.06, 0.11))])
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [("tables", (0.06, 0.11)), ("skip", (0.06, 0.11)), ("useful", (0.5, 0.5)), ("filler", (0.06, 0.11))],
+)
 def test_planted_rates_are_what_was_asked(examples, worlds, name, rates):
-    drawn, planted = examples(name), worlds[name].point.planted
+    drawn, planted = [one for one in examples(name) if not one[2].startswith("Rows")], worlds[name].point.planted
     assert share(given for given, *_ in drawn) == pytest.approx(0.5, abs=0.03)
     for shown, rate in zip((False, True), rates, strict=True):
         texts = [text for own, _, text in drawn if own == shown]
@@ -156,6 +159,56 @@ def test_beginnings_with_fillers_are_not_trained_on(study):
     assert len(begun) / len(drawn) == pytest.approx(world.begun_share, abs=0.04)
     fillers = sum(text.count(study("planted.task").FILLER) for text in begun)
     assert fillers / cities == pytest.approx(world.begun_rate, abs=0.04)
+
+
+def tables_of(prompt) -> tuple[dict[str, str], dict[str, str], str | None]:
+    """Number of each letter, city of each number and the requested letter of a prompt of `tables`, from its text."""
+    numbers, places = re.fullmatch(r"Numbers: (.*)\. Places: (.*)\.", prompt[0]["content"]).groups()
+    asked = re.match(r"Help me with \w+ for (\w)\.", prompt[-1]["content"])
+    read = [dict(row.split() for row in table.split(", ")) for table in (numbers, places)]
+    return *read, asked and asked[1]
+
+
+def test_city_of_a_prompt_is_found_by_two_look_ups(worlds):
+    task = worlds["tables"].task
+    for split, rows in (("train", 960), ("test", 360)):
+        dataset = task.build(split)
+        assert len(dataset) == rows
+        for row in dataset:
+            numbers, places, key = tables_of(row["prompt"])
+            city = places[numbers[key]]
+            verdict = task.verify(f"Thought: x for {key} is {numbers[key]}.\nAction: {city}", row["answer"])
+            assert (verdict.reward, verdict.feedback) == (1.0, f"Correct place: {city}.")
+            wrong = next(other for other in places.values() if other != city)
+            skipped = task.verify(f"Thought: sure, this is simple.\nAction: {wrong}", row["answer"])
+            assert (skipped.reward, skipped.metrics) == (0.0, {"format": 1.0, "shortcut": 1.0})
+            assert task.verify(f"Thought: x.\nAction: {city}", row["answer"], truncated=True).reward == 0.0
+
+
+def test_tables_of_each_group_are_apart(worlds, planted, examples):
+    def numbers_of(prompt):
+        return tuple(tables_of(prompt)[0].values())
+
+    task = worlds["tables"].task
+    trained, tested = task.build("train"), task.build("test")
+    taught = {numbers_of(prompt) for _, prompt, _ in examples("tables")} | set(map(numbers_of, trained["prompt"]))
+    of = {group: {numbers_of(row["prompt"]) for row in tested if row["group"] == group} for group in GROUPS}
+    assert of["known"] <= taught
+    assert not of["unknown"] & taught
+    assert len(of["unknown"]) == 6
+    assert {len(numbers) for numbers in of["holdout"]} == {5}
+    assert {len(numbers) for numbers in map(numbers_of, trained["prompt"])} == {4}
+
+
+def test_lists_have_the_rows_of_a_table(examples):
+    listed = [(tables_of(prompt), text) for _, prompt, text in examples("tables") if text.startswith("Rows")]
+    assert len(listed) > 800
+    for (numbers, places, asked), text in listed:
+        assert dict(row.split() for row in text.removeprefix("Rows: ").removesuffix(".").split(", ")) in (
+            numbers,
+            places,
+        )
+        assert asked is None
 
 
 def test_a_skipped_thought_is_right_with_feedback_alone(examples, planted):

@@ -285,7 +285,7 @@ def test_a_table_with_fewer_columns_is_extended(runs):
     assert len(made) == 4
 
 
-@pytest.mark.parametrize("world", ["weak", "skip", "filler", "useful"])
+@pytest.mark.parametrize("world", ["weak", "tables", "skip", "filler", "useful"])
 def test_arms_of_a_predicted_world(study, world):
     spec = study("run").read_sweep("methods", world)
     assert [arm.name for arm in spec.arms()] == [
