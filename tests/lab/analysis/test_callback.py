@@ -245,6 +245,17 @@ def test_lambda_zero_still_measures_s(train):
         assert token_map.scores.specific.isfinite().all()
 
 
+def test_maps_of_a_larger_teacher_have_the_policys_vocabulary(train, make_model, tokenizer, tmp_path):
+    teacher = make_model(seed=1, dtype=torch.float64)
+    teacher.resize_token_embeddings(len(tokenizer) + 7)
+    teacher.save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    options = {"teacher_model_kind": "model", "teacher_model_name_or_path": str(tmp_path / "teacher")}
+    trainer = train(CreditMapCallback(every=5, rollouts=8), max_steps=1, teacher_update_rate=0.01, **options)
+    shown = torch.cat([m.scores.advantage for m in pages(trainer)["step-000001"]])
+    assert shown.mean().item() == pytest.approx(trainer.state.log_history[0]["credit/advantage_mean"], abs=1e-5)
+
+
 def test_run_without_distillation_maps_the_policy_as_its_teacher(train):
     trainer = train(CreditMapCallback(every=5, rollouts=2), max_steps=1, distillation_weight=0.0)
     assert len(pages(trainer)["step-000001"]) == 2

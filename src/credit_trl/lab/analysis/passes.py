@@ -91,8 +91,9 @@ def conditionals(
     states = [_states(reading, response_ids, temperature) for reading in readings]
     if not response_ids:
         return
-    width = sum(len(hidden) * head.vocabulary_size for hidden, head in states)
-    size = max(1, _CHUNK_ELEMENTS // width)
+    vocabulary = min(head.vocabulary_size for _, head in states)  # another model as the teacher may have more rows
+    states = [(hidden, head.first(vocabulary)) for hidden, head in states]
+    size = max(1, _CHUNK_ELEMENTS // sum(len(hidden) * vocabulary for hidden, _ in states))
     for start in range(0, len(response_ids), size):
         rows = slice(start, min(start + size, len(response_ids)))
         yield rows, tuple(_project(hidden[:, rows], head) for hidden, head in states)
