@@ -200,6 +200,7 @@ def build_mortal(name):
     return answer
 
 
+@pytest.mark.slow
 def test_dead_process_costs_its_own_entry(tmp_path, capsys):
     results = Results(tmp_path / "result.json")
     running = {name: Trial(build_mortal, name) for name in ("lives", "dies")}
