@@ -92,7 +92,7 @@ def build(workload: Workload) -> Callable[[int], Sample]:
 def build_smollm2(workload: Workload) -> Callable[[int], Sample]:
     """`build` with SmolLM2 and the task, the data and the options of `credit-quickstart --model smollm2`."""
     from credit_trl import CreditConfig
-    from credit_trl.cli.quickstart import quickstart_trainer
+    from credit_trl.cli.quickstart_run import quickstart_trainer
     from credit_trl.cli.quickstart_tasks import quickstart_task
 
     task = quickstart_task("smollm2")

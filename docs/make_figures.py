@@ -29,8 +29,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from credit_trl.cli.quickstart import run_quickstart
 from credit_trl.cli.quickstart_report import draw_curve
+from credit_trl.cli.quickstart_run import run_quickstart
 from credit_trl.cli.quickstart_tasks import quickstart_task
 from credit_trl.lab.analysis import Checkpoint, TokenMap, analysis_config, map_response, sample_rollouts
 from credit_trl.lab.analysis.tokenmap import group_scales

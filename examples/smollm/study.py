@@ -33,8 +33,8 @@ from real_requests import TASK as REAL
 from scipy import stats
 from unrelated import answer_prompts, measure_damage
 
-from credit_trl.cli.quickstart import run_quickstart
 from credit_trl.cli.quickstart_report import QuickstartResult, read_evaluation
+from credit_trl.cli.quickstart_run import run_quickstart
 from credit_trl.cli.quickstart_tasks import QuickstartTask, load_warmed_up, quickstart_task
 from credit_trl.cli.tool_choice_base import WarmUp, has_fast_bf16, mixed_precision
 from credit_trl.evaluation import evaluate

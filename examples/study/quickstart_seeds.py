@@ -19,8 +19,8 @@ from pathlib import Path
 from embedded_base.curriculum import WORLDS
 
 from credit_trl.cli.errors import ignore_future_warnings
-from credit_trl.cli.quickstart import run_quickstart
 from credit_trl.cli.quickstart_report import QuickstartResult, format_result
+from credit_trl.cli.quickstart_run import run_quickstart
 from credit_trl.cli.quickstart_tasks import QuickstartTask, quickstart_task
 from credit_trl.tasks.quickstart import GROUPS, load_model
 

@@ -48,6 +48,17 @@ def test_help_lists_commands_of_trl_and_of_this_package(capsys):
     assert "credit" in capsys.readouterr().out
 
 
+def test_help_of_companion_commands_loads_neither_torch_nor_trl():
+    code = (
+        "import argparse, importlib, sys\n"
+        f"for module in {[module for module, _ in cli.COMPANIONS.values()]}:\n"
+        "    importlib.import_module(module).add_arguments(argparse.ArgumentParser())\n"
+        "print([name for name in ('torch', 'trl', 'transformers', 'datasets') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("argv", [["sft", "--help"], ["grpo", "--help"], ["env"]])
 def test_trl_commands_receive_the_unchanged_line(monkeypatch, argv):
     given = []

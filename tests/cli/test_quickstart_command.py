@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from credit_trl import cli
-from credit_trl.cli import quickstart, quickstart_report, tool_choice_base
+from credit_trl.cli import quickstart_report, quickstart_run, tool_choice_base
 from credit_trl.cli.quickstart_tasks import quickstart_task
 from credit_trl.evaluation import evaluate
 from credit_trl.tasks import model_names
@@ -31,15 +31,15 @@ PNG = b"\x89PNG\r\n\x1a\n"
 @pytest.fixture(scope="module", autouse=True)
 def few_scored_answers():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quickstart, "SHOWN", 8)
-        patch.setattr(quickstart, "SAMPLES", 2)
+        patch.setattr(quickstart_run, "SHOWN", 8)
+        patch.setattr(quickstart_run, "SAMPLES", 2)
         yield
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     directory = tmp_path_factory.mktemp("quickstart") / "run"
-    return quickstart.run_quickstart(directory, steps=3, progress=False, task=SMALL)
+    return quickstart_run.run_quickstart(directory, steps=3, progress=False, task=SMALL)
 
 
 def test_run_writes_log_evaluations_figure_and_model(result):
@@ -73,7 +73,7 @@ def test_page_shows_responses_before_and_after(result):
     assert document["checkpoints"] == ["before", "after"]
     rewards = [response["reward"] for response in document["responses"]]
     assert rewards == sorted(rewards)
-    assert len(rewards) == quickstart.SHOWN
+    assert len(rewards) == quickstart_run.SHOWN
     assert all(None not in response["maps"] for response in document["responses"])
     assert any(before != after for before, after in (response["maps"] for response in document["responses"]))
 
@@ -108,7 +108,9 @@ def test_readme_shows_the_printed_report(result):
 
 @pytest.mark.slow
 def test_grpo_reports_without_a_scoring_stage(tmp_path):
-    result = quickstart.run_quickstart(tmp_path / "run", steps=1, progress=False, task=SMALL, distillation_weight=0.0)
+    result = quickstart_run.run_quickstart(
+        tmp_path / "run", steps=1, progress=False, task=SMALL, distillation_weight=0.0
+    )
     assert "scores" not in result.stage_seconds
     assert "unknown cues" in quickstart_report.format_result(result)
 
@@ -119,8 +121,8 @@ def test_command_passes_its_arguments(monkeypatch):
     def record(output_dir, steps, seed, **options):
         given.update(output_dir=output_dir, steps=steps, seed=seed, **{**options, "task": options["task"].name})
 
-    monkeypatch.setattr(quickstart, "run_quickstart", record)
-    monkeypatch.setattr(quickstart, "format_result", lambda result: "")
+    monkeypatch.setattr(quickstart_run, "run_quickstart", record)
+    monkeypatch.setattr(quickstart_report, "format_result", lambda result: "")
     line = "credit-quickstart --output_dir somewhere --steps 7 --seed 3 --world shortcut --contrastive_coef 0"
     assert cli.main(line.split()) == 0
     assert given == {
@@ -148,7 +150,7 @@ def tiny_smollm2(monkeypatch, make_model, tokenizer):
 
 
 def test_smollm2_run_shows_answers_openings_and_curve(tiny_smollm2, tmp_path):
-    result = quickstart.run_quickstart(
+    result = quickstart_run.run_quickstart(
         tmp_path, steps=1, task=tiny_smollm2, progress=False, per_device_train_batch_size=4, max_completion_length=8
     )
     report = quickstart_report.format_result(result)
@@ -156,13 +158,13 @@ def test_smollm2_run_shows_answers_openings_and_curve(tiny_smollm2, tmp_path):
         assert text in report
     assert len(result.answers.prompts) == len(result.answers.pairs) == 5
     assert all(prompt in report for prompt in result.answers.prompts)
-    assert len(result.answers.before) == len(result.answers.after) == 24 * quickstart.SAMPLES
+    assert len(result.answers.before) == len(result.answers.after) == 24 * quickstart_run.SAMPLES
     assert result.figure.read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow
 def test_smollm2_trains_adapters_too(tiny_smollm2, tmp_path):
-    quickstart.run_quickstart(
+    quickstart_run.run_quickstart(
         tmp_path, steps=1, task=tiny_smollm2, progress=False, use_peft=True, per_device_train_batch_size=4
     )
     assert (tmp_path / "model" / "adapter_config.json").is_file()
@@ -189,10 +191,10 @@ def test_unknown_quickstart_model_and_world_are_refused():
 
 def test_invalid_requests_fail_before_anything_is_built(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="`steps` must be at least 1"):
-        quickstart.run_quickstart(tmp_path / "run", steps=0)
+        quickstart_run.run_quickstart(tmp_path / "run", steps=0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        quickstart.run_quickstart(tmp_path / "run")
+        quickstart_run.run_quickstart(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -212,7 +214,7 @@ def test_recorded_seeds_meet_the_bar():
 
 @pytest.mark.slow
 def test_default_run_meets_the_bar_on_one_seed(tmp_path):
-    result = quickstart.run_quickstart(tmp_path / "run", progress=False)
+    result = quickstart_run.run_quickstart(tmp_path / "run", progress=False)
     for group, least in (("known", 0.98), ("unknown", 0.90)):
         assert result.after.groups[group].mean >= least
         assert result.after.group_metrics[group]["format"] >= 0.97
