@@ -259,7 +259,7 @@ class CreditTrainer(ReportingTrainer):
         metrics = self._metrics[self._mode]
         self.alarms.check_engine(metrics)
         if self.model.training and self.num_generations > 1:
-            self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0)
+            self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         contexts = None
         if self._distills:
             checks.check_no_images([output])

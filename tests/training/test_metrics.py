@@ -258,12 +258,12 @@ def test_gradient_is_lost_where_only_it_is_zero(grad_norm, loss, mean, std, lost
 def test_flat_reward_warns_once_and_a_varying_one_never(run):
     flat = [Verdict(0.0, "no")] * 8
     _, warned = run(lambda completions, **_: flat, max_steps=7)
-    assert len([w for w in warned if "rewards of every group were equal" in w]) == 1
+    assert len([w for w in warned if "equal in 5 generation batches in a row, 0.00 on average" in w]) == 1
     alarms = Alarms()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(20):
-            alarms.check_rewards(all_groups_flat=step % 5 != 0)
+            alarms.check_rewards(step % 5 != 0, 1.0)
 
 
 def test_batch_without_contrast_prompts_is_counted(run, dataset):

@@ -117,14 +117,15 @@ class Alarms:
                 "attribute `current_turn` is given the number while its tools run.",
             )
 
-    def check_rewards(self, all_groups_flat: bool) -> None:
-        """Warn where the rewards of every group are equal in several generation batches in a row."""
+    def check_rewards(self, all_groups_flat: bool, mean: float) -> None:
+        """Warn where the rewards of every group are equal in several generation batches in a row; `mean` is theirs."""
         self._flat = self._flat + 1 if all_groups_flat else 0
         if self._flat >= FLAT_REWARD_BATCHES:
             self.raise_once(
                 "flat_reward",
-                f"The rewards of every group were equal in {self._flat} generation batches in a row. Check the "
-                "verifier on a few completions (`log_completions=True`), or the difficulty of the prompts.",
+                f"The rewards of every group were equal in {self._flat} generation batches in a row, {mean:.2f} on "
+                "average in the last. The model solves all of these prompts or none, or the verifier does not tell "
+                "completions apart: look at a few with `log_completions=True`.",
             )
 
     def check_engine(self, metrics: Mapping[str, Sequence[float]]) -> None:
