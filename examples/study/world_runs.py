@@ -68,6 +68,7 @@ class WorldRuns:
         begun, finished = time.monotonic(), 0
         self.folder.mkdir(parents=True, exist_ok=True)
         pending = list(self._missing())
+        at_first = len(pending)
         while pending:
             busy = []
             for seed, arm in pending:
@@ -80,7 +81,7 @@ class WorldRuns:
                 except Timeout:
                     busy.append((seed, arm))
                     continue
-                self._print_progress(begun, finished)
+                self._print_progress(begun, at_first)
             if len(busy) == len(pending):
                 time.sleep(_WAIT_SECONDS)
             pending = [one for one in busy if one in self._missing()]
@@ -148,11 +149,12 @@ class WorldRuns:
     def _row(self, seed: int, arm: Arm, step: int) -> Row:
         return dict(zip(KEY, self._key(seed, arm, step), strict=True)) | {"lambda": coefficient(arm)}
 
-    def _print_progress(self, begun: float, finished: int) -> None:
+    def _print_progress(self, begun: float, at_first: int) -> None:
+        """Print the number of finished runs and the time left, of all processes; `at_first` runs were missing then."""
         left, minutes = len(list(self._missing())), (time.monotonic() - begun) / 60
-        if finished:
+        if left < at_first:
             total = len(self.seeds) * len(self.spec.arms())
-            remaining = left * minutes / finished
+            remaining = left * minutes / (at_first - left)
             print(f"{self.world}: {total - left} of {total} runs, about {remaining:.0f} min left", flush=True)
 
 
