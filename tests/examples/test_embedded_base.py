@@ -30,7 +30,7 @@ WORLDS = ("plain", "shortcut", "style", "weak")
 @pytest.fixture(scope="module")
 def study():
     """Modules of `examples/study/embedded_base`, imported by name as the study's scripts do."""
-    names = ("architecture", "curriculum", "pretrain", "probe")
+    names = ("architecture", "curriculum", "muon", "pretrain", "probe")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(STUDY))
         yield SimpleNamespace(**{name: import_module(f"embedded_base.{name}") for name in names})
@@ -50,6 +50,32 @@ def tokenizer(base):
 def few_rows():
     """24 prompts, eight of each group."""
     return [row for group in GROUPS for row in quickstart.build("test", groups=[group]).to_list()[:8]]
+
+
+# ---- optimizer ----
+
+
+@given(rows=st.integers(1, 40), columns=st.integers(1, 40), seed=st.integers(0, 99))
+def test_orthogonalized_keeps_singular_vectors(study, rows, columns, seed):
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).double()
+    u, values, v = torch.linalg.svd(matrix, full_matrices=False)
+    found = u.mT @ study.muon.orthogonalized(matrix) @ v.mT
+    assert torch.allclose(found, torch.diag(found.diagonal()), atol=1e-6)
+    large = values > 0.05 * values.max()
+    assert (found.diagonal()[large] - 1.0).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
+def test_muon_agrees_with_torch_up_to_bf16(study, shape):
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.zeros(shape)) for _ in range(2))
+    optimizers = study.muon.Muon([ours], lr=0.02), torch.optim.Muon([theirs], lr=0.02, weight_decay=0.0)
+    for _ in range(4):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
 # ---- curriculum ----

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from credit_trl.tasks.quickstart_model import read_base
 from embedded_base.architecture import build_model
+from embedded_base.muon import Muon
 
 # A conversation and the response to it, or the response's beginning, which is not trained on, and the rest of it.
 Example = tuple[list[dict[str, str]], str | tuple[str, str]]
@@ -55,7 +56,6 @@ class Recipe:
     max_constant_steps: int = 1500
     decay_steps: int = 350
     muon_lr: float = 0.02
-    muon_weight_decay: float = 0.0
     adamw_lr: float = 3e-3
     adamw_weight_decay: float = 0.0
     max_grad_norm: float = 1.0
@@ -164,7 +164,7 @@ def _optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Opt
     named = list(model.named_parameters())
     matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
     rest = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
-    muon = torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=recipe.muon_weight_decay)
+    muon = Muon(matrices, lr=recipe.muon_lr)
     adamw = torch.optim.AdamW(rest, lr=recipe.adamw_lr, betas=(0.9, 0.98), weight_decay=recipe.adamw_weight_decay)
     return [muon, adamw]
 
