@@ -172,6 +172,21 @@ def test_untrained_base_fails_the_gate(study, tokenizer):
         study.pretrain.pretrain(tokenizer, study.curriculum.WORLDS["plain"], recipe=recipe, progress=False)
 
 
+@pytest.mark.parametrize(("decay_gate", "looked"), [(None, [0.5, 0.8, 0.9, 1.0]), (0.6, [0.5, 0.8, 1.0])])
+def test_decay_starts_at_its_own_gate(study, tokenizer, decay_gate, looked):
+    accuracies = iter(looked)
+
+    class Rising(study.curriculum.World):
+        def lookup_accuracy(self, model, tokenizer, seed=0):
+            return next(accuracies)
+
+    world = dataclasses.replace(study.curriculum.WORLDS["plain"], lookup_gate=0.9)
+    world = Rising(**{field.name: getattr(world, field.name) for field in dataclasses.fields(world)})
+    recipe = study.pretrain.Recipe(4, 1, 1, 1, 9, decay_steps=1, decay_gate=decay_gate)
+    study.pretrain.pretrain(tokenizer, world, recipe=recipe, progress=False)
+    assert next(accuracies, None) is None
+
+
 def test_pretraining_is_determined_by_its_seed(study, tokenizer):
     world = dataclasses.replace(study.curriculum.WORLDS["plain"], lookup_gate=0.0)
     recipe = study.pretrain.Recipe(4, 2, 1, 1, 2, decay_steps=2)

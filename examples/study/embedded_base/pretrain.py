@@ -1,8 +1,7 @@
 """Pretraining of a base model: next-token loss on the responses, Muon for the matrices, AdamW for the rest.
 
 The ability to look a letter up in the prompt appears suddenly after some hundred steps, at a step that depends on the
-seed. The learning rate therefore stays constant until the look-up accuracy reaches the curriculum's gate, and decays
-afterwards.
+seed. The learning rate therefore stays constant until the look-up accuracy reaches a gate, and decays afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Curriculum(Protocol):
 
     @property
     def lookup_gate(self) -> float:
-        """Look-up accuracy at which the learning rate starts to decay, and which the final base must reach."""
+        """Look-up accuracy that a base must reach; by default the learning rate starts to decay there."""
 
     def draw(self, rng: random.Random) -> Example:
         """One pretraining example: a conversation and the response to it."""
@@ -47,7 +46,11 @@ class Curriculum(Protocol):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hyperparameters of the pretraining; a step updates on `batch_size` examples, learning rates are peak values."""
+    """Hyperparameters of the pretraining; a step updates on `batch_size` examples, learning rates are peak values.
+
+    Args:
+        decay_gate: look-up accuracy at which the decay starts; None for the curriculum's gate.
+    """
 
     batch_size: int = 32
     warmup_steps: int = 30
@@ -55,6 +58,7 @@ class Recipe:
     min_constant_steps: int = 500
     max_constant_steps: int = 1500
     decay_steps: int = 350
+    decay_gate: float | None = None
     muon_lr: float = 0.02
     adamw_lr: float = 3e-3
     adamw_weight_decay: float = 0.0
@@ -73,13 +77,14 @@ def pretrain(
     """Train a base from random weights and return it in evaluation mode.
 
     Raises:
-        RuntimeError: the look-up accuracy stays below the gate for `max_constant_steps`, or falls below it in the
-            decay.
+        RuntimeError: the look-up accuracy stays below the gate for `max_constant_steps`, or is below the curriculum's
+            gate after the decay.
     """
     rng = random.Random(f"pretrain/{curriculum.name}/{seed}")
     model = build_model(tokenizer, seed, recipe.layers, recipe.width).train()
     optimizers = _optimizers(model, recipe)
     peak_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    gate = curriculum.lookup_gate if recipe.decay_gate is None else recipe.decay_gate
     remaining = None  # steps of decay left after the gate
     total = recipe.max_constant_steps + recipe.decay_steps
     bar = tqdm(total=total, desc=f"pretraining the {curriculum.name} base", disable=not progress, unit="step")
@@ -99,7 +104,7 @@ def pretrain(
         elif step >= recipe.min_constant_steps and step % recipe.gate_every == 0:
             accuracy = curriculum.lookup_accuracy(model, tokenizer)
             bar.set_postfix(loss=f"{loss:.3f}", lookup=f"{accuracy:.2f}")
-            if accuracy >= curriculum.lookup_gate:
+            if accuracy >= gate:
                 remaining, bar.total = recipe.decay_steps, step + recipe.decay_steps
             elif step >= recipe.max_constant_steps:
                 break

@@ -42,7 +42,7 @@ from planted.task import (
 
 # Small and short, for a base that has facts and copies to learn, and nothing to look up.
 SMALL = Recipe(layers=2, width=64, gate_every=25, min_constant_steps=200, decay_steps=250)
-LARGE = Recipe(max_constant_steps=2500)
+LARGE = Recipe(max_constant_steps=2500, decay_gate=0.75)  # the constant rate keeps look-ups below their best
 LIST_REQUESTS = ("List the numbers.", "List the places.")  # practice of the look-ups
 
 
@@ -105,7 +105,7 @@ class Tables(Skip):
 
     name: str = "tables"
     more_share: float = 0.3
-    list_share: float = 0.3
+    list_share: float = 0.5
     recipe: Recipe = LARGE
 
     def draw(self, rng: random.Random) -> Example:
