@@ -41,7 +41,7 @@ def main() -> None:
     file = args.results / f"{SWEEP}.csv"
     rows = read_rows(file, COLUMNS) | rows_of_runs(args.output_dir, [SWEEP], COLUMNS)
     write_atomically(file, as_csv(rows, Key._fields, COLUMNS))
-    write_atomically(file.with_suffix(".md"), page(rows))
+    write_atomically(file.with_suffix(".md"), page(read_rows(file, COLUMNS)))  # of the rounded values
     print(file.with_suffix(".md"))
 
 

@@ -66,8 +66,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the page, table and figure")
     args = parser.parse_args()
     file = args.results / "settled.csv"
-    rows = read_rows(file) | rows_of_runs(args.output_dir)
-    write_atomically(file, as_csv(rows))
+    write_atomically(file, as_csv(read_rows(file) | rows_of_runs(args.output_dir)))
+    rows = read_rows(file)  # the rounded values
     rows = {key: row | {OFFERED: offered_rate(row[GROUP])} for key, row in rows.items()}
     if panels := panels_of(rows):
         for theme in THEMES:

@@ -49,10 +49,11 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs"), help="folder of the sweeps' folders")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the page and the table")
     args = parser.parse_args()
-    rows = read_rows(args.results / "uses.csv", COLUMNS) | rows_of_runs(args.output_dir, WORLDS, COLUMNS)
-    write_atomically(args.results / "uses.csv", as_csv(rows, Key._fields, COLUMNS))
-    write_atomically(args.results / "uses.md", page(rows))
-    print(args.results / "uses.md")
+    file = args.results / "uses.csv"
+    rows = read_rows(file, COLUMNS) | rows_of_runs(args.output_dir, WORLDS, COLUMNS)
+    write_atomically(file, as_csv(rows, Key._fields, COLUMNS))
+    write_atomically(file.with_suffix(".md"), page(read_rows(file, COLUMNS)))  # of the rounded values
+    print(file.with_suffix(".md"))
 
 
 def rows_of_runs(root: Path, sweeps: Iterable[str], columns: Sequence[str]) -> Rows:
