@@ -2,7 +2,7 @@
 
     python examples/smollm/study.py --hours 2                     # runs that are missing, as many as fit
     python examples/smollm/study.py --arms sdpo --seeds 10 11     # some of them
-    python examples/smollm/study.py --summary                     # the table of the rows there are
+    python examples/smollm/study.py --summary                     # prints the table of the existing rows
 
 Settings: `average`, a base that opens answers under feedback in sentences of the original model, and the average of
 the policy as the teacher; `frozen`, the same base, which is also the teacher; `default`, that of the shipped command,
