@@ -69,7 +69,8 @@ def claim_tokens(tokens: Mapping[str, Mapping]) -> str:
     word = "holds on every base" if min(inside) > 10 * max(generic) else "does not hold on every base"
     listed = ", ".join(f"{name} {statistics.fmean(specific[name]):.2f}" for name in specific if specific[name])
     return bullet(
-        "S_t sits on input-specific tokens", f"mean S_t in nats before training: {listed} — **{word}** (plain world)."
+        "S_t is high on input-specific tokens",
+        f"mean S_t in nats before training: {listed} — **{word}** (plain world).",
     )
 
 

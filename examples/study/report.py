@@ -101,7 +101,7 @@ def page(
         "\n\n".join(lambda_table(world) for world in worlds.values()),
         "## Contrast count C (plain world)",
         count_table(plain),
-        "## Where the credit sits, before training",
+        "## Credit by token class, before training",
         token_tables(tokens),
         "## What has not been run",
         limits(worlds),
@@ -293,10 +293,10 @@ def findings() -> str:
 def limits(worlds: Mapping[str, World]) -> str:
     seeds = len({run.seed for run in worlds["plain"].runs})
     return (
-        "No model above half a million parameters; no vocabulary beyond 752 tokens; one kind of feedback and one "
-        f"planted shortcut; {seeds} seeds; C above 4; other divergences than reverse KL (α = 1); thinking models. "
-        "The full λ × C grid was not crossed: λ was varied at C = 1 and C at λ = 0.1. The paper's own benchmarks and "
-        "models need accelerators and were not run."
+        "On this page: no model above half a million parameters; no vocabulary beyond 752 tokens; one kind of "
+        f"feedback and one planted shortcut; {seeds} seeds; C above 4; other divergences than reverse KL (α = 1); "
+        "thinking models. The full λ × C grid was not crossed: λ was varied at C = 1 and C at λ = 0.1. The paper's "
+        "own benchmarks and models need accelerators and were not run."
     )
 
 
