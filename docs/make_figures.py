@@ -165,11 +165,12 @@ def centred_credit(token_map: TokenMap) -> list[float]:
 
 
 def read_rates(file: Path) -> dict[str, dict[int, list[float]]]:
-    """Rate of the planted thought on unknown cues: arm → step → values of the bases."""
+    """Rate of the planted thought on unknown cues: arm → step → values of the bases that have every step."""
     rates: dict[str, dict[int, list[float]]] = {"SDPO": {}, "CREDIT λ=0.1": {}}
     with file.open(encoding="utf-8", newline="") as lines:
         rows = [row for row in csv.DictReader(lines) if row["world"] == "weak" and row["arm"] in rates]
-    finished = {(row["arm"], row["seed"]) for row in rows if row["step"] != "0"}
+    last = str(max(int(row["step"]) for row in rows))
+    finished = {(row["arm"], row["seed"]) for row in rows if row["step"] == last}
     for row in rows:
         if (row["arm"], row["seed"]) in finished:
             rates[row["arm"]].setdefault(int(row["step"]), []).append(float(row["thought_unknown"]))
