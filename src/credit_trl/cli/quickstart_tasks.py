@@ -101,7 +101,7 @@ def _smollm2() -> QuickstartTask:
     """8 prompts of 2 rollouts per step; the teacher is the base and reads the feedback alone.
 
     With a demonstration the teacher would only have to copy. In a run with an averaged teacher and a base that opens
-    its answers with frames under feedback, the frames fed back and the reward fell (`examples/smollm/README.md`).
+    some answers under feedback with a sentence, openings spread and the reward fell (`examples/smollm/README.md`).
     """
     from credit_trl.cli.tool_choice_base import has_fast_bf16
     from credit_trl.tasks import tool_choice

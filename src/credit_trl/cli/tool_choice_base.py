@@ -4,7 +4,7 @@ SmolLM2-135M-Instruct follows no answer format and does not look a letter up in 
 little of the task. A step has rows of three kinds:
 
 - form: a few requests and calls without feedback, again and again; the call is right in half of them, since a base
-  that sees right calls alone chooses 61 % of the held-out tools and has less to learn;
+  that sees right calls alone learns part of the task;
 - look-up: a letter and an argument in place of a request, and the call of that letter's tool with the argument;
 - feedback: prompts as the teacher reads them, whose feedback names a tool *drawn at random* (scrambled), and the call
   of that tool. They teach reading the feedback, and nothing about which tool suits a request.
@@ -170,7 +170,7 @@ def with_feedback(prompt: list[dict[str, str]], feedback: str, config: CreditCon
 def has_fast_bf16(device_type: str) -> bool:
     """Whether a product in bf16 takes at most three times the time of fp32.
 
-    A CPU without instructions for bf16 takes twenty times as long. Another device is not measured.
+    A CPU without instructions for bf16 takes many times as long. Another device is not measured.
     """
     if device_type != "cpu":
         return True

@@ -299,8 +299,8 @@ def _problem(call: re.Match[str], gold: Mapping[str, str]) -> str:
 def opening(response: str) -> str:
     """The first three words before the call, in lower case; empty for a response that begins with its call.
 
-    Under feedback the original model opens responses with frames such as "the correct answer". `frame_rate` of
-    `lab.analysis.openings` counts the openings that a base has under feedback only.
+    Under feedback the original model opens responses with words such as "the correct answer". `frame_rate` of
+    `lab.analysis.openings` counts the openings that no response of the base without feedback has.
     """
     call = _CALL.search(response)
     return " ".join(re.findall(r"\w+", response[: call.start()] if call else response)[:3]).lower()
