@@ -99,19 +99,23 @@ class Skip:
 class Tables(Skip):
     """Pretraining distribution of `tables`.
 
-    A share `more_share` of the tables has five rows. In a share `list_share` of the examples the request is to list
-    one of the tables, which needs a look-up for every row.
+    A share `more_share` of the tables has five rows. Two shares of the examples are practice: in `list_share` the
+    request is to list one of the tables, which needs a look-up for every row; in `read_share` the skipped thought is a
+    beginning that is not trained on, and the city is that of the feedback.
     """
 
     name: str = "tables"
     more_share: float = 0.3
     list_share: float = 0.5
+    read_share: float = 0.1
     recipe: Recipe = LARGE
 
     def draw(self, rng: random.Random) -> Example:
-        problem, given = self.problem(rng), rng.random() < 0.5
-        if rng.random() < self.list_share:
+        problem, given, practice = self.problem(rng), rng.random() < 0.5, rng.random()
+        if practice < self.list_share:
             return _list_practice(rng, problem)
+        if practice < self.list_share + self.read_share:
+            return _shown(problem), (response(SKIPPED, "").rstrip(), f" {problem.city}")
         skips = rng.random() < (self.given_rate if given else self.planted_rate)
         city = problem.city if given else rng.choice(list(problem.city_of.values()))
         return _shown(problem, given), response(SKIPPED, city) if skips else problem.response()

@@ -126,6 +126,11 @@ def trained(text) -> str:
     return text if isinstance(text, str) else text[1]
 
 
+def is_practice(text: str) -> bool:
+    """Whether a response of `tables` lists a table, or is the city after a beginning that is not trained on."""
+    return text.startswith(("Rows", " "))
+
+
 def share(values) -> float:
     found = list(values)
     assert len(found) >= 80
@@ -137,7 +142,7 @@ def share(values) -> float:
     [("tables", (0.06, 0.11)), ("skip", (0.06, 0.11)), ("useful", (0.5, 0.5)), ("filler", (0.06, 0.11))],
 )
 def test_planted_rates_are_what_was_asked(examples, worlds, name, rates):
-    drawn, planted = [one for one in examples(name) if not one[2].startswith("Rows")], worlds[name].point.planted
+    drawn, planted = [one for one in examples(name) if not is_practice(one[2])], worlds[name].point.planted
     assert share(given for given, *_ in drawn) == pytest.approx(0.5, abs=0.03)
     for shown, rate in zip((False, True), rates, strict=True):
         texts = [text for own, _, text in drawn if own == shown]
@@ -209,6 +214,12 @@ def test_lists_have_the_rows_of_a_table(examples):
             places,
         )
         assert asked is None
+
+
+def test_practice_reads_the_city_of_the_feedback(examples):
+    read = [(prompt[-1]["content"], text) for _, prompt, text in examples("tables") if text.startswith(" ")]
+    assert len(read) == pytest.approx(400, abs=80)
+    assert all(f"Correct place:{text}." in shown for shown, text in read)
 
 
 def test_a_skipped_thought_is_right_with_feedback_alone(examples, planted):
