@@ -238,6 +238,16 @@ def test_page_data_holds_exact_values(dtype):
     assert scales == group_scales([token_map])[token_map.response.group]
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_page_shows_maps_with_values_that_are_not_finite(value):
+    token_map = drawn_map(["a", "b", "c"])
+    token_map.scores.teacher_logps[1] = value
+    data = page_data(render_html([token_map]))
+    shown = "inf" if value == math.inf else None
+    assert data["responses"][0]["maps"][0]["specific"][1] == shown
+    assert data["summaries"][0]["classes"][0]["mean_specific"] == shown
+
+
 @quick
 @given(
     values=st.lists(st.floats(width=32), min_size=1, max_size=20),

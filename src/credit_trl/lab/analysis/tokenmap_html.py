@@ -74,8 +74,12 @@ def shown_numbers(values: Tensor) -> list[Any]:
 
 
 def _shown(value: Any, form: str = "%.17g") -> Any:
+    if isinstance(value, dict):
+        return {name: _shown(v, form) for name, v in value.items()}
     if isinstance(value, list):
         return [_shown(v, form) for v in value]
+    if not isinstance(value, float):
+        return value
     if math.isfinite(value):
         return float(form % value)
     return None if math.isnan(value) else str(value)
@@ -117,7 +121,7 @@ def _document(maps: Sequence[TokenMap]) -> dict[str, Any]:
         "responses": responses,
         "strings": list(strings),
         "classes": list(classes),
-        "summaries": [asdict(summarize_maps([m for m in maps if m.checkpoint == name])) for name in checkpoints],
+        "summaries": [_shown(asdict(summarize_maps([m for m in maps if m.checkpoint == c]))) for c in checkpoints],
     }
 
 

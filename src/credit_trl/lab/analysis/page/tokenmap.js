@@ -309,7 +309,8 @@ function showSummary() {
 
 function summaryOf(checkpoint) {
   const summary = data.summaries[checkpoint];
-  const percent = (value) => (100 * value).toFixed(1) + " %";
+  const percent = (value) => typeof value === "number" ? (100 * value).toFixed(1) + " %" : "–";
+  const difference = (a, b) => typeof a === "number" && typeof b === "number" ? a - b : null;
   const tables = element("div", "tables");
   tables.append(tableOf(
     ["token class", "tokens", "of |ΔV|", "of |S|", "mean ΔV", "mean S"],
@@ -318,7 +319,7 @@ function summaryOf(checkpoint) {
   for (const [title, strings] of [["most specific", summary.most_specific], ["most generic", summary.most_generic]]) {
     tables.append(tableOf(
       [title, "times", "mean S", "mean ΔV − S"],
-      strings.map((s) => [s.text, String(s.count), number(s.mean_specific, 3), number(s.mean_delta_v - s.mean_specific, 3)]),
+      strings.map((s) => [s.text, String(s.count), number(s.mean_specific, 3), number(difference(s.mean_delta_v, s.mean_specific), 3)]),
       "code",
     ));
   }
