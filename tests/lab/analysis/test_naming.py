@@ -39,8 +39,9 @@ def test_checkpoints_of_two_arms_get_distinct_names():
 FILES = ["runs/a/credit_maps/step-000050.parquet", "runs/b/credit_maps/step-000050.parquet"]
 
 
-def names_of(*tokens):
-    maps = [[drawn_map(list(own), identifier="step 50, rollout 0", checkpoint="step-50")] for own in tokens]
+def names_of(*tokens, problems=("p", "p")):
+    own = {"identifier": "step 50, rollout 0", "checkpoint": "step-50"}
+    maps = [[drawn_map(list(text), problem=problem, **own)] for text, problem in zip(tokens, problems, strict=True)]
     return [(one.response.identifier, one.checkpoint) for one in unique_maps(FILES, maps)]
 
 
@@ -49,4 +50,5 @@ def test_ambiguous_identifiers_get_the_folder_name():
         ("a: step 50, rollout 0", "step-50"),
         ("b: step 50, rollout 0", "step-50"),
     ]
+    assert names_of("xy", "xy", problems="pq") == names_of("xy", "xyz")
     assert names_of("xy", "xy") == [("step 50, rollout 0", "a/step-50"), ("step 50, rollout 0", "b/step-50")]

@@ -212,6 +212,8 @@ def test_duplicate_maps_and_foreign_tables_are_refused(tmp_path):
         write_parquet([drawn_map(["a"]), drawn_map(["a"])], tmp_path / "x.parquet")
     with pytest.raises(ValueError, match="Two different responses"):
         render_html([drawn_map(["a"]), drawn_map(["a", "b"], checkpoint="other")])
+    with pytest.raises(ValueError, match="Two different responses"):
+        render_html([drawn_map(["a"]), drawn_map(["a"], problem="q", checkpoint="other")])
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
     with pytest.raises(ValueError, match="no table of token maps"):
         read_parquet(tmp_path / "other.parquet")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from credit_trl.lab.analysis.tokenmap import TokenMap
@@ -30,14 +30,14 @@ def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
 def unique_maps(files: Sequence[str | Path], maps: Sequence[Sequence[TokenMap]]) -> list[TokenMap]:
     """Maps of several files in one list, with the file's folder in identifiers that would be ambiguous.
 
-    Responses with the same identifier and the same tokens are one response, whose maps are shown side by side.
+    Responses with the same identifier, prompt and tokens are one response, whose maps are shown side by side.
     """
     labels = _differing_parts(short_names(files))
-    tokens: dict[str, set[tuple[int, ...]]] = {}
+    contents: dict[str, set[Any]] = {}
     for one in itertools.chain(*maps):
-        tokens.setdefault(one.response.identifier, set()).add(tuple(one.response.token_ids))
+        contents.setdefault(one.response.identifier, set()).add(one.response.content)
     labelled = [
-        (label, _with_label(one, label) if len(tokens[one.response.identifier]) > 1 else one)
+        (label, _with_label(one, label) if len(contents[one.response.identifier]) > 1 else one)
         for label, own in zip(labels, maps, strict=True)
         for one in own
     ]

@@ -49,6 +49,11 @@ class Rollout:
         return prompt_key(self.prompt)
 
     @property
+    def content(self) -> tuple[str, tuple[int, ...]]:
+        """Prompt and tokens, which tell responses with one identifier apart."""
+        return self.group, self.token_ids
+
+    @property
     def problem(self) -> str:
         """Text of the last user turn."""
         return user_text(self.prompt)

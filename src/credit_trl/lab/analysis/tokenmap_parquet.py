@@ -75,7 +75,7 @@ def check_distinct(maps: Sequence[TokenMap]) -> None:
         if key in seen:
             raise ValueError(f"Two maps of response {key[0]!r} under checkpoint {key[1]!r}: give them other names.")
         seen.add(key)
-        if named.setdefault(key[0], token_map.response).token_ids != token_map.response.token_ids:
+        if named.setdefault(key[0], token_map.response).content != token_map.response.content:
             raise ValueError(f"Two different responses are called {key[0]!r}: give them other identifiers.")
 
 
