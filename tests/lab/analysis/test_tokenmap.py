@@ -319,3 +319,12 @@ def test_classes_follow_the_word_of_a_token(tokenizer, respond):
     assert at(",") == ["punctuation"]
     assert at(" Paris")[0] == "white space"
     assert classes[-1] == "control"
+
+
+def test_classes_of_split_and_hidden_characters(tokenizer, respond):
+    response = respond("café 12\u200b 🙂", prompt="A café?")
+    classes = default_classes(response, token_texts(tokenizer, response.token_ids))
+    assert classes[:5] == ["prompt word"] * 5  # é is two tokens
+    assert classes[5:8] == ["white space", "number", "number"]
+    assert classes[8:11] == ["punctuation"] * 3
+    assert classes[11:] == ["white space", *["punctuation"] * 4, "control"]

@@ -33,6 +33,9 @@ would yes you your
 _PYTHON = (word.lower() for word in (*keyword.kwlist, *keyword.softkwlist))
 _FUNCTION_WORDS = frozenset(_ENGLISH.split()) | frozenset(_PYTHON)
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
+# Bytes and hidden characters as `tokentext` spells them out.
+_FIRST_BYTE, _LATER_BYTE = re.compile(r"⟨[C-F][0-9A-F]⟩"), re.compile(r"⟨[89AB][0-9A-F]⟩")
+_SPELLED_OUT = re.compile(r"⟨([0-9A-F]{2}|U\+[0-9A-F]{4,6}|id \d+)⟩")
 
 
 def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]:
@@ -42,7 +45,7 @@ def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]
     word that of the whole word. A function word is a frequent English word or a Python keyword; a prompt word occurs
     in the last user turn, ignoring case.
     """
-    plain = [t.text.replace(f"{NEWLINE}\n", "\n").replace(TAB, "\t") for t in tokens]
+    plain = list(map(_plain, tokens))
     starts, text = [], ""
     for piece in plain:
         starts.append(len(text))
@@ -55,7 +58,11 @@ def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]
         for index in dict.fromkeys(owner[match.start() : match.end()]):
             begin, end = starts[index], starts[index] + len(plain[index])
             kinds[index].append((min(end, match.end()) - max(begin, match.start()), kind))
-    return [_class_of(token, piece, words) for token, piece, words in zip(tokens, plain, kinds, strict=True)]
+    classes: list[str] = []
+    for token, piece, words in zip(tokens, plain, kinds, strict=True):
+        is_rest = token.character is not None and not piece
+        classes.append(classes[-1] if is_rest else _class_of(token, piece, words))
+    return classes
 
 
 def task_classes(task: Task, tokenizer: PreTrainedTokenizerBase) -> Classify:
@@ -65,6 +72,14 @@ def task_classes(task: Task, tokenizer: PreTrainedTokenizerBase) -> Classify:
     if own is None:
         return default_classes
     return lambda response, tokens: own(list(response.token_ids), tokenizer)
+
+
+def _plain(token: TokenText) -> str:
+    """Text of a token. The first byte of a character that spans tokens is read as it, the others as nothing."""
+    text = token.text.replace(f"{NEWLINE}\n", "\n").replace(TAB, "\t")
+    if token.character is not None:
+        text = _LATER_BYTE.sub("", _FIRST_BYTE.sub(token.character, text))
+    return _SPELLED_OUT.sub("\ufffd", text)
 
 
 def _word_class(word: str, known: set[str]) -> str:
