@@ -194,6 +194,7 @@ def test_formula_of_version_0_1_0_is_read():
             "with the feedback of other problems",
         ),
         ({"contrastive_source": "batch", "contrastive_swap": "self"}, "generic", "in the teacher's own context"),
+        ({"contrastive_source": "wrong_feedback"}, "generic", "with the feedback of failed rollouts"),
     ],
 )
 def test_meanings_describe_the_formula(options, quantity, words):

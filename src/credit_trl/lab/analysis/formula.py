@@ -28,19 +28,20 @@ class CreditFormula:
     rule: ContrastRule = field(default_factory=ContrastRule)  # form and gate of the contrast
     baseline: Baseline = "mean_log"  # average over contrast prompts
     # What a contrast prompt exchanges: the question for another one, or for none, or the privileged context for that
-    # of another problem (`"hint"`), or nothing (Ĝ = f).
-    contrasted: Literal["question", "no question", "hint", "nothing"] = "question"
+    # of another problem (`"hint"`) or of failed rollouts, or nothing (Ĝ = f).
+    contrasted: Literal["question", "no question", "hint", "wrong feedback", "nothing"] = "question"
     # Tokens of the loss, which the gate compares. With `tail="renormalize"` R_t is conditional on them.
     support: SupportConfig = field(default_factory=lambda: SupportConfig("full"))
 
     @classmethod
     def of(cls, config: CreditConfig) -> CreditFormula:
         """Formula of a run with this configuration."""
-        contrasted = "no question" if config.contrastive_source == "none" else "question"
+        by_source = {"none": "no question", "wrong_feedback": "wrong feedback"}
+        by_swap = {"hint": "hint", "self": "nothing"}
         return cls(
             config.contrast_rule,
             config.contrastive_baseline,
-            {"hint": "hint", "self": "nothing"}.get(config.contrastive_swap, contrasted),
+            by_swap.get(config.contrastive_swap) or by_source.get(config.contrastive_source, "question"),
             SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail),
         )
 
@@ -113,6 +114,7 @@ class CreditFormula:
             "question": "under contrast prompts with the same feedback",
             "no question": "without the question, with the same feedback",
             "hint": "under the same question with the feedback of other problems",
+            "wrong feedback": "under the same question with the feedback of failed rollouts",
             "nothing": "in the teacher's own context",
         }[self.contrasted]
         average = "log of the mean probability" if self.baseline == "log_mean" else "mean log-probability"
