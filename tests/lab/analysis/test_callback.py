@@ -222,6 +222,16 @@ def test_new_run_removes_pages_of_an_earlier_run(train):
     assert "3 responses" in summary
 
 
+def test_second_training_of_a_trainer_pins_its_own_rollouts(train):
+    trainer = train(CreditMapCallback(every=2, rollouts=4), max_steps=2)
+    first = pages(trainer)["step-000001"]
+    trainer.train()
+    assert list(pages(trainer)) == ["step-000001", "step-000002"]
+    again = pages(trainer)["step-000001"]
+    assert len(again) == len(first) == 4
+    assert again[0].response.token_ids != first[0].response.token_ids
+
+
 def test_evaluation_rollouts_are_not_mapped(train):
     # A generation batch is used for two updates, with an evaluation between them.
     trainer = train(

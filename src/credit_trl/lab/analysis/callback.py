@@ -85,6 +85,7 @@ class CreditMapCallback(TrainerCallback):
             for page in (*self.directory.glob("step-*.html"), *self.directory.glob("step-*.parquet")):
                 if int(page.stem.removeprefix("step-")) > state.global_step:
                     page.unlink()
+        self._due, self._pinned, self._pinned_step = False, [], None
         if state.global_step > 0:
             self._read_pinned()
 
