@@ -387,11 +387,17 @@ def test_arms_from_different_models_have_no_common_base(write_run, tmp_path):
     assert differing_options(result.runs) == []
     assert BASE in result.arms
     write_run("a-3", trained, arm="A", seed=3, model="org/other")
-    assert differing_options(compare([tmp_path]).runs) == ["A on letters: model (bases/seed{seed}, org/other)"]
+    assert differing_options(compare([tmp_path]).runs) == ["A on letters: model (bases/seed1, bases/seed2, org/other)"]
     write_run("b-3", trained, arm="B", seed=3, model="bases/seed3")
     result = compare([tmp_path])
     assert BASE not in result.arms
     assert "started from different models" in tables_markdown(result).partition("## ")[0]
+
+
+def test_digits_of_a_model_are_not_taken_for_the_seed(write_run, tmp_path):
+    for seed in (0, 1, 2):
+        write_run(f"a-{seed}", {10: scores(0.6, 1)}, arm="A", seed=seed, model="org/SmolLM2-0.1B")
+    assert differing_options(compare([tmp_path]).runs) == []
 
 
 def test_prompts_without_a_group_are_a_separate_column(write_run, tmp_path):

@@ -176,19 +176,24 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
 
 def differing(runs: Sequence[Run]) -> list[str]:
     """Model and training options that differ among runs, each with its values."""
-    # A sweep may use one base per seed, such as `bases/seed{seed}`.
-    models = dict.fromkeys(
-        run.model if run.seed is None else re.sub(rf"(?<!\d){run.seed}(?!\d)", "{seed}", run.model)
-        for run in runs
-        if run.model
-    )
-    found = [f"model ({', '.join(models)})"] if len(models) > 1 else []
+    models = dict.fromkeys(run.model for run in runs if run.model)
+    found = [] if _differ_in_the_seed_only(runs) else [f"model ({', '.join(models)})"]
     configs = [run.config for run in runs if run.config]
     for name in sorted({name for config in configs for name in config if not _IGNORED_OPTIONS.fullmatch(name)}):
         values = dict.fromkeys(json.dumps(config.get(name), sort_keys=True) for config in configs)
         if len(values) > 1:
             found.append(f"{name} ({', '.join(values)})")
     return found
+
+
+def _differ_in_the_seed_only(runs: Sequence[Run]) -> bool:
+    """Whether the models have one name, but for the seed: a sweep may use one base per seed (`bases/seed{seed}`)."""
+    known = [run for run in runs if run.model]
+    parts = [re.split(r"(\d+)", run.model) for run in known]
+    seeds = [str(run.seed) for run in known]
+    return len({*map(len, parts)}) < 2 and all(
+        len({*column}) == 1 or list(column) == seeds for column in zip(*parts, strict=False)
+    )
 
 
 def has_one_base(runs: Sequence[Run]) -> bool:
