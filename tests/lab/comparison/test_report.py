@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from credit_trl.cli import credit_compare
-from credit_trl.lab.comparison import compare, write_report
+from credit_trl.lab.comparison import compare, figures, write_report
 from credit_trl.lab.comparison.figures import THEMES, ablation_figure
 from synthetic_runs import writer
 
@@ -190,6 +190,19 @@ def test_command_writes_the_report_and_prints_errors(runs, tmp_path, capsys):
     assert "Steps to a score" in capsys.readouterr().out
     with pytest.raises(ValueError, match="PPO"):
         credit_compare.run(parser.parse_args([str(runs), "--baseline", "PPO", "--output_dir", target]))
+
+
+@pytest.mark.parametrize("length", [10, 60])
+def test_legend_of_the_curves_is_inside_the_figure(write_run, tmp_path, monkeypatch, length):
+    for name in "abcde":
+        write_run(name, {step: dict.fromkeys(PROMPTS, 0.5) for step in (0, 5)}, arm=name * length)
+    monkeypatch.setattr(figures, "_png", lambda figure: figure)
+    figure = figures.curves_figure(compare([tmp_path]), THEMES[0])
+    figure.draw_without_rendering()
+    [legend] = figure.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0.0
+    assert box.x1 <= figure.bbox.width
 
 
 def test_ablation_figure_is_a_png_of_its_theme():

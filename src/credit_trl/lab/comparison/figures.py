@@ -51,9 +51,11 @@ def curves_figure(comparison: Comparison, theme: Theme) -> bytes | None:
                 axis.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.15, lw=0)
     for axis in axes[len(titles) :]:
         axis.set_visible(False)
-    labels = map(_shorten, handles)
+    labels = list(map(_shorten, handles))
+    widest = 0.6 + 0.1 * max(map(len, labels))  # inches of an entry, its line included
+    options = {"ncols": max(1, min(4, int(figure.get_figwidth() / widest))), "fontsize": 9}
     legend = figure.legend(
-        handles.values(), labels, loc="outside lower center", ncols=4, frameon=False, labelcolor=theme.ink
+        handles.values(), labels, loc="outside lower center", frameon=False, labelcolor=theme.ink, **options
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
