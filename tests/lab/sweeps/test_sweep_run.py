@@ -255,6 +255,17 @@ def test_a_failed_job_whose_output_quotes_job_busy_is_failed(spec, tmp_path, mon
     assert "CUDA error" in (folder / ERROR_FILE).read_text()
 
 
+def test_numbers_among_accelerates_arguments_are_text(spec, tmp_path, monkeypatch):
+    options = {"grid": {"method": "SDPO"}, "launcher": "accelerate", "accelerate_args": ["--num_processes", 2]}
+    one = SweepSpec(**{**vars(spec), **options})
+    (folder,) = launch.plan_sweep(one, tmp_path / "out")
+    commands = []
+    run = lambda command, **_: commands.append(command) or subprocess.CompletedProcess(command, 0)  # noqa: E731
+    monkeypatch.setattr(launch.subprocess, "run", run)
+    assert launch._run_process(folder, one) is None
+    assert commands[0][3:6] == ["--num_processes", "2", "-m"]
+
+
 def test_partly_written_checkpoints_are_skipped(tmp_path):
     def checkpoint(step, state=True, trainer_state=True):
         folder = tmp_path / f"checkpoint-{step}"

@@ -96,6 +96,10 @@ def test_directory_names_are_ascii():
         ({"seeds": []}, "at least one"),
         ({"seeds": [1, 1]}, "repeats"),
         ({"seeds": ["a"]}, "at least one integer"),
+        ({"seeds": [True]}, "from 0 to"),
+        ({"seeds": [-1]}, "from 0 to"),
+        ({"data": {1: 2}}, "`data` must be a mapping of options"),
+        ({"accelerate_args": "--num_processes 2"}, "list of arguments"),
         ({"launcher": "slurm"}, "process, inline, accelerate"),
         ({"config": {"output_dir": "x"}}, "set by the sweep"),
         ({"data": {"split": "train"}}, "not split"),
@@ -187,6 +191,20 @@ def test_a_number_that_yaml_reads_as_text_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"`learning_rate` is the text '1e-6'.*write 1.0e-06"):
         plan_sweep(spec, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", ["2026-01-01", ".inf"])
+def test_a_value_that_a_job_cannot_store_is_an_error(tmp_path, value):
+    config = yaml.safe_load(f"run_name: {value}")
+    with pytest.raises(ValueError, match=r"'SDPO' has an invalid configuration.*JSON"):
+        plan_sweep(SweepSpec(**MINIMAL, config={**CPU, **config}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_arm_with_a_long_name_has_a_directory(tmp_path):
+    grid = {"reprompt_template": [f"{{prompt}}{'x' * 300}{end}{{solution}}{{feedback}}" for end in "ab"]}
+    folders = plan_sweep(SweepSpec(**{**MINIMAL, "grid": grid}, config=CPU), tmp_path)
+    assert len({folder.parent for folder in folders}) == 2
 
 
 def test_a_directory_of_another_sweep_is_an_error(tmp_path):

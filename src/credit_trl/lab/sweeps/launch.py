@@ -61,6 +61,7 @@ def plan_sweep(spec: SweepSpec, output_dir: str | Path, *, write: bool = True) -
     for folder, job in jobs.items():
         try:
             CreditConfig(output_dir=str(folder), seed=job["seed"], **job["config"])
+            json.dumps(job, allow_nan=False)  # a date or an infinity would come back from `job.json` as another value
         except (TypeError, ValueError) as error:
             raise ValueError(f"Arm {job['arm']!r} has an invalid configuration: {error}") from error
         _check_same_job(job, folder)
@@ -181,7 +182,7 @@ def _run_process(folder: Path, spec: SweepSpec) -> str | None:
     """Run a job in a new process, unless another launcher does, and return the end of its output if it fails."""
     command = [sys.executable, "-m"]
     if spec.launcher == "accelerate":
-        command += ["accelerate.commands.launch", *spec.accelerate_args, "-m"]
+        command += ["accelerate.commands.launch", *map(str, spec.accelerate_args), "-m"]
     command += ["credit_trl.lab.sweeps.job", str(folder)]
     try:
         with FileLock(folder / LAUNCHER_LOCK, timeout=0), (folder / OUTPUT_FILE).open("ab") as output:

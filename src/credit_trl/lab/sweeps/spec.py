@@ -17,6 +17,7 @@ CREDIT with λ = 0 is SDPO, and an option at its default or at its value in `con
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import re
@@ -86,8 +87,9 @@ class Arm:
 
     @property
     def slug(self) -> str:
-        """The name as a directory name."""
-        return re.sub(r"[^a-z0-9.+]+", "-", self.name.replace("λ", "lambda").lower()).strip("-")
+        """The name as a directory name, of at most 255 characters as file systems allow."""
+        slug = re.sub(r"[^a-z0-9.+]+", "-", self.name.replace("λ", "lambda").lower()).strip("-")
+        return slug if len(slug) <= 255 else f"{slug[:200]}-{hashlib.sha256(slug.encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,17 @@ class SweepSpec:
         wanted = {"model": (str, "a string"), "task": (str, "a string"), "grid": (Mapping | list | tuple, "a mapping")}
         wanted |= dict.fromkeys(("config", "evaluation", "data"), (Mapping, "a mapping of options to values"))
         for name, (kind, words) in wanted.items():
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"`{name}` must be {words}, got {reprlib.repr(getattr(self, name))}.")
-        seeds = self.seeds
-        if not isinstance(seeds, list | tuple) or not seeds or not all(isinstance(seed, int) for seed in seeds):
-            raise ValueError(f"`seeds` must be a list of at least one integer, got {reprlib.repr(seeds)}.")
+            value = getattr(self, name)
+            is_named = not isinstance(value, Mapping) or all(isinstance(option, str) for option in value)
+            if not isinstance(value, kind) or (name != "grid" and not is_named):
+                raise ValueError(f"`{name}` must be {words}, got {reprlib.repr(value)}.")
+        arguments, seeds = self.accelerate_args, self.seeds
+        if not isinstance(arguments, list | tuple) or not all(isinstance(one, str | int | float) for one in arguments):
+            raise ValueError(f"`accelerate_args` must be a list of arguments, got {reprlib.repr(arguments)}.")
+        if not isinstance(seeds, list | tuple) or not seeds or not all(map(_is_seed, seeds)):
+            raise ValueError(
+                f"`seeds` must be a list of at least one integer from 0 to 2^32 − 1, got {reprlib.repr(seeds)}."
+            )
         if {"{", "}"} & set(self.model.replace("{seed}", "")):
             raise ValueError(f"`model` may contain {{seed}} and no other braces, got {reprlib.repr(self.model)}.")
 
@@ -266,6 +274,10 @@ def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
         raise ValueError(f"Method {method} sets {', '.join(decided)} itself; remove it from its grid.")
     shown = [f"{OPTION_LABELS.get(name, name)}={_format(value)}" for name, value in kept.items()]
     return Arm(" ".join([method, *shown]), method, {**METHODS[method], **kept})
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32
 
 
 def _values(grid: Mapping[str, Any]) -> list[Sequence[Any]]:
