@@ -344,6 +344,12 @@ def test_a_base_evaluation_of_another_launcher_is_not_replaced(tmp_path, monkeyp
         write_json(mine / launch.BASE_EVALUATION / "settings.json", {"started": True})
         return copytree(*args, **options)
 
+    def restarted(*args, **options):
+        raise shutil.Error([(str(theirs), "the run of this job was set aside", "No such file")])
+
+    monkeypatch.setattr(launch.shutil, "copytree", restarted)
+    launch.share_base_evaluation(mine, [mine, theirs])
+    assert not list((mine / "evaluations").iterdir())
     monkeypatch.setattr(launch.shutil, "copytree", meanwhile)
     launch.share_base_evaluation(mine, [mine, theirs])
     assert [path.name for path in (mine / "evaluations").iterdir()] == ["step-000000"]

@@ -110,10 +110,10 @@ def share_base_evaluation(folder: Path, others: Sequence[Path]) -> None:
         if other != folder and (theirs / RESULT_FILE).is_file() and _base_of(other) == _base_of(folder):
             mine.parent.mkdir(parents=True, exist_ok=True)
             scratch = Path(tempfile.mkdtemp(dir=mine.parent, prefix=".base-"))
-            shutil.copytree(theirs, scratch, dirs_exist_ok=True)
             try:
+                shutil.copytree(theirs, scratch, dirs_exist_ok=True)
                 scratch.rename(mine)
-            except OSError:  # another launcher has started this job meanwhile
+            except OSError:  # another launcher has started this job, or the other one from the beginning
                 shutil.rmtree(scratch)
             return
 
