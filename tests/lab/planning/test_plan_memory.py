@@ -15,6 +15,7 @@ from credit_trl.lab.planning import memory
 from credit_trl.lab.planning.fit import CHANGES, changes_that_fit, fits
 from credit_trl.lab.planning.setup import GIB, GPUS, Vllm, make_setup
 from credit_trl.lab.planning.shape import Lora, load_shape
+from credit_trl.lab.planning.work import Lengths, work_of
 from tiny import length_verdicts
 
 
@@ -137,8 +138,8 @@ def test_adapter_parameters_equal_those_of_peft(make_model, tmp_path):
             assert shape.adapter_parameters(Lora(3, names, dora)) == trained
 
 
-def setup_of(make_config, **changes):
-    setup = make_setup(make_config(), ModelConfig(), {}, GPUS["h100"], mixed=True)
+def setup_of(make_config, options=None, **changes):
+    setup = make_setup(make_config(**(options or {})), ModelConfig(), {}, GPUS["h100"], mixed=True)
     return replace(setup, **{"generation_batch": 64, "per_device": 8, "completion": 4096, **changes})
 
 
@@ -199,6 +200,29 @@ def test_rehearsal_stores_the_base_beside_the_average(make_config):
     assert memory.teacher_bytes(shape, replace(both, rehearsal=0.1)) == memory.teacher_bytes(shape, both)
     before, after = (memory.memory_of(shape, s).phases["update"]["activations"] for s in (setup, rehearsing))
     assert after > before  # the student reads the teacher's prompts
+
+
+def test_two_losses_are_planned_with_two_passes(make_model, make_config, tokenizer, dataset):
+    shape = load_shape("Qwen/Qwen3-8B")
+    weights = ({"distillation_weight": weight} for weight in (1.0, 0.5))
+    one, two = (setup_of(make_config, options, checkpointing=True) for options in weights)
+    before, after = (memory.memory_of(shape, s).phases["update"]["activations"] for s in (one, two))
+    assert 1.5 * before < after < 2 * before  # recomputation holds one layer at a time
+    model, passes = make_model(), []
+    model.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    config = make_config(max_steps=1, distillation_weight=0.5)
+    CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer).train()
+    assert sum(passes) == two.losses * config.gradient_accumulation_steps
+
+
+def test_a_kl_model_is_stored_beside_the_policy(make_config):
+    shape = load_shape("Qwen/Qwen3-8B")
+    plain, kl = (setup_of(make_config, {"distillation_weight": 0.5, "beta": beta}) for beta in (0.0, 0.04))
+    assert memory.memory_of(shape, kl).steady["KL model"] == memory.policy_bytes(shape, plain)
+    assert "KL model" not in memory.memory_of(shape, replace(kl, lora=Lora(4))).steady
+    lengths = Lengths(10, 100, 50)
+    read = [work_of(shape, setup, lengths).tokens["old_logps"] for setup in (plain, kl)]
+    assert read[1] - read[0] >= plain.generation_batch * 110
 
 
 @pytest.mark.parametrize(

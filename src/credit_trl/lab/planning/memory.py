@@ -56,6 +56,8 @@ def memory_of(shape: Shape, setup: Setup) -> Memory:
         "teacher": 0 if setup.teacher_offload else teacher,
         "scores": score_bytes(setup),
     }
+    if setup.has_kl_model and not setup.lora:  # an adapter is switched off instead
+        steady["KL model"] = policy_bytes(shape, setup)
     phases = {"rollout": _rollout(shape, setup), "scores": _scores(shape, setup), "update": _update(shape, setup)}
     if setup.vllm and setup.vllm.mode == "colocate" and not setup.vllm.sleeps:
         for phase in ("scores", "update"):
@@ -160,9 +162,9 @@ def _scores(shape: Shape, setup: Setup) -> dict[str, int]:
 
 
 def _update(shape: Shape, setup: Setup) -> dict[str, int]:
-    """Forward and backward pass of one micro-batch."""
+    """Forward and backward pass of one micro-batch; those of two losses are held at once."""
     length = (max(setup.prompt, setup.context) if setup.rehearsal else setup.prompt) + setup.completion
-    elements = shape.layers * (shape.hidden if setup.checkpointing else shape.layer_elements)
+    elements = setup.losses * shape.layers * (shape.hidden if setup.checkpointing else shape.layer_elements)
     elements += shape.layer_elements if setup.checkpointing else 0  # the recomputed layer
     activations = setup.per_device * length * elements * setup.compute_bytes
     scored = setup.per_device * setup.completion * (1 + setup.contrasts)  # teacher's tokens, scored inside the step
@@ -170,7 +172,7 @@ def _update(shape: Shape, setup: Setup) -> dict[str, int]:
     return {
         "gradients": gradient_bytes(shape, setup),
         "gathered weights": _gathered_bytes(shape, setup),
-        "activations": activations + _mask_bytes(setup.per_device, length, setup),
+        "activations": activations + setup.losses * _mask_bytes(setup.per_device, length, setup),
         "head": 0 if setup.lora else shape.head * 4,  # its gradient
         "logits chunk": _CHUNK_TOKENS * shape.vocabulary * 4 * 2,
         "hidden states": scored * _state_bytes(scoring_shape(shape, setup), setup) if in_step else 0,

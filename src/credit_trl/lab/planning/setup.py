@@ -99,6 +99,8 @@ class Setup:
     packed: bool = False  # the update reads no padding
     shares_prompts: bool = False  # a packed micro-batch reads the prompt of several rollouts once
     old_logps: bool = False  # a pass without gradient computes the log-probabilities at rollout time
+    has_kl_model: bool = False  # another pass there reads the KL model of GRPO's `beta`
+    losses: int = 1  # 2 where GRPO's and the distillation's loss are added, each with its own pass of the student
     teacher_model: TeacherModel | None = None  # of the kind "model"
     is_plain: bool = False  # the teacher reads the student's prompt
     rehearsal: float = 0.0  # share of generation batches in which the student reads the teacher's prompt
@@ -122,6 +124,10 @@ class Setup:
     def has_bf16_copy(self) -> bool:
         """Whether DeepSpeed computes with a bf16 copy of fp32 weights."""
         return self.strategy in ("zero2", "zero3") and self.compute_bytes == 2
+
+
+def _offloads(deepspeed: Mapping[str, Any], what: Literal["param", "optimizer"]) -> bool:
+    return deepspeed.get(f"offload_{what}_device", "none") != "none"
 
 
 def _stores_no_mask(training: CreditConfig, model: ModelConfig) -> bool:
@@ -172,7 +178,6 @@ def make_setup(
     strategy = _strategy(launcher, processes)
     weight_bytes = 2 if model.dtype in ("bfloat16", "float16", "auto") else 4
     deepspeed, fsdp = launcher.get("deepspeed_config") or {}, launcher.get("fsdp_config") or {}
-    offload = deepspeed.get("offload_param_device", "none") != "none" or bool(fsdp.get("fsdp_offload_params"))
     return Setup(
         strategy=strategy,
         processes=processes,
@@ -193,8 +198,8 @@ def make_setup(
         scoring_tokens=training.scoring_batch_tokens,
         checkpointing=training.gradient_checkpointing,
         optimizer_bytes=_optimizer_bytes(training, model, strategy, weight_bytes),
-        optimizer_offload=deepspeed.get("offload_optimizer_device", "none") != "none",
-        parameter_offload=offload,
+        optimizer_offload=_offloads(deepspeed, "optimizer"),
+        parameter_offload=_offloads(deepspeed, "param") or bool(fsdp.get("fsdp_offload_params")),
         lora=_lora(model),
         bits=4 if model.load_in_4bit else 8 if model.load_in_8bit else 0,
         vllm=_vllm(training),
@@ -202,6 +207,8 @@ def make_setup(
         packed=training.update_packed and (model.attn_implementation or "sdpa") != "eager",
         shares_prompts=(model.attn_implementation or "sdpa") == "sdpa",
         old_logps=_has_old_logps(training),
+        has_kl_model=training.beta != 0.0,
+        losses=sum(share > 0.0 for share in UseConfig.of(training).shares),
         **_teacher_fields(training, teacher, max_prompt),
     )
 

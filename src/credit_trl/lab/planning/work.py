@@ -42,8 +42,8 @@ class Work:
     """Cost of a generation batch, from rollout to the last update."""
 
     # Over all processes: `generated`, `scored`, `trained`, `padding` that the update reads beside them, and
-    # `old_logps`, read without gradient for log-probabilities at rollout time, with their padding. Padding is negative
-    # where packed rollouts share their prompt.
+    # `old_logps`, read without gradient for log-probabilities at rollout time, also of the KL model, with padding.
+    # Padding is negative where packed rollouts share their prompt.
     tokens: dict[str, int]
     operations: dict[str, float]  # floating point operations by phase, over all processes
     moved: dict[str, float]  # bytes that one GPU receives from others, by purpose
@@ -66,16 +66,17 @@ def work_of(shape: Shape, setup: Setup, lengths: Lengths) -> Work:
     """Tokens, operations, traffic and time of one generation batch."""
     prompt = (1.0 - setup.rehearsal) * lengths.prompt + setup.rehearsal * lengths.context  # that the student reads
     valid = round(setup.generation_batch * (prompt + lengths.completion))
+    logps_passes = setup.old_logps + setup.has_kl_model
     tokens = {
         "generated": setup.generation_batch * lengths.completion,
         "scored": round(setup.generation_batch * _scored_tokens(setup, lengths)),
         "trained": setup.iterations * valid,
         "padding": round(setup.iterations * valid * (padding_factor(setup, lengths) - 1.0)),
-        "old_logps": round(valid * padding_factor(setup, lengths, whole_batch=True)) if setup.old_logps else 0,
+        "old_logps": round(logps_passes * valid * padding_factor(setup, lengths, whole_batch=True)),
     }
     per_token = 2 * shape.active_parameters
     backward = 1 if setup.lora else 2  # a frozen weight needs no gradient
-    passes = 1 + backward + (1 if setup.checkpointing else 0)
+    passes = setup.losses * (1 + backward + (1 if setup.checkpointing else 0))
     prompts = setup.generation_batch // setup.group * lengths.prompt
     operations = {
         "rollout": (prompts + tokens["generated"]) * per_token,
@@ -105,7 +106,8 @@ def traffic(shape: Shape, setup: Setup, lengths: Lengths) -> dict[str, float]:
     passes = ceil(setup.rollouts * _scored_tokens(setup, lengths) / pass_tokens)
     micro_batches = setup.iterations * ceil(setup.rollouts / setup.per_device)
     trained = trainable_parameters(shape, setup)
-    gathers = 2  # forward, and backward with its recomputation
+    gathers = 2 * setup.losses  # forward, and backward with its recomputation
+    old_passes = (setup.old_logps + setup.has_kl_model) * ceil(setup.rollouts / setup.per_device)
     reductions = micro_batches if setup.shards_weights else _updates(setup)
     reduce = trained * 4 * others * (1 if setup.shards_optimizer else 2)
     regathered = trained * setup.compute_bytes * others * _updates(setup) if setup.strategy == "zero2" else 0.0
@@ -113,7 +115,7 @@ def traffic(shape: Shape, setup: Setup, lengths: Lengths) -> dict[str, float]:
     return {
         "texts and verdicts": texts * others,
         "scores": passes * scorer.parameters * gathered + (scorer.head * 4 * others if setup.shards_weights else 0.0),
-        "old log-probabilities": ceil(setup.rollouts / setup.per_device) * whole if setup.old_logps else 0.0,
+        "old log-probabilities": old_passes * whole,
         "update": micro_batches * gathers * whole + reductions * reduce + regathered,
         "teacher": _teacher_traffic(setup, trained) * others,
         "weights to the engine": shape.parameters * setup.weight_bytes * others if setup.vllm else 0.0,
