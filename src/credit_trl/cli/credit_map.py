@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -111,7 +112,8 @@ def _run_file(checkpoint: str) -> Path | None:
 def _read_options(path: Path) -> dict[str, Any]:
     import yaml
 
-    read = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    text = path.read_text(encoding="utf-8")
+    read = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)  # YAML reads JSON's 1e-05 as text
     if isinstance(read, dict) and path.name == RUN_FILE:
         read = read.get("config")
     if not isinstance(read, dict):

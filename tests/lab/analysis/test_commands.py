@@ -212,16 +212,16 @@ SHORT = ("--max_prompts", 2, "--samples", 2, "--max_completion_length", 4, "--pi
 
 def test_each_checkpoint_uses_the_formula_of_its_run(saved, tmp_path, capsys):
     paper = saved_run(saved, "paper", 1, contrastive_coef=0.2, contrastive_source="batch")
-    guide = saved_run(saved, "guide", 2, contrastive_form="guide", contrastive_coef=2.0, contrastive_gate=0.01)
+    guide = saved_run(saved, "guide", 2, contrastive_form="guide", contrastive_coef=2.0, contrastive_gate=1e-5)
     line = ("--model", saved("base"), "--checkpoint", paper, "--checkpoint", guide, "--task", "quickstart")
     assert call(credit_map, *line, "--output_dir", tmp_path / "out", *SHORT) == 0
     scores = {m.checkpoint: m.scores for m in read_parquet(tmp_path / "out" / "maps.parquet")}
     assert [(s.contrastive_coef, s.formula.rule.form, s.formula.rule.gate) for s in scores.values()] == [
         (0.2, "subtract", 0.0),
         (0.2, "subtract", 0.0),
-        (2.0, "guide", 0.01),
+        (2.0, "guide", 1e-5),
     ]
-    assert "R_t = ΔV_t + λ S_t, where f and Ĝ differ by a total variation above 0.01" in capsys.readouterr().out
+    assert "R_t = ΔV_t + λ S_t, where f and Ĝ differ by a total variation above 1e-05" in capsys.readouterr().out
     assert "R_t = ΔV_t − λ Ĝ, λ = 0.2" in (tmp_path / "out" / "pmi.md").read_text("utf-8")
 
 
