@@ -125,9 +125,10 @@ def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample | 
 
 def _measure_kind(plan: Plan, arguments: tuple[str, Workload], rounds: int) -> dict[str, Any]:
     trial = Trial(build, *arguments)
-    of_kind: dict[str, Any] = {"points": dict.fromkeys(plan.points)}
+    points = plan.points if "points" in plan.parts else {}
+    of_kind: dict[str, Any] = {"points": dict.fromkeys(points), "error": None}
     try:
-        for name, changes in plan.points.items() if "points" in plan.parts else ():
+        for name, changes in points.items():
             of_kind["points"][name] = repeat(trial.ask, rounds, changes)
         if "longest" in plan.parts:
             of_kind["longest_completion"] = longest_that_fits(
@@ -164,8 +165,9 @@ def ratios(models: dict[str, Any]) -> dict[str, float]:
     """Ratios of seconds: Triton over torch kernels, and each trial over TRL's SDPO, if both fit."""
     found = {}
     for name, of_model in models.items():
-        for point in next(iter(of_model.values()))["points"]:
-            seconds = {kind: of["points"][point]["seconds"] for kind, of in of_model.items() if of["points"][point]}
+        for point in dict.fromkeys(point for of in of_model.values() for point in of["points"]):
+            measured = {kind: of["points"].get(point) for kind, of in of_model.items()}
+            seconds = {kind: sample["seconds"] for kind, sample in measured.items() if sample}
             for kind, over in (("credit, triton", "credit, torch"), *((kind, "sdpo") for kind in of_model)):
                 if kind in seconds and over in seconds and kind != over:
                     found[f"{name}, {point}: {kind} over {over}"] = seconds[kind] / seconds[over]

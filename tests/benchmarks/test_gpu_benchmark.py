@@ -135,7 +135,9 @@ def test_models_that_do_not_fit_are_reported_without_a_ratio(monkeypatch):
     monkeypatch.setattr(gpu, "build", build)
     monkeypatch.setattr(pair, "build_pair", lambda shape, kind: lambda: Sample(0.05, peak_mb=1000.0))
     monkeypatch.setattr(pair, "chunk_size", lambda shape: 4)
-    result = gpu.measure(replace(tiny_plan(), kernels=("torch", "triton")), rounds=1)
+    results, plan = Results(), replace(tiny_plan(), kernels=("torch", "triton"))
+    gpu.measure(replace(plan, parts=("points", "pair")), 1, results)
+    result = gpu.measure(replace(plan, parts=("longest",)), 1, results)  # keeps the other parts
     failed = result["models"]["tiny"]["sdpo"]
     assert failed["points"] == {"4 tokens": None, "C = 2": None}
     assert "CUDA out of memory" in failed["error"]
