@@ -12,9 +12,11 @@ import torch
 from credit_trl import cli
 from credit_trl.cli.credit_plan import parse_run
 from credit_trl.lab.planning.fit import largest_saving
+from credit_trl.lab.planning.memory import memory_of
 from credit_trl.lab.planning.setup import GPUS, make_setup
 from credit_trl.lab.planning.shape import load_shape
 from credit_trl.lab.planning.work import Lengths, default_lengths, padding_factor, work_of
+from credit_trl.loss.scores import SupportConfig
 from credit_trl.training.micro_batches import even_groups
 
 LINE = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--generation_batch_size", "64", "--max_completion_length", "1024"]
@@ -168,6 +170,17 @@ def test_rehearsal_and_trust_region_are_planned_with_their_passes():
     tokens = work_of(shape, run_of("--teacher_rehearsal", "0.25"), lengths).tokens
     assert tokens["scored"] == 64 * (0.75 * 2 + 0.25) * 150  # no contrasts on a rehearsal batch
     assert tokens["trained"] == 64 * (0.75 * 110 + 0.25 * 150)
+
+
+def test_scores_of_a_step_are_planned_for_each_micro_batch():
+    shape, lengths = load_shape("Qwen/Qwen3-0.6B"), Lengths(10, 100, 50)
+    stored = replace(run_of("--num_iterations", "2"), strategy="fsdp2", processes=8, per_device=2, accumulation=4)
+    in_step = replace(stored, support=SupportConfig("full"))
+    once, often = work_of(shape, stored, lengths), work_of(shape, in_step, lengths)
+    assert often.tokens["scored"] == 2 * once.tokens["scored"]
+    assert often.moved["scores"] == 2 * (stored.rollouts // 2) * once.moved["scores"]  # a pass and the head for each
+    phases = memory_of(shape, in_step).phases
+    assert phases["scores"]["gradients"] == phases["update"]["gradients"]
 
 
 def test_time_per_contrast_is_that_of_the_papers_ablation():

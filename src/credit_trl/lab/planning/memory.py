@@ -64,6 +64,8 @@ def memory_of(shape: Shape, setup: Setup) -> Memory:
             phases[phase]["vLLM"] = phases["rollout"]["vLLM"]
     if setup.teacher_offload:
         phases["scores"]["teacher"] = teacher
+    if setup.support.in_step and setup.accumulation > 1:  # the teacher reads each micro-batch before the student
+        phases["scores"]["gradients"] = phases["update"]["gradients"]
     if not setup.distills:
         phases["scores"] = {}
     return Memory(steady, phases)

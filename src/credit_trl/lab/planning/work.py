@@ -66,12 +66,12 @@ def work_of(shape: Shape, setup: Setup, lengths: Lengths) -> Work:
     """Tokens, operations, traffic and time of one generation batch."""
     prompt = (1.0 - setup.rehearsal) * lengths.prompt + setup.rehearsal * lengths.context  # that the student reads
     valid = round(setup.generation_batch * (prompt + lengths.completion))
-    logps_passes = setup.old_logps + setup.has_kl_model
+    logps_passes, iterations, in_step = setup.old_logps + setup.has_kl_model, setup.iterations, setup.support.in_step
     tokens = {
         "generated": setup.generation_batch * lengths.completion,
-        "scored": round(setup.generation_batch * _scored_tokens(setup, lengths)),
-        "trained": setup.iterations * valid,
-        "padding": round(setup.iterations * valid * (padding_factor(setup, lengths) - 1.0)),
+        "scored": round(setup.generation_batch * _scored_tokens(setup, lengths)) * (iterations if in_step else 1),
+        "trained": iterations * valid,
+        "padding": round(iterations * valid * (padding_factor(setup, lengths) - 1.0)),
         "old_logps": round(logps_passes * valid * padding_factor(setup, lengths, whole_batch=True)),
     }
     per_token = 2 * shape.active_parameters
@@ -103,8 +103,11 @@ def traffic(shape: Shape, setup: Setup, lengths: Lengths) -> dict[str, float]:
     gathered = setup.compute_bytes * others if setup.shards_weights else 0.0  # bytes per parameter
     whole, scorer = shape.parameters * gathered, scoring_shape(shape, setup)
     pass_tokens = max(setup.scoring_tokens, lengths.context + lengths.completion)
-    passes = ceil(setup.rollouts * _scored_tokens(setup, lengths) / pass_tokens)
     micro_batches = setup.iterations * ceil(setup.rollouts / setup.per_device)
+    # Calls of the teacher, each with so many rollouts: one, or one in each micro-batch.
+    calls, rollouts = (micro_batches, setup.per_device) if setup.support.in_step else (1, setup.rollouts)
+    passes = calls * ceil(rollouts * _scored_tokens(setup, lengths) / pass_tokens)
+    heads = calls * scorer.head * 4 * others if setup.shards_weights else 0.0
     trained = trainable_parameters(shape, setup)
     gathers = 2 * setup.losses  # forward, and backward with its recomputation
     old_passes = (setup.old_logps + setup.has_kl_model) * ceil(setup.rollouts / setup.per_device)
@@ -114,7 +117,7 @@ def traffic(shape: Shape, setup: Setup, lengths: Lengths) -> dict[str, float]:
     texts = setup.generation_batch * (lengths.prompt * 2 + lengths.completion) * 4  # prompts twice, completions once
     return {
         "texts and verdicts": texts * others,
-        "scores": passes * scorer.parameters * gathered + (scorer.head * 4 * others if setup.shards_weights else 0.0),
+        "scores": passes * scorer.parameters * gathered + heads,
         "old log-probabilities": old_passes * whole,
         "update": micro_batches * gathers * whole + reductions * reduce + regathered,
         "teacher": _teacher_traffic(setup, trained) * others,
