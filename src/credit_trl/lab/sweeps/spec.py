@@ -61,7 +61,6 @@ MAX_ARMS = 1_000  # combinations of a sweep, before those that train the same ar
 MAX_JOBS = 10_000  # combinations times seeds
 # Of one file. PyYAML reads this many bytes in less than a second.
 _MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 32_768, 100_000, 8
-_BRACKETS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _IGNORED_PREFIXES = {
     "GRPO": ("contrastive_", "distillation_", "teacher_"),
     "SDPO": ("contrastive_",),
@@ -204,9 +203,6 @@ def read_spec(path: str | Path) -> SweepSpec:
         raw = file.read(_MAX_BYTES + 1)
     if len(raw) > _MAX_BYTES:
         raise ValueError(f"{path} has more than {_MAX_BYTES:,} bytes, which a sweep does not need.")
-    # PyYAML's time grows with the square of the depth, so brackets are counted before it reads them.
-    if max(itertools.accumulate((_BRACKETS.get(byte, 0) for byte in raw), initial=0)) > 2 * _MAX_DEPTH:
-        raise ValueError(f"{path} is nested too deeply.")
     try:
         content = yaml.load(raw.decode("utf-8"), _Loader)
     except (yaml.YAMLError, ValueError) as error:
@@ -230,7 +226,15 @@ def read_spec(path: str | Path) -> SweepSpec:
 
 
 class _Loader(yaml.SafeLoader):
-    """Builds plain values only, without merge keys (`<<`), whose expansion grows exponentially as it is read."""
+    """Builds plain values only, without merge keys (`<<`), whose expansion grows exponentially as it is read.
+
+    The time of open brackets grows with the square of their number, so their number is limited as they are read.
+    """
+
+    def fetch_flow_collection_start(self, token: type) -> None:
+        if self.flow_level == 2 * _MAX_DEPTH:
+            raise yaml.YAMLError("nested too deeply")
+        super().fetch_flow_collection_start(token)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         for key, _ in node.value:
