@@ -242,8 +242,6 @@ class RankAgreement:
         spearman: mean Spearman's ρ.
         concordance: mean share of the pairs with different success rates that the quantity orders alike; a tie of the
             quantity counts ½, so ½ is chance.
-        concordance_interval: its 95 % bootstrap interval over questions, because prefixes of one question are not
-            independent; NaN with a single question.
         top: share of prefixes at which the quantity's best candidate has the highest success rate.
     """
 
@@ -251,7 +249,6 @@ class RankAgreement:
     kendall: float
     spearman: float
     concordance: float
-    concordance_interval: tuple[float, float]
     top: float
 
 
@@ -270,18 +267,15 @@ def rank_agreement(
     kept = [c for c in credits if (c.is_resolved if resolved else c.is_informative)]
     nan = float("nan")
     if not kept:
-        return RankAgreement(0, nan, nan, nan, (nan, nan), nan)
+        return RankAgreement(0, nan, nan, nan, nan)
     pairs = [(c.successes, getattr(c.branching, quantity).double().numpy()) for c in kept]
-    questions = [c.branching.question for c in kept]
     taus, rhos = (np.array([_correlation(of_ranks, *pair) for pair in pairs]) for of_ranks in (kendalltau, spearmanr))
-    concordances = np.array([concordance(*pair) for pair in pairs])
     tops = [outcomes[other.argmax()] == outcomes.max() for outcomes, other in pairs]
     return RankAgreement(
         len(kept),
         float(taus.mean()),
         float(rhos.mean()),
-        float(concordances.mean()),
-        _interval(concordances, questions),
+        float(np.mean([concordance(*pair) for pair in pairs])),
         float(np.mean(tops)),
     )
 
@@ -295,14 +289,3 @@ def concordance(outcomes: NDArray, quantity: NDArray) -> float:
 
 def _correlation(of_ranks: Callable[..., Any], outcomes: NDArray, quantity: NDArray) -> float:
     return 0.0 if np.ptp(quantity) == 0 else float(of_ranks(outcomes, quantity).statistic)
-
-
-def _interval(values: NDArray, questions: Sequence[int]) -> tuple[float, float]:
-    """95 % percentile interval of the mean, by 2,000 resamples of the questions."""
-    names, owner = np.unique(questions, return_inverse=True)
-    if len(names) < 2:
-        return float("nan"), float("nan")
-    sums, counts = np.bincount(owner, weights=values), np.bincount(owner)
-    chosen = np.random.default_rng(0).integers(len(names), size=(2000, len(names)))
-    low, high = np.quantile(sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1), [0.025, 0.975])
-    return float(low), float(high)
