@@ -187,7 +187,7 @@ def test_groups_of_prompts_are_columns_with_an_average(write_run, tmp_path):
     result = compare([tmp_path])
     assert result.domains == ["letters: easy", "letters: hard"]
     assert result.prompts == {"letters: easy": 10, "letters: hard": 30}
-    assert result.average("A", FINAL) == result.average("B", FINAL) == 0.5
+    assert result.mean("A", None, FINAL) == result.mean("B", None, FINAL) == 0.5
     assert result.ranks("letters: easy", FINAL) == {"A": 1, "B": 2}
     assert result.ranks("letters: hard", FINAL) == {"A": 2, "B": 1}
     assert result.ranks(None, FINAL) == {"A": 1, "B": 1}
@@ -200,7 +200,7 @@ def test_tasks_are_columns_and_missing_cells_have_no_average(write_run, tmp_path
     write_run("a2", {10: scores(0.6, 2)}, arm="A", task="numbers")
     write_run("b1", {10: scores(0.5, 1)}, arm="B", task="letters")
     result = compare([tmp_path])
-    assert math.isnan(result.average("B", FINAL))
+    assert math.isnan(result.mean("B", None, FINAL))
     assert score_markdown(result, FINAL).splitlines()[3].endswith("| – | – |")
 
 
@@ -405,7 +405,7 @@ def test_prompts_without_a_group_are_a_separate_column(write_run, tmp_path):
     write_run("a", {10: {p: float(groups[p] is None) for p in PROMPTS}}, arm="A", groups=groups)
     result = compare([tmp_path])
     assert result.prompts == {"letters: hard": 10, "letters: other": 30}
-    assert result.average("A", FINAL) == 0.5
+    assert result.mean("A", None, FINAL) == 0.5
 
 
 def test_an_arm_cannot_have_the_name_of_the_base(write_run, tmp_path):

@@ -115,18 +115,14 @@ class Comparison:
     steps_to: Sequence[StepsTo]
     curves: Sequence[Curve]
 
-    def average(self, arm: str, when: str) -> float:
-        """Mean score over the domains, NaN if a domain is missing."""
-        cells = [self.cells.get((arm, domain, when)) for domain in self.domains]
+    def mean(self, arm: str, domain: str | None, when: str) -> float:
+        """Mean score on a domain, None for all domains; NaN if one is missing."""
+        cells = [self.cells.get((arm, name, when)) for name in (self.domains if domain is None else [domain])]
         return math.nan if None in cells else float(np.mean([cell.interval.mean for cell in cells]))
 
     def ranks(self, domain: str | None, when: str) -> dict[str, int]:
-        """Rank of each arm in a column, 1 for the best; ties share a rank. None ranks the averages over domains."""
-        if domain is None:
-            means = {arm: self.average(arm, when) for arm in self.arms}
-        else:
-            cells = {arm: self.cells.get((arm, domain, when)) for arm in self.arms}
-            means = {arm: cell.interval.mean for arm, cell in cells.items() if cell is not None}
+        """Rank of each arm by `mean`, 1 for the best; ties share a rank."""
+        means = {arm: self.mean(arm, domain, when) for arm in self.arms}
         rounded = {arm: round(mean, 10) for arm, mean in means.items() if not math.isnan(mean)}
         ordered = sorted(set(rounded.values()), reverse=True)
         return {arm: ordered.index(mean) + 1 for arm, mean in rounded.items()}

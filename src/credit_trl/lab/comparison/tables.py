@@ -26,22 +26,21 @@ class Mark:
 
 def score_rows(comparison: Comparison, when: str) -> tuple[list[str], list[tuple[str, list[Mark]]]]:
     """(columns, rows) of arms × domains as in the paper's Table 1, with the average of several domains."""
-    columns = {domain: comparison.ranks(domain, when) for domain in comparison.domains}
-    if len(columns) > 1:
-        columns[AVERAGE] = comparison.ranks(None, when)
+    columns = [*comparison.domains, *([None] if len(comparison.domains) > 1 else [])]  # None is the average
+    ranks = {column: comparison.ranks(column, when) for column in columns}
     rows = []
     for arm in comparison.arms:
-        marks = []
-        for column, ranks in columns.items():
-            rank = ranks.get(arm, 0)
-            cell = comparison.cells.get((arm, column, when))
-            mean = cell.interval.mean if cell else comparison.average(arm, when) if column == AVERAGE else math.nan
-            half = cell.interval.half_width if cell else math.nan
-            half_width = "" if math.isnan(half) else percent(half)
-            seeds = ", ".join(map(percent, cell.by_seed)) if cell and has_few_seeds(cell.seeds) else ""
-            marks.append(Mark(percent(mean), half_width, seeds, rank if rank <= 2 else 0))
+        marks = [_mark(comparison, (arm, column, when), ranks[column].get(arm, 0)) for column in columns]
         rows.append((arm if arm == BASE else f"+ {arm}", marks))
-    return list(columns), rows
+    return [AVERAGE if column is None else column for column in columns], rows
+
+
+def _mark(comparison: Comparison, key: tuple[str, str | None, str], rank: int) -> Mark:
+    cell = comparison.cells.get(key)
+    half = cell.interval.half_width if cell else math.nan
+    seeds = ", ".join(map(percent, cell.by_seed)) if cell and has_few_seeds(cell.seeds) else ""
+    half_width = "" if math.isnan(half) else percent(half)
+    return Mark(percent(comparison.mean(*key)), half_width, seeds, rank if rank <= 2 else 0)
 
 
 def score_markdown(comparison: Comparison, when: str) -> str:
