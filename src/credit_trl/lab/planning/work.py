@@ -85,15 +85,11 @@ def work_of(shape: Shape, setup: Setup, lengths: Lengths) -> Work:
         "update": (tokens["trained"] + tokens["padding"]) * per_token * passes,
     }
     moved = traffic(shape, setup, lengths)
-    seconds = {
-        "rollout": rollout_seconds(shape, setup, lengths),
-        "scores": _phase_seconds(operations["scores"], PREFILL_SHARE, moved["scores"], setup),
-        "old log-probabilities": _phase_seconds(
-            operations["old log-probabilities"], PREFILL_SHARE, moved["old log-probabilities"], setup
-        ),
-        "update": _phase_seconds(operations["update"], TRAINING_SHARE, moved["update"], setup),
-        "weights to the engine": moved["weights to the engine"] / _link(setup),
-    }
+    seconds = {"rollout": rollout_seconds(shape, setup, lengths)}
+    shares = {"scores": PREFILL_SHARE, "old log-probabilities": PREFILL_SHARE, "update": TRAINING_SHARE}
+    for phase, share in shares.items():
+        seconds[phase] = _phase_seconds(operations[phase], share, moved[phase], setup)
+    seconds["weights to the engine"] = moved["weights to the engine"] / _link(setup)
     return Work(tokens, operations, moved, seconds, _updates(setup))
 
 
