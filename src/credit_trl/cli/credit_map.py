@@ -99,7 +99,10 @@ def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> 
                 )
         given |= {n: v for n, v in options.items() if n in known and _affects_credit(n)}
     given |= {n: v for n, v in vars(args).items() if v is not None and _affects_credit(n)}
-    given.setdefault("contrastive_count", 1 if given.get("contrastive_source") == "none" else 4)
+    is_self = given.get("contrastive_swap") == "self"
+    given.setdefault("contrastive_count", 1 if is_self or given.get("contrastive_source") == "none" else 4)
+    if is_self:  # it draws no prompts, so that another source would be refused
+        given.setdefault("contrastive_source", "batch")
     return analysis_config(**given)
 
 

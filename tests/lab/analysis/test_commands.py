@@ -190,6 +190,14 @@ def test_templates_and_coefficients_are_read_from_yaml(tmp_path, capsys):
     assert "could not determine a constructor" in capsys.readouterr().err
 
 
+def test_run_without_other_prompts_is_read_from_yaml(tmp_path):
+    (tmp_path / "run.yaml").write_text("contrastive_swap: self\n")
+    parser = argparse.ArgumentParser()
+    credit_map.add_arguments(parser)
+    config = credit_map.measuring_config(parser.parse_args(["--config", str(tmp_path / "run.yaml")]))
+    assert (config.contrastive_swap, config.contrastive_count) == ("self", 1)
+
+
 def test_options_of_the_demonstration_and_the_style_are_read_from_yaml(tmp_path):
     parser = argparse.ArgumentParser()
     credit_map.add_arguments(parser)

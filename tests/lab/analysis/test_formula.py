@@ -162,6 +162,20 @@ def test_map_uses_the_formula_of_the_configuration(checkpoint, respond, options)
     assert not torch.allclose(paper.scores.advantage, scores.advantage), "the values equal those of Eq. 8"
 
 
+def test_contrasts_that_follow_from_the_prompt_are_those_of_the_run(checkpoint, respond):
+    """Checkpoints of several runs score one response, whose contrast prompts are those of the last run."""
+    response, decode = respond("Paris is the capital."), checkpoint.tokenizer.decode
+    options = {"contrastive_source": "batch", "contrastive_swap": "self"}
+    itself = rollout_contexts(response, analysis_config(**options), checkpoint)
+    assert itself.contrasts == [itself.teacher]
+    none = analysis_config(contrastive_source="none", contrastive_count=1)
+    [without] = rollout_contexts(response, none, checkpoint).contrasts
+    assert "The answer is Paris." in decode(without)
+    assert "capital" not in decode(without)
+    given = rollout_contexts(response, analysis_config(contrastive_count=2), checkpoint).contrasts
+    assert ["Add 1 and 1." in decode(given[0]), "Add 2 and 2." in decode(given[1])] == [True, True]
+
+
 def test_formula_round_trips_through_json():
     for support, tail in SUPPORTS:
         formula = CreditFormula(ContrastRule("guide", 0.1), "log_mean", "no question", SupportConfig(support, 7, tail))

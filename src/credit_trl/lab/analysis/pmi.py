@@ -21,7 +21,7 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditSettings
 from credit_trl.lab.analysis.passes import CreditLogps, Reading, RolloutContexts, conditionals
-from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
+from credit_trl.lab.analysis.responses import Rollout, contrast_prompts, rollout_contexts
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, gather_scores
 from credit_trl.objective import Baseline, Form
 from credit_trl.tasks.printable import markdown_table, plain
@@ -242,7 +242,7 @@ def measure_pmi(checkpoint: Checkpoint, response: Rollout, config: CreditConfig)
     contexts = rollout_contexts(response, config, checkpoint)
     if not contexts.contrasts or response.contexts is not None:  # `CreditMapCallback` keeps (x', z) and not x' alone
         raise ValueError(f"Response {response.identifier!r} has no contrast prompt to compare with: see `credit-map`.")
-    prompts = [checkpoint.encode(prompt) for prompt in response.contrasts]
+    prompts = [checkpoint.encode(prompt) for prompt in contrast_prompts(response, config)]
     settings = CreditSettings.of(config)
     return pmi_report(response.identifier, read_response(checkpoint, contexts, prompts, response.token_ids, settings))
 

@@ -15,7 +15,7 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import ContrastSource, draw_contrasts
 from credit_trl.contexts.privileged import PrivilegedContext, gather_privileged_contexts
-from credit_trl.contexts.prompts import Prompt, user_text
+from credit_trl.contexts.prompts import Prompt, user_text, without_question
 from credit_trl.contexts.tokens import ContextColumns
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import read_responses
@@ -102,6 +102,15 @@ def analysis_config(**overrides: Any) -> CreditConfig:
     return CreditConfig("analysis", **{**quiet, **overrides})
 
 
+def contrast_prompts(response: Rollout, config: CreditConfig) -> list[Prompt]:
+    """The response's contrast prompts, or those that follow from its prompt alone in a run with this configuration."""
+    if config.contrastive_swap == "self":
+        return [response.prompt] * config.contrastive_count
+    if config.contrastive_source == "none":
+        return [without_question(response.prompt)]
+    return list(response.contrasts)
+
+
 def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkpoint) -> RolloutContexts:
     """Prompts of a response as token ids: `response.contexts`, or built as the trainer builds them.
 
@@ -116,7 +125,8 @@ def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkp
             "credit. Add feedback, or sample more rollouts of its prompt until one succeeds."
         )
     builder = ContextBuilder(checkpoint.tokenizer, config, checkpoint.end_ids())
-    built = builder.build(response.prompt, response.contrasts, response.privileged, checkpoint.render)
+    contrasts = contrast_prompts(response, config)
+    built = builder.build(response.prompt, contrasts, response.privileged, checkpoint.render)
     if built.teacher is None:
         raise ValueError(
             f"Response {response.identifier!r}: nothing of its feedback fits into `max_reprompt_len="
