@@ -130,6 +130,7 @@ def test_records_without_feedback_or_contrasts_are_refused(saved, tmp_path, caps
         ('{"prompt": "x", "feedback": "z", "contrasts": []}', "field 'response': missing"),
         ('{"response": "x", "prompt": 5}', "field 'prompt': expected str or list, got int"),
         ('{"response": "x", "prompt": [1]}', "field 'prompt': expected text or a list of messages"),
+        ('{"response": "x", "prompt": [{"role": "user"}]}', "field 'prompt': expected text or a list of messages"),
         ('{"response": "x", "prompt": "y", "feedback": 5}', "field 'feedback': expected str"),
         ('{"response": "x", "prompt": "y", "contrasts": "2+2?"}', "field 'contrasts': expected list"),
         (
@@ -355,6 +356,12 @@ def test_plain_text_prompts_are_read(saved, tmp_path, config):
     response, *_ = read_rollouts(tmp_path / "own.jsonl", checkpoint, config)
     assert set(response.contrasts) == {"Say b.", "Say c."}
     assert response.token_ids[-1] == checkpoint.tokenizer.eos_token_id
+
+
+def test_name_that_no_table_can_hold_is_spelled_out(saved, tmp_path, config):
+    (tmp_path / "own.jsonl").write_text('{"id": "\\ud800", "prompt": "x", "response": "y", "contrasts": ["z"]}\n')
+    [response] = read_rollouts(tmp_path / "own.jsonl", Checkpoint.load(str(saved("m"))), config)
+    assert response.identifier == "⟨U+D800⟩"
 
 
 def test_responses_with_one_name_are_numbered(saved, tmp_path, config):

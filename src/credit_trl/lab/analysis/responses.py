@@ -274,14 +274,19 @@ def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig
 
 def _name(row: Mapping[str, Any], position: int) -> str:
     """Identifier of a row, by default its position."""
-    return str(position if row.get("id") is None else row["id"])
+    return visible(str(position if row.get("id") is None else row["id"]))
 
 
 def _prompt(row: Row, field: str, prompt: Any) -> Prompt:
-    is_conversation = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m for m in prompt)
-    if isinstance(prompt, str) or (is_conversation and prompt):
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
         return prompt
     raise row.error(field, "expected text or a list of messages with `role` and `content`")
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or "role" not in message:
+        return False
+    return isinstance(message.get("content"), str | list) or "tool_calls" in message
 
 
 def _given_contrasts(row: Row) -> list[Prompt] | None:
