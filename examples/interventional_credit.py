@@ -210,7 +210,7 @@ def fine_tune(
     draws, total = random.Random(seed), 0.0
     for _ in range(steps):
         batch = []
-        for index in draws.sample(range(len(graded.responses)), batch_size):
+        for index in draws.sample(range(len(graded.responses)), min(batch_size, len(graded.responses))):
             z = int(graded.outcomes[index]) ^ (draws.random() < noise)
             prompts = with_verdicts[z] if draws.random() < 0.75 else graded.prompts
             batch.append((prompts[index], graded.responses[index]))

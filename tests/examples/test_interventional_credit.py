@@ -15,7 +15,7 @@ from credit_trl.lab.analysis.interventional import Branching, estimate, smoothed
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "interventional_credit.py"
 SMALL = (
-    "--questions 32 --epochs 1 --steps 2 --noisy_steps 2 --prompts 3 --positions 1 --candidates 2 --samples 2".split()
+    "--questions 8 --epochs 1 --steps 2 --noisy_steps 2 --prompts 3 --positions 1 --candidates 2 --samples 2".split()
 )
 
 
