@@ -14,7 +14,10 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from credit_trl.lab.analysis import tokenmap_png, tokenmap_terminal
+from credit_trl.lab.analysis.formula import PAPER, CreditFormula, CreditSettings
 from credit_trl.lab.analysis.tokenmap import TokenMap, group_scales
+from credit_trl.loss.scores import SupportConfig
+from credit_trl.objective import ContrastRule
 
 FAINT = [0.1] * 6
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -121,6 +124,14 @@ def test_png_has_a_panel_for_each_quantity(tmp_path):
     two = drawn(token_map, tmp_path / "two.png", quantities=("specific",))
     assert three.shape[1] == two.shape[1]
     assert three.shape[0] > two.shape[0]
+
+
+def test_png_breaks_a_long_title(tmp_path):
+    gated = CreditFormula(ContrastRule("subtract", 0.1), "log_mean", "hint", SupportConfig("teacher_topk", 20))
+    maps = [drawn_map(["word "], settings=CreditSettings(0.1, formula)) for formula in (PAPER, gated)]
+    options = {"quantities": ("advantage",), "dpi": 50}
+    heights = [drawn(one, tmp_path / "title.png", **options).shape[0] for one in maps]
+    assert heights[1] > heights[0]
 
 
 def test_png_shows_the_system_turn(tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from textwrap import wrap
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -21,7 +22,7 @@ from credit_trl.lab.analysis.tokentext import display_width, visible
 _PALETTES = {"red-blue": ("#d62f27", "#2166be"), "orange-purple": ("#e66101", "#6e46b4")}
 
 _FONTS = ("DejaVu Sans Mono", "DejaVu Sans")
-_COLUMNS = 100
+_COLUMNS, _TITLE = 100, 90  # characters of a line of text and of a title
 _FONT_SIZE = 7.0
 # Inches of one character cell of DejaVu Sans Mono at that size, and of one line.
 _CELL, _LINE = _FONT_SIZE / 72 * 0.602, _FONT_SIZE / 72 * 1.5
@@ -71,11 +72,12 @@ def draw_png(
         texts = [token.text for token in token_map.tokens]
         title = f"{QUANTITIES[quantity]}   {token_map.meaning(quantity)}   {_run_facts(token_map)}"
         panels.append((title, _lay_out(list(zip(texts, strengths, strict=True)), max_lines)))
-    heights = [(1 + max((piece.line for piece in pieces), default=0) + 2.2) * _LINE for _, pieces in panels]
+    panels = [(wrap(f"({chr(97 + n)}) {title}", _TITLE), pieces) for n, (title, pieces) in enumerate(panels)]
+    heights = [(len(lines) + max((p.line for p in pieces), default=0) + 2.2) * _LINE for lines, pieces in panels]
     figure = Figure(figsize=(_COLUMNS * _CELL + 2 * _MARGIN, sum(heights) + 2 * _MARGIN), dpi=dpi, facecolor="white")
     top = figure.get_figheight() - _MARGIN
-    for letter, (title, pieces), own in zip("abcdefgh", panels, heights, strict=False):
-        _draw_panel(figure, f"({letter}) {title}", pieces, top, palette)
+    for (lines, pieces), own in zip(panels, heights, strict=True):
+        _draw_panel(figure, lines, pieces, top, palette)
         top -= own
     # Without hinting, the width of a character is not rounded to whole pixels and text stays on its background.
     with rc_context({"text.hinting": "no_hinting", "text.hinting_factor": 1}):
@@ -94,13 +96,13 @@ def _run_facts(token_map: TokenMap) -> str:
     return f"{shown}λ = {token_map.scores.contrastive_coef:.4g}"
 
 
-def _draw_panel(figure: Figure, title: str, pieces: list[_Piece], top: float, palette: str) -> None:
+def _draw_panel(figure: Figure, title: list[str], pieces: list[_Piece], top: float, palette: str) -> None:
     width, height = figure.get_size_inches()
-    figure.text(
-        _MARGIN / width, (top - _LINE) / height, title, fontsize=_FONT_SIZE + 1, weight="bold", parse_math=False
-    )
+    for number, line in enumerate(title, 1):
+        style = {"fontsize": _FONT_SIZE + 1, "weight": "bold", "parse_math": False}
+        figure.text(_MARGIN / width, (top - number * _LINE) / height, line, **style)
     for piece in pieces:
-        x, y = _MARGIN + piece.column * _CELL, top - (piece.line + 2.2) * _LINE
+        x, y = _MARGIN + piece.column * _CELL, top - (piece.line + len(title) + 1.2) * _LINE
         columns = sum(map(display_width, piece.text))
         if piece.strength:
             colour = _PALETTES[palette][0 if piece.strength > 0 else 1]
