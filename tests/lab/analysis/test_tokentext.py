@@ -26,7 +26,7 @@ def test_visible_text_has_no_invisible_character(text):
 
 
 @quick
-@given(text=st.text(alphabet=st.characters(categories=["L", "N", "P", "S"])))
+@given(text=st.text(alphabet=st.characters(categories=["L", "N", "P", "S"], exclude_characters="ᅟᅠㅤﾠ")))
 def test_visible_characters_are_unchanged(text):
     assert visible(text) == text
 
@@ -43,6 +43,9 @@ def test_visible_characters_are_unchanged(text):
         ("\tx", "⇥   x"),
         ("\u200d", "⟨U+200D⟩"),
         ("👩\u200d🔬", "👩\u200d🔬"),
+        ("❤\ufe0f", "❤\ufe0f"),
+        ("\ufe0f", "⟨U+FE0F⟩"),
+        ("a\U000e0141b\u3164\u034f", "a⟨U+E0141⟩b⟨U+3164⟩⟨U+034F⟩"),
     ],
 )
 def test_hidden_characters_are_spelled_out(text, expected):
@@ -100,6 +103,8 @@ def test_id_outside_the_vocabulary_is_shown(tokenizer):
     assert token_texts(tokenizer, [len(tokenizer) + 5])[0].text == f"⟨id {len(tokenizer) + 5}⟩"
 
 
-@pytest.mark.parametrize(("character", "columns"), [("a", 1), ("中", 2), ("\u0301", 0), ("\u200d", 0), ("🙂", 2)])
+@pytest.mark.parametrize(
+    ("character", "columns"), [("a", 1), ("中", 2), ("\u0301", 0), ("\u200d", 0), ("\ufe0f", 0), ("🙂", 2)]
+)
 def test_display_width_of_characters(character, columns):
     assert display_width(character) == columns

@@ -16,8 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 NEWLINE, TAB = "↵", "⇥   "
-# Joiners shape emoji and several scripts; they are kept next to visible characters.
-_JOINERS = "\u200c\u200d"
+# Joiners and the selectors of text and emoji shape the characters beside them; they are kept next to visible ones.
+_JOINERS = "\u200c\u200d\ufe0e\ufe0f"
+# Letters and marks without a shape (Unicode's default ignorable characters): fillers and variation selectors.
+_SHAPELESS = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
 # Characters that byte-level tokenizers write bytes as.
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -36,7 +40,8 @@ def visible(text: str) -> str:
     """Text with invisible and misleading characters written as `⟨U+202E⟩`.
 
     These are control characters (except the line feed, and the tab, which becomes an arrow), direction marks,
-    zero-width characters, line and paragraph separators, lone surrogates, and unassigned code points.
+    zero-width characters, fillers, variation selectors, line and paragraph separators, lone surrogates, and unassigned
+    code points.
     """
     has_body = any(c not in _JOINERS and not _is_hidden(c) for c in text)
     return "".join(
@@ -65,7 +70,10 @@ def display_width(character: str) -> int:
 
 
 def _is_hidden(character: str) -> bool:
-    return character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+    if character in "\n\t":
+        return False
+    is_other = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+    return is_other or _SHAPELESS.match(character) is not None
 
 
 def _split_characters(tokens: Sequence[bytes]) -> list[tuple[str, str | None]]:
