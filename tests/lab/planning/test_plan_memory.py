@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from credit_trl.lab.planning.fit import CHANGES, changes_that_fit, fits
 from credit_trl.lab.planning.setup import GIB, GPUS, Vllm, make_setup
 from credit_trl.lab.planning.shape import Lora, load_shape
 from credit_trl.lab.planning.work import Lengths, work_of
+from credit_trl.loss.scores import SupportConfig
 from tiny import length_verdicts
 
 
@@ -84,6 +87,13 @@ def test_bytes_of_training_state_and_scores_are_exact(
     assert memory.optimizer_state_bytes(shape, setup) == held.optimizer
     assert stored["support_ids"].shape[1] == setup.completion  # the longest completion reaches the maximum length
     assert memory.score_bytes(setup) == size(stored.values())
+
+
+def test_bytes_of_scores_are_those_of_the_performance_page(make_config):
+    page = (Path(__file__).parents[3] / "docs" / "performance.md").read_text("utf-8")
+    per_token, fixed = map(int, re.search(r"N \((\d+) K \+ (\d+)\): ids, f and Ĝ", page).groups())
+    setup = setup_of(make_config, completion=1, generation_batch=1, support=SupportConfig(topk=50))
+    assert memory.score_bytes(setup) == per_token * 50 + fixed
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
