@@ -50,6 +50,10 @@ def test_terminal_colours_follow_sign_and_strength():
     assert colours["w1"][2] > colours["w1"][0]  # blue
 
 
+def test_legend_shows_a_small_scale():
+    assert "±0.004 nats" in COLOUR.sub("", printed(signed_map([0.004])))
+
+
 def test_terminal_escapes_of_a_response_are_not_printed():
     token_map = drawn_map(list(HOSTILE), identifier="\x1b]0;owned\x07", problem="\x1b[2J")
     text = COLOUR.sub("", printed(token_map, width=400))

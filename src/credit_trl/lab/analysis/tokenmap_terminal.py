@@ -45,7 +45,7 @@ def print_map(
     for token, strength in zip(token_map.tokens, colour_strength(values, scale).tolist(), strict=True):
         body.append(token.text, style=_style(strength, palette))
     coefficient = f" (λ = {token_map.scores.contrastive_coef:g})" if quantity == "advantage" else ""
-    legend = Text(f"{symbol}: {meaning}{coefficient}; coloured up to ±{scale:.2f} nats", style="dim")
+    legend = Text(f"{symbol}: {meaning}{coefficient}; coloured up to ±{scale:.3g} nats", style="dim")
     (console or Console()).print(head, Padding(body, (0, 2)), legend, _strongest(token_map, quantity, top))
 
 

@@ -54,8 +54,9 @@ function paint() {
     paintStrip(pane, values, scale);
   }
   const chosen = data.quantities.find((q) => q.key === state.quantity);
-  byId("low").textContent = number(-scale, 2);
-  byId("high").textContent = "+" + number(scale, 2) + " nats";
+  const digits = scale < 0.1 ? 5 : 2;
+  byId("low").textContent = number(-scale, digits);
+  byId("high").textContent = "+" + number(scale, digits) + " nats";
   byId("meaning").textContent = chosen.symbol + ": " + meanings(state.quantity);
   for (const label of byId("quantities").querySelectorAll("label")) label.title = meanings(label.firstChild.value);
   markHits();
