@@ -81,20 +81,29 @@ def test_hanging_verifier_is_abandoned_after_timeout():
     forever.set()
 
 
-def test_logs_after_the_timeout_are_dropped():
+def test_logs_of_a_failed_or_late_call_are_dropped():
     logged, may_continue, is_over = [], threading.Event(), threading.Event()
 
-    def late(log_metric):
-        log_metric("in time", 1.0)
-        may_continue.wait(30)
-        log_metric("late", 1.0)
-        is_over.set()
-        return [1.0]
+    def verifier(completions, log_extra, log_metric):
+        values = list(completions)
+        log_extra(column="seen", values=values)
+        values.clear()
+        if completions == ["late"]:
+            may_continue.wait(30)
+            log_metric("late", 1.0)
+            is_over.set()
+        elif completions == ["fails"]:
+            raise RuntimeError("down")
+        return [1.0] * len(completions)
 
-    assert call(VerifierPolicy("skip", 0.3), late, log_metric=lambda *args: logged.append(args)) is FAILED
+    log = VerdictLog(VerifierPolicy("skip", 0.3))
+    graded = log.wrap(verifier, 0)
+    for completion in ("late", "fails", "fine"):
+        loggers = {"log_extra": lambda **own: logged.append(own), "log_metric": lambda *own: logged.append(own)}
+        graded(completions=[completion], **loggers)
     may_continue.set()
     assert is_over.wait(30)
-    assert logged == [("in time", 1.0)]
+    assert logged == [{"column": "seen", "values": ["fine"]}]
 
 
 def test_deadline_follows_verifier_timeout():

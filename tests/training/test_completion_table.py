@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -153,6 +154,29 @@ def test_evaluation_table_has_the_credit(run, dataset):
     table = pd.read_parquet(f"{trainer.args.output_dir}/completions/completions_00001.parquet")
     assert len(table) == 8
     assert (table.loc[table["teacher_prompt"] != "", "delta_v_mean"] != 0.0).all()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_table_has_no_value_of_a_verifier_that_failed(make_model, make_config, tokenizer, dataset, failing):
+    calls = []
+
+    def verifier(completions, log_extra, **kwargs):
+        calls.append(len(completions))
+        log_extra("call", [len(calls)] * len(completions))
+        if len(calls) == failing:
+            raise ConnectionError("the judge is unavailable")
+        return [1.0] * len(completions)
+
+    config = make_config(
+        log_completions=True, num_completions_to_print=0, on_verifier_error="skip", gradient_accumulation_steps=2
+    )
+    rows = dataset.select(range(4))
+    trainer = CreditTrainer(make_model(), verifier, config, dataset, rows, processing_class=tokenizer)
+    trainer.evaluate()
+    assert calls == [8, 8]
+    table = pd.read_parquet(next(Path(config.output_dir, "completions").glob("*.parquet")))
+    first, second = [None] * 8, [float(3 - failing)] * 8
+    assert table["call"].replace(math.nan, None).tolist() == (first + second if failing == 1 else second + first)
 
 
 def test_tables_of_training_and_evaluation_share_no_rows(run, dataset):

@@ -11,10 +11,11 @@ import inspect
 import logging
 import math
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
+from copy import copy
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal
 
 from credit_trl.rollout.deadline import deadline_in
@@ -152,21 +153,15 @@ class VerifierPolicy:
 
 
 def _call_with_timeout(seconds: float, name: str, reward_func: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call a function in a thread that is abandoned after the timeout; what it logs later is dropped."""
-    is_late = threading.Event()
-
-    def until_late(log: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: None if is_late.is_set() else log(*args)
+    """Call a function in a thread that is abandoned after the timeout."""
 
     def work() -> Any:
-        loggers = {key: until_late(arguments[key]) for key in ("log_extra", "log_metric") if key in arguments}
         with deadline_in(seconds):
-            return reward_func(**(arguments | loggers))
+            return reward_func(**arguments)
 
     outcome = call_in_thread(f"verifier {name}", work)
     wait([outcome], timeout=seconds)
     if not outcome.done():
-        is_late.set()
         raise _timeout_error(name, seconds)
     return outcome.result()
 
@@ -201,13 +196,16 @@ class VerdictLog:
         name, parameters = get_callable_name(reward_func), parameters_of(reward_func)
         ignored = () if "truncated" in parameters or takes_any_keyword(parameters) else ("truncated",)
 
-        def accepted(arguments: dict[str, Any]) -> dict[str, Any]:
-            return {key: value for key, value in arguments.items() if key not in ignored}
+        def accepted(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Callable[[], None]]]:
+            taken, held = _hold_logs(arguments)
+            return {key: value for key, value in taken.items() if key not in ignored}, held
 
-        def record(output: Any, arguments: dict[str, Any]) -> list[float | None]:
+        def record(output: Any, arguments: dict[str, Any], held: list[Callable[[], None]]) -> list[float | None]:
             if output is FAILED:
                 self._has_failed = True
                 return [0.0] * len(arguments["completions"])  # placeholders, replaced in `mask_skipped_rewards`
+            for log in held:
+                log()
             self._verdicts[position] = verdicts = as_verdicts(name, output, arguments)
             if (log_metric := arguments.get("log_metric")) is not None:
                 for metric, value in (pair for verdict in verdicts for pair in verdict.metrics.items()):
@@ -218,12 +216,14 @@ class VerdictLog:
         if is_async_callable(reward_func):
 
             async def wrapped_async(**kwargs: Any) -> list[float | None]:
-                return record(await self.policy.call_async(name, reward_func, accepted(kwargs)), kwargs)
+                arguments, held = accepted(kwargs)
+                return record(await self.policy.call_async(name, reward_func, arguments), kwargs, held)
 
             return wrapped_async
 
         def wrapped(**kwargs: Any) -> list[float | None]:
-            return record(self.policy.call(name, reward_func, accepted(kwargs)), kwargs)
+            arguments, held = accepted(kwargs)
+            return record(self.policy.call(name, reward_func, arguments), kwargs, held)
 
         return wrapped
 
@@ -252,6 +252,20 @@ class VerdictLog:
                 if (joined := join_feedback([turns.get(turn), text])) is not None:
                     turns[turn] = joined
         return merged
+
+
+def _hold_logs(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Callable[[], None]]]:
+    """Arguments of a function that may fail or return too late, whose `log_extra` and `log_metric` only store their
+    calls; and these calls."""
+    held: list[Callable[[], None]] = []
+
+    def hold(log: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args, **kwargs: held.append(
+            partial(log, *map(copy, args), **{k: copy(v) for k, v in kwargs.items()})
+        )
+
+    loggers = {key: hold(arguments[key]) for key in ("log_extra", "log_metric") if key in arguments}
+    return arguments | loggers, held
 
 
 def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Verdict]:

@@ -58,6 +58,7 @@ class CompletionTable:
         self._accelerator = accelerator
         self._means_follow = means_follow
         self._size = logs["prompt"].maxlen
+        self._logged: set[str] = set()  # columns of the reward functions
         self._rows = self._tabulated = 0  # rows that TRL has added, and those up to the last generation batch
         self.has_ended = False  # an evaluation; its rows stay until the next one
         self._means: dict[int, list[float]] = {}
@@ -65,6 +66,17 @@ class CompletionTable:
         if rounds:
             column = partial(deque, maxlen=(1 + rounds) * self._size)
             logs |= {name: defaultdict(column) if name in ("rewards", "extra") else column() for name in logs}
+
+    def fill(self, pending: dict[str, list[Any]], size: int) -> None:
+        """Fill columns that this call of the reward functions has not logged, as one that failed, with None.
+
+        Args:
+            pending: the columns that it has logged, which this changes in place.
+            size: number of local rollouts.
+        """
+        self._logged |= pending.keys()
+        for name in self._logged - pending.keys():
+            pending[name] = [None] * size
 
     def number(self, batch: GenerationBatch) -> Int[Tensor, " B"]:
         """Numbers of the local rollouts that TRL has just added to its logs."""
@@ -95,6 +107,10 @@ class CompletionTable:
             columns["with_contrast"] = [len(c.contrasts) > 0 for c in contexts]
         if self._means_follow:
             columns |= {name: [0.0] * len(batch.prompts) for name in MEANS}
+        added = len(self.logs["prompt"])
+        for name, column in self.logs["extra"].items():
+            if name not in columns:  # a reward function's, which begins with this batch
+                column.extendleft([None] * (added - len(column)))
         earlier = self._drop_replaced(gather_object(rows.tolist()))
         for name, values in columns.items():
             column = self.logs["extra"][name]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import TrainerCallback
 
 from credit_trl.contexts.tokens import TokenContexts
@@ -62,6 +63,12 @@ class ReportingTrainer(UnpaddedTrainer):
     def _table(self) -> CompletionTable | None:
         """The table of completions of training or of evaluation, whichever runs."""
         return self.completion_tables.get("train" if self.model.training else "eval")
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self._table is not None:
+            self._table.fill(self._pending_extra_logs, len(prompts))
+        return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._table is None:

@@ -68,8 +68,8 @@ HOOKS = {
 ATTRIBUTES = {
     GRPOTrainer: tuple(
         "_batch_environments _buffered_inputs _dist _env_tools _get_per_token_logps_and_entropies _is_vlm "
-        "_last_loaded_step _logs _metrics _signature_columns _step _tokenize_prompts _tokenizer accelerator args "
-        "aux_loss_enabled callback_handler chat_template chat_template_kwargs control "
+        "_last_loaded_step _logs _metrics _pending_extra_logs _signature_columns _step _tokenize_prompts _tokenizer "
+        "accelerator args aux_loss_enabled callback_handler chat_template chat_template_kwargs control "
         "current_gradient_accumulation_steps environment_factories environments eos_token_ids eval_dataset "
         "hub_model_id loss_type lr_scheduler max_completion_length model model_wrapped num_generations "
         "num_generations_eval num_iterations optimizer processing_class reward_funcs reward_weights "
