@@ -457,13 +457,11 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "in [0, 1)": (lambda x: 0.0 <= x < 1.0, ("teacher_rehearsal",)),
     "in (0, 1]": (lambda x: 0.0 < x <= 1.0, ("teacher_update_rate", "teacher_trust_weight", "credit_weight_clip")),
     "positive": (lambda x: 0.0 < x < math.inf, ("credit_weight_temperature",)),
-    "positive or None": (
-        lambda x: x is None or x > 0.0,
-        ("teacher_trust_kl", "verifier_timeout", "distillation_is_clip"),
-    ),
+    "positive or None": (lambda x: x is None or x > 0.0, ("teacher_trust_kl", "distillation_is_clip")),
+    "positive and finite, or None": (lambda x: x is None or 0.0 < x < math.inf, ("verifier_timeout",)),
     "at least 0": (lambda x: x >= 0, ("dynamic_sampling_rounds",)),
     "at least 1": (
-        lambda x: x >= 1,
+        lambda x: x is not None and x >= 1,
         (
             *("contrastive_count", "distillation_topk", "max_reprompt_len", "scoring_batch_tokens"),
             *("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length"),
@@ -554,6 +552,11 @@ def _check_generation(config: CreditConfig) -> None:
         raise ValueError(
             "`generation_kwargs` has `do_sample=False`, so that all rollouts of a group are equal. Remove it."
         )
+    if kwargs.get("num_return_sequences", 1) != 1:
+        raise ValueError(
+            f"`generation_kwargs` has `num_return_sequences={kwargs['num_return_sequences']}`. Set `num_generations`, "
+            "the rollouts of a prompt, instead."
+        )
     known = GenerationConfig().to_dict()
     for name in () if config.use_vllm else kwargs:
         if name not in known:
@@ -606,11 +609,13 @@ def _check_types(config: CreditConfig) -> None:
             if isinstance(value, bool) != (kind == "bool") or not isinstance(value, wanted):
                 raise ValueError(f"`{name}` must be {words}, got {value!r}.{_without_quotes(value)}")
     for one in fields(config):
-        kinds, fix = re.findall(r"\w+", str(one.type)), _without_quotes(getattr(config, one.name))
+        kinds, value = re.findall(r"\w+", str(one.type)), getattr(config, one.name)
         words = [_KINDS[kind][1] for kind in kinds if kind in _KINDS]
+        if value is None and words and not {"None", "Optional"} & set(kinds):
+            raise ValueError(f"`{one.name}` must be {words[0]}, got None. Its default is {one.default!r}.")
+        fix = _without_quotes(value)
         if fix and words and "str" not in kinds:  # transformers would fail later, or take "false" for true
-            text = getattr(config, one.name)
-            raise ValueError(f"`{one.name}` is the text {text!r} instead of {words[0]}.{fix}")
+            raise ValueError(f"`{one.name}` is the text {value!r} instead of {words[0]}.{fix}")
 
 
 def _without_quotes(value: object) -> str:
@@ -791,6 +796,8 @@ def _check_teacher(config: CreditConfig) -> None:
             f"`teacher_model_name_or_path={name!r}` names another model, but `teacher_model_kind={kind!r}` makes the "
             "teacher from the policy. Set `teacher_model_kind='model'`, or remove the name."
         )
+    if "revision" in (config.teacher_model_init_kwargs or {}):
+        raise ValueError("`teacher_model_init_kwargs` has `revision`. Set `teacher_model_revision` instead.")
     if config.teacher_sync_steps is not None and kind in ("live", "base"):
         raise ValueError(
             f"`teacher_sync_steps={config.teacher_sync_steps}` has no effect with `teacher_model_kind={kind!r}`, "

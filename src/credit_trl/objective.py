@@ -56,7 +56,7 @@ def self_distillation_reward(
 def input_generic(contrast_logps: Float[Tensor, "c *t v"], baseline: Baseline = "mean_log") -> Float[Tensor, "*t v"]:
     """Ĝ_t(v) = (1/C) Σ_k g_k,t(v): the sample estimate of G_t in Eq. 6, a mean of logs over dim 0.
 
-    `"log_mean"` is `log (1/C) Σ_k exp g_k,t(v)`, the estimate of the marginal in pCMI (§3.5); it is not below the mean
+    `"log_mean"` is `log (1/C) Σ_k exp g_k,t(v)`, the estimate of the marginal in pCMI (§3.4); it is not below the mean
     of logs.
     """
     if baseline == "log_mean":

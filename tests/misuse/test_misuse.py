@@ -32,6 +32,7 @@ OPTIONS = {
     ),
     "alarms with a comma": ({"credit_stop_on": "fidelity,length"}, "'fidelity,length'", "joined by `|`"),
     "time limit 0": ({"verifier_timeout": 0.0}, "got 0.0", "or None"),
+    "infinite time limit": ({"verifier_timeout": float("inf")}, "got inf", "or None"),
     "threshold that is no number": ({"success_reward_threshold": float("nan")}, "nan", "use_successful_as_teacher"),
     "average of a fixed teacher": (
         {"teacher_model_kind": "base", "teacher_sync_steps": 4},
@@ -53,6 +54,22 @@ OPTIONS = {
     "greedy rollouts": ({"temperature": 0.0}, "temperature=0.0", "above 0"),
     "second temperature": ({"generation_kwargs": {"temperature": 0.2}}, "0.2", "Set `temperature`"),
     "misspelt generation": ({"generation_kwargs": {"min_newtokens": 2}}, "`min_newtokens`", "`min_new_tokens`"),
+    "group size of transformers": (
+        {"generation_kwargs": {"num_return_sequences": 2}},
+        "`num_return_sequences=2`",
+        "`num_generations`",
+    ),
+    "no top_k": ({"top_k": None}, "got None", "default is 0"),
+    "no length": ({"max_completion_length": None}, "got None", "at least 1"),
+    "revision among the arguments of the teacher": (
+        {
+            "teacher_model_kind": "model",
+            "teacher_model_name_or_path": "x/y",
+            "teacher_model_init_kwargs": {"revision": "main"},
+        },
+        "`revision`",
+        "`teacher_model_revision`",
+    ),
     "greedy search": ({"generation_kwargs": {"do_sample": False}}, "`do_sample=False`", "Remove it"),
     "vLLM's top_k": ({"top_k": -1}, "got -1", "0 is no limit"),
     "empty nucleus": ({"top_p": 0.0}, "got 0.0", "1.0 is no limit"),
