@@ -939,6 +939,11 @@ def _check_contrast(config: CreditConfig) -> None:
             "`contrastive_source='wrong_feedback'` exchanges the privileged context, and `teacher_prompt='student'` "
             "has none. Set `teacher_prompt='privileged'`, or `contrastive_source='batch'`."
         )
+    if config.contrastive_source == "wrong_feedback" and config.num_generations == 1:
+        raise ValueError(
+            "`contrastive_source='wrong_feedback'` reads failed rollouts of the same prompt, and `num_generations=1` "
+            "samples no other. Set more generations, or `contrastive_source='batch'`."
+        )
     if config.contrastive_source in _FROM_BATCH and config.contrastive_swap != "self":
         _check_batch_has_other_problems(config)
 

@@ -50,6 +50,11 @@ OPTIONS = {
         "include_environment_feedback=True",
     ),
     "one prompt in a batch": ({"per_device_train_batch_size": 4}, "4 rollouts", "contrastive_source='dataset'"),
+    "wrong rollouts of a group of one": (
+        {"num_generations": 1, "contrastive_source": "wrong_feedback"},
+        "num_generations=1",
+        "contrastive_source='batch'",
+    ),
     "batch that groups do not divide": ({"num_generations": 3}, r"(3)", "divisible"),
     "greedy rollouts": ({"temperature": 0.0}, "temperature=0.0", "above 0"),
     "second temperature": ({"generation_kwargs": {"temperature": 0.2}}, "0.2", "Set `temperature`"),
