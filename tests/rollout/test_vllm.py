@@ -24,6 +24,7 @@ ADAPTERS = {
     "dora": {"target_modules": "all-linear", "use_dora": True},
     "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
     "saved_head": {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]},
     "rank_stabilised": {"target_modules": ["o_proj"], "use_rslora": True},
 }
 

@@ -28,6 +28,7 @@ from trl.import_utils import is_vllm_available
 _WRAPPED = ".base_layer"
 _BASE = f"{_WRAPPED}."
 _SAVED = ".modules_to_save."
+_TOKENS, _TOKENS_DELTA = ".token_adapter", ".trainable_tokens_"  # of `trainable_token_indices`
 
 
 def await_engine(args: GRPOConfig) -> None:
@@ -108,10 +109,10 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
             with ExitStack() as merged:
                 for layer in _wrappers(model, name):
                     merged.enter_context(_merged(layer, adapter))
-                yield base_name.replace(_WRAPPED, ""), _whole(model.get_parameter(name))
+                yield base_name.replace(_WRAPPED, "").replace(_TOKENS, ""), _whole(model.get_parameter(name))
         elif f"{_SAVED}{adapter}." in name:
             yield base_name.replace(f"{_SAVED}{adapter}.", "."), _whole(parameter)
-        elif model.prefix not in base_name and ".original_module." not in name and _SAVED not in name:
+        elif not any(part in name for part in (model.prefix, ".original_module.", _SAVED, _TOKENS_DELTA)):
             yield base_name, _whole(parameter)
 
 
