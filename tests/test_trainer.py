@@ -188,6 +188,16 @@ def test_lora_and_gradient_checkpointing(train, make_model):
     assert all("lora" in name and ".teacher" not in name for name in names)
 
 
+def test_embeddings_of_chosen_tokens_train(train):
+    config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    trainer = train(trainer_options={"peft_config": config})
+    trained, average = (
+        trainer.model.get_parameter(f"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta.{name}")
+        for name in ("default", "teacher")
+    )
+    assert not torch.equal(trained, average)
+
+
 @dataclass
 class CpuConfig(CreditConfig):
     use_cpu: bool = True

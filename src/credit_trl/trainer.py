@@ -143,7 +143,7 @@ class CreditTrainer(ReportingTrainer):
         ]
         self.alarms = Alarms(self.accelerator.is_main_process)
         if self.environment_factories is None and kwargs.get("rollout_func") is None:
-            sizes = self.model.get_input_embeddings().num_embeddings, position_embeddings(self.model)
+            sizes = full_shape(self.model.get_input_embeddings().weight)[0], position_embeddings(self.model)
             checks.check_prompts(args, datasets, self._encode_prompt, *sizes, self.alarms.raise_once)
         checks.check_progress(args, self.alarms.raise_once)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=args.teacher_is_frozen)
