@@ -276,6 +276,15 @@ def test_trainable_base_parameters_are_refused(make_model, kind, options, unfroz
     make_teacher("live", model, Accelerator(cpu=True))
 
 
+def test_policy_that_another_trainer_has_trained_is_refused(make_model):
+    model = get_peft_model(make_model(), adapters())
+    make_teacher("ema", model, Accelerator(cpu=True))
+    with pytest.raises(ValueError, match=r"adapter 'teacher'.*`model\.delete_adapter\('teacher'\)`"):
+        make_teacher("ema", model, Accelerator(cpu=True))
+    model.delete_adapter("teacher")
+    make_teacher("ema", model, Accelerator(cpu=True))
+
+
 def test_modules_to_save_are_averaged_with_the_adapter(make_model):
     model = get_peft_model(make_model(), adapters(modules_to_save=["norm"]))
     teacher = make_teacher("ema", model, Accelerator(cpu=True))

@@ -217,12 +217,20 @@ class AdapterTeacher(_StoredTeacher):
 
     DeepSpeed casts all parameters of a model to one precision. There, the fp32 average is stored outside the model,
     complete on every process, and copied into the adapter after each update.
+
+    Raises:
+        ValueError: the policy has an adapter with the name of the slot.
     """
 
     def __init__(self, student: nn.Module, accelerator: Accelerator, slot: Slot = Slot()) -> None:
         super().__init__(student, accelerator)
         self.slot = slot
         self.trained = student.active_adapter
+        if slot.adapter in student.peft_config:
+            raise ValueError(
+                f"The policy has an adapter {slot.adapter!r}, the name of the teacher's, as after another trainer. "
+                f"Remove it first: `model.delete_adapter({slot.adapter!r})`."
+            )
         config = copy.deepcopy(student.peft_config[self.trained])
         if hasattr(config, "init_lora_weights"):
             # PiSSA, OLoRA and others subtract the initial adapter from the base, which must happen only once.
