@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from credit_trl.loss.scoring import ScoringConfig, gather_states, score_completi
 from credit_trl.teacher.models import CopyTeacher, Teacher, make_teacher
 from credit_trl.teacher.packing import SharedRow, enable_packing, packed_inputs
 from credit_trl.teacher.passes import PassConfig, _Sequence, passes
-from families import FAMILIES, build_family
+from families import FAMILIES, SMALL, build_family
 from tiny import context_ids
 
 
@@ -235,6 +236,17 @@ def test_packing_needs_variable_length_attention(make_model):
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match="linear_attention"):
         enable_packing(model)
+
+
+def test_packing_needs_layers_that_pass_lengths_to_attention(tokenizer):
+    """With FlashAttention such a model would read the row as one sequence."""
+    config = transformers.StableLmConfig(**SMALL, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=0)
+    model = transformers.StableLmForCausalLM(config)
+    for implementation in ("sdpa", "flash_attention_2"):
+        model.config._attn_implementation = implementation
+        with pytest.raises(ValueError, match="do not pass the lengths"):
+            enable_packing(model)
+        assert model.config._attn_implementation == implementation
 
 
 def test_trainer_refuses_packing_before_generation(make_model, make_config, tokenizer, dataset):

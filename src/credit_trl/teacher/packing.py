@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from credit_trl.teacher.causal_lm import unwrap_adapters
+from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
+from credit_trl.teacher.models import eval_mode
 
 # Name of PyTorch's attention with support for packed rows, as an `attn_implementation` of transformers.
 PACKED_SDPA = "packed_sdpa"
+_PROBE = "packed_probe"
 # Length from which a shared beginning is read once. Each piece of a row is another call of the attention.
 SHORTEST_SHARED = 16
 # Layer types that keep packed sequences apart; a recurrent layer would carry its state across them.
@@ -162,7 +165,36 @@ def cannot_pack(model: nn.Module) -> str | None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - allowed)
     if others:
         return f"its {', '.join(others)} layers would carry a state from one sequence into the next"
+    if implementation != "flex_attention" and _drops_lengths(model):
+        return "its layers do not pass the lengths of the sequences on to attention"
     return None
+
+
+def _drops_lengths(model: nn.Module) -> bool:
+    """Whether an attention layer does not receive the keyword arguments of the backbone; one token is read.
+
+    False where this process does not have the weights.
+    """
+    causal_lm = unwrap_adapters(model)
+    if any(p.is_meta or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in causal_lm.parameters()):
+        return False
+    received = []
+
+    def probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        received.append("sequence_lengths" in kwargs)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+
+    AttentionInterface.register(_PROBE, probe)
+    config, implementation = causal_lm.config.get_text_config(), attention_of(model)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=causal_lm.device)
+    config._attn_implementation = _PROBE
+    try:
+        with eval_mode(causal_lm), torch.no_grad():
+            inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": _no_mask(ids.device)}
+            backbone(model)(**inputs, sequence_lengths=(1,), use_cache=False)
+    finally:
+        config._attn_implementation = implementation
+    return not received or not all(received)
 
 
 def enable_packing(model: nn.Module) -> None:
