@@ -1,16 +1,18 @@
-"""Dtype of the LM head's product."""
+"""Backbone of a model, and the dtype of the LM head's product."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from credit_trl import CreditTrainer
 from credit_trl.loss import distillation, scoring
 from credit_trl.loss.head import lm_head
 from credit_trl.teacher import causal_lm
-from credit_trl.teacher.causal_lm import head_dtype
+from credit_trl.teacher.causal_lm import backbone, head_dtype
 from credit_trl.teacher.policy_pass import Sequences, policy_states
+from families import SMALL
 from tiny import length_verdicts
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -30,6 +32,13 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 )
 def test_head_dtype_matches_models_own_head(hidden, weight, device, autocast, expected):
     assert head_dtype(hidden, weight, device, autocast) == expected
+
+
+def test_backbone_of_a_text_model_with_a_multimodal_prefix():
+    config = transformers.Llama4TextConfig(**SMALL, vocab_size=32, head_dim=16, pad_token_id=0, num_local_experts=2)
+    model = transformers.Llama4ForCausalLM(config)
+    assert model.base_model is model
+    assert backbone(model) is model.model
 
 
 def test_fp32_head_reproduces_model_logps(make_model, make_config, tokenizer, dataset):

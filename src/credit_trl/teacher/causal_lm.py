@@ -15,7 +15,10 @@ def unwrap_adapters(model: nn.Module) -> nn.Module:
 
 def backbone(model: nn.Module) -> nn.Module:
     """Return the transformer of a causal LM, without its head and with its adapters."""
-    return unwrap_adapters(model).base_model
+    causal_lm = unwrap_adapters(model)
+    if causal_lm.base_model is causal_lm:  # text models with the prefix of their multimodal model: Llama 4, Mllama
+        return causal_lm.model
+    return causal_lm.base_model
 
 
 def position_embeddings(model: nn.Module) -> int | None:
