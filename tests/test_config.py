@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
-from trl import SFTConfig
+from trl import SFTConfig, TrlParser
 from trl.experimental.distillation import DistillationConfig
 from trl.experimental.gkd import GKDConfig
 from trl.experimental.sdft import SDFTConfig
@@ -323,3 +324,14 @@ def test_dynamic_sampling_needs_whole_groups_on_each_process(make_config):
     config.per_device_train_batch_size = 6  # of two processes; one process cannot have a part of a group
     with pytest.raises(ValueError, match=r"its 6 rollouts .* no multiple of `num_generations=4`"):
         check_combinations(config)
+
+
+def test_none_is_a_value_of_optional_numbers_after_parsing(make_config, tmp_path):
+    """TRL's parser removes None from the types of the fields, for every later configuration too."""
+    values = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
+    (tmp_path / "run.yaml").write_text(json.dumps(values | {"distillation_is_clip": None}))
+    (parsed,) = TrlParser(CreditConfig).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
+    assert parsed.distillation_is_clip is None
+    assert make_config(liger_kernel_config=None).liger_kernel_config is None
+    with pytest.raises(ValueError, match="`top_k` must be a whole number, got None"):
+        make_config(top_k=None)

@@ -611,11 +611,17 @@ def _check_types(config: CreditConfig) -> None:
     for one in fields(config):
         kinds, value = re.findall(r"\w+", str(one.type)), getattr(config, one.name)
         words = [_KINDS[kind][1] for kind in kinds if kind in _KINDS]
-        if value is None and words and not {"None", "Optional"} & set(kinds):
+        if value is None and one.name in _never_none():
             raise ValueError(f"`{one.name}` must be {words[0]}, got None. Its default is {one.default!r}.")
         fix = _without_quotes(value)
         if fix and words and "str" not in kinds:  # transformers would fail later, or take "false" for true
             raise ValueError(f"`{one.name}` is the text {value!r} instead of {words[0]}.{fix}")
+
+
+@functools.cache
+def _never_none() -> set[str]:
+    """Switches and numbers that may not be None; a command line's parser removes None from the types of the fields."""
+    return {name for name, kind in get_type_hints(CreditConfig).items() if kind in (bool, int, float)}
 
 
 def _without_quotes(value: object) -> str:
