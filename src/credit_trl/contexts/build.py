@@ -71,10 +71,11 @@ def _draw_other_contexts(
 ) -> list[list[PrivilegedContext]]:
     """Privileged contexts of the contrasts that keep x: of other prompts, or of failed rollouts of the group."""
     if any(z.turns for z in privileged):
+        is_swap = config.contrastive_swap == "hint"
+        option, value, default = ("swap", "hint", "input") if is_swap else ("source", "wrong_feedback", "batch")
         raise ValueError(
-            f"`contrastive_swap={config.contrastive_swap!r}` with `contrastive_source={config.contrastive_source!r}` "
-            "exchanges whole privileged contexts, and feedback on single turns belongs to one rollout. Set "
-            "`contrastive_swap='input'` and `contrastive_source='batch'`, or return no `Verdict.turn_feedback`."
+            f"`contrastive_{option}={value!r}` exchanges whole privileged contexts, and feedback on single turns "
+            f"belongs to one rollout. Set `contrastive_{option}={default!r}`, or return no `Verdict.turn_feedback`."
         )
     if config.contrastive_source == "wrong_feedback":
         texts = [demonstration_text(text, config.teacher_context) for text in decode(batch.completion_ids)]

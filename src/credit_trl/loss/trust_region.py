@@ -65,7 +65,7 @@ def weighted_states(
         flat = hidden.flatten(0, -2)
         size = logits_chunk(len(flat), head.vocabulary_size, torch.float32, flat.device, _LOGITS)
         parts = [_bounded_weights(flat[rows], head, region) for rows in chunks(len(flat), size)]
-        weight = torch.cat(parts).view(*hidden.shape[:-1], 1) if parts else hidden.new_ones(*hidden.shape[:-1], 1)
+        weight = torch.cat(parts).view(*hidden.shape[:-1], 1)
     return torch.cat([base * (1.0 - weight), average * weight], dim=-1)
 
 

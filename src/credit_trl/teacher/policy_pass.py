@@ -7,8 +7,6 @@ PyTorch's attention reads the prompt of several rollouts once. A causal model ne
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +73,7 @@ def policy_states(
         order = _first(valid.flatten()[None], sum(lengths))[0]
         # Not for a router's loss, which is a mean over the tokens of every sequence.
         if shares_beginnings(model) and not router_loss:
-            row = SharedRow.of(_split(ids.flatten()[order].tolist(), lengths))
+            row = SharedRow.of([own.tolist() for own in ids.flatten()[order].cpu().split(lengths)])
             inputs = packed_inputs(model, row.ids.to(ids.device, non_blocking=True), row.lengths, row)
             places = row.places.to(ids.device, non_blocking=True)
         else:
@@ -98,11 +96,6 @@ def policy_states(
     hidden = outputs.last_hidden_state.flatten(0, 1)[at if places is None else places[at]]
     aux_loss = _router_loss(model, outputs, sequences, packed) if router_loss else None
     return PolicyStates(head_input(model, hidden), inputs["input_ids"].numel(), aux_loss)
-
-
-def _split(ids: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    ids = iter(ids)
-    return [list(itertools.islice(ids, length)) for length in lengths]
 
 
 def _first(mask: Bool[Tensor, "B L"], count: int) -> Int[Tensor, "B n"]:
