@@ -7,6 +7,7 @@ import math
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -89,6 +90,17 @@ def observe(*, frozen_teacher=False, **series):
 def test_alarm_compares_the_latest_with_the_first_window(name, first, last, cause):
     assert observe(**{name: [first] * WINDOW + [last] * WINDOW}) == ({cause} if cause else set())
     assert observe(**{name: [first] * WINDOW + [last] * (WINDOW - 1)}) == set()
+
+
+def test_noise_without_a_trend_raises_no_alarm():
+    rng = np.random.default_rng(0)
+    solved = rng.binomial(8, rng.beta(0.3, 0.7, (200, 8))) / 8  # 200 batches of eight problems with eight rollouts
+    rewards = solved.mean(axis=1)
+    noisy = {REWARD: rewards, FIDELITY: rng.normal(0.1, 0.2, 200), TRUNCATED: rewards, LENGTH: 100 * rewards}
+    windows = np.convolve(rewards, np.ones(WINDOW) / WINDOW, "valid")
+    assert windows.min() < 0.5 * windows.max()
+    assert observe(**noisy) == set()
+    assert observe(**{REWARD: [*rewards, *rewards[:40] / 8]}) == {"collapse"}
 
 
 def test_a_frozen_teacher_raises_no_alarm_of_its_fidelity():

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from transformers import TrainerCallback
@@ -23,7 +24,9 @@ LOW_SHARE = 0.5
 HIGH_RATIO = 1.5
 # Shares of truncated completions below this one are no drift.
 FEW_TRUNCATED = 0.1
-
+# A change of up to this many standard deviations of a window's mean is noise. It is large because an alarm compares
+# every window of a run: of 200 logs of eight problems, rewards without a trend fall below half of their best window.
+NOISE = 6.0
 
 _OBSERVED = (
     "credit/teacher_fidelity",
@@ -61,9 +64,16 @@ class Window:
         """Highest mean of consecutive values."""
         return max(sum(self.values[i : i + WINDOW]) / WINDOW for i in range(len(self.values) - WINDOW + 1))
 
+    def is_noise(self, change: float) -> bool:
+        """Whether a difference of two windows may be noise, by the differences of consecutive values."""
+        variance = sum((b - a) ** 2 for a, b in pairwise(self.values)) / (2 * (len(self.values) - 1))
+        return abs(change) <= NOISE * math.sqrt(variance / WINDOW)
+
 
 class DriftAlarms:
-    """Compares logged metrics with their first values. Values are global, so every process finds the same `causes`.
+    """Compares logged metrics with their first values, and ignores changes within the noise of consecutive logs.
+
+    Values are global, so every process finds the same `causes`.
 
     The fidelity of a frozen teacher falls as the policy learns what it shows, since ΔV_t shrinks, and raises no alarm.
     """
@@ -89,24 +99,24 @@ class DriftAlarms:
             return window if (window := self._windows[name]).add(_mean(metrics.get(name, ()))) else None
 
         fidelity, answers, length, truncated, reward = map(ready, _OBSERVED)
-        if fidelity and _has_fallen(fidelity) and not self.frozen_teacher:
+        if fidelity and _has_fallen(fidelity, fidelity.first) and not self.frozen_teacher:
             self._raise(
                 "fidelity",
                 f"The teacher's fidelity (`credit/teacher_fidelity`) fell from {fidelity.first:.3f} to "
                 f"{fidelity.latest:.3f}: with the feedback the teacher prefers successful over failed completions "
                 f"less than before. {_UNREAD}",
             )
-        if answers and _has_fallen(answers) and not self.frozen_teacher:
+        if answers and _has_fallen(answers, answers.first) and not self.frozen_teacher:
             self._raise(
                 "fidelity",
                 "The share of samples whose teacher prefers the answer that the verdict names "
                 f"(`credit/teacher_prefers_answer`) fell from {answers.first:.2f} to {answers.latest:.2f}. {_UNREAD}",
             )
-        if length and length.latest > HIGH_RATIO * length.first:
+        if length and _has_grown(length, HIGH_RATIO * length.first):
             self._raise("length", _length_message("mean length of completions", length))
-        if truncated and truncated.latest > HIGH_RATIO * max(truncated.first, FEW_TRUNCATED):
+        if truncated and _has_grown(truncated, HIGH_RATIO * max(truncated.first, FEW_TRUNCATED)):
             self._raise("length", _length_message("share of truncated completions", truncated))
-        if reward and reward.best > 0.0 and reward.latest < LOW_SHARE * reward.best:
+        if reward and _has_fallen(reward, reward.best):
             self._raise(
                 "collapse",
                 f"The mean reward fell from {reward.best:.3f}, its best, to {reward.latest:.3f}. Resume from a "
@@ -124,8 +134,13 @@ _UNREAD = (
 )
 
 
-def _has_fallen(window: Window) -> bool:
-    return window.first > 0.0 and window.latest < LOW_SHARE * window.first
+def _has_fallen(window: Window, reference: float) -> bool:
+    is_low = reference > 0.0 and window.latest < LOW_SHARE * reference
+    return is_low and not window.is_noise(reference - window.latest)
+
+
+def _has_grown(window: Window, limit: float) -> bool:
+    return window.latest > limit and not window.is_noise(window.latest - window.first)
 
 
 def diversity_message(history: Sequence[Mapping[str, Any]]) -> str | None:
