@@ -291,8 +291,11 @@ class CreditTrainer(ReportingTrainer):
 
     def _success_weights(self, batch: GenerationBatch, contexts: list[TokenContexts], has_loss: list[bool]) -> Tensor:
         """(B,) weights of the teacher's fidelity, so that its mean over the logged micro-batches is the fidelity."""
-        is_scored = [c.teacher is not None and scored for c, scored in zip(contexts, has_loss, strict=True)]
-        weights, mixed = gather_success_weights(batch, is_scored, self.args.success_reward_threshold)
+        has_teacher = [c.teacher is not None for c in contexts]
+        is_scored = [one and other for one, other in zip(has_teacher, has_loss, strict=True)]
+        weights, mixed, scored = gather_success_weights(batch, is_scored, self.args.success_reward_threshold)
+        if self.model.training:
+            self.alarms.check_loss_tokens(any(has_teacher), scored)
         self._log_values({"credit/fidelity_groups": mixed})
         own = torch.tensor(weights, device=self.accelerator.device)
         return own * (self.args.steps_per_generation if self.model.training else 1)

@@ -179,6 +179,25 @@ def test_evaluation_without_contrast_prompts_warns_once(run):
     assert {e["credit/frac_without_contrast"] for e in entries if "loss" in e} == {0.0}
 
 
+def test_samples_without_a_teacher_hide_no_missing_contrast():
+    contexts = [TokenContexts([1]), TokenContexts(None), TokenContexts(None)]
+    shares = context_metrics(contexts, True, lambda counts: counts)
+    with pytest.warns(CreditWarning, match="No sample with a teacher of this generation batch has a contrast prompt"):
+        Alarms().check_contexts(shares)
+
+
+def test_step_of_samples_without_a_teacher_is_no_masked_one(run):
+    def no_feedback(completions, **kwargs):  # the only success of a group has no other success as its demonstration
+        return [Verdict(float(i % 4 == 0)) for i in range(len(completions))]
+
+    options = {"per_device_train_batch_size": 1, "steps_per_generation": 8, "contrastive_source": "dataset"}
+    trainer, warned = run(no_feedback, max_steps=8, dont_reprompt_on_self_success=True, **options)
+    assert any("credit/advantage_mean" not in entry for entry in trainer.state.log_history[:-1])
+    assert not [message for message in warned if "No token" in message]
+    _, warned = run(max_steps=2, mask_truncated_completions=True)
+    assert len([message for message in warned if "No token of this generation batch" in message]) == 1
+
+
 def test_ignored_feedback_warns_once(run):
     _, warned = run(include_environment_feedback=False, max_steps=3)
     assert len([w for w in warned if "`include_environment_feedback=False`" in w]) == 1

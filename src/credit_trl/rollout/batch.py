@@ -117,11 +117,14 @@ def is_successful(rewards: Sequence[float], threshold: float) -> list[bool]:
 
 def gather_success_weights(
     batch: GenerationBatch, has_teacher: Sequence[bool], threshold: float
-) -> tuple[list[float], int]:
-    """`success_weights` of the local samples, and the number of mixed groups. Every process must call it."""
+) -> tuple[list[float], int, int]:
+    """`success_weights` of the local samples, and the numbers of mixed groups and of samples with a teacher.
+
+    Every process must call it.
+    """
     everyone = gather_object(list(has_teacher))
     weights, mixed = success_weights(batch.rewards, everyone, batch.group_size, threshold)
-    return [weights[i] for i in batch.indices], mixed
+    return [weights[i] for i in batch.indices], mixed, sum(everyone)
 
 
 def success_weights(

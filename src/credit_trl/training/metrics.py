@@ -70,10 +70,11 @@ class Alarms:
                 "reward function, fill the column `privileged_context`, or lower the threshold.",
             )
 
-        if share["credit/frac_without_contrast"] == 1.0:
+        without = share["credit/frac_without_contrast"]
+        if without > 0.0 and math.isclose(without + share["credit/frac_without_teacher"], 1.0):
             self.raise_once(
                 "no_contrast",
-                "No sample of this generation batch has a contrast prompt, so λ is 0 for all of them. In evaluation "
+                "No sample with a teacher of this generation batch has a contrast prompt, so λ is 0. In evaluation "
                 "raise `per_device_eval_batch_size` or lower `num_generations_eval`; in training see "
                 "`contrastive_source`.",
             )
@@ -90,6 +91,21 @@ class Alarms:
                 f"{share['credit/frac_context_cut']:.0%} of the teacher's prompts of this generation batch exceed "
                 "`max_reprompt_len` and lost feedback or demonstration (`credit/frac_context_cut`). Increase it, or "
                 "return shorter feedback.",
+            )
+
+    def check_loss_tokens(self, has_teacher: bool, scored: int) -> None:
+        """Warn where samples of a generation batch have a teacher and none of their tokens has a loss.
+
+        Args:
+            has_teacher: whether a sample of this process has a teacher.
+            scored: samples of all processes with a teacher and tokens that carry loss.
+        """
+        if has_teacher and not scored:
+            self.raise_once(
+                "no_tokens",
+                "No token of this generation batch has a loss, although samples have a teacher: "
+                "`mask_truncated_completions` masks completions that reach `max_completion_length`, and "
+                "`on_verifier_error='skip'` those without a verdict.",
             )
 
     def check_positions(self, longest: int, positions: int | None) -> None:
@@ -187,14 +203,6 @@ class Alarms:
         Returns:
             1.0 where the gradient is lost, else 0.0; NaN where no step is logged or its tokens had no loss.
         """
-        means = metrics.get("credit/advantage_mean", ())
-        if means and all(map(math.isnan, means)) and (metrics.get("credit/frac_without_teacher") or [1.0])[-1] < 1.0:
-            self.raise_once(
-                "no_tokens",
-                "No token of this step has a loss, although samples have a teacher: `mask_truncated_completions` "
-                "masks completions that reach `max_completion_length`, and `on_verifier_error='skip'` those without a "
-                "verdict.",
-            )
         moments = [(metrics.get(f"credit/advantage_{m}") or [math.nan])[-1] for m in ("mean", "std")]
         if logs.get("grad_norm") is None or math.isnan(moments[0]) or not logs.get("loss"):
             return math.nan
