@@ -114,6 +114,15 @@ def test_run_that_starts_again_keeps_the_earlier_best_model(train, tmp_path, cap
     assert f"are now in {tmp_path / 'previous-1'}" in caplog.text
 
 
+def test_best_names_no_model_that_a_later_one_replaced(train, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    train(tmp_path, scores={0: 0.25, 2: 0.5, 4: 0.75}, **options)
+    train(tmp_path, scores={0: 0.25, 2: 0.5, 4: 0.25}, resume=str(tmp_path / "checkpoint-2"), **options)
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert (best["step"], best["folder"]) == (2, None)
+    assert (tmp_path / "previous-1" / "best-step-4" / "model.safetensors").is_file()
+
+
 def test_equal_scores_keep_the_earlier_model():
     rows = [{"step": s, "score": v} for s, v in [(0, 0.1), (5, 0.4), (10, 0.4)]]
     assert best_of(rows)["step"] == 5

@@ -153,6 +153,7 @@ def test_latest_is_newest_complete_checkpoint_or_none(tmp_path):
     assert checkpoint_to_resume("latest", tmp_path / "nowhere") is None
     for name in ("checkpoint-9", "checkpoint-10", "unfinished/checkpoint-11"):
         (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "trainer_state.json").touch()
     assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-10")
     assert checkpoint_to_resume(str(tmp_path / "checkpoint-9"), tmp_path) == str(tmp_path / "checkpoint-9")
     assert checkpoint_to_resume(None, tmp_path) is None
@@ -162,6 +163,18 @@ def test_latest_is_newest_complete_checkpoint_or_none(tmp_path):
 def test_missing_checkpoint_error_suggests_latest(asked, tmp_path):
     with pytest.raises(ValueError, match=r"no such folder.*`latest` for the newest"):
         checkpoint_to_resume(asked, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [(".", "folder of a run. Give one of its checkpoints"), ("latest", "checkpoint-3.*not written completely")],
+)
+def test_folder_that_is_no_checkpoint_is_refused(asked, message, tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    for name in ("run.json", "trainer_state.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=message):
+        checkpoint_to_resume(asked if asked == "latest" else str(tmp_path / asked), tmp_path)
 
 
 def test_latest_works_before_first_checkpoint(make_trainer):

@@ -10,7 +10,7 @@ import pytest
 
 from credit_trl import CreditTrainer
 from credit_trl.training.checkpoints import checkpoint_to_resume
-from credit_trl.training.run_directory import read_lines, set_aside_earlier_run
+from credit_trl.training.run_directory import read_lines, set_aside_earlier_run, set_aside_later_steps
 from tiny import length_verdicts
 
 
@@ -63,6 +63,41 @@ def test_second_run_in_a_directory_sets_the_first_aside(train, tmp_path, caplog)
     train(max_steps=4, contrastive_coef=0.5, resume="latest")
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert checkpoint_to_resume("latest", aside) == str(aside / "checkpoint-4")
+
+
+def test_latest_is_of_the_branch_that_trained_last(train, tmp_path, caplog):
+    train(max_steps=6)
+    log, aside = (tmp_path / "log.jsonl").read_bytes(), tmp_path / "previous-1"
+    train(max_steps=4, resume=str(tmp_path / "checkpoint-2"))
+    assert f"Later checkpoints and evaluations in {tmp_path} are now in {aside}" in caplog.text
+    assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-4")
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert sorted(path.name for path in aside.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert (aside / "log.jsonl").read_bytes() == log
+
+
+def test_interrupted_run_sets_nothing_aside(tmp_path):
+    for name in ("checkpoint-2/state", "best-step-3/state", "evaluations/step-000003/result.json", "log.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    set_aside_later_steps(tmp_path, 2)
+    assert not (tmp_path / "previous-1").exists()
+    (tmp_path / "checkpoint-4").mkdir()
+    set_aside_later_steps(tmp_path, 2)
+    moved = {path.name for path in (tmp_path / "previous-1").iterdir()}
+    assert moved == {"checkpoint-4", "best-step-3", "evaluations", "log.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "log.jsonl", "evaluations", "previous-1"}
+
+
+@pytest.mark.parametrize("is_base", [False, True])
+def test_final_model_of_an_earlier_run_leaves_unless_it_is_the_base(tmp_path, is_base):
+    files = {"adapter_config.json", "adapter_model.safetensors", "README.md", "trainer_state.json", "notes.txt"}
+    for name in ("checkpoint-2/state", *files):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    set_aside_earlier_run(tmp_path, str(tmp_path) if is_base else "Qwen/Qwen3-0.6B")
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == (files if is_base else {"notes.txt"})
+    assert (tmp_path / "previous-1" / "checkpoint-2").is_dir()
 
 
 def test_log_of_a_run_that_saved_no_checkpoint_is_kept(train, tmp_path):

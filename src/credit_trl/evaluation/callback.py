@@ -100,8 +100,8 @@ class EvaluationCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the evaluations up to the step of the checkpoint and remove later ones."""
         if self.engine.is_main:
-            if state.global_step == 0:
-                set_aside_earlier_run(self.folder)  # of a trainer without `RunLog`; otherwise there is none any more
+            if state.global_step == 0:  # of a trainer without `RunLog`; otherwise there is none any more
+                set_aside_earlier_run(self.folder, getattr(kwargs.get("model"), "name_or_path", ""))
             keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step)
             self.history = read_lines(self.folder / EVALUATIONS_FILE)
             (self.folder / SUMMARY_FILE).unlink(missing_ok=True)
@@ -172,13 +172,14 @@ class EvaluationCallback(TrainerCallback):
         self.trainer.save_model(str(folder))
 
     def _write_best(self) -> None:
-        """Write the best evaluation so far to `best.json`, with the folder of its model if models are kept."""
+        """Write the best evaluation so far to `best.json`, with the folder of its model if that was kept."""
         if not self.history:
             (self.folder / BEST_FILE).unlink(missing_ok=True)
             return
         best = best_of(self.history)
-        folder = best_folder(best["step"]) if self.keep_best else None
-        write_json(self.folder / BEST_FILE, {"folder": folder, **best})
+        folder = best_folder(best["step"])
+        has_model = self.keep_best and (self.folder / folder).is_dir()  # a later best model may have replaced it
+        write_json(self.folder / BEST_FILE, {"folder": folder if has_model else None, **best})
 
     def _remove_other_models(self) -> None:
         """Remove all saved models except the best, on the main process."""

@@ -30,6 +30,7 @@ from trl.trainer.utils import RepeatSampler
 from credit_trl.teacher.models import Teacher
 from credit_trl.training.metrics import Alarms
 from credit_trl.training.resuming import OptimizerOptions, check_fine_tuning, has_optimizer
+from credit_trl.training.run_directory import RUN_FILE
 
 UNFINISHED = "unfinished"
 LATEST = "latest"
@@ -185,14 +186,14 @@ class ResumableTrainer(GRPOTrainer):
         The optimizer's options are those of this run; its moments and the step of the schedule are restored.
 
         Raises:
-            ValueError: the directory does not exist, or its run had another fine-tuning method, adapter, or kind of
-                teacher.
+            ValueError: the directory is no complete checkpoint, or its run had another fine-tuning method, adapter, or
+                kind of teacher.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
-        elif isinstance(resume_from_checkpoint, str):
-            resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         if isinstance(resume_from_checkpoint, str | Path):
+            resume_from_checkpoint = checkpoint_to_resume(str(resume_from_checkpoint), self.args.output_dir)
+        if isinstance(resume_from_checkpoint, str):
             self._check_checkpoint(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -334,15 +335,26 @@ def checkpoint_to_resume(requested: str | None, output_dir: str | Path) -> str |
     """Resolve `"latest"` to the newest checkpoint of `output_dir`, or None if it has none; return others unchanged.
 
     Raises:
-        ValueError: `requested` is neither `"latest"` nor a directory.
+        ValueError: the checkpoint does not exist, or is not complete.
     """
     if requested == LATEST:
-        return get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
-    if requested is not None and not Path(requested).is_dir():
+        requested = get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
+    if requested is None:
+        return None
+    folder, fix = Path(requested), f"or `{LATEST}` for the newest in `output_dir`"
+    if not folder.is_dir():
         raise ValueError(
             f"`resume_from_checkpoint={requested}`: there is no such folder. Give a checkpoint "
-            f"(`<output_dir>/checkpoint-<step>`), or `{LATEST}` for the newest in `output_dir`, which also starts a "
-            "run that has none yet."
+            f"(`<output_dir>/checkpoint-<step>`), {fix}, which also starts a run that has none yet."
+        )
+    if (folder / RUN_FILE).is_file():
+        raise ValueError(
+            f"`resume_from_checkpoint={requested}`: this is the folder of a run. Give one of its checkpoints, {fix}."
+        )
+    if not (folder / TRAINER_STATE_NAME).is_file():
+        raise ValueError(
+            f"`resume_from_checkpoint={requested}`: the folder has no {TRAINER_STATE_NAME}, so it is no checkpoint or "
+            "was not written completely. Remove it, or give another one."
         )
     return requested
 

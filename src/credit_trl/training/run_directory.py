@@ -7,7 +7,7 @@
     best.json                    step and location of the best model
     summary.json                 best-during-training and final scores, written when training ends
 
-    previous-1/                  files of an earlier run in the same directory, as above
+    previous-1/                  files of an earlier run here, or of steps after a resumed one, as above
 
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
 `credit_trl.lab.comparison` reads only these files, so it works offline and with every `report_to`.
@@ -21,7 +21,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,14 @@ BASE_EVALUATION = f"{EVALUATIONS_FOLDER}/step-000000"  # before the first step
 
 # Checkpoints come first: if moving them is interrupted, no run resumes from them without their log.
 _MODELS = ("checkpoint-*", "best-step-*")
-_FILES = (
-    *(EVALUATIONS_FILE, LOG_FILE, RUN_FILE, BEST_FILE, SUMMARY_FILE),
-    *(f"{EVALUATIONS_FOLDER}/step-*", "completions/*", "credit_maps/*"),
+_RECORDS = (EVALUATIONS_FILE, LOG_FILE, RUN_FILE, BEST_FILE, SUMMARY_FILE)
+_EVALUATIONS = f"{EVALUATIONS_FOLDER}/step-*"
+_FILES = (*_RECORDS, _EVALUATIONS, "completions/*", "credit_maps/*")
+# The final model. An adapter's configuration that remains would make transformers load that adapter.
+_FINAL_MODEL = (
+    *("adapter_*", "*.safetensors", "*.safetensors.index.json", "pytorch_model*", "config.json"),
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*", "training_args.bin"),
+    *("trainer_state.json", "*_results.json", "README.md"),
 )
 
 
@@ -102,28 +107,74 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def set_aside_earlier_run(folder: Path) -> None:
+def set_aside_earlier_run(folder: Path, base: str = "") -> None:
     """Move the files of an earlier run to a folder `previous-<n>`, which is a run directory too, and warn.
 
     Called by one process, when a run starts from the beginning. A copy of the evaluation before the first step stays,
     which the run reuses if it has the same weights.
+
+    Args:
+        folder: the run directory.
+        base: name or path of the model that the run starts from, which stays if it is in the run directory itself.
     """
-    models = [path for pattern in _MODELS for path in folder.glob(pattern)]
+    models = _paths(folder, _MODELS)
     has_steps = any(row.get("step", 0) > 0 for row in read_lines(folder / LOG_FILE))
     if not (models or has_steps or (folder / EVALUATIONS_FILE).is_file()):
         return
-    numbers = (folder / f"previous-{number}" for number in itertools.count(1))
-    aside = next(previous for previous in numbers if not previous.exists())
-    for path in [*models, *(path for pattern in _FILES for path in folder.glob(pattern))]:
-        moved = aside / path.relative_to(folder)
-        moved.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(moved)
+    is_base = bool(base) and Path(base).resolve() == folder.resolve()
+    aside = _next_aside(folder)
+    _move([*models, *_paths(folder, _FILES if is_base else _FILES + _FINAL_MODEL)], folder, aside)
     if (aside / BASE_EVALUATION).is_dir():
         shutil.copytree(aside / BASE_EVALUATION, folder / BASE_EVALUATION)
     logger.warning(
         f"This run starts from the beginning. Log, evaluations and models of an earlier run in {folder} are now in "
         f"{aside}; `output_dir={aside}` with `resume_from_checkpoint='latest'` goes on with it."
     )
+
+
+def set_aside_later_steps(folder: Path, step: int) -> None:
+    """Move what an earlier run saved after the step that a run resumes from to `previous-<n>`, and warn.
+
+    Called by one process. Of two branches of a run, `latest` then means the one that trained last. `previous-<n>` gets
+    copies of log, settings and evaluations, so it is a run directory too. Nothing is moved where no checkpoint is
+    later, as in a run that was interrupted.
+    """
+    models, evaluations = (
+        [path for path in _paths(folder, patterns) if _step_of(path) > step] for patterns in (_MODELS, (_EVALUATIONS,))
+    )
+    if not any(path.match(_MODELS[0]) for path in models):
+        return
+    aside = _next_aside(folder)
+    _move(models, folder, aside)
+    for path in _paths(folder, _RECORDS):
+        shutil.copy2(path, aside)
+    _move(evaluations, folder, aside)
+    logger.warning(
+        f"This run resumes from step {step}. Later checkpoints and evaluations in {folder} are now in {aside}; "
+        f"`output_dir={aside}` with `resume_from_checkpoint='latest'` goes on with them."
+    )
+
+
+def _paths(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return list(dict.fromkeys(path for pattern in patterns for path in folder.glob(pattern)))
+
+
+def _step_of(path: Path) -> int:
+    """The step that a name ends with; 0 without one."""
+    number = path.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _next_aside(folder: Path) -> Path:
+    numbers = (folder / f"previous-{number}" for number in itertools.count(1))
+    return next(aside for aside in numbers if not aside.exists())
+
+
+def _move(paths: Iterable[Path], folder: Path, aside: Path) -> None:
+    for path in paths:
+        moved = aside / path.relative_to(folder)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(moved)
 
 
 def keep_up_to(path: str | Path, step: int) -> None:

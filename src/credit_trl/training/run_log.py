@@ -16,6 +16,7 @@ from credit_trl.training.run_directory import (
     append_lines,
     keep_up_to,
     set_aside_earlier_run,
+    set_aside_later_steps,
     write_json,
 )
 
@@ -24,8 +25,8 @@ class RunLog(TrainerCallback):
     """Writes `run.json` and `log.jsonl` into the output directory, for any `report_to`.
 
     Every `CreditTrainer` has one, `trainer.run_log`. A resumed run first removes the lines after the step of its
-    checkpoint; a run that starts from the beginning first sets aside an earlier one. `facts` are further fields of
-    `run.json`, such as the task.
+    checkpoint and sets later checkpoints aside; a run that starts from the beginning first sets aside an earlier one.
+    `facts` are further fields of `run.json`, such as the task.
     """
 
     def __init__(self) -> None:
@@ -34,14 +35,16 @@ class RunLog(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        folder = Path(args.output_dir)
+        folder, model = Path(args.output_dir), kwargs.get("model")
+        name = getattr(model, "name_or_path", "")
         if state.global_step == 0:
-            set_aside_earlier_run(folder)
-        model = kwargs.get("model")
+            set_aside_earlier_run(folder, name)
+        else:
+            set_aside_later_steps(folder, state.global_step)
         run = {
             "config": args.to_dict(),
             "seed": args.seed,
-            "model": getattr(model, "name_or_path", "") or type(model).__name__,
+            "model": name or type(model).__name__,
             "parameters": sum(full_shape(p).numel() for p in model.parameters()) if model is not None else None,
             **self.facts,
         }
