@@ -227,13 +227,18 @@ def test_missing_config_file_is_named(launched, capsys):
     assert "nowhere.yaml" in capsys.readouterr().err
 
 
-def test_failed_run_returns_its_exit_code_without_traceback(monkeypatch, capfd):
+@pytest.mark.parametrize(("ended", "code", "printed"), [(3, 3, ""), (-9, 137, "signal 9 (Killed) ended the process")])
+def test_failed_run_returns_its_exit_code_without_traceback(monkeypatch, capfd, ended, code, printed):
     def fail(args):
-        raise subprocess.CalledProcessError(3, "python")
+        assert not args.quiet  # accelerate's exit code would be 1
+        raise subprocess.CalledProcessError(ended, "python")
 
     monkeypatch.setattr("accelerate.commands.launch.launch_command", fail)
-    assert credit.run(["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"]) == 3
-    assert "Traceback" not in capfd.readouterr().err
+    line = ["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4", "--quiet"]
+    assert credit.run(line) == code
+    error = capfd.readouterr().err
+    assert printed in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.cli.errors import (
     USER_ERRORS,
     ignore_future_warnings,
+    report_exit_code,
     report_failed_process,
     report_user_error,
     suggest,
@@ -57,13 +58,14 @@ def launch(launched: Namespace) -> int:
     from credit_trl.training.preemption import sigterm_to_children
 
     launched.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # not SIGTERM, after which torch kills the processes in 30 s
+    launched.quiet = False  # with it, accelerate replaces the exit code
     try:
         with sigterm_to_children():
             launch_command(launched)
     except ValueError as error:  # accelerate's arguments exclude each other
         return report_user_error(PROG, error, code=2)
-    except subprocess.CalledProcessError as error:  # the process has printed its error
-        return error.returncode
+    except subprocess.CalledProcessError as error:
+        return report_exit_code(PROG, error.returncode)
     except ChildFailedError as error:  # one of several processes
         return report_failed_process(PROG, error)
     except (KeyboardInterrupt, SignalException) as error:  # with one process, with several

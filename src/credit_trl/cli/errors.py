@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM, strsignal
 from typing import TYPE_CHECKING
 
 from yaml import YAMLError
@@ -43,6 +43,18 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
     place = _user_line(error)
     print(f"{command}: error: {printable_lines(str(error))}{f' ({place})' if place else ''}", file=sys.stderr)
     return code
+
+
+def report_exit_code(command: str, code: int) -> int:
+    """Return the exit code of a process as a shell does: 128 + n, with a printed line, if signal n ended it.
+
+    A process that ended by itself has printed its error.
+    """
+    if code >= 0:
+        return code
+    cause = "; Linux sends it where memory runs out (`dmesg`)" if code == -SIGKILL else ""
+    print(f"{command}: error: signal {-code} ({strsignal(-code)}) ended the process{cause}", file=sys.stderr)
+    return 128 - code
 
 
 def report_failed_process(command: str, error: ChildFailedError) -> int:
