@@ -526,7 +526,7 @@ def check_values(config: CreditConfig) -> None:
         )
     for name, placeholders in TEMPLATE_PLACEHOLDERS.items():
         if getattr(config, name) is not None:
-            _check_template(name, getattr(config, name), placeholders)
+            check_template(name, getattr(config, name), placeholders)
 
 
 @functools.cache
@@ -987,8 +987,12 @@ def _check_policy_terms_are_off(config: CreditConfig) -> None:
             )
 
 
-def _check_template(name: str, template: str, placeholders: tuple[str, ...]) -> None:
-    """Check that a template has each of its placeholders once and no other."""
+def check_template(name: str, template: str, placeholders: tuple[str, ...]) -> None:
+    """Check that a template has each of its placeholders once and no other.
+
+    Raises:
+        ValueError: it has not; the message calls it `name`.
+    """
     try:
         found = [field_name for _, field_name, _, _ in string.Formatter().parse(template) if field_name is not None]
     except ValueError as error:

@@ -51,6 +51,11 @@ def test_evaluations_are_at_least_one_batch_apart():
         CreditScriptArguments(avg_at_k_steps=0)
 
 
+def test_limits_of_rows_below_one_name_their_option():
+    with pytest.raises(ValueError, match="`--max_train_rows` must be at least 1, got 0; leave `--max_train_rows` out"):
+        CreditScriptArguments(max_train_rows=0)
+
+
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [

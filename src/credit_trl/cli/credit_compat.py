@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from credit_trl.cli.credit_eval import json_object
+from credit_trl.cli.arguments import at_least, json_object
 from credit_trl.training.run_directory import json_line, write_atomically
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", required=True, help="multiple choice, such as sciknoweval:material")
     parser.add_argument("--split", default="train", help="split of the task's data (default train)")
     parser.add_argument("--path", help="local data file or folder, instead of the hub")
-    parser.add_argument("--per_letter", type=int, default=25, help="questions per gold letter (default 25)")
+    parser.add_argument("--per_letter", type=at_least(1), default=25, help="questions per gold letter (default 25)")
     parser.add_argument("--letters", help="such as ABCD; by default read from each prompt")
     parser.add_argument("--feedback", help="feedback text with {letter} (default: the paper's)")
     parser.add_argument("--feedback_template", help="template with {feedback_raw} (default: the paper's)")
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from credit_trl.config import check_template
     from credit_trl.contexts.builder import ContextBuilder
     from credit_trl.lab.analysis import compatibility as compat
     from credit_trl.lab.analysis.checkpoints import Checkpoint
@@ -49,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
     from credit_trl.lab.analysis.responses import analysis_config
     from credit_trl.tasks.registry import load_task
 
+    feedback = compat.FEEDBACK if args.feedback is None else args.feedback
+    check_template("--feedback", feedback, ("letter",))
+    if args.letters is not None and len(set(args.letters)) < max(len(args.letters), 2):
+        raise ValueError(f"--letters {args.letters!r}: give two or more letters, each once, such as ABCD.")
     sys.path.insert(0, os.getcwd())
     rows = load_task(args.task).build(args.split, args.path)
     found = compat.questions_of(rows, args.letters)
@@ -69,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         checkpoint = Checkpoint.load(model, name=name, chat_template_kwargs=args.chat_template_kwargs)
         builder = ContextBuilder(checkpoint.tokenizer, analysis_config(**templates), sorted(checkpoint.end_ids()))
         records[checkpoint.name] = compat.measure_compatibility(
-            checkpoint, questions, builder, feedback=args.feedback or compat.FEEDBACK, prefix=prefix, progress=True
+            checkpoint, questions, builder, feedback=feedback, prefix=prefix, progress=True
         )
         _write(directory, records)  # after each model, so that a later failure loses nothing
         del checkpoint, builder  # the next model takes the memory

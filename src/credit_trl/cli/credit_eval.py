@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import fields
 from pathlib import Path
 
-from credit_trl.cli.sandbox_options import add_sandbox_arguments
+from credit_trl.cli.arguments import add_sandbox_arguments, json_object
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.run_directory import RUN_FILE
 
@@ -55,14 +54,3 @@ def run(args: argparse.Namespace) -> int:
     if args.output_dir:
         print(f"  written to {args.output_dir}")
     return 0
-
-
-def json_object(text: str) -> dict[str, object]:
-    """Argument type of a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text!r}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'a JSON object such as {{"key": "value"}}, not {text!r}')
-    return value

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.cli.sandbox_options import add_sandbox_arguments
+from credit_trl.cli.arguments import add_sandbox_arguments, at_least
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.run_directory import RUN_FILE
 
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "S_t, Ĝ_t, R_t, log π_θ and the alternatives. Writes maps.html, maps.parquet, summary.md and PNGs to "
         "--output_dir. With --checkpoint, the model and each checkpoint score the same responses."
     )
+    count = at_least(0)
     source = parser.add_argument_group("responses")
     source.add_argument("--model", help="hub name, directory, `smollm2`, or `quickstart` for the embedded model")
     source.add_argument(
@@ -36,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--task", help="such as sciknoweval:chemistry, quickstart, my_package.task:Task")
     source.add_argument("--split", default="test", help="split of the task's data (default test)")
     source.add_argument("--path", help="local data file or folder, instead of the hub")
-    source.add_argument("--max_prompts", type=int, default=4, help="number of prompts (default 4)")
-    source.add_argument("--samples", type=int, default=2, help="responses per prompt (default 2)")
+    source.add_argument("--max_prompts", type=at_least(1), default=4, help="number of prompts (default 4)")
+    source.add_argument("--samples", type=at_least(1), default=2, help="responses per prompt (default 2)")
     source.add_argument("--responses", help="JSON lines with prompt, response, feedback, instead of sampling")
     source.add_argument("--maps", nargs="+", default=[], help="Parquet files of earlier maps to draw on one page")
     credit = parser.add_argument_group("scoring")
@@ -57,15 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     credit.add_argument("--temperature", type=float, help="sampling temperature (default 1)")
     credit.add_argument("--max_completion_length", type=int, help="tokens per response (default 512)")
     credit.add_argument("--seed", type=int, help="seed of responses and contrast prompts (default 42)")
-    credit.add_argument("--alternatives", type=int, default=5, help="alternatives per sampled token (default 5)")
+    credit.add_argument("--alternatives", type=count, default=5, help="alternatives per sampled token (default 5)")
     credit.add_argument("--pmi", action="store_true", help="also write pMI of whole responses (pmi.md; Eq. 9)")
     output = parser.add_argument_group("output")
     output.add_argument("--output_dir", default="credit_map", help="default credit_map")
     output.add_argument("--quantity", choices=_QUANTITIES, default="specific", help="in the terminal (default S_t)")
     output.add_argument("--palette", choices=("red-blue", "orange-purple"), default="red-blue")
-    output.add_argument("--pictures", type=int, default=4, help="number of PNGs (default 4)")
-    output.add_argument("--terminal", type=int, default=1, help="number of maps printed in the terminal (default 1)")
-    output.add_argument("--top", type=int, default=10, help="token strings in each list of summary.md (default 10)")
+    output.add_argument("--pictures", type=count, default=4, help="number of PNGs (default 4)")
+    output.add_argument("--terminal", type=count, default=1, help="number of maps printed in the terminal (default 1)")
+    output.add_argument("--top", type=count, default=10, help="token strings in each list of summary.md (default 10)")
     output.add_argument("--title", default="Token credit")
     add_sandbox_arguments(parser)
 
@@ -197,8 +198,6 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
             )
         _directory(args)
         return responses
-    if min(args.max_prompts, args.samples) < 1:
-        raise ValueError(f"--max_prompts {args.max_prompts} and --samples {args.samples} must be at least 1.")
     dataset = task.build(args.split, args.path)
     rows = list(dataset.take(args.max_prompts))
     _directory(args)  # one that cannot be made costs no samples

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from credit_trl.cli.arguments import at_least
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -26,16 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the arguments of `trl credit` (--config FILE.yaml and overrides), without loading weights. If the run does "
         "not fit, exit with code 1 and print the changes that would make it fit."
     )
+    count = at_least(1)
     parser.add_argument("--gpu", default=DEFAULT_GPU, help=f"kind of GPU (default {DEFAULT_GPU})")
     parser.add_argument("--gpu_memory", type=float, help="memory in GiB (default: that of the GPU's data sheet)")
     parser.add_argument("--model_config", help="config.json of the model, if its sizes are unknown")
     parser.add_argument("--teacher_config", help="the same of `teacher_model_name_or_path`")
-    parser.add_argument("--max_prompt", type=int, default=2048, help="tokens of the longest prompt (default 2048)")
-    parser.add_argument("--mean_prompt", type=int, help="mean tokens per prompt (default: a quarter of the longest)")
-    parser.add_argument("--mean_completion", type=int, help="mean tokens per completion (default: a quarter)")
-    parser.add_argument("--mean_context", type=int, help="mean tokens per teacher prompt (default: both and 256)")
-    parser.add_argument("--rows", type=int, help="training rows (default: --max_train_rows), for the hours of the run")
-    parser.add_argument("--eval_rows", type=int, help="rows of an evaluation (default: --max_eval_rows)")
+    parser.add_argument("--max_prompt", type=count, default=2048, help="tokens of the longest prompt (default 2048)")
+    parser.add_argument("--mean_prompt", type=count, help="mean tokens per prompt (default: a quarter of the longest)")
+    parser.add_argument("--mean_completion", type=count, help="mean tokens per completion (default: a quarter)")
+    parser.add_argument("--mean_context", type=count, help="mean tokens per teacher prompt (default: both and 256)")
+    parser.add_argument(
+        "--rows", type=count, help="training rows (default: --max_train_rows), for the hours of the run"
+    )
+    parser.add_argument("--eval_rows", type=count, help="rows of an evaluation (default: --max_eval_rows)")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
 
 
@@ -60,6 +66,8 @@ def plan_of(args: argparse.Namespace, training_arguments: list[str]) -> Plan:
         )
     gpu = GPUS[args.gpu]
     if args.gpu_memory is not None:
+        if not 0.0 < args.gpu_memory < math.inf:
+            raise ValueError(f"--gpu_memory {args.gpu_memory:g}: give the memory of one GPU in GiB.")
         gpu = replace(gpu, memory=int(args.gpu_memory * GIB))
     run = parse_run(training_arguments)
     model = run.model
@@ -73,6 +81,10 @@ def plan_of(args: argparse.Namespace, training_arguments: list[str]) -> Plan:
     setup = make_setup(run.training, model, run.launcher, gpu, mixed=run.mixed, **sizes)
     lengths = default_lengths(setup)
     prompt, completion = args.mean_prompt or lengths.prompt, args.mean_completion or lengths.completion
+    limits = (("--max_prompt", args.max_prompt), ("--max_completion_length", run.training.max_completion_length))
+    for name, mean, (limit, longest) in zip(("prompt", "completion"), (prompt, completion), limits, strict=True):
+        if mean > longest:
+            raise ValueError(f"--mean_{name} {mean} exceeds `{limit} {longest}`. Raise that, or lower the mean.")
     context = args.mean_context or mean_context(setup, prompt, completion)
     lengths = replace(lengths, prompt=prompt, completion=completion, context=context)
     return make_plan(shape, setup, lengths, _schedule(args, run))

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from credit_trl.cli.sandbox_options import add_sandbox_arguments
+from credit_trl.cli.arguments import add_sandbox_arguments
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.tasks.printable import printable
 

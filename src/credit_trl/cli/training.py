@@ -70,8 +70,10 @@ class CreditScriptArguments(ScriptArguments):
     )
 
     def __post_init__(self) -> None:
-        if self.avg_at_k_steps < 1:
-            raise ValueError("`--avg_at_k_steps` must be at least 1; leave `--avg_at_k` out to evaluate nothing.")
+        for name in ("avg_at_k", "avg_at_k_steps", "max_train_rows", "max_eval_rows", "max_prompt_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                unset = "avg_at_k` out to evaluate nothing" if name.startswith("avg") else f"{name}` out for no limit"
+                raise ValueError(f"`--{name}` must be at least 1, got {value}; leave `--{unset}.")
         if isinstance(self.reward_funcs, str):  # `reward_funcs: my_module.my_reward` in a YAML file
             self.reward_funcs = [name.strip() for name in self.reward_funcs.split(",")]
         choose_sandbox(self.sandbox, self.allow_unsandboxed, self.sandbox_packages)
@@ -337,7 +339,8 @@ def _local_files(script_args: CreditScriptArguments) -> Any:
 
 def _split(data: Any, name: str, option: str) -> Any:
     if name not in data:
-        raise ValueError(f"`--{option} {name}`: no such split; the data has {', '.join(data)}.")
+        files = " Name a file with `--eval_dataset_path`." if option == "dataset_test_split" else ""
+        raise ValueError(f"`--{option} {name}`: no such split; the data has {', '.join(data)}.{files}")
     return data[name]
 
 

@@ -1,0 +1,44 @@
+"""Arguments and types of arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+
+def json_object(text: str) -> dict[str, object]:
+    """Argument type of a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text!r}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'a JSON object such as {{"key": "value"}}, not {text!r}')
+    return value
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Argument type of a whole number from `minimum`."""
+
+    def parse(text: str) -> int:
+        if (value := int(text)) < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
+        return value
+
+    parse.__name__ = "whole number"  # in argparse's error for other text
+    return parse
+
+
+def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--sandbox`, `--allow_unsandboxed` and `--sandbox_packages`."""
+    group = parser.add_argument_group("sandbox, for tasks that run model-written programs")
+    group.add_argument(
+        "--sandbox", help="auto (default: the first available), bubblewrap, landlock, or the address of a remote one"
+    )
+    group.add_argument(
+        "--allow_unsandboxed", action="store_true", help="if no sandbox is available, run unprotected, with a warning"
+    )
+    group.add_argument(
+        "--sandbox_packages", nargs="+", metavar="NAME", help="installed packages that programs may import, as numpy"
+    )
