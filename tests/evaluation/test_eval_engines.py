@@ -234,7 +234,15 @@ def test_missing_vllm_error_names_the_extra(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_completion_length": 0}]
+    "options",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"max_completion_length": 0},
+    ],
 )
 def test_sampling_config_rejects_values_out_of_range(options):
     with pytest.raises(ValueError, match=next(iter(options))):

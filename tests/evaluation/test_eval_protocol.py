@@ -18,7 +18,13 @@ from datasets import Dataset
 from credit_trl import Verdict
 from credit_trl.evaluation import Evaluation, EvaluationConfig, evaluate
 from credit_trl.evaluation.generation import Response
-from credit_trl.evaluation.protocol import EvaluationMismatchError, data_digest, sample_seed, task_rows
+from credit_trl.evaluation.protocol import (
+    EvaluationMismatchError,
+    data_digest,
+    distinct_names,
+    sample_seed,
+    task_rows,
+)
 from credit_trl.evaluation.verdicts import VerifierFailed
 from credit_trl.rollout.verdict import VerifierPolicy, VerifierTimeout
 from credit_trl.tasks.registry import Task, batch_of
@@ -118,6 +124,19 @@ def test_majority_needs_letter_answers_or_answer_of():
     assert counted.majority is not None
 
 
+def test_letters_that_are_given_elsewhere_have_no_majority():
+    def last_letter(response, answer, *, truncated=False):
+        return Verdict(1.0)
+
+    rows = letters().map(lambda row: {"answer": row["answer"]})
+    task = Task("boxed", lambda *a: rows, last_letter, batch_of(last_letter, "boxed"))
+    engine = FakeEngine()
+    engine.generate = lambda requests, sampling: [Response("\\boxed{A}", 3, False)] * len(requests)
+    assert evaluate(engine, task, 2, progress=False).majority is None
+    wrong = Task("wrong", lambda *a: rows, graded, batch_of(graded, "wrong"))
+    assert evaluate(engine, wrong, 2, progress=False).majority == 0.0
+
+
 def test_finished_evaluation_generates_nothing(tmp_path):
     first, engine = run(tmp_path)
     before = files(tmp_path)
@@ -196,6 +215,7 @@ def test_task_rows_get_stable_unique_ids():
     assert named[2]["id"] == f"{named[0]['id']}#2"
     assert task_rows(TASK, EvaluationConfig(dataset=rows[1:]))[0]["id"] == named[1]["id"]
     assert len(task_rows(TASK, EvaluationConfig(max_prompts=2))) == 2
+    assert distinct_names(["a", "a", "a#2", "a"]) == ["a", "a#3", "a#2", "a#4"]
 
 
 def test_verdict_without_reward_raises_with_prompt_id():

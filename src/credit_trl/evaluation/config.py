@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -39,7 +40,7 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0.0:
+        if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"`temperature` must be at least 0, got {self.temperature}.")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"`top_p` must be in (0, 1], got {self.top_p}.")
@@ -95,7 +96,7 @@ class EvaluationConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("k", "max_prompts", "batch_size"):
+        for name in ("k", "max_prompts", "batch_size", "n_resamples"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")

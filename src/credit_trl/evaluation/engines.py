@@ -72,6 +72,13 @@ class _LocalEngine:
     def __init__(
         self, tokenizer: Any, name: str, batch_size: int, chat_template_kwargs: Mapping[str, Any] | None
     ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+        if not isinstance(chat_template_kwargs or {}, Mapping):
+            raise ValueError(
+                f"`chat_template_kwargs` must be an object such as {{'enable_thinking': False}}, got "
+                f"{chat_template_kwargs!r}."
+            )
         self.tokenizer = tokenizer
         self.name = name
         self.batch_size = batch_size

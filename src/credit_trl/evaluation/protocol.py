@@ -7,11 +7,10 @@ written to disk as soon as they are graded, so an interrupted evaluation continu
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,7 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
         ValueError: there are no rows.
     """
     dataset = task.build(config.split, config.path) if config.dataset is None else config.dataset
-    rows = list(islice(dataset, config.max_prompts))
+    rows = list(itertools.islice(dataset, config.max_prompts))
     if not rows:
         raise ValueError(f"Task {task.name!r} has no rows to evaluate.")
     ids = [str(row.get("id") or hashlib.sha256(prompt_key(row["prompt"]).encode()).hexdigest()[:16]) for row in rows]
@@ -128,13 +127,15 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """The names, with `#2`, `#3`, … after the second and later occurrences of one."""
-    seen: Counter[str] = Counter()
-    distinct = []
+    """The names, with `#2`, `#3`, … after the second and later occurrences of one, skipping names that occur."""
+    taken = set(names)
+    distinct: dict[str, None] = {}
     for name in names:
-        seen[name] += 1
-        distinct.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return distinct
+        numbered = (f"{name}#{number}" for number in itertools.count(2))
+        own = name if name not in distinct else next(one for one in numbered if one not in taken)
+        taken.add(own)
+        distinct[own] = None
+    return list(distinct)
 
 
 def data_digest(rows: Sequence[Mapping[str, Any]]) -> str:

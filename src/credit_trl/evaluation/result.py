@@ -37,7 +37,7 @@ class Evaluation:
         prompts: per-prompt scores, in the order of the rows.
         score, low, high: avg@k and its 95 % bootstrap interval over prompts.
         pass_at: unbiased pass@j by j, for the powers of two up to k, and k.
-        majority: maj@k; None if answers are not read from the samples.
+        majority: maj@k; None if answers are not read from the samples, or some succeed and none has a readable answer.
         mean_length: mean number of tokens of a completion.
         truncated: fraction of completions that reached the length limit.
         metrics: means of the verdicts' metrics over the samples that have them.
@@ -131,6 +131,8 @@ def summarize(
         groups: group by prompt id.
     """
     k = config.k
+    if any(s.reward >= config.success_threshold for s in samples) and not any(s.answer is not None for s in samples):
+        golds = None  # the verifier reads answers elsewhere
     prompts = [_prompt_score(samples[i : i + k], config, golds, groups) for i in range(0, len(samples), k)]
     mean, low, high = bootstrap_ci([prompt.score for prompt in prompts], config.n_resamples)
     successes = [prompt.successes for prompt in prompts]
