@@ -54,6 +54,7 @@ def test_card_states_method_data_metrics_and_versions(train):
         "| steps | 2 |",
     ):
         assert row in card, row
+    assert "further options" not in card
     assert f"- credit_trl: {version('credit-trl')}\n- TRL: {version('trl')}\n" in card
     first, last = trainer.state.log_history[:2]
     for label, name in {"S_t, nats (training)": "credit/s_mean", "reward (training)": "reward"}.items():
@@ -80,6 +81,12 @@ def test_card_of_grpo_states_no_contrast(train):
     trainer.create_model_card(model_name="tiny")
     assert "| λ |" not in (card := read_card(trainer))
     assert "| data | 12 rows |" in card
+
+
+def test_card_states_another_use_of_the_credit(train):
+    trainer = train(credit_use="route", contrastive_swap="hint", max_steps=1)
+    trainer.create_model_card(model_name="tiny")
+    assert "| further options | `credit_use=route`, `contrastive_swap=hint` |" in read_card(trainer)
 
 
 def test_pushed_card_names_the_repository(train, monkeypatch, tmp_path):

@@ -21,6 +21,13 @@ _METRICS = {
     "credit/delta_v_mean": "ΔV_t, nats",
     "credit/advantage_mean": "R_t, nats",
 }
+# Options of the method that the card states where they differ from their defaults.
+_FURTHER = (
+    *("credit_use", "credit_weight", "credit_weight_form", "contrastive_baseline", "contrastive_gate"),
+    *("contrastive_swap", "distillation_tail", "dynamic_sampling_rounds", "teacher_adapter_name_or_path"),
+    *("teacher_context", "teacher_hint", "teacher_model_name_or_path", "teacher_rehearsal", "teacher_sync_steps"),
+    *("teacher_trust_kl", "teacher_trust_weight"),
+)
 _VERSIONS = "### Framework versions\n\n"
 
 
@@ -58,7 +65,10 @@ def _credit(args: CreditConfig) -> dict[str, str]:
     parts = [("feedback", args.include_environment_feedback), ("demonstration", args.use_successful_as_teacher)]
     is_topk = args.distillation_support.endswith("_topk")
     rate = f", rate {args.teacher_update_rate:g}" if args.teacher_model_kind == "ema" else ""
-    return {
+    read = " and ".join(name for name, is_used in parts if is_used)
+    defaults = CreditConfig.__dataclass_fields__
+    further = {name: value for name in _FURTHER if (value := getattr(args, name)) != defaults[name].default}
+    facts = {
         "form of the target": f"`contrastive_form={args.contrastive_form}`",
         "λ": f"{args.contrastive_coef:g}",
         "C": f"{args.contrastive_count}, `contrastive_source={args.contrastive_source}`",
@@ -66,8 +76,11 @@ def _credit(args: CreditConfig) -> dict[str, str]:
         "α": f"{args.distillation_alpha:g}",
         "weight of the distillation loss": f"{args.distillation_weight:g}",
         "teacher": args.teacher_model_kind + rate,
-        "privileged context": " and ".join(name for name, is_used in parts if is_used),
+        "privileged context": read if args.teacher_prompt == "privileged" else "none",
     }
+    if further:
+        facts["further options"] = ", ".join(f"`{name}={value}`" for name, value in further.items())
+    return facts
 
 
 def _metrics(history: Sequence[Mapping[str, Any]]) -> str:
