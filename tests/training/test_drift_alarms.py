@@ -205,4 +205,5 @@ def test_pass_at_k_that_falls_while_avg_at_k_rises_warns(score, pass_at_k, warns
     last = first | {"step": 60, "score": score, "pass_at_k": pass_at_k}
     message = diversity_message([first, first | {"step": 30}, last])
     assert (message is not None) == warns
+    assert diversity_message([first | {"k": 16}, last]) is None  # of the run before it was resumed with another k
     assert not warns or "pass@4 fell from 0.800 (step 0) to 0.600 (step 60)" in message

@@ -147,9 +147,10 @@ def diversity_message(history: Sequence[Mapping[str, Any]]) -> str | None:
     """Message where pass@k fell while avg@k rose since the first evaluation, or None.
 
     The fall must exceed half of avg@k's 95 % interval, below which it is noise of the prompts. `history` has the
-    evaluations in the order of their steps.
+    evaluations in the order of their steps; those with another k than the last are ignored.
     """
-    first, last = history[0], history[-1]
+    last = history[-1]
+    first = next(row for row in history if row["k"] == last["k"])
     noise = (last["high"] - last["low"]) / 2
     if not (last["score"] > first["score"] and last["pass_at_k"] < first["pass_at_k"] - noise):
         return None
