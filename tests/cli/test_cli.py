@@ -255,14 +255,24 @@ def test_interrupted_run_says_in_one_line_how_to_continue(monkeypatch, capfd, in
     assert error.count("\n") == 1
 
 
-def test_interrupted_training_process_prints_no_traceback(monkeypatch, capfd):
+@pytest.mark.parametrize("interrupted", ["make_trainer", "train"])
+def test_interrupted_training_process_prints_no_traceback(monkeypatch, capfd, interrupted):
     def interrupt(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training, "make_trainer", lambda *args: None)
-    monkeypatch.setattr(training, "train", interrupt)
+    monkeypatch.setattr(training, interrupted, interrupt)
     assert training.run(["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"]) == 130
     assert capfd.readouterr().err == ""
+
+
+def test_interrupted_command_prints_one_line(monkeypatch, capsys):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("credit_trl.cli.credit_compare.run", interrupt)
+    assert cli.main(["credit-compare", "runs"]) == 130
+    assert capsys.readouterr().err == "trl credit-compare: interrupted\n"
 
 
 def test_arguments_that_accelerate_refuses_are_named_in_one_line(monkeypatch, capfd):

@@ -150,6 +150,7 @@ LINES = [
     ("credit-map --model quickstart --task own_module:Unasked", "no column `prompt`"),
     ("credit-map --model quickstart --responses typo.yaml", "rows are read from .json"),
     ("credit-map --maps typo.yaml", "typo.yaml"),
+    ("credit-map --maps nowhere.parquet", "--maps nowhere.parquet: no such file."),
     ("credit-map --model quickstart --task quickstart --config no_yaml.yaml", "expected"),
     ("credit-compat --model quickstart --task quickstart", "no multiple choice"),
     ("credit-compat --model quickstart --task quickstart --letters AAB", "give two or more letters, each once"),

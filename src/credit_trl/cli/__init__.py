@@ -11,6 +11,7 @@ of `run`.
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from argparse import ArgumentParser
 from importlib.metadata import version
@@ -74,6 +75,9 @@ def _run_companion(name: str, argv: list[str]) -> int:
         if isinstance(error, TypeError) and not is_user_error(error):
             raise
         return report_user_error(f"trl {name}", error, getattr(module, "ERROR_CODE", 1))
+    except KeyboardInterrupt:
+        print(f"trl {name}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _help_parser() -> ArgumentParser:

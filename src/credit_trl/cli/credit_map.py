@@ -146,6 +146,8 @@ def _read_maps(paths: list[str]) -> list[TokenMap]:
     from credit_trl.lab.analysis.naming import unique_maps
     from credit_trl.lab.analysis.tokenmap_parquet import read_parquet
 
+    if missing := [path for path in paths if not Path(path).is_file()]:
+        raise FileNotFoundError(f"--maps {missing[0]}: no such file.")
     return unique_maps(paths, [read_parquet(path) for path in paths])
 
 

@@ -108,15 +108,13 @@ def run(argv: list[str] | None = None) -> int:
     verifier, keep their traceback.
     """
     ignore_future_warnings()
+    trainer = None
     try:
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
         trainer = make_trainer(script_args, *others)
-    except USER_ERRORS as error:
-        return _report(error)
-    try:
         train(trainer, script_args)
     except USER_ERRORS as error:
-        if not is_user_error(error):
+        if trainer is not None and not is_user_error(error):
             raise
         return _report(error)
     except KeyboardInterrupt:  # which the launcher receives and reports, too
