@@ -277,6 +277,13 @@ def test_evaluation_prompts_are_checked_at_construction(make_model, make_config,
 
 
 @pytest.mark.usefixtures("no_rollout")
+def test_row_without_a_prompt_is_found_in_the_middle(build, dataset):
+    rows = [*dataset.select(range(5)), {"prompt": None, "answer": "1"}, *dataset.select(range(5, 12))]
+    with pytest.raises(ValueError, match=r"The prompt of row 5 of `train_dataset` is empty \(None\)"):
+        build(Dataset.from_list(rows))
+
+
+@pytest.mark.usefixtures("no_rollout")
 def test_evaluation_data_have_the_columns_of_the_reward(make_model, make_config, tokenizer, dataset):
     rows = dataset.rename_column("answer", "solution")
     with pytest.raises(ValueError, match=r"`answer`, which `eval_dataset` does not have.*rename_column"):

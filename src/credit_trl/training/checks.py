@@ -336,9 +336,9 @@ def check_prompts(
     positions: int | None,
     warn: Callable[[str, str], None],
 ) -> None:
-    """Check that the chat template renders the first and the longest prompt of each dataset, and their lengths.
+    """Check that the chat template renders the first, shortest and longest prompt of each dataset, and their lengths.
 
-    Streams are not read. The longest prompt is that with most characters among `_MEASURED_ROWS` rows.
+    Streams are not read. Shortest and longest are those with fewest and most characters among `_MEASURED_ROWS` rows.
 
     Args:
         encode: prompt to token ids, as the rollout encodes it.
@@ -355,10 +355,10 @@ def check_prompts(
             continue
         step = max(len(dataset) // _MEASURED_ROWS, 1)
         prompts = dataset.select(range(0, len(dataset), step)).select_columns("prompt")["prompt"]
-        longest = max(range(len(prompts)), key=lambda row: len(str(prompts[row])))
-        for row in dict.fromkeys((longest, 0)):
+        lengths = [len(str(prompt)) if prompt else 0 for prompt in prompts]
+        for row in dict.fromkeys((lengths.index(max(lengths)), lengths.index(min(lengths)), 0)):
             place = f"row {row * step} of `{name}`"
-            if has_images(prompts[row]):
+            if has_images(prompts[row] or ()):
                 if args.distillation_weight > 0.0:
                     raise ValueError(_NO_IMAGES)
                 continue
