@@ -185,6 +185,16 @@ def test_latest_works_before_first_checkpoint(make_trainer):
     assert trained == [1, 2, 3]
 
 
+def test_second_call_of_train_uses_no_rollouts_of_the_first(make_trainer, monkeypatch):
+    trainer = make_trainer(max_steps=1, per_device_train_batch_size=4, steps_per_generation=2)
+    generated = []
+    rollouts = trainer._rollouts
+    monkeypatch.setattr(trainer, "_rollouts", lambda inputs: generated.append(trainer._step) or rollouts(inputs))
+    trainer.train()  # ends inside a generation batch
+    trainer.train()
+    assert generated == [0, 0]
+
+
 def test_best_checkpoint_has_its_final_name(make_trainer, tmp_path):
     trainer = make_trainer(
         eval_strategy="steps",

@@ -115,6 +115,8 @@ def test_resumed_run_compares_with_its_first_values():
     assert drift.causes == {}
     drift.observe({REWARD: [0.1]})
     assert set(drift.causes) == {"collapse"}
+    drift.restore([{REWARD: 0.8}] * WINDOW)  # a second call of `train` in the same process
+    assert drift.causes == {}
 
 
 def test_resumed_run_restores_alarms_and_clock(make_model, make_config, tokenizer, dataset):

@@ -99,6 +99,7 @@ class EvaluationCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the evaluations up to the step of the checkpoint and remove later ones."""
+        self._has_begun = False
         if self.engine.is_main:
             if state.global_step == 0:  # of a trainer without `RunLog`; otherwise there is none any more
                 set_aside_earlier_run(self.folder, getattr(kwargs.get("model"), "name_or_path", ""))

@@ -195,6 +195,7 @@ class ResumableTrainer(GRPOTrainer):
             resume_from_checkpoint = checkpoint_to_resume(str(resume_from_checkpoint), self.args.output_dir)
         if isinstance(resume_from_checkpoint, str):
             self._check_checkpoint(Path(resume_from_checkpoint))
+        self._step, self._buffered_inputs = 0, None  # of an earlier call
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _check_checkpoint(self, checkpoint: Path) -> None:

@@ -85,7 +85,8 @@ class DriftAlarms:
         self._windows: dict[str, Window] = defaultdict(Window)
 
     def restore(self, log_history: Sequence[Mapping[str, Any]]) -> None:
-        """Add the values that a run logged before it was resumed, without alarms."""
+        """Start with the values that a run logged before it was resumed, without alarms."""
+        self.causes.clear()
         for name in _OBSERVED:
             self._windows[name] = Window()
             for entry in log_history:

@@ -38,7 +38,9 @@ class SaveOnSigterm(TrainerCallback):
         self._previous: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
+        self.received = self._ends = False
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) != self._receive:  # an earlier run that failed left it
             self._previous = signal.signal(signal.SIGTERM, self._receive)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,0 +1,29 @@
+"""Handling of SIGTERM in one process; `tests/faults` sends it to whole runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from credit_trl.training.preemption import Preempted, SaveOnSigterm
+
+
+def test_signal_ends_one_run_and_not_the_next_in_the_process():
+    before = signal.getsignal(signal.SIGTERM)
+    save, control = SaveOnSigterm(SimpleNamespace(num_processes=1)), SimpleNamespace(should_save=False)
+    events = SimpleNamespace(output_dir="run"), SimpleNamespace(global_step=3), control
+    save.on_train_begin(*events)
+    os.kill(os.getpid(), signal.SIGTERM)
+    save.on_step_end(*events)
+    assert control.should_save
+    with pytest.raises(Preempted):
+        save.on_save(*events)
+    save.on_train_begin(*events)
+    control.should_save = False
+    save.on_step_end(*events)
+    assert not control.should_save
+    save.on_train_end(*events)
+    assert signal.getsignal(signal.SIGTERM) == before
