@@ -49,6 +49,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "own_module.py").write_text(OWN_MODULE)
     (tmp_path / "typo.yaml").write_text("task: quickstart\nmodel_name_or_path: quickstart\ncontrastive_coeff: 0.1\n")
+    (tmp_path / "latin.yaml").write_bytes("task: café\n".encode("latin-1"))
     (tmp_path / "no_yaml.yaml").write_text("task: [quickstart\n")
     (tmp_path / "grid.yaml").write_text("contrastive_coef: [0.1, 0.2]\n")
     (tmp_path / "damaged").mkdir()
@@ -118,7 +119,9 @@ LINES = [
     ("credit --learning_rate much", "invalid float value: 'much'"),
     ("credit --contrastive_form divide", "invalid choice: 'divide'"),
     ("credit --sandbox docker", "neither one of auto, bubblewrap"),
-    ("credit --use_cpu true --bf16 false --generation_batch_size 64 --num_processes few", "invalid int value: 'few'"),
+    ("credit --use_cpu true --bf16 false --generation_batch_size 64 --num_processes few", "invalid whole number"),
+    ("credit --use_cpu true --bf16 false --num_processes -1", "--num_processes: must be at least 1, got -1"),
+    ("credit --config latin.yaml", "latin.yaml is not a text file in UTF-8"),
     ("credit-quickstart --contrastive_coef 2", "error: `contrastive_coef` must be in [0, 1], got 2.0"),
     ("credit-quickstart --step 5", "unknown argument --step. Did you mean --steps?"),
     ("credit-quickstart --steps 0", "`steps` must be at least 1"),

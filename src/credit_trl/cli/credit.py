@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.cli.arguments import at_least
 from credit_trl.cli.errors import (
     USER_ERRORS,
     ignore_future_warnings,
@@ -151,7 +152,8 @@ def launcher_of(argv: list[str]) -> dict[str, Any]:
 
     parser, in_file = ArgumentParser(add_help=False, allow_abbrev=False), config_file(argv)
     parser.error = refuse
-    kinds = {"accelerate_config": str, "config_file": str, "num_processes": int, "num_machines": int}
+    count = at_least(1)
+    kinds = {"accelerate_config": str, "config_file": str, "num_processes": count, "num_machines": count}
     for name, kind in kinds.items():
         parser.add_argument(f"--{name}", type=kind, default=in_file.get(name))
     given, _ = parser.parse_known_args(argv)
@@ -189,8 +191,11 @@ def config_file(argv: list[str]) -> dict[str, Any]:
     path = next(iter(argv[argv.index("--config") + 1 :]), None)
     if path is None or path.startswith("--"):
         raise ValueError("`--config` names a YAML file: give its path.")
-    with open(path, encoding="utf-8") as file:
-        content = yaml.safe_load(file)
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must contain a YAML mapping, `option: value` on each line.")
     return content
