@@ -9,6 +9,7 @@ This module wires the stages and computes nothing itself:
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from functools import partial
 from typing import Any, ClassVar
 
@@ -51,7 +52,14 @@ from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import checks
 from credit_trl.training.drift import DriftAlarms, StopOnDrift
 from credit_trl.training.dynamic_sampling import Rollouts, redraw
-from credit_trl.training.metrics import Alarms, context_metrics, engine_metrics, token_metrics
+from credit_trl.training.metrics import (
+    Alarms,
+    context_metrics,
+    engine_metrics,
+    mean_over_tokens,
+    token_means,
+    token_sums,
+)
 from credit_trl.training.reading import answer_metrics
 from credit_trl.training.reporting import ContinueReports, ReportingTrainer
 from credit_trl.training.timing import StageClock
@@ -124,6 +132,7 @@ class CreditTrainer(ReportingTrainer):
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0
+        self._token_sums: dict[str, list[list[float]]] = defaultdict(list)
         checks.check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
         datasets = checks.named_datasets(train_dataset, eval_dataset)
         has_environments = kwargs.get("environment_factory") is not None
@@ -368,12 +377,20 @@ class CreditTrainer(ReportingTrainer):
         return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
 
     def _log_tokens(self, loss: MicroBatchLoss) -> None:
-        metrics, entropy = token_metrics(loss, self.args.distillation_support == "sampled", self._sum_over_processes)
+        sums = token_sums(loss, self._sum_over_processes)
+        self._token_sums[self._mode].append(sums)
+        metrics, _ = token_means(sums, self.args.distillation_support == "sampled")
         self._log_values(metrics | engine_metrics(loss, self.accelerator.gather))
         self.alarms.check_engine(self._metrics[self._mode])
         self.alarms.check_tokens(metrics, full_shape(self.model.get_output_embeddings().weight)[0])
-        if self.use.shares[0] == 0.0:  # otherwise GRPO logs its own
-            self._log_values({"entropy": entropy})
+
+    def _average_tokens(self) -> None:
+        """Replace the token metrics of the micro-batches since the last log by means over their tokens."""
+        if sums := self._token_sums.pop(self._mode, None):
+            metrics, entropy = mean_over_tokens(sums, self.args.distillation_support == "sampled")
+            if self.use.shares[0] == 0.0:  # otherwise GRPO logs its own
+                metrics["entropy"] = entropy
+            self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         with self.clock.stage("update"):
@@ -386,5 +403,6 @@ class CreditTrainer(ReportingTrainer):
             if self._distills:
                 lost = self.alarms.check_gradient(logs, self._metrics["train"])
                 self._log_values({"credit/frac_lost_gradient": lost, "credit/teacher_drift": self.teacher.drift()})
+        self._average_tokens()
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
         super().log(logs, start_time)

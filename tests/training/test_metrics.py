@@ -14,7 +14,15 @@ from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss import CreditLoss
 from credit_trl.loss.distillation import MicroBatchLoss
-from credit_trl.training.metrics import GENERIC_BATCHES, Alarms, CreditWarning, context_metrics, token_metrics
+from credit_trl.training.metrics import (
+    GENERIC_BATCHES,
+    Alarms,
+    CreditWarning,
+    context_metrics,
+    mean_over_tokens,
+    token_means,
+    token_sums,
+)
 from tiny import length_verdicts
 
 ZERO = torch.tensor(0.0)
@@ -28,6 +36,10 @@ def terms(n, seed=0):
         "teacher_token_logps generic_token_logps teacher_entropy kl_to_teacher contrastive_coef advantages"
     ).split()
     return CreditLoss(loss=torch.zeros(()), **{name: torch.randn(n, generator=generator) for name in names})
+
+
+def token_metrics(loss, is_sampled, reduce):
+    return token_means(token_sums(loss, reduce), is_sampled)
 
 
 def test_token_metrics_are_moments_at_the_sampled_tokens():
@@ -71,6 +83,27 @@ def test_sums_over_processes_give_global_metrics():
     apart = token_metrics(MicroBatchLoss(parts[0], masks[0], SAMPLES, ZERO, None), False, lambda s: sums[0] + sums[1])
     assert apart[0] == pytest.approx(together[0], nan_ok=True)
     assert apart[1] == pytest.approx(together[1])
+
+
+def test_tokens_of_all_micro_batches_of_a_log_have_one_weight(run, monkeypatch):
+    parts = [terms(n, n) for n in (2, 30)]
+    sums = [
+        token_sums(MicroBatchLoss(part, torch.ones(n, dtype=torch.bool), SAMPLES, ZERO, None), lambda s: s)
+        for part, n in zip(parts, (2, 30), strict=True)
+    ]
+    means, entropy = mean_over_tokens(sums, False)
+    delta = torch.cat([part.teacher_token_logps - part.token_logps for part in parts])
+    assert means["credit/delta_v_mean"] == pytest.approx(delta.mean().item(), rel=1e-5)
+    assert means["credit/delta_v_std"] == pytest.approx(delta.std(correction=0).item(), rel=1e-5)
+    assert entropy == pytest.approx(torch.cat([part.entropy for part in parts]).mean().item(), rel=1e-5)
+    seen = []
+    log_tokens = CreditTrainer._log_tokens
+    monkeypatch.setattr(CreditTrainer, "_log_tokens", lambda self, loss: seen.append(loss) or log_tokens(self, loss))
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
+    trainer, _ = run(lambda completions, **_: [Verdict(0.0, "no" if i % 3 else None) for i in range(8)], **options)
+    delta = torch.cat([loss.terms.teacher_token_logps - loss.terms.token_logps for loss in seen])
+    assert len({len(loss.terms.token_logps) for loss in seen}) > 1
+    assert trainer.state.log_history[0]["credit/delta_v_mean"] == pytest.approx(delta.mean().item(), rel=1e-4)
 
 
 def test_metrics_without_tokens_are_nan():

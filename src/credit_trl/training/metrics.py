@@ -158,7 +158,7 @@ class Alarms:
 
     def check_tokens(self, metrics: dict[str, float], vocabulary: int) -> None:
         """Warn about a teacher close to uniform, a support with little probability, a gate that is always closed, and
-        credit that is not input-specific, by the metrics of `token_metrics`.
+        credit that is not input-specific, by the metrics of `token_means`.
         """
         if metrics.get("credit/teacher_entropy", 0.0) > NEARLY_UNIFORM * math.log(vocabulary):
             self.raise_once(
@@ -262,59 +262,58 @@ def context_metrics(
     return {f"credit/frac_{name}": count / total for name, count in zip(_CONTEXT_SHARES, shares, strict=True)}
 
 
+# Means over all tokens, and over those with a contrast, in the order of `token_sums`.
+_PER_TOKEN = (
+    *("delta_v_mean", "advantage_mean", "kl_to_target", "support_mass_student", "support_mass_teacher"),
+    *("teacher_entropy", "entropy", "distillation_loss"),
+)
+_PER_CONTRAST = ("s_mean", "generic_mean", "frac_gated", "kl_to_teacher")
 # Not defined for `distillation_support="sampled"`: one token is no distribution.
 _NOT_SAMPLED = ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher")
 
 
-def token_metrics(
-    loss: MicroBatchLoss, is_sampled: bool, reduce: Callable[[Tensor], Tensor]
-) -> tuple[dict[str, float], float]:
-    """Means over the tokens of all processes that carry loss, at the sampled tokens, in nats.
+def token_sums(loss: MicroBatchLoss, reduce: Callable[[Tensor], Tensor]) -> list[float]:
+    """Sums over the tokens of all processes that carry loss, and numbers of tokens, for `token_means`.
 
-    Tokens without a contrast do not count in S_t, Ĝ_t, the share of gated positions and the divergence to the teacher.
+    Those of several micro-batches add up, except the teacher's fidelity, the first. Tokens without a contrast do not
+    count in S_t, Ĝ_t, the share of gated positions and the divergence to the teacher.
 
     Args:
         loss: the loss of the N local tokens; N may be 0.
         reduce: sums a vector over processes. Every process calls it once.
-
-    Returns:
-        `credit/…`, NaN where no token counts, which TRL ignores in the mean of a log; and the student's entropy.
     """
     terms, contrasted = loss.terms, loss.contrasted
     f, generic, student = terms.teacher_token_logps, terms.generic_token_logps, terms.token_logps
-    per_token = {
-        "delta_v_mean": f - student,
-        "advantage": terms.advantages,
-        "kl_to_target": terms.kl_to_target,
-        "support_mass_student": terms.student_mass,
-        "support_mass_teacher": terms.teacher_mass,
-        "teacher_entropy": terms.teacher_entropy,
-        "student_entropy": terms.entropy,
-        "distillation_loss": terms.token_loss,
-    }
-    per_contrast = {
-        "s_mean": f - generic,
-        "generic_mean": generic,
-        "frac_gated": (terms.contrastive_coef == 0).to(f.dtype),
-        "kl_to_teacher": terms.kl_to_teacher,
-    }
+    per_token = (
+        *(f - student, terms.advantages, terms.kl_to_target, terms.student_mass, terms.teacher_mass),
+        *(terms.teacher_entropy, terms.entropy, terms.token_loss),
+    )
+    per_contrast = (f - generic, generic, (terms.contrastive_coef == 0).to(f.dtype), terms.kl_to_teacher)
     # Not `values[contrasted]`, which waits for the device.
-    per_contrast = {name: torch.where(contrasted, values, 0.0) for name, values in per_contrast.items()}
+    per_contrast = [torch.where(contrasted, values, 0.0) for values in per_contrast]
     dtype = torch.float32 if f.device.type == "mps" else torch.float64
-    sums = [x.to(dtype).sum() for x in (*per_token.values(), *per_contrast.values())]
-    squares = [x.to(dtype).pow(2).sum() for x in (terms.advantages, f - student, per_contrast["s_mean"])]
-    sums.append(loss.fidelity.to(dtype))
+    sums = [x.to(dtype).sum() for x in (*per_token, *per_contrast)]
+    squares = [x.to(dtype).pow(2).sum() for x in (terms.advantages, f - student, per_contrast[0])]
     accepted = contrasted & (f > ACCEPTED)
     squares.append(torch.where(accepted, f - generic, 0.0).to(dtype).pow(2).sum())
     counts = [f.new_full((), count, dtype=dtype) for count in (len(f), loss.read, loss.valid)]
     counts += [contrasted.to(dtype).sum(), accepted.to(dtype).sum()]
-    reduced = reduce(torch.stack([*sums, *squares, *counts])).tolist()
-    *totals, fidelity, square, delta_square, specific_square, accepted_square = reduced[: -len(counts)]
-    tokens, read, valid, contrasts, accepts = reduced[-len(counts) :]
-    divisors = [tokens] * len(per_token) + [contrasts] * len(per_contrast)
-    names = (*per_token, *per_contrast)
+    return reduce(torch.stack([loss.fidelity.to(dtype), *sums, *squares, *counts])).tolist()
+
+
+def token_means(sums: Sequence[float], is_sampled: bool) -> tuple[dict[str, float], float]:
+    """Means and standard deviations at the sampled tokens, in nats, from `token_sums`.
+
+    Returns:
+        `credit/…`, NaN where no token counts, which TRL ignores in the mean of a log; and the student's entropy.
+    """
+    names = (*_PER_TOKEN, *_PER_CONTRAST)
+    fidelity, *totals = sums[: 1 + len(names)]
+    square, delta_square, specific_square, accepted_square = sums[1 + len(names) : -5]
+    tokens, read, valid, contrasts, accepts = sums[-5:]
+    divisors = [tokens] * len(_PER_TOKEN) + [contrasts] * len(_PER_CONTRAST)
     means = {name: _ratio(total, count) for name, total, count in zip(names, totals, divisors, strict=True)}
-    entropy, means["advantage_mean"] = means.pop("student_entropy"), means.pop("advantage")
+    entropy = means.pop("entropy")
     means["advantage_std"] = _std(means["advantage_mean"], _ratio(square, tokens))
     means["delta_v_std"] = _std(means["delta_v_mean"], _ratio(delta_square, tokens))
     means["s_std"] = _std(means["s_mean"], _ratio(specific_square, contrasts))
@@ -322,8 +321,18 @@ def token_metrics(
     means["teacher_fidelity"] = fidelity
     means["padding_factor"] = _ratio(read, valid)
     dropped = _NOT_SAMPLED if is_sampled else ()
-    values = {f"credit/{name}": value for name, value in means.items() if name not in dropped}
-    return values, entropy
+    return {f"credit/{name}": value for name, value in means.items() if name not in dropped}, entropy
+
+
+def mean_over_tokens(micro_batches: Sequence[Sequence[float]], is_sampled: bool) -> tuple[dict[str, float], float]:
+    """`token_means` over the tokens of several micro-batches, from the `token_sums` of each.
+
+    A mean of the micro-batches' means would give tokens of short completions more weight, which share a micro-batch.
+    The teacher's fidelity is no mean over tokens and is left out.
+    """
+    means, entropy = token_means([sum(column) for column in zip(*micro_batches, strict=True)], is_sampled)
+    del means["credit/teacher_fidelity"]
+    return means, entropy
 
 
 def engine_metrics(loss: MicroBatchLoss, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
