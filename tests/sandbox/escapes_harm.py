@@ -232,6 +232,8 @@ RESOURCES = [
                 return mmap.mmap(file.fileno(), 1 << 20)
         attempt('mapped zeros', zeros)
         attempt('swapped out', lambda: mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).madvise(21))
+        import fcntl
+        attempt('locks of a file', lambda: fcntl.lockf(open(os.__file__), fcntl.LOCK_SH | fcntl.LOCK_NB, 1))
         """,
     ),
     Escape(

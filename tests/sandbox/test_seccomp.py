@@ -135,6 +135,8 @@ def test_filter_checks_arguments(machine: str) -> None:
         assert ask(policy, "fcntl", 3, 1) == ALLOW
         for command in (8, 10, 15, 1024, 1026, 1031):
             assert ask(policy, "fcntl", 3, command) == EPERM
+        for lock in (6, 7, 37, 38):  # F_SETLK and the like: no limit counts the memory of locks
+            assert ask(policy, "fcntl", 3, lock) == EPERM
         assert ask(policy, "ioctl", 0, 0x5401) == ALLOW
         assert ask(policy, "ioctl", 0, 0x5412) == EPERM  # TIOCSTI: type on somebody's terminal
         assert ask(policy, "prctl", 15) == ALLOW

@@ -81,10 +81,12 @@ _EPERM, _ENOSYS = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 _CLONE_THREAD, _CLONE_FILES = 0x00010000, 0x00000400
 _CLOSE_RANGE_UNSHARE = 2
 _CLONE_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000
-# Without F_SETOWN, F_SETSIG (signals to other processes), F_SETLEASE, F_NOTIFY and F_SETPIPE_SZ.
+_F_GETPIPE_SZ, _F_GET_SEALS = 1032, 1034
+# Without F_SETOWN, F_SETSIG (signals to other processes), F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, and locks of byte
+# ranges: the kernel stores any number of them for a file.
 _FCNTL_COMMANDS = (
-    *(fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_GETLK, fcntl.F_SETLK),
-    *(fcntl.F_SETLKW, fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW, fcntl.F_DUPFD_CLOEXEC, 1032, 1034),
+    *(fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL),
+    *(_F_GETPIPE_SZ, _F_GET_SEALS),
 )
 _IOCTL_REQUESTS = (
     *(termios.TCGETS, termios.TIOCGWINSZ, termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX),
