@@ -366,9 +366,12 @@ def test_feedback_names_only_the_mismatch():
     assert toolalpaca.verify(saying(("now", '{"city": "Rome"}')), ONE).feedback == (
         'Action inputs mismatch: predicted {"city": "Rome"}, expected {"city": "Lima"}'
     )
-    assert toolalpaca.verify(saying(("later", '{"city": "Lima"}')), ONE).feedback == (
-        "Actions mismatch: predicted [later], expected [now]"
-    )
+
+
+@pytest.mark.parametrize("protocol", ["field", "strict"])
+def test_feedback_on_a_wrong_name_does_not_blame_equal_inputs(protocol):
+    verdict = toolalpaca.verify(saying(("later", '{"city": "Lima"}')), ONE, protocol=protocol)
+    assert verdict.feedback == "Actions mismatch: predicted [later], expected [now]"
 
 
 @pytest.mark.parametrize("protocol", ["field", "strict"])
@@ -524,6 +527,8 @@ def test_wrong_call_has_a_corrected_response(protocol, style):
         (saying(("now", "{city: Lima}")), [("now", {})]),
         (saying(("now", '{ "odd" :1}')), [("now", {})]),
         (saying(("now", '{"a": 1}'), ("now", '{"a": 2}')), [("now", {})]),
+        (saying(("now", '{"a": 1}')) + "\nAction: then", [("now", {})]),
+        (saying(("now", '{"a": 1}')) + '\nAction Input: {"a": 2}', [("now", {})]),
         (saying(("now", '{"a": 1}')), [("now", {}), ("then", {})]),
     ],
 )

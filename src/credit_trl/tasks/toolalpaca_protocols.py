@@ -109,7 +109,8 @@ def grade_strictly(response: str, golden: Sequence[GoldenCall]) -> Verdict:
     if not _same_sequence(names, expected_names):
         mismatches.append(_mismatch("Actions", _names(names), _names(expected_names)))
     inputs, expected_inputs = [given for _, given in calls], [given for _, given in expected]
-    mismatches.append(_mismatch("Action inputs", _as_json(inputs), _as_json(expected_inputs)))
+    if not mismatches or not _same(inputs, expected_inputs):
+        mismatches.append(_mismatch("Action inputs", _as_json(inputs), _as_json(expected_inputs)))
     return _verdict(response, golden, mismatches, bool(calls))
 
 
@@ -206,10 +207,12 @@ def corrected_response(response: str, golden: Sequence[GoldenCall]) -> str | Non
 
     None unless both have exactly one call, which has to be there, with a JSON object in one of the usual styles.
     """
-    calls = list(_CALL.finditer(response))
-    if len(calls) != 1 or len(golden) != 1 or not golden[0].readable or golden[0].action.startswith(OPTIONAL):
+    call = _CALL.search(response)
+    if call is None or response.count("Action:") != 1 or response.count("Action Input:") != 1:
         return None
-    (call,), (wanted,) = calls, golden
+    if len(golden) != 1 or not golden[0].readable or golden[0].action.startswith(OPTIONAL):
+        return None
+    (wanted,) = golden
     try:
         given, end = json.JSONDecoder().raw_decode(response, call.end())
         ordered = {name: wanted.input[name] for name in given if name in wanted.input} | wanted.input
