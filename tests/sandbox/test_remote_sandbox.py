@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import signal
 import subprocess
 import sys
 import threading
@@ -129,6 +130,20 @@ def test_remote_outcomes_equal_local_ones(service: Service) -> None:
     assert outcomes[4].exit_code == 3
     assert "before f returned" in outcomes[6].error
     assert len(outcomes[10].stdout) == 1000
+
+
+def test_remote_program_has_a_limit_of_processor_time(service: Service) -> None:
+    show = Program("import resource; print(resource.getrlimit(resource.RLIMIT_CPU))", limits=Limits(cpu_seconds=6.5))
+    with RemoteSandbox(service.url) as sandbox:
+        assert sandbox.run([show])[0].stdout == "(7, 8)\n"
+
+
+@pytest.mark.parametrize("code", [-signal.SIGXCPU, 128 + signal.SIGXCPU, -signal.SIGKILL])
+def test_remote_end_by_processor_time_is_a_time_out(code: int) -> None:
+    run = {"status": "Finished", "return_code": code, "stdout": "", "stderr": "", "execution_time": 7.1}
+    program = Program("while True: pass", limits=Limits(cpu_seconds=7))
+    assert outcome_of(program, {"run_result": run}, "mark").status == "timeout"
+    assert outcome_of(program, {"run_result": run | {"execution_time": 1.0}}, "mark").status == "runtime_error"
 
 
 def test_remote_keep_and_its_errors(service: Service) -> None:

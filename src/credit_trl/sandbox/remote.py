@@ -32,7 +32,15 @@ from typing import Any
 
 from credit_trl.sandbox.batch import Batch, Sandbox
 from credit_trl.sandbox.protocol import MIB, Outcome, Program, SandboxError, printable
-from credit_trl.sandbox.running import ERROR_CHARACTERS, failure, is_json, reported_outcome
+from credit_trl.sandbox.running import (
+    ERROR_CHARACTERS,
+    failure,
+    is_json,
+    processor_limit,
+    reached_processor_limit,
+    reported_outcome,
+    signal_or_status,
+)
 
 # Time for a service to queue, start and send, on top of a program's wall-clock limit.
 _ALLOWANCE_SECONDS = 60.0
@@ -45,10 +53,10 @@ _TRIES_UNAVAILABLE, _TRIES_FAILED = 6, 2
 
 _logger = logging.getLogger(__name__)
 
-# Replaces the driver's `main`. The report goes to the end of standard error, after a mark
-# that a program does not know in advance.
+# Replaces the driver's `main`. The report goes to the end of standard error, after a mark that a program does not know
+# in advance. The interface has no limit of processor time, so the program sets it.
 _MAIN = """
-def main(mark, prelude, source, fn_name, arguments):
+def main(mark, cpu_seconds, prelude, source, fn_name, arguments):
     def report(kind, text):
         try:
             sys.stdout.flush()
@@ -59,6 +67,11 @@ def main(mark, prelude, source, fn_name, arguments):
             payload = payload[os.write(2, payload):]
         os._exit(kind != "R")
 
+    try:
+        import resource
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
+    except (ImportError, OSError, ValueError):  # the service has a lower limit, or none
+        pass
     if fn_name is not None:
         arguments = parse_arguments(arguments)
     run(prelude, source, fn_name, arguments, report)
@@ -340,7 +353,8 @@ def remote_code(program: Program, mark: str) -> str:
     """Code for the service: the driver's functions, a `main` that reports on standard error, and its call."""
     driver = files(__package__).joinpath("driver.py").read_text(encoding="utf-8")
     functions = driver.partition("\ndef main():")[0].replace("import marshal\n", "").replace("import resource\n", "")
-    arguments = (mark, program.prelude, program.source, program.fn_name, program.arguments or "[]")
+    call = (program.prelude, program.source, program.fn_name, program.arguments or "[]")
+    arguments = (mark, math.ceil(program.limits.cpu_seconds), *call)
     return f"{functions}\n{_MAIN}\n\nmain{arguments!r}\n"
 
 
@@ -364,7 +378,9 @@ def outcome_of(program: Program, answer: Any, mark: str) -> Outcome:
     if len(printed) <= most and len(report) > limits.longest_answer + ERROR_CHARACTERS:
         most = limits.longest_answer
     elif len(printed) <= most:
-        ended = replace(ended, exit_code=run.get("return_code"))
+        ended = replace(ended, exit_code=signal_or_status(run.get("return_code")))
+        if reached_processor_limit(ended.exit_code, seconds, limits):
+            return failure(ended, "timeout", processor_limit(limits))
         return reported_outcome(program, ended, report[:1], report[1:], stderr[-ERROR_CHARACTERS // 2 :])
     return failure(ended, "output_limit", f"more than {most} bytes of output")
 

@@ -137,15 +137,22 @@ class RunningProgram:
         stdout = _text(self.stdout[: limits.longest_answer])
         if self.ended_by is not None:
             return failure(Outcome("ok", stdout, seconds=seconds), self.ended_by, self.reason)
-        if 128 < exit_code <= 128 + 64:  # how bubblewrap and shells report a signal
-            exit_code = 128 - exit_code
-        ended = Outcome("ok", stdout, exit_code=exit_code, seconds=seconds)
-        # A program may exit with the status of a signal. The last sample of its time may lag by half of the limit.
-        has_used_time = max(seconds, 2 * self.cpu_seconds) >= limits.cpu_seconds
-        if has_used_time and exit_code in (-signal.SIGXCPU, -signal.SIGKILL):
+        ended = Outcome("ok", stdout, exit_code=signal_or_status(exit_code), seconds=seconds)
+        # The last sample of its time may lag by half of the limit.
+        if reached_processor_limit(ended.exit_code, max(seconds, 2 * self.cpu_seconds), limits):
             return failure(ended, "timeout", processor_limit(limits))
         kind, text = _parse_report(bytes(self.report[1:]))
         return reported_outcome(self.program, ended, kind, text, _text(self.stderr[-ERROR_CHARACTERS // 2 :]))
+
+
+def signal_or_status(exit_code: Any) -> Any:
+    """`-n` for the exit status `128 + n`, with which bubblewrap and shells report signal n; else the exit code."""
+    return 128 - exit_code if isinstance(exit_code, int) and 128 < exit_code <= 128 + 64 else exit_code
+
+
+def reached_processor_limit(exit_code: int | None, seconds: float, limits: Limits) -> bool:
+    """Whether the limit of processor time ended a program, which may also exit with the status of a signal itself."""
+    return seconds >= limits.cpu_seconds and exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
 
 
 def processor_limit(limits: Limits) -> str:
