@@ -39,7 +39,7 @@ CORE["training"] = {*SHARED, *STAGES}
 CORE["trainer"] = {*SHARED, *STAGES, "training"}
 MAY_IMPORT = CORE | {
     "sandbox": set(),
-    "tasks": {"sandbox", "rollout.verdict", "rollout.deadline"},
+    "tasks": {"sandbox", "rollout.verdict", "rollout.deadline", "rollout.threads"},
     "evaluation": {*SHARED, "tasks", "rollout", "teacher", "training"},
     "lab": {*CORE, "tasks", "sandbox", "evaluation"},
     "cli": {*CORE, "tasks", "sandbox", "evaluation", "lab"},

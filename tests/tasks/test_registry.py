@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 from datasets import Dataset
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_trl import Verdict
+from credit_trl.rollout.deadline import deadline_in, remaining_seconds
 from credit_trl.tasks import Task, as_task, batch_of, known_tasks, load_task, mix_datasets, mixed_reward
-from credit_trl.tasks.registry import BUILT_IN
+from credit_trl.tasks.registry import BUILT_IN, call_reward
 
 OWN_TASK = """
     from credit_trl import Verdict
@@ -233,6 +235,18 @@ def test_mixed_batch_awaits_async_rewards(monkeypatch, inside_a_loop):
         return mixed_reward(**batch)
 
     assert (asyncio.run(in_a_loop()) if inside_a_loop else mixed_reward(**batch)) == [1.0, 0.0]
+
+
+def test_async_reward_has_the_deadline_in_a_daemon_thread():
+    """A thread that is not a daemon keeps the process of a verifier that hangs alive."""
+
+    async def reward(completions, **columns):
+        return [remaining_seconds(), threading.current_thread().daemon]
+
+    with deadline_in(5.0):
+        seconds, daemon = call_reward(reward, completions=["x"])
+    assert 0 < seconds <= 6.0
+    assert daemon
 
 
 def test_task_class_is_instantiated_once(own_package):

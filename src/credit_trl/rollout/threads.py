@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import copy_context
 from threading import Thread
 from typing import TypeVar
 
@@ -11,9 +12,10 @@ T = TypeVar("T")
 
 
 def call_in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread on the caller's current device, and return its future.
+    """Run `work` in a daemon thread with the caller's context and current device, and return its future.
 
-    A call that never returns does not keep the process alive. torch stores the current device per thread.
+    A call that never returns does not keep the process alive. torch stores the current device per thread. The context
+    has the deadline of a reward function call.
     """
     import torch  # deferred: `rollout.verdict` is imported without torch
 
@@ -28,5 +30,5 @@ def call_in_thread(name: str, work: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    Thread(target=run, name=name, daemon=True).start()
+    Thread(target=copy_context().run, args=(run,), name=name, daemon=True).start()
     return outcome

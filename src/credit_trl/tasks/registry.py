@@ -18,11 +18,11 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.rollout.threads import call_in_thread
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.task import Rewards, Task, TaskOption, batch_of
 
@@ -154,8 +154,7 @@ def call_reward(reward: Callable[..., Any], **arguments: Any) -> Rewards:
     graded = reward(**arguments)
     if not inspect.iscoroutine(graded):
         return graded
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, graded).result()
+    return call_in_thread("asynchronous verifier", lambda: asyncio.run(graded)).result()
 
 
 @functools.lru_cache(maxsize=64)  # a task that is a class is instantiated once, not once per batch
