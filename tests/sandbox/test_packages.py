@@ -65,6 +65,12 @@ def test_threads_and_memory_of_a_package_stay_within_limits(with_numpy) -> None:
     assert run_one(with_numpy, source).stdout.endswith("1\n")
 
 
+def test_scalars_of_numpy_are_return_values(with_numpy) -> None:
+    source = "import numpy as np\ndef f(): return [np.sum([1, 2]), np.float32(0.5), {'b': np.True_}]"
+    [outcome] = with_numpy.run([Program(source, fn_name="f")])
+    assert outcome.value == '[3, 0.5, {"b": true}]'
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -64,6 +64,13 @@ def call(fn_name, arguments, namespace):
     return namespace[fn_name](*arguments)
 
 
+def number_of_scalar(value):
+    """The Python number of a numpy scalar, to which it is equal."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 def run(prelude, source, fn_name, arguments, report):
     """Execute a script or call a function of it, and report its value or error."""
     # Programs expect these builtins, which `site` would add.
@@ -81,7 +88,7 @@ def run(prelude, source, fn_name, arguments, report):
             return
         value = call(fn_name, arguments, module.__dict__)
         try:
-            value = json.dumps(value)
+            value = json.dumps(value, default=number_of_scalar)
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"the return value cannot be expressed as JSON: {error}") from None
         if os.getpid() == process:
