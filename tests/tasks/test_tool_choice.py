@@ -65,7 +65,9 @@ def test_gold_call_gets_the_reward_and_no_complaint(seed, tool):
         ("weather Oslo", 0.0, "There must be one call"),
         ("", 0.0, "There must be one call"),
         ("weather(Oslo", 0.0, "There must be one call"),
-        ("weather(hotels(Oslo))", 0.0, "The tool is wrong. "),
+        ("weather(hotels(Oslo))", 0.0, "There must be one call"),
+        ("hotels(weather(Oslo))", 0.0, "There must be one call"),
+        ("hotels(\nweather(Oslo)", 0.0, "There must be one call"),
         ("weather()", 0.0, "The argument is wrong"),
     ],
 )
@@ -82,6 +84,8 @@ def test_corrected_response_has_the_right_call_in_place_of_its_own():
     assert verify("Sure. hotels(Rome).", ANSWER).corrected == "Sure. weather(Oslo)."
     assert verify("weather(Oslo)", ANSWER).corrected is None
     assert verify("no call", ANSWER).corrected is None
+    gold = {"option": "B", "tool": "weather", "argument": r"\1"}
+    assert verify("hotels(Rome)", gold).corrected == r"weather(\1)"
 
 
 def test_truncated_response_gets_no_reward():

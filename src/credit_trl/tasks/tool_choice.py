@@ -262,11 +262,14 @@ def verify(
             '{"option": "A", "tool": "weather", "argument": "Oslo"}.'
         )
     calls = list(_CALL.finditer(response))
-    single = len(calls) == 1 and not truncated and not re.search(r"\w", response[calls[0].end() :])
+    opened = len(re.findall(r"\w\(", response))  # also calls around the call, as in hotels(weather(Oslo))
+    single = opened == len(calls) == 1 and not truncated and not re.search(r"\w", response[calls[0].end() :])
     problem = _problem(calls[0], gold) if single else NO_CALL
     opening = not calls or re.search(r"\w", response[: calls[0].start()]) is not None
     words = " ".join(filter(None, [problem, correction(gold, feedback)]))
-    corrected = _CALL.sub(f"{gold['tool']}({gold['argument']})", response) if single and problem else None
+    corrected = None
+    if single and problem:
+        corrected = f"{response[: calls[0].start()]}{_right_call(gold)}{response[calls[0].end() :]}"
     metrics = {"format": float(single), "opening": float(opening)}
     return Verdict(float(problem == ""), words, metrics, corrected=corrected)
 
@@ -281,7 +284,11 @@ def correction(gold: Mapping[str, str], feedback: str = "letter") -> str:
     """Sentence of the feedback that says what is right."""
     if feedback == "letter":
         return f"The right tool is {gold['option']}."
-    return f"The correct call is {gold['tool']}({gold['argument']})."
+    return f"The correct call is {_right_call(gold)}."
+
+
+def _right_call(gold: Mapping[str, str]) -> str:
+    return f"{gold['tool']}({gold['argument']})"
 
 
 def _check_feedback(feedback: str) -> None:
