@@ -133,7 +133,11 @@ def test_invalid_build_arguments_raise(arguments, message):
 
 
 @pytest.mark.parametrize(
-    "answer", ["", "A", "[]", "{}", '{"option": "A"}', '{"option": "E", "tool": "t", "city": "c"}']
+    "answer",
+    [
+        *("", "A", "[]", "{}", '{"option": "A"}'),
+        *(f'{{"option": "{option}", "tool": "t", "city": "c"}}' for option in ("E", "", "AB")),
+    ],
 )
 def test_answer_of_another_task_raises(answer):
     with pytest.raises(ValueError, match="Not a quickstart answer"):
@@ -159,6 +163,12 @@ def test_answer_of_another_task_raises(answer):
 def test_reward_needs_tool_city_and_format(response, reward, in_format):
     verdict = verify(response, ANSWER)
     assert (verdict.reward, verdict.metrics["format"]) == (reward, in_format)
+
+
+def test_corrected_response_calls_the_right_tool():
+    assert verify(GOLD.replace("music", "food"), ANSWER).corrected == GOLD
+    for no_tool in ("_api", "a"):
+        assert verify(GOLD.replace("music_api", no_tool), ANSWER).corrected is None
 
 
 def test_truncated_response_gets_reward_zero_and_feedback():

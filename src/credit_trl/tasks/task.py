@@ -52,7 +52,7 @@ def parse_choice(answer: str | Mapping[str, str], keys: Sequence[str], letters: 
     """Gold answer with the texts `keys`, one of them the letter `option`, from JSON text or a mapping; else None."""
     try:
         gold = json.loads(answer) if isinstance(answer, str) else answer
-        is_answer = all(isinstance(gold[key], str) for key in keys) and gold["option"] in letters
+        is_answer = all(isinstance(gold[key], str) for key in keys) and gold["option"] in tuple(letters)
     except (ValueError, KeyError, TypeError):
         return None
     return gold if is_answer else None
