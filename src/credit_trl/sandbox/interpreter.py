@@ -183,8 +183,9 @@ def make_copy(home: str, fill: Callable[[str], None]) -> None:
             fill(building)
             os.rename(building, home)
         except OSError:
-            shutil.rmtree(building, ignore_errors=True)
             if not os.path.isdir(home):  # another process may have made the same copy first
                 raise
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
     if os.stat(home).st_uid != os.geteuid():
         raise SandboxError(f"{home} belongs to another user; remove it.")

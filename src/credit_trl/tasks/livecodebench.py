@@ -115,7 +115,7 @@ def build(split: str, path: str | Path | None = None, *, on_malformed: str = "ra
     chosen = BuildOptions(**options)
     first, end = (datetime.fromisoformat(day).date() for day in (chosen.since, chosen.until))
     tally = Tally(f"livecodebench:{chosen.release} {split}")
-    seen: dict[str, Row] = {}
+    seen: dict[str, str] = {}  # file of each problem; a row would keep its packed tests
 
     def convert(row: Row) -> dict[str, Any] | None:
         day = _contest_date(row)
@@ -123,8 +123,8 @@ def build(split: str, path: str | Path | None = None, *, on_malformed: str = "ra
             return tally.drop(f"of contests before {first}" if day < first else f"of contests from {end} on")
         identity = row.text("question_id")
         if identity in seen:
-            raise row.error("question_id", f"{identity!r} occurs before, in {seen[identity].source}")
-        seen[identity] = row
+            raise row.error("question_id", f"{identity!r} occurs before, in {seen[identity]}")
+        seen[identity] = row.source
         return _problem(row, identity, split, chosen)
 
     return dataset_of(list(accept(_rows(path, chosen.release, chosen.hub), convert, tally, on_malformed)), tally)
