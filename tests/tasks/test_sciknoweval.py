@@ -229,6 +229,12 @@ def test_hub_repository_folder_is_read_by_domain(tmp_path, write_jsonl):
     assert len(load_task("sciknoweval:physics").build("all", tmp_path / "raw")) == 10
 
 
+def test_copy_of_the_hub_is_read_in_its_second_version(tmp_path, write_jsonl):
+    write_jsonl([hub_row(i) for i in range(12)], "hub/data/v1/sciknoweval_test_v1.jsonl")
+    write_jsonl([hub_row(i) for i in range(10)], "hub/data/v2/sciknoweval_test_v2.jsonl")
+    assert len(load_task("sciknoweval:physics").build("all", tmp_path / "hub")) == 10
+
+
 def test_published_folder_has_one_file_per_part(tmp_path, shared_data, write_jsonl):
     for part in ("train", "test"):
         write_jsonl(published(shared_data, "physics", part), f"data/physics/{part}.json")

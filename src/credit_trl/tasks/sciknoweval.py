@@ -65,8 +65,8 @@ def build(
         path: a file or folder; `None` loads from the hub. Records have the hub's form (`question`, `choices`,
             `answerKey`, `type`, `domain`, `details`) or the prepared one (`prompt`, `system`, `answer`, `idx`). A
             prepared file that contains one part of the split is recognized by its `idx` and must be the requested
-            part. In a folder, `<domain>-<split>.*` or `<domain>/<split>.*` is preferred, then `<domain>.*`, then all
-            files below it.
+            part. In a folder, `<domain>-<split>.*` or `<domain>/<split>.*` is preferred, then `<domain>.*`, then the
+            files of a folder `v2` below it (of the hub's repository), then all files below it.
         domain: one of `DOMAINS`; optional if `path` is a file.
         levels, types: values of the hub rows to keep; other rows are dropped and counted.
         hub: hub repository, or a local folder in the hub's layout.
@@ -172,13 +172,15 @@ def _files_of(folder: Path, split: str, domain: str) -> list[Path]:
     # Rows in the hub's form name their domain; files named after another domain are not read.
     elsewhere = "|".join(one for one in DOMAINS if one != domain)
     aside = re.compile(rf"(.*/)?(({elsewhere})([-/].*)?|{domain}[-/](train|test))", re.IGNORECASE)
-    others = [file for stem, file in files.items() if not aside.fullmatch(stem)]
+    others = {stem: file for stem, file in files.items() if not aside.fullmatch(stem)}
+    # The hub's repository has two versions of the data set. Its configuration and the published split use the second.
+    second = {stem: file for stem, file in others.items() if "v2" in stem.split("/")}
     if not others:
         raise FileNotFoundError(
             f"{folder} has no {' and '.join(wanted)} part of {domain}: add {domain}-{wanted[0]}.jsonl or the full "
             f"{domain}.jsonl (it contains {', '.join(file.name for file in files.values()) or 'no data file'})."
         )
-    return others
+    return list((second or others).values())
 
 
 def _unwanted(row: Row, domain: str | None, levels: Sequence[str], types: Sequence[str]) -> str | None:
