@@ -140,7 +140,7 @@ def test_invalid_build_arguments_raise(arguments, message):
     ],
 )
 def test_answer_of_another_task_raises(answer):
-    with pytest.raises(ValueError, match="Not a quickstart answer"):
+    with pytest.raises(ValueError, match="Not an answer of quickstart"):
         verify(GOLD, answer)
 
 

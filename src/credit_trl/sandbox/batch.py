@@ -65,8 +65,8 @@ class Batch:
         self.newly_stopped: list[int] = []
         self._keep = keep
         self._failed_group_seconds = failed_group_seconds
-        self._groups: list[_Group] = []
         self._group_of = self._grouped()
+        self._groups = list(dict.fromkeys(self._group_of))
         self._turns: list[tuple[float, int]] = []  # heap of (charged, group); entries with another charge are stale
         self._started: dict[int, float] = {}  # by index, the seconds that its group was charged at the start
         self._retried: set[int] = set()
@@ -78,15 +78,11 @@ class Batch:
 
     def _grouped(self) -> list[_Group]:
         """The group of each program. A program whose `group` is `None` is a group of its own."""
-        named: dict[Any, _Group] = {}
+        groups: dict[Any, _Group] = {}
         group_of = []
         for index, program in enumerate(self.programs):
-            group = named.get(program.group) if program.group is not None else None
-            if group is None:
-                group = _Group(len(self._groups))
-                self._groups.append(group)
-                if program.group is not None:
-                    named[program.group] = group
+            label = (program.group, None if program.group is not None else index)
+            group = groups.setdefault(label, _Group(len(groups)))
             group.waiting.append(index)
             group_of.append(group)
         return group_of

@@ -367,22 +367,17 @@ def outcome_of(program: Program, answer: Any, mark: str) -> Outcome:
     limits = program.limits
     printed = str(run.get("stdout") or "").encode("utf-8", "replace")
     stderr, _, report = str(run.get("stderr") or "").partition("\n" + mark)
-    ended = Outcome(
-        "ok",
-        printed[: limits.longest_answer].decode("utf-8", "ignore"),
-        seconds=seconds,
-    )
+    ended = Outcome("ok", printed[: limits.longest_answer].decode("utf-8", "ignore"), seconds=seconds)
     if run["status"] == "TimeLimitExceeded":
         return failure(ended, "timeout", f"more than {limits.wall_seconds:g} seconds")
-    most = limits.longest_answer if program.fn_name is None else limits.output_bytes
-    if len(printed) <= most and len(report) > limits.longest_answer + ERROR_CHARACTERS:
-        most = limits.longest_answer
-    elif len(printed) <= most:
-        ended = replace(ended, exit_code=signal_or_status(run.get("return_code")))
-        if reached_processor_limit(ended.exit_code, seconds, limits):
-            return failure(ended, "timeout", processor_limit(limits))
-        return reported_outcome(program, ended, report[:1], report[1:], stderr[-ERROR_CHARACTERS // 2 :])
-    return failure(ended, "output_limit", f"more than {most} bytes of output")
+    most_printed = limits.longest_answer if program.fn_name is None else limits.output_bytes
+    for size, most in ((len(printed), most_printed), (len(report) - ERROR_CHARACTERS, limits.longest_answer)):
+        if size > most:
+            return failure(ended, "output_limit", f"more than {most} bytes of output")
+    ended = replace(ended, exit_code=signal_or_status(run.get("return_code")))
+    if reached_processor_limit(ended.exit_code, seconds, limits):
+        return failure(ended, "timeout", processor_limit(limits))
+    return reported_outcome(program, ended, report[:1], report[1:], stderr[-ERROR_CHARACTERS // 2 :])
 
 
 def _seconds(run: Any) -> float | None:

@@ -48,14 +48,21 @@ class TaskOption:
     verify: bool = False
 
 
-def parse_choice(answer: str | Mapping[str, str], keys: Sequence[str], letters: str) -> Mapping[str, str] | None:
-    """Gold answer with the texts `keys`, one of them the letter `option`, from JSON text or a mapping; else None."""
+def parse_choice(answer: str | Mapping[str, str], example: Mapping[str, str], letters: str, task: str) -> Any:
+    """Gold answer of a task, from JSON text or a mapping: texts under the keys of `example`, and a letter as `option`.
+
+    Raises:
+        ValueError: the answer does not belong to the task.
+    """
     try:
         gold = json.loads(answer) if isinstance(answer, str) else answer
-        is_answer = all(isinstance(gold[key], str) for key in keys) and gold["option"] in tuple(letters)
+        if all(isinstance(gold[key], str) for key in example) and gold["option"] in tuple(letters):
+            return gold
     except (ValueError, KeyError, TypeError):
-        return None
-    return gold if is_answer else None
+        pass
+    raise ValueError(
+        f"Not an answer of {task}: {answer!r}. Answers of `{task}.build` look like {json.dumps(example)}."
+    )
 
 
 def batch_of(verify: Callable[..., Verdict], name: str = "reward") -> Callable[..., list[Verdict]]:

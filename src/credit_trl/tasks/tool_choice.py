@@ -255,12 +255,7 @@ def verify(
         ValueError: the answer does not belong to this task, or unknown feedback.
     """
     _check_feedback(feedback)
-    gold = parse_choice(answer, ("option", "tool", "argument"), OPTION_LETTERS)
-    if gold is None:
-        raise ValueError(
-            f"Not an answer of tool_choice: {answer!r}. Answers of `tool_choice.build` look like "
-            '{"option": "A", "tool": "weather", "argument": "Oslo"}.'
-        )
+    gold = parse_choice(answer, {"option": "A", "tool": "weather", "argument": "Oslo"}, OPTION_LETTERS, "tool_choice")
     calls = list(_CALL.finditer(response))
     opened = len(re.findall(r"\w\(", response))  # also calls around the call, as in hotels(weather(Oslo))
     single = opened == len(calls) == 1 and not truncated and not re.search(r"\w", response[calls[0].end() :])
