@@ -321,6 +321,14 @@ def test_mix_datasets_sets_task_column_from_keys():
     assert mix_datasets({"my.own:Task": own, "math": other})["task"] == ["my.own:Task", "math"]
 
 
+@pytest.mark.parametrize("answer", [5, True, ["x"]])
+def test_mix_datasets_refuses_answers_that_are_not_text(answer):
+    """A cast would change 5 to "5" and True to "true", which the task's verifier does not take for its answers."""
+    prompt = [{"role": "user", "content": "q"}]
+    with pytest.raises(ValueError, match=r"those of echo are .*json\.dumps"):
+        mix_datasets({"echo": Dataset.from_list([{"prompt": prompt, "answer": answer}])})
+
+
 def test_mix_datasets_accepts_extra_columns_and_no_ids():
     rows = [{"prompt": [{"role": "user", "content": "?"}], "answer": "A", "task": "sciknoweval:physics", "extra": 1}]
     mixed = mix_datasets([Dataset.from_list(rows), Dataset.from_list(rows)])

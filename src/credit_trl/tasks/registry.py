@@ -175,8 +175,11 @@ def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
 
     Args:
         parts: data sets with a `task` column, or data sets by task name, which then fills their `task` column.
+
+    Raises:
+        ValueError: the answers of a part are not text. The cast of `5` to "5" would make its verifier reject them.
     """
-    from datasets import concatenate_datasets
+    from datasets import Value, concatenate_datasets
 
     from credit_trl.tasks.records import row_features
 
@@ -186,6 +189,12 @@ def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
             part.remove_columns([c for c in part.column_names if c == "task"]).add_column("task", [name] * len(part))
             for name, part in parts.items()
         ]
+    for part in parts:
+        if (kind := part.features["answer"]) not in (Value("string"), Value("large_string")):
+            raise ValueError(
+                f"Answers of tasks that are mixed are text, those of {', '.join(part.unique('task'))} are {kind}. "
+                "Have `build` write them as text, for example with `json.dumps`, and `verify` read it."
+            )
     features = row_features()
     if not all("id" in part.column_names for part in parts):
         del features["id"]
