@@ -28,6 +28,8 @@ BLOCKS = {  # reason: (response, code)
     "the longest of two": ("```python\nprint(1)\n```\n```python\nprint(12)\n```\n", "print(12)"),
     "the longest of two, first": ("```python\nprint(12)\n```\n```python\nprint(1)\n```\n", "print(12)"),
     "the last of two as long": ("```python\nprint(1)\n```\n```python\nprint(2)\n```\n", "print(2)"),
+    "a longer sample beside Python": ("```python\nprint(1)\n```\nIt prints:\n```\n1 2 3 4 5 6\n```\n", "print(1)"),
+    "a longer sample before Python": ("The input is\n```\n1 2 3 4 5 6\n```\n```py\nprint(1)\n```\n", "print(1)"),
     "no block": ("print(1)", None),
     "empty": ("", None),
     "an empty block": ("```python\n```", None),

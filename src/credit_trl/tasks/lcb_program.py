@@ -33,15 +33,18 @@ _ALWAYS = (
 
 
 def find_program(response: str) -> str | None:
-    """Code of the longest fenced block that is Python or has no language, the last of equally long ones, or `None`.
+    """Code of the longest fenced block of Python, else of the longest one without a language, or `None`.
+
+    Of equally long blocks it is the last. A block without a language, which may be a sample's output, can be longer.
 
     A fence is three or more back-quotes. It opens a block at the start of a line or after prose, with or without a
     language. A line that starts with as many back-quotes closes the block, also if prose follows them, and so do
     back-quotes directly after the last line of code. A block that is never closed does not count: the response was cut
     off inside it, or another Python block was begun.
     """
-    blocks = [code for language, code in _fenced_blocks(response) if LANGUAGE.fullmatch(language) and code.strip()]
-    return max(reversed(blocks), key=len, default=None)
+    blocks = [block for block in _fenced_blocks(response) if LANGUAGE.fullmatch(block[0]) and block[1].strip()]
+    _, program = max(reversed(blocks), key=lambda block: (block[0] != "", len(block[1])), default=("", None))
+    return program
 
 
 @dataclass(frozen=True)
