@@ -174,12 +174,19 @@ atexit.register(_WORKERS.close)
 
 
 def as_tex(text: str) -> str:
-    r"""Answer in the notation of `math-verify`: no dollar signs around it, `1e-05` as `1\times 10^{-05}`."""
-    text = text.strip().lstrip("$")
+    r"""Answer for `math-verify`: no dollar signs around it, no full stop, `1\times 10^{-05}` for `1e-05`."""
+    text = _without_stop(text).lstrip("$")
     bare = text.rstrip("$")
-    text = (f"{bare}$" if bare.endswith("\\") and bare != text else bare).strip()  # `\$` is a dollar of the answer
+    text = _without_stop(
+        f"{bare}$" if bare.endswith("\\") and bare != text else bare
+    )  # `\$` is a dollar of the answer
     number = re.fullmatch(r"([+-]?\d+(?:\.\d*)?)[eE]([+-]?\d+)", text, re.ASCII)
     return text if number is None else rf"{number[1]}\times 10^{{{number[2]}}}"
+
+
+def _without_stop(text: str) -> str:
+    """Stripped text without the full stop of a sentence; the points of `0.33...` stay."""
+    return re.sub(r"(?<![.\\])\.\Z", "", text.strip())
 
 
 def _environment() -> dict[str, str]:
