@@ -35,6 +35,8 @@ WORKER_BYTES = 2 * 1024**3
 KEPT_BYTES = 512 * 1024**2  # memory that earlier comparisons may occupy before a worker is replaced
 # Signals that end a worker because of its comparison; any other signal came from outside.
 _OWN_SIGNALS = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+# Groups of three digits with spaces between them, which are no exponent, index or decimals.
+_THOUSANDS = re.compile(r"(?<![\w^.])\d{1,3}((\\[,;: ]|[ ~])\d{3})+(?!\d)", re.ASCII)
 LONGEST = 1_000  # characters of an answer above which only equal texts are equal
 
 Equivalence = Literal[
@@ -174,12 +176,16 @@ atexit.register(_WORKERS.close)
 
 
 def as_tex(text: str) -> str:
-    r"""Answer for `math-verify`: no dollar signs around it, no full stop, `1\times 10^{-05}` for `1e-05`."""
+    r"""Answer for `math-verify`, which would read `10\,000` as a product and `42.` as no number.
+
+    It has no dollar signs around it, no full stop, no spaces between groups of digits, and `1e-05` is written as
+    `1\times 10^{-05}`.
+    """
     text = _without_stop(text).lstrip("$")
     bare = text.rstrip("$")
-    text = _without_stop(
-        f"{bare}$" if bare.endswith("\\") and bare != text else bare
-    )  # `\$` is a dollar of the answer
+    if bare.endswith("\\") and bare != text:  # `\$` is a dollar of the answer
+        bare += "$"
+    text = _THOUSANDS.sub(lambda number: re.sub(r"[^0-9]", "", number[0]), _without_stop(bare))
     number = re.fullmatch(r"([+-]?\d+(?:\.\d*)?)[eE]([+-]?\d+)", text, re.ASCII)
     return text if number is None else rf"{number[1]}\times 10^{{{number[2]}}}"
 
