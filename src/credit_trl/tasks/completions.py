@@ -9,7 +9,7 @@ from typing import Any
 def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     """Text of a completion: the string itself, or the content of the last assistant message of a conversation.
 
-    Structured content is reduced to its text parts. The text is empty where no assistant message has any.
+    Structured content is reduced to its text parts. The text is empty where that message has none.
 
     Raises:
         TypeError: the completion is neither a string nor a list of messages.
