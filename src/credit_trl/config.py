@@ -620,8 +620,12 @@ def _check_types(config: CreditConfig) -> None:
 
 @functools.cache
 def _never_none() -> set[str]:
-    """Switches and numbers that may not be None; a command line's parser removes None from the types of the fields."""
-    return {name for name, kind in get_type_hints(CreditConfig).items() if kind in (bool, int, float)}
+    """Switches and numbers that may not be None; a command line's parser removes None from the types of the fields.
+
+    transformers takes None for `gradient_checkpointing`, whose name is deprecated there.
+    """
+    kinds = get_type_hints(CreditConfig)
+    return {name for name, kind in kinds.items() if kind in (bool, int, float)} - {"gradient_checkpointing"}
 
 
 def _without_quotes(value: object) -> str:

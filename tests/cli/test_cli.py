@@ -187,7 +187,7 @@ def test_batches_are_checked_for_the_launched_processes(launched, capsys):
     assert credit.run(line) == 2
     assert "holds one prompt, so there is no contrast" in capsys.readouterr().err
     assert credit.run([*line, "--num_processes", "two"]) == 2
-    assert "invalid int value: 'two'" in capsys.readouterr().err
+    assert "invalid whole number value: 'two'" in capsys.readouterr().err
     assert len(launched) == 1
 
 

@@ -8,6 +8,7 @@ PyTorch's attention reads the prompt of several rollouts once. A causal model ne
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ def policy_states(
         order = _first(valid.flatten()[None], sum(lengths))[0]
         # Not for a router's loss, which is a mean over the tokens of every sequence.
         if shares_beginnings(model) and not router_loss:
-            row = SharedRow.of([own.tolist() for own in ids.flatten()[order].cpu().split(lengths)])
+            read = ids.flatten()[order].tolist()  # waits for the device once
+            row = SharedRow.of([read[end - n : end] for n, end in zip(lengths, accumulate(lengths), strict=True)])
             inputs = packed_inputs(model, row.ids.to(ids.device, non_blocking=True), row.lengths, row)
             places = row.places.to(ids.device, non_blocking=True)
         else:

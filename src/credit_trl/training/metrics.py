@@ -328,7 +328,7 @@ def mean_over_tokens(micro_batches: Sequence[Sequence[float]], is_sampled: bool)
     """`token_means` over the tokens of several micro-batches, from the `token_sums` of each.
 
     A mean of the micro-batches' means would give tokens of short completions more weight, which share a micro-batch.
-    The teacher's fidelity is no mean over tokens and is left out.
+    The teacher's fidelity is no mean over tokens and is dropped.
     """
     means, entropy = token_means([sum(column) for column in zip(*micro_batches, strict=True)], is_sampled)
     del means["credit/teacher_fidelity"]
