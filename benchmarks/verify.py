@@ -1,7 +1,7 @@
 """Throughput of verifiers, overhead of the sandbox, and memory of its worker pool.
 
     python benchmarks/verify.py                      all parts; several minutes
-    python benchmarks/verify.py --parts overhead     one part
+    python benchmarks/verify.py --parts overhead     one part, written to a file only with --out
 
 Three parts:
 
@@ -11,7 +11,7 @@ Three parts:
   other load affects both; the ratio is the result.
 - `pool`: 256 rollouts of 20 tests in one call: utilisation of the workers, and memory of the pool server over time.
 
-Prints tables and writes JSON, with machine, versions and commit, to benchmarks/results/.
+Prints tables. Writes all parts of one run as JSON, with machine, versions and commit, to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each task on each number of cores")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "verify.json")
+    parser.add_argument("--out", type=Path, help="result (default: benchmarks/results/verify.json for all parts)")
     parser.add_argument("--grade", choices=TASKS, help=argparse.SUPPRESS)
     parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -288,8 +288,12 @@ def main() -> None:
         report[part] = measures[part]()
         report["machine"]["load_after"] = os.getloadavg()[0]
         print(f"\n{part}\n\n{table(report[part])}", flush=True)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    out = arguments.out
+    if out is None and set(arguments.parts) == set(PARTS):
+        out = ROOT / "benchmarks" / "results" / "verify.json"
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
