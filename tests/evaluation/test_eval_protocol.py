@@ -92,6 +92,15 @@ def run(folder, k=5, **options):
     return evaluate(engine, TASK, k, output_dir=folder, progress=False), engine
 
 
+def test_a_folder_is_evaluated_by_one_process_at_a_time(tmp_path):
+    def evaluate_again(samples):
+        with pytest.raises(ValueError, match=r"Another process is evaluating in .*Use another `output_dir`"):
+            evaluate(FakeEngine(), TASK, k=1, output_dir=tmp_path, progress=False)
+
+    first = evaluate(FakeEngine(on_generate=evaluate_again), TASK, k=1, output_dir=tmp_path, progress=False)
+    assert evaluate(FakeEngine(), TASK, k=1, output_dir=tmp_path, progress=False) == first
+
+
 def test_scores_follow_from_the_samples(tmp_path):
     result, _ = run(tmp_path)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]

@@ -10,10 +10,12 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from credit_trl.evaluation.config import EvaluationConfig
@@ -27,6 +29,7 @@ from credit_trl.tasks.registry import Task, load_task
 from credit_trl.tasks.sciknoweval import given_answer
 from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, write_json
 
+LOCK_FILE = ".lock"
 # Options that determine the samples, beside the model and the rows.
 _SAMPLE_OPTIONS = ("k", "seed", "temperature", "top_p", "top_k", "max_completion_length")
 
@@ -56,6 +59,7 @@ def evaluate(
         ValueError: a setting is out of range, there are no rows, or the verifier does not apply to a row.
         VerifierFailed: the verifier failed and `policy` has `on_error="skip"`.
         EvaluationMismatchError: `output_dir` holds another evaluation; the message lists the differences.
+        ValueError: another process is evaluating in `output_dir`.
     """
     options = {"k": k, "temperature": temperature, "top_p": top_p, **options}
     return run_evaluation(model, task, EvaluationConfig.from_options(options))
@@ -79,8 +83,9 @@ def run_evaluation(model: Any, task: str | Task, config: EvaluationConfig) -> Ev
     golds = letter_golds(rows) if config.answer_of is None else {row["id"]: row["answer"] for row in rows}
     read_answer = config.answer_of or (tagged_letter if golds else None)
     units = [(row, number) for row in rows for number in range(config.k)]
-    file = _on_main(engine, _open, folder, settings, units)
-    samples = _sample(engine, task, units, config, file, read_answer)
+    with _locked(engine, folder):
+        file = _on_main(engine, _open, folder, settings, units)
+        samples = _sample(engine, task, units, config, file, read_answer)
 
     def finish() -> Evaluation:
         result = summarize(samples, config, model=engine.name, settings=settings, golds=golds, groups=groups)
@@ -183,6 +188,28 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
     else:
         write_json(path, settings)
     return SampleFile(folder / SAMPLES_FILE, wanted)
+
+
+@contextmanager
+def _locked(engine: Engine, folder: Path | None) -> Iterator[None]:
+    """Hold the folder's lock in the main process. The lock of a killed process is released."""
+    if folder is None:
+        yield
+        return
+    lock = FileLock(folder / LOCK_FILE)
+
+    def acquire() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(f"Another process is evaluating in {folder}. Use another `output_dir`.") from None
+
+    _on_main(engine, acquire)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _sample(
