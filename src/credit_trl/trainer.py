@@ -22,7 +22,7 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import ContrastSource
-from credit_trl.contexts.privileged import ignored_feedback
+from credit_trl.contexts.privileged import decode_completions, ignored_feedback
 from credit_trl.contexts.prompts import Render, chat_renderer
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, longest_sequence
 from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss, loss_dtype
@@ -320,7 +320,7 @@ class CreditTrainer(ReportingTrainer):
         return self.model.training and is_rehearsal(self.batch_index, self.args.teacher_rehearsal)
 
     def _decode(self, ids: list[list[int]]) -> list[str]:
-        return self.processing_class.batch_decode(ids, skip_special_tokens=True)
+        return decode_completions(self._tokenizer, ids)
 
     def _contrast_source(self) -> ContrastSource:
         """Rows and random stream of the contrast prompts of this generation batch."""

@@ -9,10 +9,15 @@ from hypothesis import strategies as st
 from trl.experimental.sdpo import SDPOConfig
 
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.privileged import PrivilegedContext, choose_demonstrations, demonstration_text
+from credit_trl.contexts.privileged import (
+    PrivilegedContext,
+    choose_demonstrations,
+    decode_completions,
+    demonstration_text,
+)
 from credit_trl.contexts.prompts import has_images
 from credit_trl.rollout.batch import total_rewards
-from tiny import context_ids
+from tiny import build_tokenizer, context_ids
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
@@ -150,6 +155,17 @@ def test_a_contrast_prompt_over_budget_leaves_the_teacher(tokenizer, make_config
 def test_demonstration_is_the_chosen_part_of_a_rollout(kept, expected):
     text = "<think>two</think>4<think>and two</think>"
     assert demonstration_text(text, kept) == (expected or text)
+
+
+def test_special_thinking_tags_divide_a_demonstration():
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    text = "<think>two and two</think>4"
+    ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "two and two4"
+    (decoded,) = decode_completions(tokenizer, [ids])
+    assert decoded == text
+    assert demonstration_text(decoded, "solution") == "4"
 
 
 def test_thinking_without_opening_or_closing_tag():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from accelerate.utils import gather_object
+from transformers import PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
 from credit_trl.rollout.batch import GenerationBatch, is_successful
@@ -70,12 +72,26 @@ def demonstration_text(completion: str, teacher_context: str) -> str | None:
     return text if text.strip() else None
 
 
+def decode_completions(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]]) -> list[str]:
+    """Texts without special tokens, with the tags of thinking also where a tokenizer declares them special."""
+    special = set(tokenizer.all_special_tokens)
+    tags = {tokenizer.convert_tokens_to_ids(tag): tag for tag in ("<think>", "</think>") if tag in special}
+    if not tags:
+        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+    def decode(row: Sequence[int]) -> str:
+        parts = ((tag, list(part)) for tag, part in itertools.groupby(row, key=tags.get))
+        return "".join(tag * len(p) if tag else tokenizer.decode(p, skip_special_tokens=True) for tag, p in parts)
+
+    return list(map(decode, ids))
+
+
 def gather_privileged_contexts(
     batch: GenerationBatch, config: CreditConfig, decode: Callable[[list[list[int]]], list[str]]
 ) -> list[PrivilegedContext]:
     """z of each local sample, by the options that choose its parts. Every process must call it.
 
-    `decode` maps sampled ids to texts without special tokens.
+    `decode` maps sampled ids to texts, see `decode_completions`.
     """
     size = len(batch.prompts)
     demonstrations = (

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import ContrastSource
+from credit_trl.contexts.privileged import decode_completions
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.passes import Reading, RolloutContexts, conditionals
@@ -153,7 +154,7 @@ class CreditMapCallback(TrainerCallback):
             ContextBuilder(self._tokenizer, config, trainer.eos_token_ids),
             trainer._renderer,
             ContrastSource(trainer.train_dataset, number),
-            partial(self._tokenizer.batch_decode, skip_special_tokens=True),
+            partial(decode_completions, self._tokenizer),
         )
         contexts = route_contexts(contexts, batch, trainer.use)
         return [self._rollout(step, i, own) for i, own in enumerate(contexts) if own.teacher is not None]

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import ContrastSource, draw_contrasts
-from credit_trl.contexts.privileged import PrivilegedContext, gather_privileged_contexts
+from credit_trl.contexts.privileged import PrivilegedContext, decode_completions, gather_privileged_contexts
 from credit_trl.contexts.prompts import Prompt, user_text, without_question
 from credit_trl.contexts.tokens import ContextColumns
 from credit_trl.evaluation.config import SamplingConfig
@@ -182,8 +183,7 @@ def sample_rollouts(
         first=0,
         group_size=samples,
     )
-    decode = lambda ids: checkpoint.tokenizer.batch_decode(ids, skip_special_tokens=True)  # noqa: E731
-    privileged = gather_privileged_contexts(batch, config, decode)
+    privileged = gather_privileged_contexts(batch, config, partial(decode_completions, checkpoint.tokenizer))
     population = [row["prompt"] for row in rows] if population is None else population
     contrasts = draw(batch.prompts, population, config, [row.get("task") for row in repeated])
     names = distinct_names([_name(row, n) for n, row in enumerate(rows)])
