@@ -17,7 +17,7 @@ NOT_RUN_INLINE = {
     "hf download": "it downloads gigabytes from the hub",
     "pip install flash-attn": "it needs a GPU and CUDA's compiler",
     "pip install kernels": "its kernels run on GPUs",
-    'pip install "credit_trl-0.2.0': "tests/packaging installs the wheel",
+    'pip install "credit_trl-0.3.0': "tests/packaging installs the wheel",
     "python3 -m venv": "test_installation.py makes the environment",
 }
 HUB_ROWS = "data/sciknoweval"  # synthetic rows

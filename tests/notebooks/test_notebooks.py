@@ -152,7 +152,7 @@ def test_first_cell_installs_from_wheel_checkout_or_repository(set_up, tmp_path,
     source = next(cell.source for cell in read(name).cells if cell.cell_type == "code")
     with pytest.raises(ImportError, match="Set REPOSITORY"):
         set_up(source)
-    wheel = tmp_path / "credit_trl-0.2.0-py3-none-any.whl"
+    wheel = tmp_path / "credit_trl-0.3.0-py3-none-any.whl"
     wheel.touch()
     assert set_up(source)[-1][-2:] == ["-q", f"{wheel}[viz]"]
     wheel.unlink()
