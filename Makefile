@@ -25,8 +25,8 @@ test-slow: $(INSTALLED)  ## The slow tests, and those of DeepSpeed, bitsandbytes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 	tests/distributed/optional.sh $(VENV) $(OPTIONAL_VENV)
 
-test-trl: $(INSTALLED)  ## The tests of trainer, parity and command line with another version of TRL: make test-trl TRL=1.15.0
-	tests/training/other_trl.sh $(VENV) $(TRL_VENV) $(TRL)
+test-trl: $(INSTALLED)  ## Tests of trainer, parity and command line with another TRL: make test-trl TRL=1.15.0 [WITH="transformers==5.6.2"]
+	tests/training/other_trl.sh $(VENV) $(TRL_VENV) $(TRL) $(WITH)
 
 test-vllm:  ## Generation with a real vLLM engine on this CPU, in a separate environment
 	PYTHON=$(PYTHON) tests/vllm_engine/run.sh $(VLLM_VENV)

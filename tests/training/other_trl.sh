@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Tests of trainer, parity and command line with another version of TRL, in a small environment on top of .venv
-# (`make test-trl TRL=1.15.0`). Only TRL, and what its requirements need in another version, is installed in it.
+# (`make test-trl TRL=1.15.0`). Only TRL, and what its requirements need in another version, is installed in it, and
+# further requirements: `make test-trl TRL=1.16.0 WITH="transformers==5.6.2 accelerate==1.10.1"`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 base=$1
 version=$3
-venv=$2/$version
+others=("${@:4}")
+venv=$2/$(IFS=-; echo "$version${others[*]:+-${others[*]}}")
 python=$venv/bin/python
 
 packages_of() {
@@ -19,6 +21,7 @@ if ! [ "$venv/.installed" -nt "$base/.installed" ]; then
   echo "import site; site.addsitedir('$(packages_of "$base")')" >"$(packages_of "$venv")/base.pth"
   grep -v '^trl==' constraints.txt >"$venv/constraints.txt"
   "$python" -m pip install -q -c "$venv/constraints.txt" "trl==$version"
+  [ "${#others[@]}" = 0 ] || "$python" -m pip install -q "${others[@]}"
   # Before 1.16, TRL computes GRPO's loss with Triton only. Without a GPU it runs in Triton's interpreter.
   "$python" -c 'import trl.kernels' 2>/dev/null ||
     "$python" -m pip install -q --no-deps -c tests/distributed/constraints.txt triton
