@@ -45,6 +45,7 @@ SMOLLM2 = Workload(
     group=2,
     common=56,
 )
+LONGEST = 48  # tokens of an answer
 
 
 def fixed(kinds: dict[str, Kind], rounds: int, patience: float, results: Results) -> dict[str, Any]:
@@ -90,7 +91,11 @@ def _ratios_to_trl(
 
 
 def short_answers(rounds: int, patience: float, results: Results) -> dict[str, Any]:
-    """Time and peak at the shape of SmolLM2 and `tool_choice`, with and without a contrast, and of TRL's SDPO."""
+    """Time and peak at the shape of SmolLM2 and `tool_choice`, with and without a contrast, and of TRL's SDPO.
+
+    The peak of a process is that of its first round, as later rounds reuse its memory. Answers of `LONGEST` tokens
+    have new processes.
+    """
     workload = SMOLLM2
     kinds = {"credit": ("credit", workload), "no contrast": ("credit", workload.with_(contrasts=0))}
     with trials(build, kinds | {"sdpo": ("sdpo", workload)}) as running:
@@ -98,16 +103,21 @@ def short_answers(rounds: int, patience: float, results: Results) -> dict[str, A
         in_turns(running, 1, {"batch": 2, "completion": 4})
         samples = in_turns(running, rounds, {}, patience=patience, results=results)
     peaks = {name: max(sample.peak_mb for sample in of) for name, of in samples.items()}
+    with trials(build, {"credit": kinds["credit"], "sdpo": ("sdpo", workload)}) as running:
+        in_turns(running, 1, {"batch": 2, "completion": 4})
+        longest = {name: trial.ask({"completion": LONGEST}).peak_mb for name, trial in running.items()}
     return {
         "workload": vars(workload),
         "samples": {name: [vars(sample) for sample in of] for name, of in samples.items()},
         "seconds": {name: seconds(of) for name, of in samples.items()},
         "peak_mb": peaks,
+        "peak_mb_longest": longest,
         "ratios": {
             "time_ratio": ratio(samples["credit"], samples["sdpo"]),
             "time_ratio_no_contrast": ratio(samples["no contrast"], samples["sdpo"]),
             "time_ratio_contrast": ratio(samples["credit"], samples["no contrast"]),
             "memory_ratio": peaks["credit"] / peaks["sdpo"],
+            "memory_ratio_longest": longest["credit"] / longest["sdpo"],
         },
     }
 
