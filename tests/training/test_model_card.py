@@ -97,7 +97,11 @@ def test_pushed_card_names_the_repository(train, monkeypatch, tmp_path):
         return SimpleNamespace()
 
     hub = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name), upload_folder=upload)
-    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    if hasattr(transformers.trainer, "hf_api"):
+        monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    else:  # transformers 5.6
+        for name, function in vars(hub).items():
+            monkeypatch.setattr(transformers.trainer, name, function)
     trainer = train(max_steps=1, hub_model_id="user/tiny")
     trainer.push_to_hub(dataset_name="user/sums")
     ((repository, card),) = uploaded

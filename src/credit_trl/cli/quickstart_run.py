@@ -87,7 +87,7 @@ def _train_and_measure(
     maps_after = token_maps(trainer, task, "after")
     page = draw_maps(trainer, task, maps_before, directory)
     trainer.save_model(str(directory / "model"))
-    trainer.end()
+    trainer.accelerator.end_training()
     first, last = evaluation.history[0]["step"], evaluation.history[-1]["step"]
     return QuickstartResult(
         task=task,

@@ -198,7 +198,7 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
     trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    trainer.end()
+    trainer.accelerator.end_training()
 
 
 def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptArguments) -> EvaluationCallback:
