@@ -47,7 +47,7 @@ INTERNAL = tuple(
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(\.\./([^)#\s]+)(?:#[^)\s]*)?\)")
-_ROOT_LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)\s]+)(?=\))")
+_ROOT_LINK = re.compile(r"""(\]\(|src="|srcset=")(?!https?://|#|mailto:)([^)\s"]+)(?=[)"])""")
 _REFERENCE = re.compile(r"\[<code>~?([\w.]+)</code>\]")  # the notation of transformers' docstrings
 _OPTION = re.compile(r"^(?P<names>[\w, ]+) \((?P<type>[^)]*)\):$")
 _SECTION = re.compile(r"^> (?P<title>.+)$")

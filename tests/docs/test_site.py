@@ -37,6 +37,8 @@ class Page(HTMLParser):
         self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
         if tag in ("script", "img", "iframe", "source", "video") and given.get("src"):
             self.resources.append(given["src"])
+        if tag == "source" and given.get("srcset"):
+            self.resources.append(given["srcset"])
         if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload", "preconnect"):
             self.resources.append(given["href"])
         if tag == "a" and given.get("href"):
@@ -77,6 +79,12 @@ def test_no_page_loads_external_resources(pages, site):
         assert [url for url in page.resources if url.startswith(("http", "//"))] == [], name
     for style in site.rglob("*.css"):
         assert "url(http" not in style.read_text("utf-8").replace('url("http', "url(http")
+
+
+def test_every_resource_of_a_page_exists(pages, site):
+    for name, page in pages.items():
+        for url in page.resources if name != "404.html" else ():
+            assert (site / url.partition("?")[0]).is_file(), f"{name}: {url}"
 
 
 def test_no_link_between_pages_is_dead(pages, site):
