@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import ModelConfig
@@ -307,3 +308,36 @@ def test_unknown_models_and_broken_files_are_errors(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="is not a model configuration"):
         load_shape("x", tmp_path / "config.json")
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no Gemma 4")
+def test_layers_of_different_sizes_count_with_their_own(tmp_path):
+    """Full attention of Gemma 4 has larger heads than its sliding attention."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 100, "vocab_size_per_layer_input": 100}
+    layers = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(
+        **heads,
+        **sizes,
+        num_hidden_layers=2,
+        layer_types=layers,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=8,
+    )
+    config.save_pretrained(tmp_path)
+    shape = load_shape("x", tmp_path / "config.json")
+    assert shape.key_value_elements == 2 * 2 * (16 + 32)
+    assert shape.layer_elements == 6 * 64 + 4 * (4 * 32) + 3 * (2 * 2 * 32) + 4 * 96
+
+
+def test_models_without_attention_are_errors(tmp_path):
+    transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=100).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="only models with attention"):
+        load_shape("x", tmp_path / "config.json")
+
+
+def test_configurations_with_infinity_are_read(tmp_path):
+    """transformers writes the time steps of Bamba in a form of its own."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.BambaConfig(**sizes, num_hidden_layers=1, vocab_size=100).save_pretrained(tmp_path)
+    assert load_shape("x", tmp_path / "config.json").key_value_elements == 2 * 2 * 16

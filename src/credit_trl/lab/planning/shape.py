@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,30 +90,24 @@ class Shape:
         """Number of decoder layers."""
         return self.config.num_hidden_layers
 
-    @property
-    def _head_size(self) -> int:
-        return getattr(self.config, "head_dim", None) or self.hidden // self.config.num_attention_heads
+    @cached_property
+    def _layer_configs(self) -> list[Any]:
+        """Configuration of each decoder layer, which differ in Gemma 4."""
+        return list(getattr(self.config, "per_layer_config", None) or [self.config] * self.layers)
 
     @property
     def key_value_elements(self) -> int:
         """Elements that one token adds to the key-value cache, over all layers."""
-        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        return 2 * self.layers * heads * self._head_size
+        return sum(2 * _key_heads(layer) * _head_size(layer) for layer in self._layer_configs)
 
     @property
     def layer_elements(self) -> int:
-        """Elements that one decoder layer stores per token for the backward pass, without checkpointing.
+        """Elements that the largest decoder layer stores per token for the backward pass, without checkpointing.
 
         These are the inputs of the two norms and of every linear layer, queries, keys and values after the rotation,
         the attention's output, and the gate, its activation and the product of the gated feed-forward layer.
         """
-        config = self.config
-        queries = config.num_attention_heads * self._head_size
-        keys = self.key_value_elements // self.layers
-        width = config.intermediate_size
-        if getattr(config, "moe_intermediate_size", None):
-            width = config.moe_intermediate_size * config.num_experts_per_tok
-        return 6 * self.hidden + 4 * queries + 3 * keys + 4 * width
+        return max(map(_elements, self._layer_configs))
 
     @cached_property
     def quantizable(self) -> int:
@@ -149,12 +142,13 @@ def load_shape(name: str, config_file: str | Path | None = None, argument: str =
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        fields = dict(json.loads(path.read_text(encoding="utf-8")))
-        kind = fields.pop("model_type")
+        config = AutoConfig.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not a model configuration ({type(error).__name__}: {error}).") from error
-    fields.pop("_source", None)
-    config = AutoConfig.for_model(kind, **fields)
+    text = config.get_text_config()
+    layer = (getattr(text, "per_layer_config", None) or [text])[0]
+    if getattr(layer, "num_attention_heads", None) is None:
+        raise ValueError(f"{path} has no `num_attention_heads`: only models with attention can be planned.")
     with torch.device("meta"):
         return Shape(AutoModelForCausalLM.from_config(config), name)
 
@@ -175,6 +169,29 @@ def _config_path(name: str, config_file: str | Path | None, argument: str) -> Pa
         f"The sizes of {name!r} are unknown (known: {', '.join(_PACKAGED)}). Give its configuration with "
         f"`{argument} path/to/config.json`, or name a directory with one."
     )
+
+
+def _head_size(layer: Any) -> int:
+    return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+
+
+def _key_heads(layer: Any) -> int:
+    return getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+
+
+def _elements(layer: Any) -> int:
+    """`Shape.layer_elements` of one layer, from its configuration."""
+    queries, keys = (heads * _head_size(layer) for heads in (layer.num_attention_heads, 2 * _key_heads(layer)))
+    return 6 * layer.hidden_size + 4 * queries + 3 * keys + 4 * _width(layer)
+
+
+def _width(layer: Any) -> int:
+    """Intermediate size of a layer's feed-forward network, for one token."""
+    of_expert, experts = (getattr(layer, name, None) for name in ("moe_intermediate_size", "num_experts_per_tok"))
+    if of_expert and experts:
+        return of_expert * experts
+    width = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size  # as in GPT-2, where it has no name
+    return max(width) if isinstance(width, list | tuple) else width
 
 
 def _count(module: nn.Module) -> int:
