@@ -249,6 +249,13 @@ def test_packing_needs_layers_that_pass_lengths_to_attention(tokenizer):
         assert model.config._attn_implementation == implementation
 
 
+def test_packing_needs_layers_of_the_attention_interface(tokenizer):
+    """The attention of Falcon computes with the mask itself, and fails with the empty one of a packed row."""
+    config = transformers.FalconConfig(**SMALL, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=0)
+    with pytest.raises(ValueError, match="do not pass the lengths"):
+        enable_packing(transformers.FalconForCausalLM(config))
+
+
 def test_trainer_refuses_packing_before_generation(make_model, make_config, tokenizer, dataset):
     model = make_model()
     model.config._attn_implementation = "eager"

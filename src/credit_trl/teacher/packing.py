@@ -173,7 +173,8 @@ def cannot_pack(model: nn.Module) -> str | None:
 def _drops_lengths(model: nn.Module) -> bool:
     """Whether an attention layer does not receive the keyword arguments of the backbone; one token is read.
 
-    False where this process does not have the weights.
+    Layers that do not call transformers' attention interface often fail here, and drop them too. False where this
+    process does not have the weights.
     """
     causal_lm = unwrap_adapters(model)
     if any(p.is_meta or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in causal_lm.parameters()):
@@ -192,6 +193,8 @@ def _drops_lengths(model: nn.Module) -> bool:
         with eval_mode(causal_lm), torch.no_grad():
             inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": _no_mask(ids.device)}
             backbone(model)(**inputs, sequence_lengths=(1,), use_cache=False)
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        return True
     finally:
         config._attn_implementation = implementation
     return not received or not all(received)

@@ -108,6 +108,8 @@ def _first(mask: Bool[Tensor, "B L"], count: int) -> Int[Tensor, "B n"]:
 def _router_loss(model: nn.Module, outputs: Any, sequences: Sequences, packed: bool) -> Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+    if not outputs.router_logits:  # dense, with the configuration of a mixture of experts
+        return outputs.last_hidden_state.new_zeros(())
     config, mask = model.config.get_text_config(), None
     if not packed:
         lengths = sequences.valid.sum(dim=1, keepdim=True)
