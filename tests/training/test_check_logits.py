@@ -109,6 +109,14 @@ def test_families_sensitive_to_padding_are_refused(monkeypatch, model_class, siz
         checks.check_model(model, accelerator)
 
 
+def test_bidirectional_model_is_refused(tokenizer, accelerator):
+    """XLNet reads the whole sequence at each position unless its attention is made one-directional."""
+    sizes = {"vocab_size": len(tokenizer), "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48}
+    model = transformers.XLNetLMHeadModel(transformers.XLNetConfig(**sizes, initializer_range=0.3))
+    with pytest.raises(ValueError, match=r"`XLNetLMHeadModel` change by .* when a token follows"):
+        checks.check_model(model, accelerator)
+
+
 @pytest.mark.parametrize("changed_rows", [slice(0, 1), slice(None)])
 def test_padding_change_of_one_prompt_counts_as_rounding(make_model, changed_rows):
     """Rounding may route a token to another expert."""

@@ -99,7 +99,7 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
 
     Raises:
         ValueError: no parameter is trained, the model is split over devices, its logits are not those of its backbone
-            and head (`check_logits`), or they change when the prompt is padded on the left.
+            and head (`check_logits`), or they change with later tokens or when the prompt is padded on the left.
     """
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
@@ -114,11 +114,11 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
             "credit`; with FSDP2 if the model does not fit), or select one GPU: `CUDA_VISIBLE_DEVICES=0`."
         )
     check_logits(model, accelerator)
-    _check_padding(model, accelerator)
+    _check_logits_of_prompts(model, accelerator)
 
 
-def _check_padding(model: nn.Module, accelerator: Accelerator) -> None:
-    """Left padding must not change the logits: the student's prompts are padded, the teacher's are not."""
+def _check_logits_of_prompts(model: nn.Module, accelerator: Accelerator) -> None:
+    """Neither later tokens nor left padding, which the student's prompts have, may change the logits."""
     if not _is_whole(model, accelerator):
         return
     input_ids = _regular_ids(model, 4 * _PROMPTS).view(_PROMPTS, 4)
@@ -126,20 +126,32 @@ def _check_padding(model: nn.Module, accelerator: Accelerator) -> None:
     mask = torch.ones_like(padded)
     mask[:, :_PADDING] = 0
     with _inference(model), accelerator.autocast():
-        own = model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False).logits[:, -1]
-        behind = model(input_ids=padded, attention_mask=mask, use_cache=False).logits[:, -1]
-    eps = max(_MIN_EPS, torch.finfo(own.dtype).eps)
-    own, behind = own.float().nan_to_num(), behind.float().nan_to_num()
-    changes, largest = (own - behind).abs().amax(dim=-1), own.abs().amax(dim=-1)
-    # Rounding may route a token of a single prompt to another expert, while padding affects all prompts.
-    if (changes > (_PADDING_TOLERANCE + 4 * eps) * largest).all():
-        changed = changes.max().item()
+        own = model(input_ids=input_ids, attention_mask=mask[:, _PADDING:], use_cache=False).logits
+        shorter = model(input_ids=input_ids[:, :3], attention_mask=mask[:, _PADDING:-1], use_cache=False).logits
+        behind = model(input_ids=padded, attention_mask=mask, use_cache=False).logits
+    name = type(unwrap_adapters(model)).__name__
+    if changed := _change(own[:, 2], shorter[:, -1]):
         raise ValueError(
-            f"The logits of `{type(unwrap_adapters(model)).__name__}` change by {changed:.2g} when its prompt is "
-            "padded on the left, as with learned position embeddings and some recurrent states. The student would be "
-            "trained on another distribution than the one it samples from. Use a model with rotary or relative "
-            "positions, or TRL's `GRPOTrainer`."
+            f"The logits of `{name}` change by {changed:.2g} when a token follows, so the model is not causal. Use a "
+            "causal language model, or check its configuration (`is_decoder`, `attn_type`)."
         )
+    if changed := _change(own[:, -1], behind[:, -1]):
+        raise ValueError(
+            f"The logits of `{name}` change by {changed:.2g} when its prompt is padded on the left, as with learned "
+            "position embeddings and some recurrent states. The student would be trained on another distribution than "
+            "the one it samples from. Use a model with rotary or relative positions, or TRL's `GRPOTrainer`."
+        )
+
+
+def _change(own: Tensor, other: Tensor) -> float:
+    """Largest difference of the logits (P, V) of some prompts if it exceeds rounding in each of them, else 0.
+
+    Rounding may route a token of a single prompt to another expert.
+    """
+    eps = max(_MIN_EPS, torch.finfo(own.dtype).eps)
+    own, other = own.float().nan_to_num(), other.float().nan_to_num()
+    changes, largest = (own - other).abs().amax(dim=-1), own.abs().amax(dim=-1)
+    return changes.max().item() if (changes > (_PADDING_TOLERANCE + 4 * eps) * largest).all() else 0.0
 
 
 def check_teacher(args: CreditConfig, teacher: Teacher, accelerator: Accelerator) -> None:
@@ -207,7 +219,8 @@ def _compare_logits(model: nn.Module, accelerator: Accelerator) -> tuple[float, 
         if torch.is_autocast_enabled(own.device.type):
             dtypes.append(torch.get_autocast_dtype(own.device.type))
     head = lm_head(model, temperature=1.0)
-    if own.shape[-1] != head.vocabulary_size or not head.weight.is_floating_point():
+    sizes = (own.shape[-1], hidden.shape[-1])
+    if sizes != (head.vocabulary_size, head.weight.shape[1]) or not head.weight.is_floating_point():
         return math.inf, 0.0
     hidden = hidden.to(head.weight.device)
     trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden))
