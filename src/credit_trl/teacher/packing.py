@@ -164,14 +164,14 @@ def cannot_pack(model: nn.Module) -> str | None:
     allowed = _PACKABLE_LAYERS - ({"chunked_attention"} if "sdpa" in implementation else set())
     others = sorted(set(getattr(config, "layer_types", None) or ()) - allowed)
     if others:
-        return f"its {', '.join(others)} layers would carry a state from one sequence into the next"
+        return f"its {', '.join(others)} layers do not keep packed sequences apart"
     if implementation != "flex_attention" and _drops_lengths(model):
         return "its layers do not pass the lengths of the sequences on to attention"
     return None
 
 
 def _drops_lengths(model: nn.Module) -> bool:
-    """Whether an attention layer does not receive the keyword arguments of the backbone; one token is read.
+    """Whether an attention layer does not receive the keyword arguments of the backbone; two tokens are read.
 
     Layers that do not call transformers' attention interface often fail here, and drop them too. False where this
     process does not have the weights.
@@ -187,12 +187,12 @@ def _drops_lengths(model: nn.Module) -> bool:
 
     AttentionInterface.register(_PROBE, probe)
     config, implementation = causal_lm.config.get_text_config(), attention_of(model)
-    ids = torch.zeros(1, 1, dtype=torch.long, device=causal_lm.device)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=causal_lm.device)
     config._attn_implementation = _PROBE
     try:
         with eval_mode(causal_lm), torch.no_grad():
             inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": _no_mask(ids.device)}
-            backbone(model)(**inputs, sequence_lengths=(1,), use_cache=False)
+            backbone(model)(**inputs, sequence_lengths=(1, 1), use_cache=False)
     except (RuntimeError, IndexError, TypeError, ValueError):
         return True
     finally:

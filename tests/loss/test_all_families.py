@@ -1,0 +1,129 @@
+"""Every causal language model of transformers trains alike in each layout of its passes, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from credit_trl import CreditTrainer
+from tiny import length_verdicts
+
+# Values of the fields that a configuration has. Names of one size differ between families.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys("hidden_size d_model n_embd".split(), 32),
+    **dict.fromkeys("intermediate_size ffn_dim d_ff".split(), 48),
+    **dict.fromkeys("num_hidden_layers num_layers n_layer".split(), 2),
+    **dict.fromkeys("num_attention_heads num_heads n_head".split(), 2),
+    **dict.fromkeys("max_position_embeddings n_positions".split(), 512),
+    **dict.fromkeys("num_experts num_local_experts n_routed_experts".split(), 4),
+    **dict.fromkeys("head_dim linear_key_head_dim linear_value_head_dim v_head_dim".split(), 16),
+    **dict.fromkeys("moe_intermediate_size expert_ffn_hidden_size q_lora_rank kv_lora_rank".split(), 16),
+    **dict.fromkeys("qk_rope_head_dim qk_nope_head_dim state_size mamba_d_state".split(), 8),
+    **dict.fromkeys("linear_num_value_heads linear_num_key_heads mamba_n_heads mamba_expand".split(), 2),
+    **dict.fromkeys("n_group topk_group first_k_dense_replace".split(), 1),
+    **dict.fromkeys("mamba_chunk_size chunk_size".split(), 16),
+    "mamba_d_head": 32,
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 8,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 1,
+    "eos_token_id": 1,
+    "sliding_window": 64,
+    "bos_token_id": None,
+    "initializer_range": 0.3,
+}
+LARGEST = 4_000_000  # parameters; a family whose sizes have other names is not tiny
+RANDOM = {"phimoe"}  # samples its experts in training
+
+
+def has_field(config: PreTrainedConfig, name: str) -> bool:
+    """Whether a configuration has a value that is neither computed nor different between layers."""
+    try:
+        return hasattr(config, name) and not isinstance(getattr(type(config), name, None), property)
+    except Exception:  # of transformers, where layers differ
+        return False
+
+
+def build_tiny(family: str, tokenizer) -> PreTrainedModel:
+    """A random model without dropout, or a skip where the sizes do not make one."""
+    kind, names = CONFIG_MAPPING[family], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    model_class = getattr(transformers, names if isinstance(names, str) else names[0])
+    vocabulary = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer))
+    sizes = SIZES | vocabulary | {"pad_token_id": tokenizer.pad_token_id}
+    try:
+        default = kind()
+        if has_field(default, "kv_lora_rank"):  # latent attention has as many keys as queries
+            sizes |= {"num_key_value_heads": 2}
+            del sizes["head_dim"]
+        random = [name for name, value in vars(default).items() if isinstance(value, float)]
+        sizes |= {name: 0.0 for name in random if "drop" in name or "jitter" in name}
+        config = kind(**{name: value for name, value in sizes.items() if has_field(default, name)})
+        with torch.device("meta"):
+            count = model_class(config).num_parameters()
+        if count > LARGEST:
+            raise ValueError(f"{count} parameters")
+        torch.manual_seed(0)
+        model = model_class(config).float()
+        model(input_ids=torch.arange(5, 17).view(2, 6))
+    except Exception as error:
+        pytest.skip(f"the sizes of this test make no model of this family: {error}"[:100])
+    return model
+
+
+@pytest.fixture
+def step(make_config, tokenizer, family):
+    """Gradient norm, loss and mean S_t of one step over completions of many lengths."""
+    rows = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": "q" * (1 + 2 * i)}], "answer": "1"} for i in range(8)]
+    )
+
+    def rollouts(prompts, trainer):
+        render = tokenizer.apply_chat_template
+        return {
+            "prompt_ids": [render(p, add_generation_prompt=True, return_dict=True)["input_ids"] for p in prompts],
+            "completion_ids": [
+                tokenizer(f"{i % 4}" * (1 + i % 3) + p[-1]["content"])["input_ids"] for i, p in enumerate(prompts)
+            ],
+            "logprobs": None,
+        }
+
+    def run(**options) -> list[float]:
+        sizes = {"max_steps": 1, "max_completion_length": 16, "max_reprompt_len": 400, "max_grad_norm": 1e9}
+        config = make_config(**sizes, distillation_support="full", **options)
+        model = build_tiny(family, tokenizer)
+        trainer = CreditTrainer(
+            model, length_verdicts, config, rows, processing_class=tokenizer, rollout_func=rollouts
+        )
+        trainer.train()
+        logged = trainer.state.log_history[0]
+        return [logged[name] for name in ("grad_norm", "loss", "credit/s_mean")]
+
+    return run
+
+
+def unless_refused(step, reason: str, **options) -> list[float] | None:
+    """Result of a step, or None if the trainer refuses the model for this reason."""
+    try:
+        return step(**options)
+    except ValueError as error:
+        if reason not in str(error):
+            raise
+        return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - RANDOM))
+def test_family_trains_alike_in_each_layout_or_is_refused(step, family):
+    whole = unless_refused(step, "The logits of")  # of an encoder, or with absolute positions
+    if whole is None:
+        return
+    close = pytest.approx(whole, rel=1e-3, abs=1e-3)
+    assert step(per_device_train_batch_size=4, gradient_accumulation_steps=2) == close
+    assert unless_refused(step, "cannot be packed", update_packed=True, scoring_packed=True) in (None, close)
