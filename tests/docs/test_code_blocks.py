@@ -83,7 +83,6 @@ EXECUTED = {
     "json": f"{HERE}test_json_blocks_are_mapped_by_their_page",
     "text": f"{HERE}test_text_blocks_are_tested_and_hide_no_command",
     "$ trl": f"{HERE}test_commands_of_this_project_succeed",
-    "$ credit-trl": f"{HERE}test_commands_of_this_project_succeed",
     "$ pip": "docs/test_installation.py::test_documented_installation_runs_unchanged",
     "$ make": f"{SHELL}test_make_targets_run_in_ci_or_in_a_copy",
     "$ python": f"{SHELL}test_documented_script_lines_run",

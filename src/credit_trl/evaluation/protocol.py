@@ -29,7 +29,7 @@ from credit_trl.tasks.registry import Task, load_task
 from credit_trl.tasks.sciknoweval import given_answer
 from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, write_json
 
-LOCK_FILE = ".lock"
+_LOCK = ".lock"  # in `output_dir`
 # Options that determine the samples, beside the model and the rows.
 _SAMPLE_OPTIONS = ("k", "seed", "temperature", "top_p", "top_k", "max_completion_length")
 
@@ -196,7 +196,7 @@ def _locked(engine: Engine, folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    lock = FileLock(folder / LOCK_FILE)
+    lock = FileLock(folder / _LOCK)
 
     def acquire() -> None:
         folder.mkdir(parents=True, exist_ok=True)
