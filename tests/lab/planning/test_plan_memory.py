@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -334,6 +335,16 @@ def test_models_without_attention_are_errors(tmp_path):
     transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=100).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="only models with attention"):
         load_shape("x", tmp_path / "config.json")
+
+
+def test_code_beside_a_configuration_does_not_run(tmp_path):
+    (tmp_path / "own.py").write_text("raise SystemExit('the code ran')")
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    with pytest.raises(ValueError, match="is not a model configuration"):
+        load_shape("x", tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "auto_map": auto_map}))
+    assert load_shape("x", tmp_path / "config.json").hidden == 64
 
 
 def test_configurations_with_infinity_are_read(tmp_path):

@@ -142,7 +142,7 @@ def load_shape(name: str, config_file: str | Path | None = None, argument: str =
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(str(path))
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not a model configuration ({type(error).__name__}: {error}).") from error
     text = config.get_text_config()
@@ -150,7 +150,7 @@ def load_shape(name: str, config_file: str | Path | None = None, argument: str =
     if getattr(layer, "num_attention_heads", None) is None:
         raise ValueError(f"{path} has no `num_attention_heads`: only models with attention can be planned.")
     with torch.device("meta"):
-        return Shape(AutoModelForCausalLM.from_config(config), name)
+        return Shape(AutoModelForCausalLM.from_config(config, trust_remote_code=False), name)
 
 
 def _config_path(name: str, config_file: str | Path | None, argument: str) -> Path:
