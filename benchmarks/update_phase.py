@@ -23,7 +23,7 @@ import gpu
 import ragged
 import step
 import torch
-from measure import Results, Sample, in_turns, ratio, seconds, trials
+from measure import RETURNS_MEMORY, Results, Sample, in_turns, ratio, seconds, trials
 from updates import build
 from workload import Workload, provenance
 
@@ -93,31 +93,31 @@ def _ratios_to_trl(
 def short_answers(rounds: int, patience: float, results: Results) -> dict[str, Any]:
     """Time and peak at the shape of SmolLM2 and `tool_choice`, with and without a contrast, and of TRL's SDPO.
 
-    The peak of a process is that of its first round, as later rounds reuse its memory. Answers of `LONGEST` tokens
-    have new processes.
+    Peaks are measured in processes of their own, for the mean length of an answer and for `LONGEST`.
     """
     workload = SMOLLM2
     kinds = {"credit": ("credit", workload), "no contrast": ("credit", workload.with_(contrasts=0))}
-    with trials(build, kinds | {"sdpo": ("sdpo", workload)}) as running:
-        # Warm up. A full batch would leave its memory to the first round.
-        in_turns(running, 1, {"batch": 2, "completion": 4})
+    kinds |= {"sdpo": ("sdpo", workload)}
+    small = {"batch": 2, "completion": 4}  # a full batch would leave its memory to the first round
+    with trials(build, kinds) as running:
+        in_turns(running, 1, small)
         samples = in_turns(running, rounds, {}, patience=patience, results=results)
-    peaks = {name: max(sample.peak_mb for sample in of) for name, of in samples.items()}
-    with trials(build, {"credit": kinds["credit"], "sdpo": ("sdpo", workload)}) as running:
-        in_turns(running, 1, {"batch": 2, "completion": 4})
-        longest = {name: trial.ask({"completion": LONGEST}).peak_mb for name, trial in running.items()}
+    peaks: dict[str, dict[int, float]] = {}
+    with trials(build, kinds, RETURNS_MEMORY) as running:
+        in_turns(running, 1, small)
+        for name, trial in running.items():
+            peaks[name] = {t: trial.ask({"completion": t}).peak_mb for t in (workload.completion, LONGEST)}
     return {
         "workload": vars(workload),
         "samples": {name: [vars(sample) for sample in of] for name, of in samples.items()},
         "seconds": {name: seconds(of) for name, of in samples.items()},
-        "peak_mb": peaks,
-        "peak_mb_longest": longest,
+        "peak_mb_by_completion": peaks,
         "ratios": {
             "time_ratio": ratio(samples["credit"], samples["sdpo"]),
             "time_ratio_no_contrast": ratio(samples["no contrast"], samples["sdpo"]),
             "time_ratio_contrast": ratio(samples["credit"], samples["no contrast"]),
-            "memory_ratio": peaks["credit"] / peaks["sdpo"],
-            "memory_ratio_longest": longest["credit"] / longest["sdpo"],
+            "memory_ratio": peaks["credit"][workload.completion] / peaks["sdpo"][workload.completion],
+            "memory_ratio_longest": peaks["credit"][LONGEST] / peaks["sdpo"][LONGEST],
         },
     }
 
