@@ -84,7 +84,7 @@ def trials(
     arguments: dict[str, tuple[Any, ...]],
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Trial]]:
-    """Start one `Trial` per name, with further environment variables, and close all of them at the end of the block."""
+    """Start one `Trial` per name, with further environment variables, and close all at the end of the block."""
     running: dict[str, Trial] = {}
     before = dict(os.environ)
     os.environ.update(environment or {})
