@@ -37,10 +37,18 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "sliding_window": 64,
     "bos_token_id": None,
-    "initializer_range": 0.3,
+    **dict.fromkeys("initializer_range init_std".split(), 0.3),
 }
 LARGEST = 4_000_000  # parameters; a family whose sizes have other names is not tiny
-RANDOM = {"phimoe"}  # samples its experts in training
+# PhiMoE samples its experts in training; a step of Kimi Linear takes over a minute on a CPU.
+NOT_TRAINED = {"phimoe", "kimi_linear"}
+# Families that the sizes fit. A skip of one would hide that it is not tested any more.
+FITTING = frozenset(
+    """
+    deepseek_v2 deepseek_v3 deepseek_v32 doge electra falcon gemma gemma2 gemma3_text glm4_moe gpt_oss granite llama
+    mistral mixtral olmo3 phi3 qwen2 qwen3 qwen3_5_text qwen3_moe qwen3_next rembert smollm3 xlnet
+    """.split()
+)
 
 
 def has_field(config: PreTrainedConfig, name: str) -> bool:
@@ -71,8 +79,11 @@ def build_tiny(family: str, tokenizer) -> PreTrainedModel:
             raise ValueError(f"{count} parameters")
         torch.manual_seed(0)
         model = model_class(config).float()
-        model(input_ids=torch.arange(5, 17).view(2, 6))
+        with torch.no_grad():
+            model(input_ids=torch.arange(5, 17).view(2, 6), use_cache=False)
     except Exception as error:
+        if family in FITTING:
+            raise
         pytest.skip(f"the sizes of this test make no model of this family: {error}"[:100])
     return model
 
@@ -119,7 +130,7 @@ def unless_refused(step, reason: str, **options) -> list[float] | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - RANDOM))
+@pytest.mark.parametrize("family", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - NOT_TRAINED))
 def test_family_trains_alike_in_each_layout_or_is_refused(step, family):
     whole = unless_refused(step, "The logits of")  # of an encoder, or with absolute positions
     if whole is None:
