@@ -46,6 +46,7 @@ SMOLLM2 = Workload(
     common=56,
 )
 LONGEST = 48  # tokens of an answer
+PART = 160  # tokens of a forward and backward pass, in the trial that divides the micro-batch
 
 
 def fixed(kinds: dict[str, Kind], rounds: int, patience: float, results: Results) -> dict[str, Any]:
@@ -91,13 +92,13 @@ def _ratios_to_trl(
 
 
 def short_answers(rounds: int, patience: float, results: Results) -> dict[str, Any]:
-    """Time and peak at the shape of SmolLM2 and `tool_choice`, with and without a contrast, and of TRL's SDPO.
+    """Time and peak at the shape of SmolLM2 and `tool_choice`: with and without a contrast, in parts, and TRL's SDPO.
 
     Peaks are measured in processes of their own, for the mean length of an answer and for `LONGEST`.
     """
     workload = SMOLLM2
     kinds = {"credit": ("credit", workload), "no contrast": ("credit", workload.with_(contrasts=0))}
-    kinds |= {"sdpo": ("sdpo", workload)}
+    kinds |= {"credit, in parts": ("credit", workload.with_(update_tokens=PART)), "sdpo": ("sdpo", workload)}
     small = {"batch": 2, "completion": 4}  # a full batch would leave its memory to the first round
     with trials(build, kinds) as running:
         in_turns(running, 1, small)
@@ -114,10 +115,14 @@ def short_answers(rounds: int, patience: float, results: Results) -> dict[str, A
         "peak_mb_by_completion": peaks,
         "ratios": {
             "time_ratio": ratio(samples["credit"], samples["sdpo"]),
+            "time_ratio_in_parts": ratio(samples["credit, in parts"], samples["sdpo"]),
             "time_ratio_no_contrast": ratio(samples["no contrast"], samples["sdpo"]),
             "time_ratio_contrast": ratio(samples["credit"], samples["no contrast"]),
-            "memory_ratio": peaks["credit"][workload.completion] / peaks["sdpo"][workload.completion],
-            "memory_ratio_longest": peaks["credit"][LONGEST] / peaks["sdpo"][LONGEST],
+            **{
+                name + ending: peaks[kind][length] / peaks["sdpo"][length]
+                for kind, ending in (("credit", ""), ("credit, in parts", "_in_parts"))
+                for name, length in (("memory_ratio", workload.completion), ("memory_ratio_longest", LONGEST))
+            },
         },
     }
 

@@ -112,6 +112,7 @@ def _credit(workload: Workload, directory: str, **options: Any) -> MakeUpdate:
         distillation_support=workload.support,
         distillation_kernels=workload.kernels,
         update_packed=workload.padding == "packed",
+        update_batch_tokens=workload.update_tokens,
         scoring_packed=workload.padding == "packed",
         **options,
     )

@@ -26,7 +26,7 @@ NOT_WALKED = frozenset(
     """
     console_log credit_stop_on distillation_chunk_size distillation_is_clip distillation_kernels on_verifier_error
     scoring_batch_tokens scoring_packed teacher_adapter_name_or_path teacher_model_revision teacher_offload
-    teacher_sync_steps update_packed verifier_timeout
+    teacher_sync_steps update_batch_tokens update_packed verifier_timeout
     """.split()
 )
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"

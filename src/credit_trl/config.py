@@ -130,6 +130,10 @@ class CreditConfig(GRPOConfig):
         update_packed (`bool`, *optional*, defaults to `False`):
             Concatenate the samples of a micro-batch in the student's passes, instead of padding them to the longest of
             the micro-batch, with the attention implementations of `scoring_packed`; others pad, with one warning.
+        update_batch_tokens (`int`, *optional*):
+            Maximum number of tokens in one forward and backward pass of the student, padding included. A micro-batch
+            with more is computed in parts, whose gradients add up to that of the whole, so that activations take
+            memory for this many tokens. A single longer sample is one part. `None`: no limit.
 
         > The teacher π_ref
 
@@ -257,6 +261,7 @@ class CreditConfig(GRPOConfig):
     scoring_batch_tokens: int = 16384
     scoring_packed: bool = False
     update_packed: bool = False
+    update_batch_tokens: int | None = None
 
     teacher_model_kind: Literal["ema", "live", "base", "trust_region", "model"] = "ema"
     teacher_trust_weight: float = 0.5
@@ -467,7 +472,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             *("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length"),
         ),
     ),
-    "at least 1 or None": (lambda x: x is None or x >= 1, ("teacher_sync_steps", "distillation_chunk_size")),
+    "at least 1 or None": (
+        lambda x: x is None or x >= 1,
+        ("teacher_sync_steps", "distillation_chunk_size", "update_batch_tokens"),
+    ),
 }
 
 # JSON options of transformers that may also be file names.
@@ -921,6 +929,12 @@ def _check_effects(config: CreditConfig) -> None:
                     f"`{name}={value!r}` has no effect with {rule.setting}. Leave it at its default, {default!r}, or "
                     "change that setting."
                 )
+    if config.update_batch_tokens is not None and (config.credit_use != "distill" or config.distillation_weight < 1.0):
+        raise ValueError(
+            "`update_batch_tokens` divides the micro-batches of the distillation loss, and this run has GRPO's loss "
+            "too. Remove it and lower `per_device_train_batch_size`, or set `distillation_weight=1` and "
+            "`credit_use='distill'`."
+        )
     if "fidelity" in config.stop_causes and config.credit_use != "distill":
         raise ValueError(
             f"`credit_stop_on='fidelity'` needs the distillation loss of successes and failures, which `credit_use="

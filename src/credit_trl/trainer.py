@@ -174,6 +174,7 @@ class CreditTrainer(ReportingTrainer):
     def _init_distillation(self) -> None:
         args = self.args
         checks.check_machine(args, self.model, self.accelerator)
+        checks.check_parts(args, self.accelerator, self.aux_loss_enabled)
         if args.torch_compile:
             keep_models_whole(self.accelerator)
         vocabulary = checks.check_vocabulary(args, self.model)
@@ -361,7 +362,7 @@ class CreditTrainer(ReportingTrainer):
         mask = loss_mask(inputs)
         weights = token_weights(inputs, mask, self._reduction(), loss_dtype(self.model))
         weights = weights * inputs.get("credit_weights", 1.0)
-        result = self.distillation(model, inputs, mask, weights, self.args.contrastive_coef)
+        result = self._micro_batch_loss(model, inputs, weights)
         loss = result.terms.loss
         if result.aux_loss is not None:
             steps = self.current_gradient_accumulation_steps if self.model.training else 1.0

@@ -105,7 +105,7 @@ TASK = Task("odd", held_out, grade, batch_of(grade, "odd"))
 
 
 class LocalLosses(CreditTrainer):
-    """Records, on this process, each pass's loss, the longest completion of each generation, and the loss's dtypes.
+    """Records this process's losses, parts of micro-batches, longest completions and dtypes of the loss.
 
     The mean of the losses over the processes is the loss of the batch.
     """
@@ -115,6 +115,7 @@ class LocalLosses(CreditTrainer):
         self.losses: list[float] = []
         self.longest: list[int] = []
         self.dtypes: set[str] = set()
+        self.parts: list[int] = []
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate_single_turn(*args, **kwargs)
@@ -136,6 +137,11 @@ class LocalLosses(CreditTrainer):
             distillation.credit_loss = credit_loss
         self.dtypes.add(str(loss.dtype))
         return loss
+
+    def _parts(self, *args: Any) -> list[list[int]]:
+        parts = super()._parts(*args)
+        self.parts.append(len(parts))
+        return parts
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -297,6 +303,7 @@ def facts(made: LocalLosses) -> dict[str, Any]:
         "losses": made.losses,
         "longest": made.longest,
         "dtypes": sorted(made.dtypes),
+        "parts": made.parts,
         "alarms": sorted(made.alarms.raised),
         "synchronised": made.vllm_generation.llm.times if made.use_vllm else 0,
         "step": made.state.global_step,

@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.training.checks import check_machine, check_no_images, check_prompts
+from credit_trl.training.checks import check_machine, check_no_images, check_parts, check_prompts
 from credit_trl.training.metrics import CreditWarning
 from tiny import build_tokenizer, length_verdicts
 
@@ -254,6 +254,15 @@ def test_fsdp_version_1_is_refused(make_config, make_model, version):
         return
     with pytest.raises(ValueError, match="set `fsdp_version: 2`"):
         check_machine(make_config(), make_model(), accelerator)
+
+
+@pytest.mark.parametrize(("wrapper", "router"), [("DEEPSPEED", False), ("NO", True)])
+def test_parts_are_refused_where_gradients_would_differ(make_config, wrapper, router):
+    accelerator, args = SimpleNamespace(distributed_type=wrapper), make_config(update_batch_tokens=64)
+    with pytest.raises(ValueError, match="Remove `update_batch_tokens` and lower `per_device_train_batch_size`"):
+        check_parts(args, accelerator, router)
+    check_parts(make_config(), accelerator, router)
+    check_parts(args, SimpleNamespace(distributed_type="FSDP"), False)
 
 
 def with_prompts(dataset, first):

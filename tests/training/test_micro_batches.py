@@ -26,7 +26,7 @@ from credit_trl.lab.planning.work import Lengths, work_of
 from credit_trl.teacher.packing import PACKED_SDPA, attention_of, enable_packing
 from credit_trl.teacher.policy_pass import Sequences, policy_states
 from credit_trl.training.metrics import CreditWarning
-from credit_trl.training.micro_batches import arrange, even_groups, trim
+from credit_trl.training.micro_batches import arrange, cut_rows, even_groups, trim
 from tiny import length_verdicts
 
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
@@ -79,6 +79,7 @@ def make_trainer(make_model, make_config, tokenizer, dataset, tmp_path, monkeypa
             length_verdicts,
             config,
             dataset,
+            dataset.select(range(2)) if "eval_strategy" in options else None,
             processing_class=tokenizer,
             rollout_func=ragged_rollouts,
             peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
@@ -167,6 +168,46 @@ def test_run_equals_the_padded_run(make_trainer, name):
         assert min(ratios) < 0.9
         uncorrected = trained(make_trainer(**options, max_steps=steps, vllm_importance_sampling_correction=False))
         assert max(abs(a[0] - b[0]) for a, b in zip(uncorrected[0], expected[0], strict=True)) > 1e-4
+
+
+PARTS = {
+    "padded": {},
+    "packed": {"update_packed": True, "loss_type": "grpo"},
+    "lora": {"lora": True, "per_device_eval_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1},
+    "in-step": {"distillation_support": "student_topk", "distillation_tail": "renormalize", "update_packed": True},
+    "iterations": {"num_iterations": 2, "log_completions": True},
+    "engine": {"vllm": True, "vllm_importance_sampling_mode": "sequence_mask", "update_packed": True},
+    "one-row-each": {"update_batch_tokens": 1},
+    "accumulated": ACCUMULATED | {"update_batch_tokens": 100},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_run_in_parts_equals_the_run_in_one(make_trainer, name):
+    options = {"optim": "sgd", "learning_rate": 0.02, "max_steps": 3, **PARTS[name]}
+    budget = options.pop("update_batch_tokens", 150)
+    whole, parts = make_trainer(**options), make_trainer(**options, update_batch_tokens=budget)
+    sizes = []
+    parts.model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: sizes.append(args[0].numel()) if torch.is_grad_enabled() else None
+    )
+    expected, found = trained(whole), trained(parts)
+    assert_equal_runs(found, expected, rtol=2e-6)
+    assert len(sizes) > 3 * len(expected[2])
+    assert name == "one-row-each" or max(sizes) <= budget
+    logs = zip(parts.state.log_history, whole.state.log_history, strict=True)
+    for row, other in ((r, o) for r, o in logs if "train_runtime" not in r):
+        names = [key for key in other if "time" not in key and "second" not in key and "padding" not in key]
+        assert {key: row[key] for key in names} == pytest.approx(
+            {key: other[key] for key in names}, rel=1e-4, abs=1e-5, nan_ok=True
+        )
+
+
+def test_run_in_parts_equals_the_run_in_one_in_bf16(make_trainer):
+    """To the rounding of bf16, with recomputed activations."""
+    options = {"bf16": True, "gradient_checkpointing": True, "loss_type": "dr_grpo", "max_steps": 2}
+    expected, found = (trained(make_trainer(**options, update_batch_tokens=tokens))[0] for tokens in (None, 150))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=1e-4)
 
 
 class ExponentialRollouts:
@@ -370,6 +411,19 @@ def test_groups_hold_every_sample_once_and_are_even(case, by_total):
         arrived = [lengths[i : i + len(groups[0])] for i in range(0, len(lengths), len(groups[0]))]
         longest = sum(max(lengths[i] for i in group) for group in groups)
         assert longest <= sum(map(max, arrived))
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=20), st.integers(1, 400), st.integers(1, 20))
+def test_parts_are_consecutive_and_within_the_budget(lengths, budget, count):
+    def padded(part):
+        return len(part) * max(lengths[i] for i in part)
+
+    parts = cut_rows(list(range(len(lengths))), padded, budget, count)
+    assert [i for part in parts for i in part] == list(range(len(lengths)))
+    assert all(padded(part) <= budget for part in parts if len(part) > 1)
+    assert len(parts) >= min(count, len(lengths))
+    if count == 1 and len(parts) > 1:
+        assert padded(list(range(len(lengths)))) > budget
 
 
 def test_even_totals_are_near_their_mean():

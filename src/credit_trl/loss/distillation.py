@@ -51,6 +51,29 @@ class MicroBatchLoss:
     valid: int = 0
     engine: EngineTokens | None = None
 
+    @classmethod
+    def joined(cls, parts: Sequence[MicroBatchLoss], rows: Sequence[Int[Tensor, " B_k"]]) -> MicroBatchLoss:
+        """The loss of a micro-batch from those of its parts, without a router's.
+
+        Args:
+            rows: samples of each part, as indices into the micro-batch.
+        """
+        samples = torch.cat([of[part.samples] for part, of in zip(parts, rows, strict=True)])
+        engine = None
+        if parts[0].engine is not None:
+            logps = torch.cat([part.engine.logps for part in parts])
+            engine = EngineTokens(logps, samples, sum(map(len, rows)))
+        return cls(
+            CreditLoss.joined([part.terms for part in parts]),
+            torch.cat([part.contrasted for part in parts]),
+            samples,
+            torch.stack([part.fidelity for part in parts]).sum(),
+            None,
+            sum(part.read for part in parts),
+            sum(part.valid for part in parts),
+            engine,
+        )
+
 
 @dataclass(frozen=True)
 class DistillationLoss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -139,8 +139,4 @@ def _in_chunks(
         buffers_of_chunk = list(workspace[:, : rows.stop - rows.start])
         part = None if gradients is None else gradients.rows(rows)
         parts.append(step(tokens[rows], head, config, part, buffers_of_chunk))
-    names = [f.name for f in fields(CreditLoss) if f.name != "loss"]
-    return CreditLoss(
-        loss=torch.stack([part.loss for part in parts]).sum(),
-        **{name: torch.cat([getattr(part, name) for part in parts]) for name in names},
-    )
+    return CreditLoss.joined(parts)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -105,3 +107,10 @@ class CreditLoss:
     advantages: Float[Tensor, " N"]
     ratio: Float[Tensor, " N"] | None = None
     policy_logps: Float[Tensor, " N"] | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[CreditLoss]) -> CreditLoss:
+        """The sum of the losses, and the values of their tokens one after the other."""
+        names = [f.name for f in fields(cls) if f.name != "loss"]
+        values = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return cls(loss=torch.stack([part.loss for part in parts]).sum(), **values)

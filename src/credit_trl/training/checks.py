@@ -72,6 +72,27 @@ def check_machine(args: CreditConfig, model: nn.Module, accelerator: Accelerator
         )
 
 
+def check_parts(args: CreditConfig, accelerator: Accelerator, router_loss: bool) -> None:
+    """Check that micro-batches may be computed in parts.
+
+    Raises:
+        ValueError: `update_batch_tokens` is set under DeepSpeed, or for a mixture of experts with a router loss.
+    """
+    if args.update_batch_tokens is None:
+        return
+    remedy = "Remove `update_batch_tokens` and lower `per_device_train_batch_size`."
+    if accelerator.distributed_type == "DEEPSPEED":
+        raise ValueError(
+            f"`update_batch_tokens` needs several backward passes in a micro-batch, which DeepSpeed does not allow. "
+            f"{remedy}"
+        )
+    if router_loss:
+        raise ValueError(
+            "`update_batch_tokens` divides the micro-batch over which the router's load-balancing loss is a mean. "
+            f"{remedy}"
+        )
+
+
 def check_arguments(names: Iterable[str]) -> None:
     """Check the names of arguments that `CreditTrainer` passes on to `GRPOTrainer`.
 

@@ -2,24 +2,29 @@
 
 TRL pads a generation batch to its longest sample, shuffles it and splits it. Here each micro-batch is cut to its own
 longest prompt and completion, and the samples of one optimizer step are exchanged between its micro-batches so that
-these are even. The gradient is that of the same samples. The arranged batch is the one that a checkpoint stores.
+these are even. The gradient is that of the same samples. The arranged batch is the one that a checkpoint stores. With
+`update_batch_tokens` a micro-batch is computed in parts, each with its own forward and backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from credit_trl.loss.correction import EngineCorrection
-from credit_trl.loss.distillation import DistillationLoss
+from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss
 from credit_trl.loss.scores import Scores
 from credit_trl.loss.uses import UseConfig
 from credit_trl.loss.weights import Reduction
-from credit_trl.teacher.packing import cannot_pack, enable_packing
+from credit_trl.rollout.batch import loss_mask
+from credit_trl.teacher.packing import cannot_pack, enable_packing, shares_beginnings
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.metrics import Alarms
 from credit_trl.training.timing import StageClock
@@ -35,6 +40,7 @@ _COMPLETION_FIELDS = {
     "importance_sampling_ratio",
     "advantages",  # (B,), or (B, T) where tokens are weighted
     "credit_weights",
+    "loss_weights",
     *(f.name for f in fields(Scores)),
 }
 # Loss types with a divisor that depends on which samples share a micro-batch.
@@ -76,6 +82,25 @@ def even_groups(lengths: Sequence[int], count: int, by_total: bool) -> list[list
         open_groups = (group for group in groups if len(group) < size)
         min(open_groups, key=lambda group: sum(lengths[i] for i in group)).append(sample)
     return groups
+
+
+def cut_rows(rows: list[int], tokens_of: Callable[[list[int]], int], budget: int, count: int = 1) -> list[list[int]]:
+    """Cut rows into consecutive parts of at most `budget` tokens, and into at least `count` where there are as many.
+
+    The largest part is cut in two until all are small enough. A part has at least one row, whatever its tokens.
+
+    Args:
+        tokens_of: tokens that a pass over some rows reads.
+    """
+    parts = [rows]
+    while len(parts) < len(rows):
+        i = max((i for i, part in enumerate(parts) if len(part) > 1), key=lambda i: tokens_of(parts[i]))
+        part = parts[i]
+        if len(parts) >= count and tokens_of(part) <= budget:
+            break
+        middle = min(range(1, len(part)), key=lambda cut: max(tokens_of(part[:cut]), tokens_of(part[cut:])))
+        parts[i : i + 1] = [part[:middle], part[middle:]]
+    return parts
 
 
 def trim(batch: dict[str, Any]) -> dict[str, Any]:
@@ -173,6 +198,53 @@ class UnpaddedTrainer(ResumableTrainer):
             return False
         enable_packing(self.model)
         return True
+
+    # ------------------------------------------------------------------ parts of a micro-batch
+
+    def _micro_batch_loss(
+        self, model: nn.Module, inputs: dict[str, Any], weights: Float[Tensor, "B T"]
+    ) -> MicroBatchLoss:
+        """The loss of a micro-batch, in parts of `update_batch_tokens`.
+
+        In training the gradients of all parts but the last are formed here, so that the activations of one part are
+        held at a time. The loss that is returned has the value of all and the gradient of the last.
+        """
+        assert self.distillation is not None
+        budget, coefficient = self.args.update_batch_tokens, self.args.contrastive_coef
+        if budget is None:
+            return self.distillation(model, inputs, loss_mask(inputs), weights, coefficient)
+        parts, losses = self._parts(inputs, budget), []
+        for i, rows in enumerate(parts):
+            part = trim({name: _take(values, rows) for name, values in (inputs | {"loss_weights": weights}).items()})
+            is_last = i == len(parts) - 1
+            without_sync = not is_last and isinstance(model, DistributedDataParallel)
+            with model.no_sync() if without_sync else nullcontext():
+                loss = self.distillation(model, part, loss_mask(part), part["loss_weights"], coefficient)
+                if not is_last and torch.is_grad_enabled():
+                    self.accelerator.backward(loss.terms.loss)
+                    loss.terms.loss = loss.terms.loss.detach()
+            losses.append(loss)
+        return MicroBatchLoss.joined(losses, [torch.tensor(rows, device=weights.device) for rows in parts])
+
+    def _parts(self, inputs: dict[str, Any], budget: int) -> list[list[int]]:
+        """Rows of each part, the same number on every process. Rollouts of a prompt that is read once are together."""
+        prompts, completions = (inputs[f"{name}_mask"].sum(dim=1).tolist() for name in ("prompt", "completion"))
+        rows, packed, prompt_of = list(range(len(prompts))), self.distillation.packed, list(range(len(prompts)))
+        if packed and shares_beginnings(self.accelerator.unwrap_model(self.model)):
+            ids = list(map(tuple, inputs["prompt_ids"].tolist()))
+            prompt_of = [ids.index(one) for one in ids]
+            rows.sort(key=prompt_of.__getitem__)
+
+        def tokens_of(part: list[int]) -> int:
+            if not packed:
+                return len(part) * max(prompts[i] + completions[i] for i in part)
+            return sum(completions[i] for i in part) + sum(prompts[i] for i in {prompt_of[i] for i in part})
+
+        needed = len(cut_rows(rows, tokens_of, budget))
+        if self.accelerator.num_processes > 1:
+            counts = self.accelerator.gather(torch.tensor([needed], device=self.accelerator.device))
+            needed = int(counts.max())
+        return cut_rows(rows, tokens_of, budget, needed)
 
     # ------------------------------------------------------------------ log-probabilities at rollout time
 

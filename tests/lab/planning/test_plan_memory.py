@@ -227,6 +227,21 @@ def test_two_losses_are_planned_with_two_passes(make_model, make_config, tokeniz
     assert sum(passes) == two.losses * config.gradient_accumulation_steps
 
 
+def test_parts_of_a_micro_batch_bound_the_activations(make_config):
+    shape = load_shape("Qwen/Qwen3-8B")
+    plain = setup_of(make_config, per_device=8, flash=True)
+    length = plain.prompt + plain.completion
+
+    def activations(tokens):
+        options = {} if tokens is None else {"update_batch_tokens": tokens}
+        setup = setup_of(make_config, options, per_device=8, flash=True)
+        return memory.memory_of(shape, setup).phases["update"]["activations"]
+
+    assert activations(1) == activations(2 * length - 1) == activations(None) / 8
+    assert activations(2 * length) == activations(None) / 4
+    assert activations(100 * length) == activations(None)
+
+
 def test_a_kl_model_is_stored_beside_the_policy(make_config):
     shape = load_shape("Qwen/Qwen3-8B")
     plain, kl = (setup_of(make_config, {"distillation_weight": 0.5, "beta": beta}) for beta in (0.0, 0.04))

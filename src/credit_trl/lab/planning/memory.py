@@ -164,17 +164,19 @@ def _scores(shape: Shape, setup: Setup) -> dict[str, int]:
 
 
 def _update(shape: Shape, setup: Setup) -> dict[str, int]:
-    """Forward and backward pass of one micro-batch; those of two losses are held at once."""
+    """Forward and backward pass of one micro-batch, or part of it; those of two losses are held at once."""
     length = (max(setup.prompt, setup.context) if setup.rehearsal else setup.prompt) + setup.completion
     elements = setup.losses * shape.layers * (shape.hidden if setup.checkpointing else shape.layer_elements)
     elements += shape.layer_elements if setup.checkpointing else 0  # the recomputed layer
-    activations = setup.per_device * length * elements * setup.compute_bytes
-    scored = setup.per_device * setup.completion * (1 + setup.contrasts)  # teacher's tokens, scored inside the step
+    rows = setup.per_device if setup.update_tokens is None else min(setup.per_device, setup.update_tokens // length)
+    rows = max(rows, 1)
+    activations = rows * length * elements * setup.compute_bytes
+    scored = rows * setup.completion * (1 + setup.contrasts)  # teacher's tokens, scored inside the step
     in_step = setup.distills and setup.support.in_step
     return {
         "gradients": gradient_bytes(shape, setup),
         "gathered weights": _gathered_bytes(shape, setup),
-        "activations": activations + setup.losses * _mask_bytes(setup.per_device, length, setup),
+        "activations": activations + setup.losses * _mask_bytes(rows, length, setup),
         "head": 0 if setup.lora else shape.head * 4,  # its gradient
         "logits chunk": _CHUNK_TOKENS * shape.vocabulary * 4 * 2,
         "hidden states": scored * _state_bytes(scoring_shape(shape, setup), setup) if in_step else 0,

@@ -96,6 +96,7 @@ class Setup:
     bits: int  # 4 or 8 for quantized weights, else 0
     vllm: Vllm | None  # None for transformers' generation
     flash: bool  # attention without a stored mask, which grows with the square of the length
+    update_tokens: int | None = None  # of the student's passes; None for whole micro-batches
     packed: bool = False  # the update reads no padding
     shares_prompts: bool = False  # a packed micro-batch reads the prompt of several rollouts once
     old_logps: bool = False  # a pass without gradient computes the log-probabilities at rollout time
@@ -196,7 +197,6 @@ def make_setup(
         support=UseConfig.of(training).support(training, vocabulary=0),  # a K of the whole vocabulary stays a top-K
         distills=training.distillation_weight > 0.0,
         scoring_tokens=training.scoring_batch_tokens,
-        checkpointing=training.gradient_checkpointing,
         optimizer_bytes=_optimizer_bytes(training, model, strategy, weight_bytes),
         optimizer_offload=_offloads(deepspeed, "optimizer"),
         parameter_offload=_offloads(deepspeed, "param") or bool(fsdp.get("fsdp_offload_params")),
@@ -204,13 +204,23 @@ def make_setup(
         bits=4 if model.load_in_4bit else 8 if model.load_in_8bit else 0,
         vllm=_vllm(training),
         flash=_stores_no_mask(training, model),
-        packed=training.update_packed and (model.attn_implementation or "sdpa") != "eager",
-        shares_prompts=(model.attn_implementation or "sdpa") == "sdpa",
         old_logps=_has_old_logps(training),
         has_kl_model=training.beta != 0.0,
         losses=sum(share > 0.0 for share in UseConfig.of(training).shares),
+        **_update_fields(training, model),
         **_teacher_fields(training, teacher, max_prompt),
     )
+
+
+def _update_fields(training: CreditConfig, model: ModelConfig) -> dict[str, Any]:
+    """Fields of a setup that describe the student's passes in the update."""
+    attention = model.attn_implementation or "sdpa"
+    return {
+        "checkpointing": training.gradient_checkpointing,
+        "update_tokens": training.update_batch_tokens,
+        "packed": training.update_packed and attention != "eager",
+        "shares_prompts": attention == "sdpa",
+    }
 
 
 def _teacher_fields(training: CreditConfig, shape: Shape | None, max_prompt: int) -> dict[str, Any]:
