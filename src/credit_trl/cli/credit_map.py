@@ -164,6 +164,7 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
     sys.path.insert(0, os.getcwd())
     task = None if args.task is None else load_task(args.task)
     configs = [measuring_config(args, _run_file(path)) for path in args.checkpoint]
+    _check_same_context(args.checkpoint, configs)
     configs = [configs[0] if configs else measuring_config(args), *configs]
     names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
     checkpoints = [
@@ -181,6 +182,21 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
         for checkpoint, config in zip(checkpoints, configs, strict=True)
         for response in responses
     ]
+
+
+def _check_same_context(paths: list[str], configs: list[CreditConfig]) -> None:
+    """Check that the teachers of all runs read the same z, since one z per response is scored."""
+    from credit_trl.config import PRIVILEGED_OPTIONS
+
+    for path, config in zip(paths, configs, strict=True):
+        for name in PRIVILEGED_OPTIONS:
+            last, own = getattr(configs[-1], name), getattr(config, name)
+            if own != last:
+                raise ValueError(
+                    f"{path} was trained with `{name}={own!r}` and {paths[-1]} with {last!r}, so their teachers read "
+                    "different contexts. Map each by itself and join the results with --maps, or give the options "
+                    "of all with --config."
+                )
 
 
 def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:

@@ -257,6 +257,17 @@ def test_run_whose_teacher_is_no_checkpoint_is_refused(saved, tmp_path, capsys, 
         assert "CreditMapCallback" in error
 
 
+def test_runs_with_other_contexts_are_not_mapped_together(saved, tmp_path, capsys):
+    runs = [saved_run(saved, style, seed, reprompt_style=style) for seed, style in enumerate(("sdpo", "paper"))]
+    line = ("--model", saved("base"), "--task", "quickstart", "--output_dir", tmp_path / "out")
+    both = [word for run in runs for word in ("--checkpoint", run)]
+    assert call(credit_map, *line, *both, *SHORT) == 1
+    assert "`reprompt_style='sdpo'` and" in (error := capsys.readouterr().err)
+    assert "join the results with --maps" in error
+    (tmp_path / "all.yaml").write_text("reprompt_style: paper\n")
+    assert call(credit_map, *line, *both, *SHORT, "--config", tmp_path / "all.yaml") == 0
+
+
 def test_folder_that_cannot_be_made_costs_no_samples(saved, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     sampler = "credit_trl.lab.analysis.responses.sample_rollouts"
