@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -138,6 +140,21 @@ def test_over_budget_feedback_is_cut_before_the_demonstration(
         assert built.privileged.feedback.endswith("f")
 
 
+@pytest.mark.parametrize("text", ["日本語テキスト。", "🙂🙃 ", "plain "])
+def test_the_mark_states_the_number_of_tokens_cut(tokenizer, make_config, text):
+    """Characters of several tokens, whose halves take more tokens than they replace."""
+    whole = text * 100
+    tokens = len(tokenizer(whole)["input_ids"])
+    for budget in range(tokens // 3, tokens, 37):
+        builder = ContextBuilder(tokenizer, make_config(max_reprompt_len=budget))
+        built = builder.build("Q", ["other"], PrivilegedContext(feedback=whole), None)
+        assert len(built.teacher) <= budget
+        begin, count, end = re.fullmatch(r"(.*)\n\[… (\d+) tokens cut …\]\n(.*)", built.privileged.feedback).groups()
+        assert set(begin + end) <= set(text)
+        really = tokens - len(tokenizer(begin + end)["input_ids"])
+        assert int(count) <= really <= int(count) + 6  # of two characters that were cut in two
+
+
 @pytest.mark.parametrize("length", [600, 2000])
 def test_a_contrast_prompt_over_budget_leaves_the_teacher(tokenizer, make_config, render, length):
     builder = ContextBuilder(tokenizer, make_config(max_reprompt_len=500))
@@ -157,9 +174,14 @@ def test_demonstration_is_the_chosen_part_of_a_rollout(kept, expected):
     assert demonstration_text(text, kept) == (expected or text)
 
 
-def test_special_thinking_tags_divide_a_demonstration():
-    tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+@pytest.mark.parametrize("listed", [True, False])
+def test_special_thinking_tags_divide_a_demonstration(listed):
+    """Whether or not `all_special_tokens` lists them; both are skipped when decoding."""
+    tokenizer, tags = build_tokenizer(), ["<think>", "</think>"]
+    if listed:
+        tokenizer.add_special_tokens({"additional_special_tokens": tags})
+    else:
+        tokenizer.add_tokens(tags, special_tokens=True)
     text = "<think>two and two</think>4"
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "two and two4"

@@ -64,7 +64,7 @@ class ContextBuilder:
         Raises:
             ValueError: the chat template changes or drops the text of the user turn, or the prompt has none.
         """
-        whole = privileged
+        whole, cut = privileged, 0
         while privileged:
             teacher, *others = (self.encode(one, privileged, render) for one in (prompt, *contrasts))
             if not all(others):  # plain text without its question, and feedback on turns only
@@ -72,7 +72,7 @@ class ContextBuilder:
             excess = max(map(len, (teacher, *others))) - self.config.max_reprompt_len
             if excess <= 0:
                 return TokenContexts(teacher, others, **_fitted(privileged, whole))
-            privileged = self._shorten(privileged, excess)
+            privileged, cut = self._shorten(privileged, whole, cut + excess)
         if contrasts and whole:
             return self.build(prompt, (), whole, render)
         return TokenContexts(None, **_fitted(privileged, whole))
@@ -113,14 +113,16 @@ class ContextBuilder:
                 that is not enough.
             success: whether the rollout was successful.
         """
-        text: str | None = _encodable(feedback)
+        whole, cut = _encodable(feedback), 0
+        text: str | None = whole
         while text is not None:
             head, tail = self._feedback_section("\x02", success).strip().split("\x02")
             pieces = [(before + head, True), (text, False), (tail + after, True)]
             ids = self._encode_pieces([piece for piece in pieces if piece[0]], first=False)
             if len(ids) <= budget:
-                return ids, text != _encodable(feedback)
-            text = self._cut_middle(text, len(ids) - budget)
+                return ids, text != whole
+            cut += len(ids) - budget
+            text = self._cut_middle(whole, cut)
         return [], True
 
     def _encode_pieces(self, pieces: list[tuple[str, bool]], *, first: bool) -> list[int]:
@@ -182,14 +184,21 @@ class ContextBuilder:
     def _controls(self, ids: list[int]) -> list[int]:
         return [i for i in ids if i in self._control_ids]
 
-    def _shorten(self, privileged: PrivilegedContext, excess: int) -> PrivilegedContext:
-        """Cut at least `excess` tokens from the middle of the feedback, else of the demonstration, or drop it."""
+    def _shorten(
+        self, privileged: PrivilegedContext, whole: PrivilegedContext, excess: int
+    ) -> tuple[PrivilegedContext, int]:
+        """z without at least `excess` tokens of the whole feedback, else of the demonstration, or without that text.
+
+        Also returns the tokens to cut of the next text so far: `excess`, or 0 where the text was dropped.
+        """
         if privileged.feedback is None and privileged.demonstration is None:
-            return PrivilegedContext()  # the prompt alone is too long
+            return PrivilegedContext(), 0  # the prompt alone is too long
         name = "feedback" if privileged.feedback is not None else "demonstration"
-        return replace(privileged, **{name: self._cut_middle(getattr(privileged, name), excess)})
+        text = self._cut_middle(getattr(whole, name), excess)
+        return replace(privileged, **{name: text}), 0 if text is None else excess
 
     def _cut_middle(self, text: str, excess: int) -> str | None:
+        """The text with a mark in place of `excess` tokens and those of the mark; None where nothing remains."""
         ids = self._tokenize_plain(text)
         mark = "\n[… {} tokens cut …]\n"
         cut = excess + len(self._tokenize_plain(mark.format(10**6)))
@@ -197,7 +206,9 @@ class ContextBuilder:
         if kept < 2:
             return None
         head, tail = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
-        shorter = self.tokenizer.decode(head) + mark.format(cut) + self.tokenizer.decode(tail)
+        # A character that is cut in two decodes to the replacement character.
+        begin, end = self.tokenizer.decode(head).rstrip("\ufffd"), self.tokenizer.decode(tail).lstrip("\ufffd")
+        shorter = begin + mark.format(cut) + end
         return shorter if len(self._tokenize_plain(shorter)) < len(ids) else None
 
 

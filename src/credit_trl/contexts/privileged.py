@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,16 +73,12 @@ def demonstration_text(completion: str, teacher_context: str) -> str | None:
 
 def decode_completions(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]]) -> list[str]:
     """Texts without special tokens, with the tags of thinking also where a tokenizer declares them special."""
-    special = set(tokenizer.all_special_tokens)
-    tags = {tokenizer.convert_tokens_to_ids(tag): tag for tag in ("<think>", "</think>") if tag in special}
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = added | set(tokenizer.all_special_ids)
+    tags = special & set(tokenizer.convert_tokens_to_ids(["<think>", "</think>"])) - {tokenizer.unk_token_id}
     if not tags:
         return tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-    def decode(row: Sequence[int]) -> str:
-        parts = ((tag, list(part)) for tag, part in itertools.groupby(row, key=tags.get))
-        return "".join(tag * len(p) if tag else tokenizer.decode(p, skip_special_tokens=True) for tag, p in parts)
-
-    return list(map(decode, ids))
+    return tokenizer.batch_decode([[i for i in row if i in tags or i not in special] for row in ids])
 
 
 def gather_privileged_contexts(
