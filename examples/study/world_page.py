@@ -172,7 +172,10 @@ def main() -> None:
             (args.results / f"{name}-{theme.name}.png").write_bytes(rates_figure(world, theme))
         sections.append(section(world))
     if not sections:
-        sys.exit(f"{args.csv} has no finished run: start `python run.py --world weak`.")
+        sys.exit(
+            f"{args.csv} has no finished run with rates by cue in {args.output_dir}: start `python run.py --world "
+            "weak`, or pass the `--output_dir` of its runs."
+        )
     write_atomically(args.results / "worlds.md", "\n\n".join([introduction(args.note), *sections]) + "\n")
     print(args.results / "worlds.md")
 
