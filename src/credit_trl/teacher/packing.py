@@ -9,7 +9,7 @@ rollouts of a group have one prompt, which is also the contrast prompt of others
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,26 +77,46 @@ class SharedRow:
         return cls(torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), lengths, parents, places)
 
 
-def _sharing(sequences: Sequence[list[int]]) -> Iterator[tuple[list[int], int]]:
-    """Groups of sequences, as indices, and the length of the beginning that each shares; 0 for a single sequence."""
+def _sharing(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+    """Groups of sequences, as indices, and the length of the beginning that each shares; 0 for a single sequence.
+
+    Groups are consecutive in the order of the tokens, and chosen by dynamic programming to save the most tokens.
+    """
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
-    group, common = order[:1], 0
-    for before, i in itertools.pairwise(order):
-        own = _common_length(sequences[before], sequences[i])
-        shared = own if len(group) == 1 else min(common, own)
-        # Another sequence saves the tokens that it shares, but may shorten what the group shares.
-        if shared >= SHORTEST_SHARED and shared * len(group) >= common * (len(group) - 1):
-            group, common = [*group, i], shared
-        else:
-            yield group, common
-            group, common = [i], 0
-    if group:
-        yield group, common
+    lengths = [_common_length(sequences[one], sequences[other]) for one, other in itertools.pairwise(order)]
+    saved = [0]  # tokens that the first n sequences save at most
+    last = [(0, 0)]  # start and common length of the last group then
+    for end in range(1, len(order) + 1):
+        best, common = (saved[-1], end - 1, 0), None
+        for start in range(end - 2, -1, -1):
+            common = lengths[start] if common is None else min(common, lengths[start])
+            if common < SHORTEST_SHARED:
+                break
+            best = max(best, (saved[start] + common * (end - start - 1), start, common))
+        saved.append(best[0])
+        last.append(best[1:])
+    groups, end = [], len(order)
+    while end:
+        start, common = last[end]
+        groups.append((order[start:end], common))
+        end = start
+    return groups[::-1]
 
 
 def _common_length(one: list[int], other: list[int]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+class RowLayout:
+    """Lengths of the sequences of a packed row, or of the pieces of a `SharedRow` with their parents.
+
+    No tuple, since a compiled layer would be compiled again for each tuple that it is given.
+    """
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int | None] | None = None) -> None:
+        self.lengths = list(lengths)
+        self.parents = [None] * len(self.lengths) if parents is None else list(parents)
 
 
 def packed_sdpa(
@@ -105,7 +125,7 @@ def packed_sdpa(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    sequence_lengths: Sequence[int] | None = None,
+    row_layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """PyTorch's attention, called once for each packed sequence, or for each piece of a `SharedRow`.
@@ -114,24 +134,30 @@ def packed_sdpa(
         module: the attention layer.
         query, key, value: (B, heads, L, D).
         attention_mask: ignored where the row is packed.
-        sequence_lengths: lengths of the sequences of the row (B is 1); None where the rows are not packed.
-        kwargs: of transformers' implementation, and `sequence_parents`, see `SharedRow`.
+        row_layout: layout of the row (B is 1); None where the rows are not packed.
+        kwargs: of transformers' implementation.
 
     Returns:
         (output (B, L, heads, D), None).
     """
-    parents = kwargs.pop("sequence_parents", None)
-    if sequence_lengths is None:
+    if row_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    queries, keys, values = (x.split(list(sequence_lengths), dim=2) for x in (query, key, value))
+    return _attend_to_pieces(module, (query, key, value), row_layout, **kwargs), None
+
+
+@torch.compiler.disable  # a graph would hold one number of pieces
+def _attend_to_pieces(
+    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], layout: RowLayout, **kwargs: Any
+) -> Tensor:
+    """(1, L, heads, D), attention within each piece of a row and to the piece that precedes it."""
+    queries, keys, values = (x.split(layout.lengths, dim=2) for x in states)
     outputs = []
-    for i, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
-        parent = parents[i] if parents else None
+    for q, k, v, parent in zip(queries, keys, values, layout.parents, strict=True):
         if parent is not None:
             k, v = torch.cat([keys[parent], k], dim=2), torch.cat([values[parent], v], dim=2)
         mask = _band(q.shape[2], k.shape[2], kwargs.get("sliding_window"), q.device)
         outputs.append(sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0])
-    return torch.cat(outputs, dim=1), None
+    return torch.cat(outputs, dim=1)
 
 
 def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -182,7 +208,7 @@ def _drops_lengths(model: nn.Module) -> bool:
     received = []
 
     def probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        received.append("sequence_lengths" in kwargs)
+        received.append("row_layout" in kwargs)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
 
     AttentionInterface.register(_PROBE, probe)
@@ -192,7 +218,7 @@ def _drops_lengths(model: nn.Module) -> bool:
     try:
         with eval_mode(causal_lm), torch.no_grad():
             inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": _no_mask(ids.device)}
-            backbone(model)(**inputs, sequence_lengths=(1, 1), use_cache=False)
+            backbone(model)(**inputs, row_layout=RowLayout([1, 1]), use_cache=False)
     except (RuntimeError, IndexError, TypeError, ValueError):
         return True
     finally:
@@ -235,9 +261,8 @@ def packed_inputs(
     inputs: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": positions[None]}
     implementation = attention_of(model)
     if implementation == PACKED_SDPA:
-        parents = {} if shared is None else {"sequence_parents": shared.parents}
-        mask = _no_mask(input_ids.device)
-        return inputs | {"attention_mask": mask, "sequence_lengths": tuple(lengths)} | parents
+        layout = RowLayout(lengths, None if shared is None else shared.parents)
+        return inputs | {"attention_mask": _no_mask(input_ids.device), "row_layout": layout}
     return inputs | (_flash_lengths(bounds, max(lengths)) if "flash" in implementation else {})
 
 
@@ -250,7 +275,7 @@ def padded_inputs(model: nn.Module, input_ids: Int[Tensor, "B L"]) -> dict[str, 
     """Model inputs of rows that are padded on the right, whose padding a causal model needs no mask for."""
     rows, width = input_ids.shape
     if attention_of(model) == PACKED_SDPA:
-        return {"input_ids": input_ids, "attention_mask": _no_mask(input_ids.device), "sequence_lengths": (width,)}
+        return {"input_ids": input_ids, "attention_mask": _no_mask(input_ids.device), "row_layout": RowLayout([width])}
     if "flash" in attention_of(model):
         bounds = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * width
         return {"input_ids": input_ids, **_flash_lengths(bounds, width)}
