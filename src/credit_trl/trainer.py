@@ -8,6 +8,7 @@ This module wires the stages and computes nothing itself:
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import defaultdict
 from functools import partial
@@ -155,6 +156,7 @@ class CreditTrainer(ReportingTrainer):
             sizes = full_shape(self.model.get_input_embeddings().weight)[0], position_embeddings(self.model)
             checks.check_prompts(args, datasets, self._encode_prompt, *sizes, self.alarms.raise_once)
         checks.check_progress(args, self.alarms.raise_once)
+        checks.check_parts(args, self.accelerator, self.aux_loss_enabled, self.alarms.raise_once)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=args.teacher_is_frozen)
         self.add_callback(ContinueReports(self.drift_alarms, self.clock))
         if args.credit_stop_on is not None:
@@ -174,7 +176,6 @@ class CreditTrainer(ReportingTrainer):
     def _init_distillation(self) -> None:
         args = self.args
         checks.check_machine(args, self.model, self.accelerator)
-        checks.check_parts(args, self.accelerator, self.aux_loss_enabled)
         if args.torch_compile:
             keep_models_whole(self.accelerator)
         vocabulary = checks.check_vocabulary(args, self.model)
@@ -307,6 +308,8 @@ class CreditTrainer(ReportingTrainer):
         if self.model.training:
             self.alarms.check_loss_tokens(any(has_teacher), scored)
         self._log_values({"credit/fidelity_groups": mixed})
+        if self._rehearses:  # their teacher is the initial policy
+            weights = [math.nan] * len(weights)
         own = torch.tensor(weights, device=self.accelerator.device)
         return own * (self.args.steps_per_generation if self.model.training else 1)
 
@@ -344,7 +347,9 @@ class CreditTrainer(ReportingTrainer):
             contexts, CompletionBatch(output["completion_ids"], output["completion_mask"], mask)
         )
         replaced, metrics = use_credit(output | scores, mask, logps, reduce, self.use)
-        self._log_values(metrics | answer_metrics(self._generation_batch, scores, mask, self._tokenizer, reduce))
+        if not self._rehearses:
+            metrics |= answer_metrics(self._generation_batch, scores, mask, self._tokenizer, reduce)
+        self._log_values(metrics)
         return scores | replaced
 
     # ------------------------------------------------------------------ loss
@@ -378,6 +383,9 @@ class CreditTrainer(ReportingTrainer):
         return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
 
     def _log_tokens(self, loss: MicroBatchLoss) -> None:
+        """Log the credit of a micro-batch; not where it rehearses, since its teacher is the initial policy."""
+        if self._rehearses:
+            return
         sums = token_sums(loss, self._sum_over_processes)
         self._token_sums[self._mode].append(sums)
         metrics, _ = token_means(sums, self.args.distillation_support == "sampled")

@@ -200,6 +200,17 @@ def test_rehearsal_is_the_divergence_from_the_base_under_z(make_trainer, kind, l
             torch.testing.assert_close(ours[1][name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_rehearsal_is_not_logged_as_credit_of_the_teacher(make_trainer):
+    """Its teacher is the initial policy, whose fidelity says nothing of the average's."""
+    trainer = make_trainer(teacher_rehearsal=0.5, max_steps=4, logging_steps=1)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [is_rehearsal(i, 0.5) for i in range(4)] == ["credit/delta_v_mean" not in entry for entry in logs]
+    plain = [entry for entry in logs if "credit/delta_v_mean" in entry]
+    assert all("credit/teacher_fidelity" not in entry for entry in logs if entry not in plain)
+    assert any("credit/teacher_fidelity" in entry for entry in plain)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_resumed_run_with_both_equals_the_uninterrupted_one(make_trainer, tmp_path, lora):

@@ -256,13 +256,26 @@ def test_fsdp_version_1_is_refused(make_config, make_model, version):
         check_machine(make_config(), make_model(), accelerator)
 
 
-@pytest.mark.parametrize(("wrapper", "router"), [("DEEPSPEED", False), ("NO", True)])
-def test_parts_are_refused_where_gradients_would_differ(make_config, wrapper, router):
-    accelerator, args = SimpleNamespace(distributed_type=wrapper), make_config(update_batch_tokens=64)
+@pytest.mark.parametrize(
+    ("wrapper", "router", "optim"),
+    [
+        ("DEEPSPEED", False, "adamw_torch"),
+        ("NO", True, "adamw_torch"),
+        ("NO", False, "lomo"),
+        ("NO", False, "galore_adamw_layerwise"),
+    ],
+)
+def test_parts_are_refused_where_updates_would_differ(make_config, wrapper, router, optim):
+    accelerator, args = SimpleNamespace(distributed_type=wrapper), make_config(update_batch_tokens=64, optim=optim)
     with pytest.raises(ValueError, match="Remove `update_batch_tokens` and lower `per_device_train_batch_size`"):
-        check_parts(args, accelerator, router)
-    check_parts(make_config(), accelerator, router)
-    check_parts(args, SimpleNamespace(distributed_type="FSDP"), False)
+        check_parts(args, accelerator, router, pytest.fail)
+    check_parts(make_config(), accelerator, router, pytest.fail)
+    check_parts(make_config(update_batch_tokens=64), SimpleNamespace(distributed_type="FSDP"), False, pytest.fail)
+
+
+def test_parts_in_vain_are_a_warning(build):
+    with pytest.warns(CreditWarning, match="`update_batch_tokens` has no effect at `distillation_weight=0`"):
+        build(update_batch_tokens=64, distillation_weight=0.0)
 
 
 def with_prompts(dataset, first):

@@ -210,6 +210,26 @@ def test_run_in_parts_equals_the_run_in_one_in_bf16(make_trainer):
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=1e-4)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_read_little_more_than_their_tokens(make_trainer, packed):
+    """Parts of a micro-batch that is not divided by length: rows of similar length, or of one prompt."""
+    trainer = make_trainer(update_batch_tokens=300, update_packed=packed, per_device_train_batch_size=32)
+    trainer.rollout_func = ExponentialRollouts(prompt=40, longest=64)
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    parts = trainer._parts(inputs, 300)
+    assert sorted(i for part in parts for i in part) == list(range(32))
+    taken = [{name: x[part] for name, x in inputs.items() if torch.is_tensor(x) and x.ndim} for part in parts]
+    read = [prompts_once(part) if packed else part["prompt_ids"].shape[1] for part in taken]
+    if packed:
+        assert max(read) <= 300
+        assert sum(read) < 1.5 * prompts_once(inputs)
+    else:
+        lengths = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1)).tolist()
+        widths = [max(lengths[i] for i in part) * len(part) for part in parts]
+        assert max(widths) <= 300
+        assert sum(widths) < 1.15 * sum(lengths)
+
+
 class ExponentialRollouts:
     """Completions of exponential lengths with the mean of a quarter of the maximum, after prompts of one length."""
 

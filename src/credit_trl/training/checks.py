@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.training_args import OptimizerNames
 from trl import GRPOTrainer
 from trl.trainer.utils import get_callable_name
 
@@ -28,6 +29,9 @@ from credit_trl.teacher.external import ModelTeacher
 from credit_trl.teacher.models import Teacher, TrustRegionTeacher, eval_mode
 from credit_trl.teacher.packing import enable_packing
 from credit_trl.teacher.sharding import full_shape
+
+# Endings of the names of optimizers that step inside the backward pass.
+_STEPS_IN_BACKWARD = ("layerwise", "lomo")
 
 
 def check_vocabulary(args: CreditConfig, model: nn.Module) -> int:
@@ -72,19 +76,34 @@ def check_machine(args: CreditConfig, model: nn.Module, accelerator: Accelerator
         )
 
 
-def check_parts(args: CreditConfig, accelerator: Accelerator, router_loss: bool) -> None:
-    """Check that micro-batches may be computed in parts.
+def check_parts(
+    args: CreditConfig, accelerator: Accelerator, router_loss: bool, warn: Callable[[str, str], None]
+) -> None:
+    """Check that micro-batches may be computed in parts; `warn(cause, message)` where GRPO has no parts.
 
     Raises:
-        ValueError: `update_batch_tokens` is set under DeepSpeed, or for a mixture of experts with a router loss.
+        ValueError: `update_batch_tokens` is set under DeepSpeed, for a mixture of experts with a router loss, or with
+            an optimizer that steps inside the backward pass.
     """
     if args.update_batch_tokens is None:
+        return
+    if args.distillation_weight == 0.0:
+        warn(
+            "no_parts",
+            "`update_batch_tokens` has no effect at `distillation_weight=0`: GRPO's micro-batches are computed whole. "
+            "Lower `per_device_train_batch_size` if they do not fit the memory.",
+        )
         return
     remedy = "Remove `update_batch_tokens` and lower `per_device_train_batch_size`."
     if accelerator.distributed_type == "DEEPSPEED":
         raise ValueError(
             f"`update_batch_tokens` needs several backward passes in a micro-batch, which DeepSpeed does not allow. "
             f"{remedy}"
+        )
+    if (name := OptimizerNames(args.optim).value).endswith(_STEPS_IN_BACKWARD):
+        raise ValueError(
+            f"`optim={name!r}` changes the weights inside each backward pass, so a micro-batch in parts would be "
+            f"several updates. {remedy}"
         )
     if router_loss:
         raise ValueError(

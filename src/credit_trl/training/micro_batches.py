@@ -24,7 +24,7 @@ from credit_trl.loss.scores import Scores
 from credit_trl.loss.uses import UseConfig
 from credit_trl.loss.weights import Reduction
 from credit_trl.rollout.batch import loss_mask
-from credit_trl.teacher.packing import cannot_pack, enable_packing, shares_beginnings
+from credit_trl.teacher.packing import SHORTEST_SHARED, cannot_pack, enable_packing, shares_beginnings
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.metrics import Alarms
 from credit_trl.training.timing import StageClock
@@ -230,9 +230,11 @@ class UnpaddedTrainer(ResumableTrainer):
         """Rows of each part, the same number on every process. Rollouts of a prompt that is read once are together."""
         prompts, completions = (inputs[f"{name}_mask"].sum(dim=1).tolist() for name in ("prompt", "completion"))
         rows, packed, prompt_of = list(range(len(prompts))), self.distillation.packed, list(range(len(prompts)))
-        if packed and shares_beginnings(self.accelerator.unwrap_model(self.model)):
+        if not packed:
+            rows.sort(key=lambda i: prompts[i] + completions[i], reverse=True)  # not where `arrange` had one window
+        elif shares_beginnings(self.accelerator.unwrap_model(self.model)):
             ids = list(map(tuple, inputs["prompt_ids"].tolist()))
-            prompt_of = [ids.index(one) for one in ids]
+            prompt_of = [ids.index(ids[i]) if prompts[i] >= SHORTEST_SHARED else i for i in rows]
             rows.sort(key=prompt_of.__getitem__)
 
         def tokens_of(part: list[int]) -> int:

@@ -217,7 +217,7 @@ def _update_fields(training: CreditConfig, model: ModelConfig) -> dict[str, Any]
     attention = model.attn_implementation or "sdpa"
     return {
         "checkpointing": training.gradient_checkpointing,
-        "update_tokens": training.update_batch_tokens,
+        "update_tokens": training.update_batch_tokens if training.distillation_weight else None,
         "packed": training.update_packed and attention != "eager",
         "shares_prompts": attention == "sdpa",
     }
