@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.evaluation import EvaluationCallback, SamplingConfig
+from credit_trl.evaluation import EvaluationCallback, SamplingConfig, engines, evaluate
 from credit_trl.evaluation.callback import best_of, score_summary
 from credit_trl.evaluation.engines import Request, weight_fingerprint
 from credit_trl.evaluation.trainer_engine import TrainerEngine
@@ -252,3 +253,33 @@ def test_trainer_engine_gives_vllm_the_evaluation_settings(train, tmp_path, toke
     assert calls == ["sync", {**settings, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {}}]
     assert [(r.length, r.truncated) for r in responses] == [(3, False)] * 2
     assert vars(trainer.vllm_generation) == rollout
+
+
+@pytest.mark.parametrize("use_vllm", [False, True])
+def test_training_and_evaluation_grade_the_same_messages(
+    make_model, make_config, parsing, dataset, monkeypatch, use_vllm
+):
+    """Of a tokenizer that parses responses, as one saved after a run with tools does."""
+    ids = parsing("<think>\nhotels(Oslo)\n</think>\n\nweather(Oslo)<|im_end|>")["input_ids"]
+    seen = []
+
+    def spy(completions, **columns):
+        seen.extend(completions)
+        return [float(len(seen) % 2)] * len(completions)
+
+    trainer = CreditTrainer(make_model(), spy, make_config(max_steps=1), dataset, processing_class=parsing)
+    monkeypatch.setattr(trainer, "_generate_single_turn", lambda prompt_ids, *a, **k: ([ids] * len(prompt_ids), None))
+    trainer.train()
+    trained, seen[:] = list(seen), []
+    monkeypatch.setattr(engines, "generate_ids", lambda model, prompts, *a, **k: [ids] * len(prompts))
+    if use_vllm:
+        generation = SimpleNamespace(mode="server", sync_weights=lambda: None)
+        names = ("temperature", "top_p", "top_k", "max_completion_length", "min_p", "repetition_penalty")
+        vars(generation).update(dict.fromkeys((*names, "generation_kwargs")))
+        generation.generate = lambda prompts, **options: (None, [ids] * len(prompts))
+        trainer.vllm_generation, trainer.use_vllm, trainer._last_loaded_step = generation, True, -1
+    result = evaluate(trainer, Task("spy", questions, odd_length, spy), 2, progress=False)
+    assert seen == trained
+    assert seen[0][0]["content"] == "weather(Oslo)"
+    assert (result.mean_length, result.truncated) == (len(ids), 0.0)
+    assert result.settings["parsed"] is True

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from trl.chat_template_utils import parse_response
 
-from credit_trl.evaluation import EvaluationConfig, Sampling, SamplingConfig
+from credit_trl.evaluation import EvaluationConfig, Sampling, SamplingConfig, engines
 from credit_trl.evaluation.engines import Request, TransformersEngine, VLLMEngine, weight_fingerprint
-from credit_trl.evaluation.generation import generate_ids, read_responses
+from credit_trl.evaluation.generation import chat_prefixes, encode_prompt, generate_ids, read_responses
 from credit_trl.evaluation.protocol import make_engine
 
 PROMPT = [{"role": "user", "content": "2+2="}]
@@ -139,6 +140,54 @@ def test_length_counts_end_of_turn_and_truncated_lacks_it(engine, tokenizer):
     assert (empty.text, empty.length, empty.truncated) == ("", 1, False)
 
 
+THOUGHT = "<think>\nhotels(Oslo) would be wrong\n</think>\n\nweather(Oslo)"
+
+
+def completion_ids(tokenizer, text, end=True):
+    return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * end
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        THOUGHT,
+        "weather(Oslo)",
+        "<think>\nhotels(Os",
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather"</tool_call>',
+    ],
+)
+@pytest.mark.parametrize("end", [True, False])
+def test_responses_to_conversations_are_parsed_as_trl_does(parsing, text, end):
+    ids, prefix = completion_ids(parsing, text, end), encode_prompt(parsing, PROMPT)
+    [response] = read_responses(parsing, [ids], [parsing.eos_token_id], [prefix])
+    assert response.message == parse_response(parsing, ids, prefix=prefix)
+    assert response.text == response.message["content"]
+    assert (response.length, response.truncated) == (len(ids), not end)
+
+
+def test_texts_and_other_tokenizers_are_not_parsed(parsing, tokenizer):
+    prefixes = chat_prefixes(["2+2=", PROMPT], [[1], [2, 3]])
+    assert prefixes == [None, [2, 3]]
+    ids = [completion_ids(parsing, THOUGHT)] * 2
+    text, answer = read_responses(parsing, ids, [], prefixes)
+    assert (text.text, text.message) == (THOUGHT, None)
+    assert (answer.text, answer.message["role"]) == ("weather(Oslo)", "assistant")
+    assert read_responses(tokenizer, ids, [], prefixes) == read_responses(tokenizer, ids, [])
+
+
+def test_transformers_engine_parses_responses(make_model, parsing, monkeypatch):
+    ids = completion_ids(parsing, THOUGHT)
+    monkeypatch.setattr(engines, "generate_ids", lambda model, prompts, *args, **options: [ids] * len(prompts))
+    engine = TransformersEngine(make_model(), parsing)
+    requests = [Request(PROMPT, seed=0), Request("2+2=", seed=1)]
+    responses = engine.generate(requests, SamplingConfig())
+    assert [(r.text, r.length, r.truncated) for r in responses] == [
+        ("weather(Oslo)", len(ids), False),
+        (THOUGHT, len(ids), False),
+    ]
+
+
 def test_fingerprint_changes_with_the_weights(make_model):
     model = make_model()
     before = weight_fingerprint(model)
@@ -209,6 +258,18 @@ def test_vllm_requests_have_ids_settings_and_seeds(vllm, tokenizer):
     }
     assert [r.truncated for r in responses] == [False, True, False, True]
     assert [r.length for r in responses] == [3] * 4
+
+
+def test_vllm_engine_parses_responses(vllm, parsing):
+    llm = FakeLLM(parsing)
+    ids = completion_ids(parsing, THOUGHT)
+    outputs = [SimpleNamespace(token_ids=tuple(ids), finish_reason=reason) for reason in ("stop", "length")]
+    llm.generate = lambda prompts, **options: [SimpleNamespace(outputs=[output]) for output in outputs]
+    responses = draw(VLLMEngine(llm, name="some/model"), SamplingConfig(), count=2)
+    assert [(r.text, r.length, r.truncated) for r in responses] == [
+        ("weather(Oslo)", len(ids), False),
+        ("weather(Oslo)", len(ids), True),
+    ]
 
 
 def test_vllm_identity_changes_with_the_weight_files(vllm, tmp_path):

@@ -11,6 +11,7 @@ import signal
 import time
 from contextlib import nullcontext
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -25,9 +26,10 @@ from credit_trl.evaluation.protocol import (
     sample_seed,
     task_rows,
 )
-from credit_trl.evaluation.verdicts import VerifierFailed
+from credit_trl.evaluation.verdicts import _ARGUMENTS, VerifierFailed, check_column_names, task_verdicts
 from credit_trl.rollout.verdict import VerifierPolicy, VerifierTimeout
 from credit_trl.tasks.registry import Task, batch_of
+from credit_trl.training.checks import check_datasets
 
 LETTERS = "ABCD"
 
@@ -144,6 +146,102 @@ def test_letters_that_are_given_elsewhere_have_no_majority():
     assert evaluate(engine, task, 2, progress=False).majority is None
     wrong = Task("wrong", lambda *a: rows, graded, batch_of(graded, "wrong"))
     assert evaluate(engine, wrong, 2, progress=False).majority == 0.0
+
+
+def after_tag(text):
+    """Another reading of `FakeEngine`'s answers than `tagged_letter`; everyone votes."""
+    return text[8:9]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("before", [None, lambda text: "A"])
+def test_answers_of_another_answer_of_are_read_again(tmp_path, finished, before):
+    def interrupted(count):
+        if count > 8 and not finished:
+            raise KeyboardInterrupt
+
+    options = {"k": 3, "progress": False}
+    expected = evaluate(FakeEngine(), TASK, answer_of=after_tag, output_dir=tmp_path / "expected", **options)
+    options["output_dir"] = tmp_path / "again"
+    with nullcontext() if finished else pytest.raises(KeyboardInterrupt):
+        earlier = evaluate(FakeEngine(on_generate=interrupted), TASK, answer_of=before, **options)
+        assert earlier.majority != expected.majority
+    engine = FakeEngine()
+    assert evaluate(engine, TASK, answer_of=after_tag, **options) == expected
+    assert len(engine.seeds) == (0 if finished else 18 - 8)
+    assert files(tmp_path / "again") == files(tmp_path / "expected")
+
+
+def test_gold_answers_that_are_not_text_have_a_majority():
+    numbered = [{**row, "answer": LETTERS.index(row["answer"])} for row in letters()]
+    task = Task("numbers", lambda *a: numbered, graded, lambda completions, **columns: [1.0] * len(completions))
+    texts = [{**row, "answer": str(row["answer"])} for row in numbered]
+    options = {"progress": False, "k": 5}
+    expected = evaluate(FakeEngine(), task, dataset=texts, answer_of=lambda text: str(ord(text[8]) - 65), **options)
+    assert expected.majority > 0.0
+    for answer_of in (lambda text: str(ord(text[8]) - 65), lambda text: ord(text[8]) - 65):
+        assert evaluate(FakeEngine(), task, answer_of=answer_of, **options).majority == expected.majority
+
+
+def test_answer_of_without_answers_raises_before_sampling():
+    rows = letters().rename_column("answer", "gold")
+    engine = FakeEngine()
+    with pytest.raises(ValueError, match=r"column `answer`.*columns are prompt, gold.*remove `answer_of`"):
+        evaluate(engine, TASK, 2, dataset=rows, answer_of=after_tag, progress=False)
+    assert engine.seeds == []
+
+
+@pytest.mark.parametrize("name", ["completions", "prompts", "truncated"])
+def test_columns_named_as_arguments_raise_before_sampling(name):
+    rows = [*letters(), {**letters()[0], name: "<answer>A</answer>"}]
+    engine = FakeEngine()
+    with pytest.raises(ValueError, match=rf"column `{name}`.*rename_column\('{name}'.*remove_columns\('{name}'\)"):
+        evaluate(engine, TASK, 2, dataset=rows, progress=False)
+    assert engine.seeds == []
+    with pytest.raises(ValueError, match=f"column `{name}`"):
+        task_verdicts(TASK, rows[-1:], [Response("<answer>B</answer>", 3, False)])
+
+
+def test_columns_that_evaluation_refuses_training_refuses(make_config):
+    for name in _ARGUMENTS:
+        rows = letters().add_column(name, ["x"] * 6)
+        with pytest.raises(ValueError, match=f"column `{name}`, the name of another argument of reward functions"):
+            check_datasets(make_config(), rows, None, None)
+        with pytest.raises(ValueError, match=f"column `{name}`, the name of another argument of reward functions"):
+            check_column_names("letters", rows.column_names)
+
+
+def test_verifier_gets_parsed_messages_and_their_text_is_kept(tmp_path):
+    seen = []
+
+    def spy(completions, answer, **columns):
+        seen.extend(completions)
+        return TASK.reward(completions, answer, **columns)
+
+    messages = [
+        {"role": "assistant", "content": "<answer>A</answer>", "reasoning_content": "B?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    ]
+    engine = FakeEngine(batch_size=2)
+    engine.generate = lambda requests, sampling: [
+        Response(message["content"] or "", 3, False, message) for message in messages
+    ]
+    result = evaluate(engine, rewarded(spy), 2, max_prompts=1, output_dir=tmp_path, progress=False)
+    assert seen == [[message] for message in messages]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(s["text"], s["answer"], s["reward"]) for s in samples] == [
+        ("<answer>A</answer>", "A", 1.0),
+        ("", None, 0),
+    ]
+    assert (result.score, result.majority) == (0.5, 1.0)
+
+
+def test_samples_of_unparsed_text_are_not_continued_as_parsed(tmp_path):
+    run(tmp_path)
+    engine = FakeEngine()
+    engine.tokenizer = SimpleNamespace(response_template={})
+    with pytest.raises(EvaluationMismatchError, match="parsed"):
+        evaluate(engine, TASK, 5, output_dir=tmp_path, progress=False)
 
 
 def test_finished_evaluation_generates_nothing(tmp_path):

@@ -67,8 +67,8 @@ class EvaluationConfig(SamplingConfig):
         output_dir: directory of settings, samples and result, from which an interrupted evaluation continues; None
             writes no files.
         success_threshold: reward from which a sample is a success in pass@k.
-        answer_of: extracts the answer from a completion, for maj@k; by default the text between `<answer>` tags,
-            if all gold answers are single capital letters.
+        answer_of: extracts the answer from a completion, for maj@k, which compares it as text with the column
+            `answer`; by default the text between `<answer>` tags, if all gold answers are single capital letters.
         policy: error and timeout policy for the verifier; by default errors are raised and there is no timeout.
         n_resamples: bootstrap resamples of the intervals.
         progress: show a progress bar.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import (
     Response,
+    chat_prefixes,
     encode_prompt,
     end_of_turn_ids,
     generate_ids,
@@ -87,6 +88,17 @@ class _LocalEngine:
     def encode(self, requests: Sequence[Request]) -> list[list[int]]:
         return [encode_prompt(self.tokenizer, request.prompt, **self.chat_template_kwargs) for request in requests]
 
+    def read(
+        self,
+        requests: Sequence[Request],
+        prompt_ids: Sequence[Sequence[int]],
+        ids: Sequence[Sequence[int]],
+        eos_token_ids: Sequence[int],
+    ) -> list[Response]:
+        """Responses from the completion ids of requests, whose `encode` is `prompt_ids`."""
+        prefixes = chat_prefixes([request.prompt for request in requests], prompt_ids)
+        return read_responses(self.tokenizer, ids, eos_token_ids, prefixes)
+
     def share(self, value: Any) -> Any:
         return value
 
@@ -139,15 +151,16 @@ class TransformersEngine(_LocalEngine):
         return eval_mode(self.model)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
+        prompt_ids = self.encode(requests)
         ids = generate_ids(
             self.model,
-            self.encode(requests),
+            prompt_ids,
             sampling,
             eos_token_ids=self.eos_token_ids,
             pad_token_id=pad_id(self.tokenizer),
             seeds=[request.seed for request in requests],
         )
-        return read_responses(self.tokenizer, ids, self.eos_token_ids)
+        return self.read(requests, prompt_ids, ids, self.eos_token_ids)
 
 
 class VLLMEngine(_LocalEngine):
@@ -195,13 +208,14 @@ class VLLMEngine(_LocalEngine):
         filters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         options = {"n": 1, "max_tokens": sampling.max_completion_length, **filters}
         parameters = [SamplingParams(seed=request.seed, **options) for request in requests]
-        prompts = [{"prompt_token_ids": ids} for ids in self.encode(requests)]
+        prompt_ids = self.encode(requests)
+        prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
         outputs = self.llm.generate(prompts, sampling_params=parameters, use_tqdm=False)
         completions = [output.outputs[0] for output in outputs]
-        texts = self.tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)
+        responses = self.read(requests, prompt_ids, [c.token_ids for c in completions], ())
         return [
-            Response(text, len(c.token_ids), c.finish_reason == "length")
-            for text, c in zip(texts, completions, strict=True)
+            replace(response, truncated=c.finish_reason == "length")
+            for response, c in zip(responses, completions, strict=True)
         ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,18 +25,21 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from trl.chat_template_utils import parse_response
 
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.rollout.batch import Prompt
+from credit_trl.tasks.completions import response_text
 
 
 @dataclass(frozen=True)
 class Response:
     """A decoded completion."""
 
-    text: str  # without special tokens
+    text: str  # without special tokens; where there is a `message`, its content
     length: int  # number of tokens, end of turn included
     truncated: bool  # whether it reached the length limit before an end of turn
+    message: dict[str, Any] | None = None  # where the tokenizer parses responses to conversations
 
 
 class SeededChoice(LogitsProcessor):
@@ -147,12 +150,44 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 def read_responses(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]], eos_token_ids: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[Sequence[int]],
+    eos_token_ids: Sequence[int],
+    prefixes: Sequence[Sequence[int] | None] | None = None,
 ) -> list[Response]:
-    """Decode completion ids; a completion without an end of turn counts as truncated."""
+    """Decode completion ids; a completion without an end of turn counts as truncated.
+
+    Args:
+        tokenizer: if it parses responses, completions of conversations are parsed as TRL does before it calls the
+            reward functions, which removes the reasoning from the content.
+        ids: completions.
+        eos_token_ids: ids that end a completion.
+        prefixes: of each completion, see `chat_prefixes`; without them nothing is parsed.
+    """
     texts = tokenizer.batch_decode([list(row) for row in ids], skip_special_tokens=True)
     ends = set(eos_token_ids)
-    return [Response(text, len(row), not row or row[-1] not in ends) for text, row in zip(texts, ids, strict=True)]
+    decoded = [Response(text, len(row), not row or row[-1] not in ends) for text, row in zip(texts, ids, strict=True)]
+    if prefixes is None or not parses_responses(tokenizer):
+        return decoded
+    return [
+        response if prefix is None else _parsed(tokenizer, response, list(row), list(prefix))
+        for response, row, prefix in zip(decoded, ids, prefixes, strict=True)
+    ]
+
+
+def parses_responses(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a `response_template` or `response_schema`, with which TRL parses completions."""
+    return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
+
+
+def chat_prefixes(prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]]) -> list[Sequence[int] | None]:
+    """Token ids of the prompts that are conversations, and None for texts, whose completions are not parsed."""
+    return [None if isinstance(prompt, str) else ids for prompt, ids in zip(prompts, prompt_ids, strict=True)]
+
+
+def _parsed(tokenizer: Any, response: Response, ids: list[int], prefix: list[int]) -> Response:
+    message = parse_response(tokenizer, ids, prefix=prefix)
+    return replace(response, text=response_text([message]), message=message)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, **chat_template_kwargs: Any) -> list[int]:

@@ -20,10 +20,11 @@ from tqdm.auto import tqdm
 
 from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.engines import Engine, Request, TransformersEngine, VLLMEngine
+from credit_trl.evaluation.generation import parses_responses
 from credit_trl.evaluation.result import Evaluation, summarize
 from credit_trl.evaluation.samples import SAMPLES_FILE, Sample, SampleFile
 from credit_trl.evaluation.trainer_engine import TrainerEngine
-from credit_trl.evaluation.verdicts import Unit, grade
+from credit_trl.evaluation.verdicts import Unit, check_column_names, grade
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.tasks.sciknoweval import given_answer
@@ -56,7 +57,8 @@ def evaluate(
 
     Raises:
         TypeError: an unknown option; the message names the nearest one.
-        ValueError: a setting is out of range, there are no rows, or the verifier does not apply to a row.
+        ValueError: a setting is out of range, there are no rows, a column is missing or has a reserved name, or the
+            verifier does not apply to a row.
         VerifierFailed: the verifier failed and `policy` has `on_error="skip"`.
         EvaluationMismatchError: `output_dir` holds another evaluation; the message lists the differences.
         ValueError: another process is evaluating in `output_dir`.
@@ -79,12 +81,15 @@ def run_evaluation(model: Any, task: str | Task, config: EvaluationConfig) -> Ev
         "data": data_digest(rows),
         "template": getattr(engine, "chat_template_kwargs", None) or {},
     }
+    has_conversations = any(not isinstance(row["prompt"], str) for row in rows)
+    if has_conversations and parses_responses(getattr(engine, "tokenizer", None)):
+        settings["parsed"] = True  # absent in evaluations that graded the unparsed text
     folder = None if config.output_dir is None else Path(config.output_dir)
-    golds = letter_golds(rows) if config.answer_of is None else {row["id"]: row["answer"] for row in rows}
-    read_answer = config.answer_of or (tagged_letter if golds else None)
+    golds = letter_golds(rows) if config.answer_of is None else {row["id"]: str(row["answer"]) for row in rows}
+    read_answer = _text_reader(config.answer_of) if config.answer_of else (tagged_letter if golds else None)
     units = [(row, number) for row in rows for number in range(config.k)]
     with _locked(engine, folder):
-        file = _on_main(engine, _open, folder, settings, units)
+        file = _on_main(engine, _open, folder, settings, units, read_answer)
         samples = _sample(engine, task, units, config, file, read_answer)
 
     def finish() -> Evaluation:
@@ -121,12 +126,20 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
     """The rows to evaluate, each with a unique `id`.
 
     Raises:
-        ValueError: there are no rows.
+        ValueError: there are no rows, a column has the name of another argument of reward functions, or maj@k with
+            `answer_of` has no column `answer`.
     """
     dataset = task.build(config.split, config.path) if config.dataset is None else config.dataset
     rows = list(itertools.islice(dataset, config.max_prompts))
     if not rows:
         raise ValueError(f"Task {task.name!r} has no rows to evaluate.")
+    check_column_names(task.name, set().union(*rows))
+    if config.answer_of is not None and (without := [row for row in rows if "answer" not in row]):
+        raise ValueError(
+            f"`answer_of` computes maj@k, which needs the column `answer`; rows of task {task.name!r} do not have it, "
+            f"their columns are {', '.join(without[0])}. Rename the column with the correct answers to `answer` "
+            "(dataset.rename_column), or remove `answer_of`."
+        )
     ids = [str(row.get("id") or hashlib.sha256(prompt_key(row["prompt"]).encode()).hexdigest()[:16]) for row in rows]
     return [{**row, "id": name} for row, name in zip(rows, distinct_names(ids), strict=True)]
 
@@ -171,7 +184,22 @@ def tagged_letter(text: str) -> str | None:
     return given if re.fullmatch("[A-Z]", given) else None
 
 
-def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit]) -> SampleFile:
+def _text_reader(answer_of: Callable[[str], Any]) -> Callable[[str], str | None]:
+    """`answer_of` with its answers as text, as which they are compared with the gold answers."""
+
+    def read(text: str) -> str | None:
+        answer = answer_of(text)
+        return None if answer is None else str(answer)
+
+    return read
+
+
+def _open(
+    folder: Path | None,
+    settings: Mapping[str, Any],
+    units: Sequence[Unit],
+    read_answer: Callable[[str], str | None] | None,
+) -> SampleFile:
     """Open the sample file, after checking that it belongs to this evaluation."""
     wanted = [(row["id"], number) for row, number in units]
     if folder is None:
@@ -187,7 +215,9 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
             )
     else:
         write_json(path, settings)
-    return SampleFile(folder / SAMPLES_FILE, wanted)
+    file = SampleFile(folder / SAMPLES_FILE, wanted)
+    file.read_answers(read_answer)
+    return file
 
 
 @contextmanager

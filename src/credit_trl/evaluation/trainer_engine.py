@@ -18,7 +18,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.engines import Request, TransformersEngine
-from credit_trl.evaluation.generation import Response, read_responses
+from credit_trl.evaluation.generation import Response
 from credit_trl.rollout.vllm import seeded
 from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import reshard
@@ -42,10 +42,10 @@ class TrainerEngine:
                 "TRL's own `eval_strategy` and `eval_dataset`."
             )
         self.trainer = trainer
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        self.tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
         policy = trainer.accelerator.unwrap_model(trainer.model)
-        self._local = TransformersEngine(policy, tokenizer, chat_template_kwargs=template)
+        self._local = TransformersEngine(policy, self.tokenizer, chat_template_kwargs=template)
         self.name = getattr(trainer.model, "name_or_path", "") or type(trainer.model).__name__
         self.processes = trainer.accelerator.num_processes
         self.batch_size = (batch_size or trainer.args.per_device_eval_batch_size) * self.processes
@@ -72,11 +72,10 @@ class TrainerEngine:
         first = self.trainer.accelerator.process_index * share
         mine = padded[first : first + share]
         if self.trainer.use_vllm:
+            prompt_ids = self._local.encode(mine)
             with self._vllm_seeds([request.seed for request in padded], share):
-                ids = self.trainer.vllm_generation.generate(
-                    prompts=self._local.encode(mine), images=None, num_generations=1
-                )[1]
-            responses = read_responses(self._local.tokenizer, ids, self._local.eos_token_ids)
+                ids = self.trainer.vllm_generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
+            responses = self._local.read(mine, prompt_ids, ids, self._local.eos_token_ids)
         else:
             responses = self._local.generate(mine, sampling)
         return gather_object(responses)[: len(requests)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from credit_trl.evaluation.generation import Response
@@ -17,6 +17,11 @@ logger = logging.getLogger(__name__)
 
 # Metric of a verdict without a reward that a second call may decide: the machine was too slow.
 UNDECIDED = "undecided"
+
+# Arguments of reward functions beside the dataset columns, in training or here; training refuses such columns too.
+_ARGUMENTS = frozenset(
+    "prompts completions completion_ids trainer_state log_extra log_metric truncated environments".split()
+)
 
 DatasetRow = Mapping[str, Any]
 Unit = tuple[DatasetRow, int]  # a row and the number of the sample
@@ -61,12 +66,13 @@ def task_verdicts(
     """Verdicts of one call of `task.reward`: completions in TRL's form, the rows' columns, and `truncated`.
 
     Raises:
+        ValueError: a column has the name of another argument.
         VerifierFailed: the verifier failed or timed out, and `policy` has `on_error="skip"`.
     """
+    check_column_names(task.name, rows[0])
     is_text = isinstance(rows[0]["prompt"], str)
-    texts = [response.text for response in responses]
     arguments = {
-        "completions": texts if is_text else [[{"role": "assistant", "content": text}] for text in texts],
+        "completions": [response.text if is_text else [_message(response)] for response in responses],
         "prompts": [row["prompt"] for row in rows],
         **{name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"},
         "truncated": [response.truncated for response in responses],
@@ -77,6 +83,24 @@ def task_verdicts(
     if verdicts is FAILED:
         raise VerifierFailed(f"The verifier of {task.name!r} failed, so its samples have no reward.")
     return as_verdicts(task.name, verdicts, arguments)
+
+
+def check_column_names(task: str, columns: Iterable[str]) -> None:
+    """Check that no column takes the place of another argument of reward functions, such as `completions`.
+
+    Raises:
+        ValueError: a column has the name of such an argument.
+    """
+    if taken := sorted(_ARGUMENTS.intersection(columns)):
+        raise ValueError(
+            f"The rows of task {task!r} have the column `{taken[0]}`, the name of another argument of reward "
+            f"functions. Rename it: dataset.rename_column({taken[0]!r}, 'my_{taken[0]}'), or remove it: "
+            f"dataset.remove_columns({taken[0]!r})."
+        )
+
+
+def _message(response: Response) -> dict[str, Any]:
+    return {"role": "assistant", "content": response.text} if response.message is None else response.message
 
 
 def _is_undecided(verdict: Verdict) -> bool:
@@ -94,16 +118,17 @@ def _sample(
         raise ValueError(
             f"The verifier returned no finite reward for prompt {prompt!r}; avg@k needs one for every sample."
         )
+    text = _encodable(response.text)
     return Sample(
         prompt=prompt,
         sample=number,
-        text=_encodable(response.text),
+        text=text,
         length=response.length,
         truncated=response.truncated,
         reward=float(verdict),
         feedback=None if verdict.feedback is None else _encodable(verdict.feedback),
         metrics={name: float(value) for name, value in verdict.metrics.items() if math.isfinite(value)},
-        answer=read_answer(response.text) if read_answer else None,
+        answer=read_answer(text) if read_answer else None,
     )
 
 
