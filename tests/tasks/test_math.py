@@ -167,6 +167,151 @@ def test_last_box_is_compared_as_mathematics(response, gold, reward):
     assert verdict.feedback.endswith(f"Correct answer: {gold}")
 
 
+EQUAL = [  # gold, answer
+    # words of capital letters
+    ("DCAB", r"\text{DCAB}"),
+    (r"\text{BD}", "BD"),
+    ("BD", r"\textbf{BD}"),
+    ("BD", "$BD$."),
+    ("DCAB", "D C A B"),
+    ("A B", "B A"),
+    ("A,C", "C,A"),
+    (r"\{A,C\}", "A,C"),
+    ("II and IV", "IV, II"),
+    ("II and IV", r"\text{II and IV only}"),
+    ("I, II, and III", r"\text{I}, \text{II}, \text{III}"),
+    (r"\{AB, CD\}", "CD, AB"),
+    ("NO", "no"),
+    ("AB=CD", "CD=AB"),
+    ("AB", r"A \cdot B"),
+    (r"\triangle ABC", r"\triangle BCA"),
+    # congruences
+    ("3", r"x \equiv 3 \pmod{7}"),
+    ("3", r"x \equiv 3 \pmod 7"),
+    ("3", r"x \equiv 3 \bmod 7"),
+    ("3", r"x \equiv 3 \mod 7"),
+    ("3", "x ≡ 3 (mod 7)"),
+    ("9", r"7^{100} \equiv 9 \pmod{13}"),
+    ("9", r"7^{100} \equiv 3^{20} \equiv 9 \pmod{13}"),
+    ("9", r"9 \pmod{13}"),
+    (r"7^{100} \equiv 9 \pmod{13}", "9"),
+    (r"x \equiv 3 \pmod{7}", "3"),
+    (r"x \equiv 3 \pmod{7}", r"3 \mod 7"),
+    (r"x \equiv 3 \pmod{7}", r"n \equiv 3 \pmod{7}"),
+    (r"x \equiv 3 \pmod{7}", r"x \equiv 3 \ (\text{mod } 7)"),
+    (r"x \equiv 3 \pmod{7}", r"x \equiv 3 \quad (\operatorname{mod}\,7)"),
+    (r"x \equiv 3 \pmod{7}", r"$x \equiv 3 (\bmod 7)$."),
+    (r"x \equiv 1, 3 \pmod{7}", r"x \equiv 3, 1 \pmod{7}"),
+    (r"x \equiv 1 \pmod{3} \text{ or } x \equiv 2 \pmod{3}", r"x \equiv 1, 2 \pmod{3}"),
+    (r"x \equiv \pi \pmod{2\pi}", r"x \equiv \pi \pmod{2 \pi}"),
+    # number bases
+    ("1010_2", "1010"),
+    ("1010_2", r"1010_{2}"),
+    ("1010_2", r"10_{10} = 1010_2"),
+    # other notations
+    (r"\emptyset", r"\varnothing"),
+    (r"50\%", r"50\,\%"),
+    (r"50\%", r"50\ \%"),
+    ("90", "90°"),
+    ("90", r"90\degree"),
+    (r"90^\circ", "90°"),
+    (r"(-\infty, 3]", "(-∞, 3]"),
+    (r"\sqrt2", "√2"),
+    (r"\frac{\sqrt{3}}{2}", "√3/2"),
+    (r"\sqrt{x+1}", "√(x+1)"),
+    (r"2\sqrt{2}", "2√{2}"),
+    (r"\frac12", "½"),
+    (r"\frac52", "2½"),
+    (r"\frac{1}{10}", "⅒"),
+    (r"\ln(x)", r"\log_e(x)"),
+    (r"\ln(x)", r"\log_{e}x"),
+    ("8", r"8~\mathrm{cm}^3"),
+    (r"\pi", r"\pi~\text{cm}"),
+    ("(1,2)", "(1,~2)"),
+    ("10000", "10~000"),
+    # logarithms
+    (r"\frac{\pi}{2}\log 2", r"\frac{\pi}{2}\ln 2"),
+    (r"\ln 2", r"\log 2"),
+    (r"\ln|x|", r"\log|x|"),
+    (r"\log^2 2", r"\ln^2 2"),
+    ("2", r"\log 100"),
+    (r"\log x", r"\frac{\ln x}{\ln 10}"),
+]
+DIFFERENT = [
+    ("DCAB", "ABCD"),
+    ("DCAB", "A B C D"),
+    ("IV", "VI"),
+    ("BD", "DB"),
+    ("BD", r"\text{DB}"),
+    ("AC", "CA"),
+    ("BD", "B, D"),
+    ("B, D", "BD"),
+    ("I", "II"),
+    ("NO", "ON"),
+    ("II and IV", "II and VI"),
+    ("IV only", "VI only"),
+    ("(IV, VI)", "(VI, IV)"),
+    (r"\{AB, CD\}", "BA, CD"),
+    (r"x \equiv 3 \pmod{7}", r"x \equiv 3 \pmod{5}"),
+    (r"x \equiv 23 \pmod{105}", r"x \equiv 23 \pmod{35}"),
+    (r"x \equiv 3 \pmod{7}", r"x \equiv 3 \text{ (mod 5)}"),
+    (r"x \equiv 3 \pmod{7}", r"x \equiv 4 \pmod{7}"),
+    (r"x \equiv 3 \pmod 7", r"x \equiv 5 \pmod 7"),
+    (r"x \equiv 3 \pmod{7}", r"3 \mod 5"),
+    (r"x \equiv 3 \pmod{2^{k}}", r"x \equiv 3 \pmod{3^{k}}"),
+    (r"x \equiv 2 \pmod{3}", r"x \equiv 1 \pmod{3} \text{ or } x \equiv 2 \pmod{3}"),
+    (r"x \equiv \pm 1 \pmod{7}", r"x \equiv 1 \pmod{7}"),
+    (r"x^2 \equiv 1 \pmod{8}", r"x \equiv 1 \pmod{8}"),
+    ("9", r"7^{100} \pmod{13}"),
+    ("9", r"x \equiv 7^{100} \pmod{13}"),
+    ("7", r"9 \equiv 7^{100} \pmod{13}"),
+    ("7", r"x \equiv 3 \pmod 7"),
+    ("3", r"10 \bmod 7"),
+    ("7", r"10 \bmod 7"),
+    ("3", r"10 \mod 7"),
+    ("3", r"x \equiv 10 \mod 7"),
+    ("3", r"x \equiv 10 \mod (7)"),
+    ("1010_3", "1010_2"),
+    (r"1010_{3}", r"1010_{2}"),
+    ("1010_2", r"1010_{10} = 1111110010_2"),
+    ("1010_2", "10"),
+    ("45", "90°"),
+    (r"\infty", "-∞"),
+    (r"\sqrt3", "√2"),
+    (r"\sqrt{x}+1", "√(x+1)"),
+    (r"\frac12", "¼"),
+    ("p", "~p"),
+    (r"\ln(x)", r"\log_3(x)"),
+    ("2", r"\ln 100"),
+    (r"\ln 100", "2"),
+    ("1", r"\log e"),
+    (r"\ln 2", r"\log 3"),
+    (r"\ln 2", r"\log_{10} 2"),
+    (r"\ln 6", r"\log 2 + \ln 3"),
+]
+
+
+@needs_math_verify
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("gold", "answer"), EQUAL)
+def test_notations_of_the_same_answer_are_equal(gold, answer):
+    assert math_task.verify(rf"\boxed{{{answer}}}", gold).reward == 1.0
+
+
+@needs_math_verify
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
+def test_answers_that_look_alike_are_different(gold, answer):
+    assert math_task.verify(rf"\boxed{{{answer}}}", gold).reward == 0.0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("piece", ["√(", r"\log ", r"\equiv ", r"x \equiv 3 \pmod{7}", "~", r"\,", "½", "1~", "$ "])
+def test_hostile_notations_finish_in_time(piece):
+    math_worker.as_tex(piece * 20_000)
+    math_worker.as_tex(rf"{piece * 20_000}\pmod{{7}}")
+
+
 @needs_math_verify
 def test_wrong_answer_has_a_corrected_response():
     wrong, right, unboxed = math_task.reward([r"So \boxed{ \frac13 }.", r"\boxed{0.5}", "1/3"], [r"\frac12"] * 3)

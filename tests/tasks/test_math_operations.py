@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl.tasks.math_operations import finished_part, operations
+from credit_trl.tasks.math_operations import finished_part, moduli, operations, without_moduli
 
 OPERATIONS = {  # text: names
     r"\int_0^1 x\,dx": {"int"},
@@ -71,10 +71,37 @@ def test_operations_are_found_by_name(text, names):
         ("1", r"\{\int f, x=1\}", None),
         (r"\int g", r"\int f", r"\int f"),
         (r"\int g", r"\int\sum f", None),
+        ("3", r"x \equiv 3 \pmod{7}", r"x \equiv 3 \pmod{7}"),
+        ("3", r"x \equiv 3 \mod 7", r"x \equiv 3 \mod 7"),
+        ("3", r"10 \mod 7", None),
+        ("3", r"10 \bmod 7 \equiv 3", None),
+        ("3", r"x \equiv 10 \mod (7)", None),
+        ("3", r"10 \bmod 7 = 3", " 3"),
+        (r"n \mod 2", r"n \bmod 2", r"n \bmod 2"),
     ],
 )
 def test_finished_part_is_the_value_of_an_operation(gold, answer, part):
     assert finished_part(gold, answer) == part
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "rest"),
+    [
+        (r"x \equiv 3 \pmod{7}", {"7"}, r"x \equiv 3"),
+        (r"x \equiv 3\pmod 7", {"7"}, r"x \equiv 3"),
+        (r"x \equiv 3 \bmod 7, 5", {"7"}, r"x \equiv 3, 5"),
+        (r"x \equiv 3 (mod n)", {"n"}, r"x \equiv 3"),
+        (r"x \equiv 3\,(\mathrm{mod}\ 7)", {"7"}, r"x \equiv 3"),
+        (r"x \equiv 3 \pmod{2^{k} + 1}", {"2^{k}+1"}, r"x \equiv 3"),
+        (r"1 \pmod{3}, 2 \pmod{5}", {"3", "5"}, "1, 2"),
+        (r"10 \mod 7", {"7"}, r"10 \mod 7"),
+        (r"x \equiv \pi \mod 2\pi", set(), r"x \equiv \pi \mod 2\pi"),
+        (r"\modulus 7 + model 3", set(), r"\modulus 7 + model 3"),
+    ],
+)
+def test_moduli_of_congruences_are_found_and_removed(text, found, rest):
+    assert moduli(text) == found
+    assert without_moduli(text) == rest
 
 
 @given(answer=st.text(alphabet=r"\{}()[]=d12x^ ", max_size=40) | st.text())
@@ -83,7 +110,10 @@ def test_answer_without_operations_is_whole(answer):
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("piece", [r"\frac{d", r"\frac{d{}", "{", r"\frac{d ", " ", r"\frac{d}{d", r"\int="])
+@pytest.mark.parametrize(
+    "piece",
+    [r"\frac{d", r"\frac{d{}", "{", r"\frac{d ", " ", r"\frac{d}{d", r"\int=", r"\pmod{", r"\pmod{{a}", "mod 1"],
+)
 def test_hostile_repetitions_finish_in_time(piece):
     finished_part("1", piece * 20_000)
     finished_part("1", r"\frac{d" + piece * 20_000)

@@ -22,11 +22,13 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from credit_trl.sandbox.cores import worker_count
+from credit_trl.tasks.math_operations import moduli, without_moduli
 
 SECONDS = 5.0  # processor time of one comparison
 WALL_SECONDS = 60.0  # wall-clock time of one comparison, after which it is undecided
@@ -36,7 +38,30 @@ KEPT_BYTES = 512 * 1024**2  # memory that earlier comparisons may occupy before 
 # Signals that end a worker because of its comparison; any other signal came from outside.
 _OWN_SIGNALS = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 # Groups of three digits with spaces between them, which are no exponent, index or decimals.
-_THOUSANDS = re.compile(r"(?<![\w^.])\d{1,3}((\\[,;: ]|[ ~])\d{3})+(?!\d)", re.ASCII)
+_THOUSANDS = re.compile(r"(?<![\w^.])\d{1,3}((\\[,;: ]| )\d{3})+(?!\d)", re.ASCII)
+# Notations that math-verify does not read, and the same in TeX that it reads.
+_NOTATIONS = [
+    (re.compile(pattern), notation)
+    for pattern, notation in (
+        (r"(?<=[\d})])~|(?<=[^\s\\({])~(?=\\(?:text|math|mbox)|\d)", " "),  # `~p` is a negation
+        (r"\\[,;:! ]\\%", r"\\%"),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\degree(?![A-Za-z])", r"^{\\circ}"),
+        (r"√(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
+        (r"√\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"√(?=[A-Za-zπ{])", r"\\sqrt "),
+        (r"\\log_ ?(?:e|\{e\})", r"\\ln "),
+    )
+]
+_CHARACTERS = {"°": r"^{\circ}", "∞": r"\infty ", "≡": r"\equiv "} | {
+    sign: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign).split("\N{FRACTION SLASH}"))
+    for sign in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+}
+_BARE_LOG = re.compile(r"\\log(?![A-Za-z])(?! *_)")
+_LN = re.compile(r"\\ln(?![A-Za-z])")
+_FONT = re.compile(r"\\(?:text|math|mbox|operatorname)[a-z]{0,2}\{([^{}]*)\}")
+_LEFT_SIDE = re.compile(r"(?:[A-Za-z] ?(?:\\equiv|\Z))?(?:[\d^{}()+*/!\s-]|\\(?:cdot|times|equiv)(?![A-Za-z]))*")
+_BASE = re.compile(r"\d_\{? ?(\d+)", re.ASCII)
 LONGEST = 1_000  # characters of an answer above which only equal texts are equal
 
 Equivalence = Literal[
@@ -65,12 +90,42 @@ def equivalent(pairs: Sequence[tuple[str, str | None]], deadline: float | None =
 
 
 def _compare_texts(gold: str, given: str | None) -> Equivalence | None:
-    """Result that needs no mathematics, or `None`."""
+    r"""Result that needs no mathematics, or `None`.
+
+    `math-verify` ignores moduli and number bases. Answers that state different ones are different; a modulus or base
+    that one answer alone states is ignored. Words of capital letters, which `math-verify` reads as products, are
+    compared as text: `IV` and `VI` are different, and so are the segments `AB` and `BA`.
+    """
     if given is None or not given.strip():
         return "different"
     if gold.strip() == given.strip():
         return "equal"
-    return "different" if max(len(gold), len(given)) > LONGEST else None
+    if max(len(gold), len(given)) > LONGEST:
+        return "different"
+    for stated in (moduli, _bases):
+        sides = stated(gold), stated(given)
+        if all(sides) and sides[0] != sides[1]:
+            return "different"
+    words = [_capitals(gold), _capitals(given)]
+    if not all(words) or not any(re.search("[A-Z]{2}", text) for text in (gold, given)):
+        return None
+    if not any(text.lstrip("$ ").startswith("(") for text in (gold, given)):  # no tuple
+        words = [sorted(side) for side in words]
+    return "equal" if words[0] == words[1] else "different"
+
+
+def _bases(text: str) -> list[str]:
+    """Sorted bases of the numbers after the last equality sign: `["2"]` for `10_{10} = 1010_2`."""
+    return sorted(_BASE.findall(text.rpartition("=")[2]))
+
+
+def _capitals(text: str) -> list[str]:
+    r"""Items of an answer of capital letters, such as `II and IV`, `\text{BD}` or `\{A, C\}`; empty for others."""
+    plain = re.sub(r"\\[ ,;:!]|\s|\bonly\b", " ", _FONT.sub(r"\1", as_tex(text))).strip()
+    plain = plain.removeprefix(r"\{").removesuffix(r"\}").removeprefix("(").removesuffix(")")
+    items = [item.replace(" ", "") for item in re.split(r"[,;]|\b(?:and|or)\b", plain)]
+    words = [item for item in items if item]
+    return words if all(re.fullmatch("[A-Z]+", word) for word in words) else []
 
 
 class Worker:
@@ -179,15 +234,26 @@ def as_tex(text: str) -> str:
     r"""Answer for `math-verify`, which would read `10\,000` as a product and `42.` as no number.
 
     It has no dollar signs around it, no full stop, no spaces between groups of digits, and `1e-05` is written as
-    `1\times 10^{-05}`.
+    `1\times 10^{-05}`. Characters such as `√` and `½` are written in TeX. A congruence has no modulus, and its residue
+    alone is left of `x \equiv 3 \pmod{7}`.
     """
-    text = _without_stop(text).lstrip("$")
+    text = text.translate(str.maketrans(_CHARACTERS))
+    for pattern, notation in _NOTATIONS:
+        text = pattern.sub(notation, text)
+    text = _without_stop(_residue(text)).lstrip("$")
     bare = text.rstrip("$")
     if bare.endswith("\\") and bare != text:  # `\$` is a dollar of the answer
         bare += "$"
     text = _THOUSANDS.sub(lambda number: re.sub(r"[^0-9]", "", number[0]), _without_stop(bare))
     number = re.fullmatch(r"([+-]?\d+(?:\.\d*)?)[eE]([+-]?\d+)", text, re.ASCII)
     return text if number is None else rf"{number[1]}\times 10^{{{number[2]}}}"
+
+
+def _residue(text: str) -> str:
+    r"""Text without the moduli of congruences, and without the left side of `x \equiv 3` or `7^{100} \equiv 9`."""
+    bare = without_moduli(text)
+    left, _, residue = bare.rpartition(r"\equiv")
+    return residue if bare != text and _LEFT_SIDE.fullmatch(left.lstrip("$ ")) else bare
 
 
 def _without_stop(text: str) -> str:
@@ -199,6 +265,32 @@ def _environment() -> dict[str, str]:
     """Environment of a worker: this process's import path, without entries that depend on the working directory."""
     path = os.pathsep.join(filter(os.path.isabs, sys.path))
     return {"PATH": os.defpath, "PYTHONPATH": path, "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _is_equal(gold: str, given: str) -> bool:
+    """Whether `math-verify` finds two answers equal in one of their readings.
+
+    The limits are the kernel's limit of processor time and the parent's clock.
+    """
+    from math_verify import parse, verify
+
+    for reading in _readings(as_tex(gold), as_tex(given)):
+        sides = [parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in reading]
+        if all(sides) and verify(*sides, timeout_seconds=None):
+            return True
+    return False
+
+
+def _readings(gold: str, given: str) -> list[tuple[str, str]]:
+    r"""Pairs of texts to compare: the answers as they are, and, where needed, with the natural logarithm for `\log`.
+
+    `math-verify` reads a `\log` without a base to base 10. If one answer has only such a `\log` and the other only
+    `\ln`, it may be the natural logarithm. It is not if the other has no logarithm: 2 is not `\ln 100`.
+    """
+    natural = _BARE_LOG.sub(r"\\ln", gold), _BARE_LOG.sub(r"\\ln", given)
+    logarithms = [(_BARE_LOG.search(text) is None, _LN.search(text) is None) for text in (gold, given)]
+    is_mixed = sorted(logarithms) == [(False, True), (True, False)]
+    return [(gold, given), natural] if is_mixed else [(gold, given)]
 
 
 def _serve() -> None:
@@ -215,15 +307,7 @@ def _serve() -> None:
         resource.setrlimit(number, (most, hard if kind == "CPU" else most))
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     sys.stdout = sys.stderr  # output of libraries must not look like a result
-    from math_verify import parse, verify
-
-    def same(gold: str, given: str) -> bool:
-        # The limits are the kernel's limit of processor time and the parent's clock.
-        boxed = [rf"\boxed{{{as_tex(text)}}}" for text in (gold, given)]
-        sides = [parse(text, parsing_timeout=None) for text in boxed]
-        return all(sides) and verify(*sides, timeout_seconds=None)
-
-    same("1", "2")  # loads what the first comparison needs, before any time is limited
+    _is_equal("1", "2")  # loads what the first comparison needs, before any time is limited
     first = _address_space()
     print("ready", file=output, flush=True)
     for line in sys.stdin:
@@ -233,7 +317,7 @@ def _serve() -> None:
         end = math.ceil(used.ru_utime + used.ru_stime + seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (end if hard == resource.RLIM_INFINITY else min(end, hard), hard))
         try:
-            answer = same(gold, given)
+            answer = _is_equal(gold, given)
         except Exception:  # an error, out of memory included, means that equality was not shown
             answer = False
         is_spent = _address_space() > first + most
