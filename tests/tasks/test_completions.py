@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from credit_trl.tasks.completions import response_text
+from credit_trl.tasks.completions import answer_part, response_text
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,21 @@ def test_response_is_the_last_assistant_text(completion, text):
 def test_other_completion_types_raise(completion):
     with pytest.raises(TypeError, match="a text or a list of messages"):
         response_text(completion)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", ""),
+        ("answer", "answer"),
+        ("<think>draft</think>answer", "answer"),
+        ("draft</think>answer", "answer"),  # the generation prompt opened the block
+        ("<think>one</think>two<think>three</think>\nanswer", "\nanswer"),
+        ("<think>draft", ""),
+        ("before<think>draft", ""),
+        ("<think>one</think>two<think>three", ""),
+        ("<think>draft</think>", ""),
+    ],
+)
+def test_answer_is_the_text_after_the_thinking(text, answer):
+    assert answer_part(text) == answer

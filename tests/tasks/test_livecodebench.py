@@ -483,6 +483,22 @@ def test_response_without_program_needs_no_sandbox(monkeypatch, truncated):
     assert verdict == Verdict(0.0, said, {"pass_fraction": 0.0, "answer_format": 0.0})
 
 
+@pytest.mark.parametrize("opening", ["<think>\n", ""], ids=["opened", "opened by the prompt"])
+def test_programs_of_drafts_are_not_graded(opening):
+    box = RecordingSandbox(ok("6"), ok("20"))
+    response = f"{opening}{fenced('print(6)  # a longer draft')}\nNo.\n</think>\n{fenced('print(2)')}"
+    assert livecodebench.verify(response, DOUBLE, sandbox=box).reward == 1.0
+    assert {program.source for program in box.programs} == {"print(2)"}
+
+
+def test_thinking_that_never_ends_has_no_program(monkeypatch):
+    monkeypatch.setattr(livecodebench, "_sandbox", lambda: pytest.fail("opened a sandbox"))
+    response = f"<think>\n{fenced('print(2 * int(input()))')}\nWait"
+    for truncated, said in ((False, WRONG_FORMAT), (True, CUT_OFF)):
+        verdict = livecodebench.verify(response, DOUBLE, truncated=truncated)
+        assert verdict == Verdict(0.0, said, {"pass_fraction": 0.0, "answer_format": 0.0})
+
+
 def test_feedback_on_truncated_response_with_program(sandbox):
     verdict = livecodebench.verify(fenced("print(1)"), DOUBLE, truncated=True, sandbox=sandbox)
     assert verdict.feedback.startswith(f"{CUT_OFF}\n\nTest 1: Wrong Answer")

@@ -7,7 +7,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from credit_trl.tasks.records import Row, RowError, Tally, accept, content_hash, dataset_of, read_rows
+from credit_trl.tasks.records import Row, RowError, Tally, accept, content_hash, dataset_of, read_rows, task_folder
 
 
 def example(number: int) -> dict:
@@ -115,6 +115,30 @@ def test_wrong_path_suffix_or_encoding_raises(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match="not UTF-8"):
         list(read_rows(tmp_path / "rows.jsonl"))
+
+
+def test_shards_number_rows_on_and_errors_name_the_shard(tmp_path):
+    shards = [tmp_path / f"{name}.jsonl" for name in ("one", "two", "three")]
+    for shard, text in zip(shards, ('{"n": 0}\n\n{"n": 1}\n', "", '{"n": 2}\n[]\n'), strict=True):
+        shard.write_text(text)
+    *good, bad = read_rows(shards)
+    assert [(row.source, row.number, row.data["n"]) for row in good] == [
+        (str(shards[0]), 1, 0),
+        (str(shards[0]), 3, 1),
+        (str(shards[2]), 4, 2),
+    ]
+    with pytest.raises(RowError, match=r"three\.jsonl, row 1, field 'm': missing"):
+        good[-1].get("m", int)
+    with pytest.raises(RowError, match=r"three\.jsonl, row 2, field '\(whole row\)'"):
+        bad.get("n", int)
+
+
+def test_folder_of_a_task_is_the_subfolder_of_its_name(tmp_path):
+    assert task_folder(tmp_path, "math") == tmp_path
+    (tmp_path / "math").write_text("a file")
+    (tmp_path / "toolalpaca").mkdir()
+    assert task_folder(tmp_path, "math") == tmp_path
+    assert task_folder(tmp_path, "toolalpaca") == tmp_path / "toolalpaca"
 
 
 @pytest.mark.parametrize(

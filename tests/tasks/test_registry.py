@@ -329,6 +329,61 @@ def test_mix_datasets_refuses_answers_that_are_not_text(answer):
         mix_datasets({"echo": Dataset.from_list([{"prompt": prompt, "answer": answer}])})
 
 
+QUESTION = [{"role": "user", "content": "?"}]
+
+
+def part(**columns) -> Dataset:
+    return Dataset.from_list([{"prompt": QUESTION, "answer": "A"} | columns] * 2)
+
+
+def test_mix_datasets_keeps_privileged_contexts():
+    mixed = mix_datasets({"one": part(privileged_context="z"), "two": part(), "three": part(privileged_context=None)})
+    assert mixed["privileged_context"][:] == ["z", "z", None, None, None, None]
+    assert mixed.features["privileged_context"].dtype == "large_string"  # text, for `training.checks`
+    assert "privileged_context" not in mix_datasets({"one": part(), "two": part()}).column_names
+    only = mix_datasets([part(task="one", privileged_context=None)])
+    assert only["privileged_context"][:] == [None, None]
+
+
+OTHER_PROMPTS = {
+    "text": "?",
+    "another key": [{"role": "user", "content": "?", "name": "bob"}],
+    "no role": [{"content": "?"}],
+    "content in parts": [{"role": "user", "content": [{"type": "text", "text": "?"}]}],
+    "content a number": [{"role": "user", "content": 3}],
+    "a list of texts": ["?"],
+    "one message": {"role": "user", "content": "?"},
+}
+
+
+@pytest.mark.parametrize("prompt", OTHER_PROMPTS.values(), ids=OTHER_PROMPTS)
+def test_mix_datasets_refuses_prompts_that_are_no_messages(prompt):
+    message = r"lists of messages .*those of bad are "
+    with pytest.raises(ValueError, match=message):
+        mix_datasets({"good": part(), "bad": part(prompt=prompt)})
+    with pytest.raises(ValueError, match=message):
+        mix_datasets([part(task="good"), part(task="bad", prompt=prompt)])
+
+
+@pytest.mark.parametrize("column", ["prompt", "answer"])
+def test_mix_datasets_names_the_part_without_a_column(column):
+    lacking = part().rename_column(column, "other")
+    with pytest.raises(ValueError, match=f"rows of bad have no column `{column}`; their columns are .*other"):
+        mix_datasets({"good": part(), "bad": lacking})
+    with pytest.raises(ValueError, match=rf"rows of parts\[1\] have no column `{column}`, `task`; "):
+        mix_datasets([part(task="good"), lacking])
+
+
+def test_mix_datasets_names_the_part_without_tasks():
+    with pytest.raises(ValueError, match=r"rows of parts\[1\] have no column `task`; their columns are prompt"):
+        mix_datasets([part(task="good"), part()])
+
+
+def test_mix_datasets_refuses_contexts_that_are_not_text():
+    with pytest.raises(ValueError, match=r"`privileged_context` holds text or None, that of bad holds .*int64"):
+        mix_datasets({"good": part(privileged_context="z"), "bad": part(privileged_context=3)})
+
+
 def test_mix_datasets_accepts_extra_columns_and_no_ids():
     rows = [{"prompt": [{"role": "user", "content": "?"}], "answer": "A", "task": "sciknoweval:physics", "extra": 1}]
     mixed = mix_datasets([Dataset.from_list(rows), Dataset.from_list(rows)])

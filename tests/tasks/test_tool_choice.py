@@ -88,6 +88,16 @@ def test_corrected_response_has_the_right_call_in_place_of_its_own():
     assert verify("hotels(Rome)", gold).corrected == r"weather(\1)"
 
 
+def test_only_the_call_after_the_thinking_is_graded():
+    thinking = "<think>\nhotels(Oslo) or weather(Rome)?\n</think>\n\n"
+    right, wrong = verify(f"{thinking}weather(Oslo)", ANSWER), verify(f"{thinking}hotels(Rome).", ANSWER)
+    assert (right.reward, right.metrics) == (1.0, {"format": 1.0, "opening": 0.0})
+    assert (wrong.reward, wrong.corrected) == (0.0, f"{thinking}weather(Oslo).")
+    for response in ("<think>\nweather(Oslo)", "<think>weather(Oslo)</think>"):
+        verdict = verify(response, ANSWER)
+        assert (verdict.reward, verdict.metrics["format"], verdict.corrected) == (0.0, 0.0, None)
+
+
 def test_truncated_response_gets_no_reward():
     assert verify("weather(Oslo)", ANSWER, truncated=True).reward == 0.0
 

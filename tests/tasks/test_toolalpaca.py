@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -478,6 +479,28 @@ def test_verdicts_follow_the_strict_protocol(response, answer, reward):
     assert (verdict.feedback is None) == (reward == 1)
     if reward == 0:
         verdict.feedback.encode("utf-8")
+
+
+DRAFT = f"<think>\nI could call\n{saying(('later', '{}'))}\n</think>\n"
+
+
+def test_strict_protocol_reads_calls_after_the_thinking():
+    right, wrong = saying(("now", '{"city": "Lima"}')), saying(("now", '{"city": "Rome"}'))
+    grade = partial(toolalpaca.verify, answer=ONE, protocol="strict")
+    assert grade(DRAFT + right) == grade(right)
+    assert grade(DRAFT + wrong).feedback == grade(wrong).feedback
+    assert grade(DRAFT + wrong).corrected == DRAFT + right
+    assert grade("draft</think>" + right.removeprefix("Thought: t\n")).reward == 1.0
+    for response in (f"<think>{right}", f"<think>{right}</think>", f"<think>{wrong}</think>"):
+        verdict = grade(response)
+        assert (verdict.reward, verdict.metrics, verdict.corrected) == (0.0, {"answer_format": 0.0}, None)
+        assert verdict.feedback.startswith("Actions mismatch: predicted [], expected [now]")
+
+
+def test_field_protocol_reads_calls_in_the_thinking():
+    """As SDPO's verifier does."""
+    verdict = toolalpaca.verify(DRAFT + saying(("now", '{"city": "Lima"}')), ONE)
+    assert verdict.feedback == "Actions mismatch: predicted [later, now], expected [now]"
 
 
 JSON_VALUES = st.recursive(

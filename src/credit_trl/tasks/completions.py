@@ -24,3 +24,9 @@ def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
         return content
     parts = [part for part in content if isinstance(part, Mapping) and part.get("type", "text") == "text"]
     return "".join(part.get("text") or "" for part in parts)
+
+
+def answer_part(text: str) -> str:
+    """Text after the thinking: after the last `</think>`, all without that tag, "" if a `<think>` is not closed."""
+    answer = text.rpartition("</think>")[2]
+    return "" if "<think>" in answer else answer

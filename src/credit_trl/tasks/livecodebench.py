@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.completions import response_text
+from credit_trl.tasks.completions import answer_part, response_text
 from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer
 from credit_trl.tasks.lcb_checker import same_output, same_value
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.printable import printable
-from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
+from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows, task_folder
 from credit_trl.tasks.task import TaskOption
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def build(split: str, path: str | Path | None = None, *, on_malformed: str = "ra
     Args:
         split: `"train"`: `max(1, n // 2)` of each problem's n private tests, drawn by the seed and the problem's id.
             `"test"`: all of them. Both splits have the same problems.
-        path: a file, or a folder with the hub's files or other files with such rows. `None` loads from the hub.
+        path: a file, or a folder (its subfolder `livecodebench` if it has one) with the hub's files or other files
+            with such rows. `None` loads from the hub.
         on_malformed: `"raise"`, or `"drop"` to print, count and drop malformed rows.
         release: files of the hub to read: `"v6"` are the problems that the sixth release added, `"release_v6"` all of
             its problems (several gigabytes), `"examples"` a small set that comes with this package.
@@ -158,7 +159,7 @@ def reward(
     before all had ended.
 
     Args:
-        completions: texts or conversations; `lcb_program.find_program` finds their programs.
+        completions: texts or conversations; `lcb_program.find_program` finds the program after the thinking.
         answer: `{"inputs": [...], "outputs": [...], "testtype": "stdin" or "functional", "fn_name": name,
             "time_limit": seconds}`, as JSON text or as an object. Outputs stay in this process.
         truncated: whether each response was cut off.
@@ -177,7 +178,7 @@ def reward(
     cases_of = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
     graded_by = [cases_of[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
     flags = [False] * len(completions) if truncated is None else truncated
-    sources = [find_program(response_text(completion)) for completion in completions]
+    sources = [find_program(answer_part(response_text(completion))) for completion in completions]
     programs: list[Program] = []
     tests: list[tuple[Cases, int]] = []
     for group, (source, cases) in enumerate(zip(sources, graded_by, strict=True)):
@@ -287,7 +288,7 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
         return hub_rows("json", "train", name=f"{hub} {release}", data_files=[f"{prefix}/{file}" for file in files])
     if not Path(path).is_dir():
         return read_rows(path)
-    own = data_files(Path(path))
+    own = data_files(task_folder(Path(path), "livecodebench"))
     names = {file.name for file in own}
     is_hub = not names.isdisjoint(FILES.values())
     missing = set(files) - names if is_hub else set()

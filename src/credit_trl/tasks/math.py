@@ -18,7 +18,7 @@ from credit_trl.tasks.completions import response_text
 from credit_trl.tasks.math_operations import finished_part
 from credit_trl.tasks.math_worker import equivalent
 from credit_trl.tasks.printable import printable
-from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows
+from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows, task_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,7 +50,8 @@ def build(
 
     Args:
         split: split of the hub data set, or stem of the file in a folder; ignored for a single file.
-        path: a file, or a folder with `<split>.*`; `None` loads from the hub.
+        path: a file, or a folder (its subfolder `math` if it has one) with `<split>.*` or all of its shards
+            `<split>-00000-of-00002.*`; `None` loads from the hub.
         question_field: field of the question, text or messages; by default the first of `QUESTION_FIELDS` present.
         answer_field: field of the answer; by default the first of `ANSWER_FIELDS` present. The answer of a worked
             solution is its last box (`\boxed{x}`, `\boxed x` or `\fbox{x}`), or the text after its last `####`
@@ -77,7 +78,7 @@ def build(
             "id": f"math-{identity}",
         }
 
-    rows = hub_rows(hub, split) if path is None else read_rows(_file_of(Path(path), split))
+    rows = hub_rows(hub, split) if path is None else read_rows(_files_of(Path(path), split))
     return dataset_of(list(accept(rows, convert, tally, on_malformed)), tally)
 
 
@@ -159,17 +160,22 @@ def _remark(box: str | None, part: str | None, truncated: bool) -> str:
     return f"{remark} ".lstrip()
 
 
-def _file_of(path: Path, split: str) -> Path:
+def _files_of(path: Path, split: str) -> list[Path]:
+    """The file of a split or its shards in order, anywhere below a folder, or below its subfolder `math`."""
     if not path.is_dir():
-        return path
+        return [path]
+    path = task_folder(path, "math")
     files = data_files(path)
-    found = [file for file in files if file.stem == split or file.stem.startswith(f"{split}-")]
-    if len(found) != 1:
-        raise FileNotFoundError(
-            f"{path} has {len(found)} files named {split}.jsonl, .json or .parquet (it contains "
-            f"{', '.join(printable(file.name) for file in files) or 'no data file'}); pass one file."
-        )
-    return found[0]
+    named = re.compile(rf"{re.escape(split)}(?:-(\d{{5}})-of-(\d{{5}}))?")
+    found = {file: name.groups() for file in files if (name := named.fullmatch(file.stem))}
+    sets = {(file.parent, file.suffix, count) for file, (_, count) in found.items()}
+    if len(sets) == 1 and len(found) == int(next(iter(sets))[2] or 1):
+        return list(found)
+    raise FileNotFoundError(
+        f"{path} has {len(found)} files named {split}.jsonl, .json or .parquet or shards of one (it contains "
+        f"{', '.join(printable(file.relative_to(path).as_posix()) for file in files) or 'no data file'}); pass one "
+        "file, or a folder with one file or all of its shards."
+    )
 
 
 def _field_of(row: Row, wanted: str | None, known: tuple[str, ...]) -> str:

@@ -16,7 +16,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +42,14 @@ class RowError(ValueError):
 class Row:
     """One record of a file or data set, with its number there, from 1.
 
-    `content` has its fields, or the error of a row that is not a JSON object.
+    `content` has its fields, or the error of a row that is not a JSON object. In the shards of a data set the numbers
+    continue: `before` is the last number of the shards before this one.
     """
 
     source: str
     number: int
     content: Mapping[str, Any] | RowError
+    before: int = 0
 
     @property
     def data(self) -> Mapping[str, Any]:
@@ -57,7 +59,7 @@ class Row:
         return self.content
 
     def error(self, field: str, problem: str) -> RowError:
-        return RowError(self.source, self.number, field, problem)
+        return RowError(self.source, self.number - self.before, field, problem)
 
     def get(self, field: str, kind: type | tuple[type, ...]) -> Any:
         """Value of a field, checked for presence and type.
@@ -198,15 +200,23 @@ def data_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
 
 
-def read_rows(path: str | Path) -> Iterator[Row]:
+def task_folder(folder: Path, task: str) -> Path:
+    """The subfolder with the name of the task if there is one, else the folder itself."""
+    return own if (own := folder / task).is_dir() else folder
+
+
+def read_rows(path: str | Path | Sequence[Path]) -> Iterator[Row]:
     """Rows of a JSON list, of JSON lines (whatever the suffix) or of a parquet file, read as they are consumed.
 
-    A line that is not JSON, or a value that is not an object, yields a `Row` whose `data` raises.
+    Several paths are the shards of one data set, whose row numbers continue; errors have the number in the shard. A
+    line that is not JSON, or a value that is not an object, yields a `Row` whose `data` raises.
 
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: unknown suffix, text that is not UTF-8, or an invalid parquet file or JSON list.
     """
+    if not isinstance(path, str | Path):
+        return _shard_rows(path)
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"No file {path}; pass a {', '.join(SUFFIXES)} file or a folder of such files.")
@@ -233,6 +243,15 @@ def hub_rows(repository: str, split: str, name: str | None = None, **options: An
             "file or folder with the same rows as JSON, JSONL or parquet."
         ) from error
     return (_row(f"{name}[{split}]", number, data) for number, data in enumerate(rows, 1))
+
+
+def _shard_rows(paths: Sequence[Path]) -> Iterator[Row]:
+    before = last = 0
+    for path in paths:
+        before = last
+        for row in read_rows(path):
+            last = before + row.number
+            yield replace(row, number=last, before=before)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

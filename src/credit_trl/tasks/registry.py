@@ -171,13 +171,15 @@ def _task_of_row(name: str) -> Task:
 def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
     """Concatenate data sets of several tasks, for a run with `mixed_reward`.
 
-    Keeps the columns that every task has (`prompt`, `answer`, `task`, and `id` if all parts have it).
+    Keeps the columns that every task has (`prompt`, `answer`, `task`, and `id` if all parts have it), and
+    `privileged_context` if any part has it, `None` in the others.
 
     Args:
         parts: data sets with a `task` column, or data sets by task name, which then fills their `task` column.
 
     Raises:
-        ValueError: the answers of a part are not text. The cast of `5` to "5" would make its verifier reject them.
+        ValueError: a part lacks a column, or has prompts that are not messages of role and content, or an answer or a
+            `privileged_context` that is not text. A cast of the answer `5` to "5" would make its verifier reject it.
     """
     from datasets import Value, concatenate_datasets
 
@@ -189,16 +191,46 @@ def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
             part.remove_columns([c for c in part.column_names if c == "task"]).add_column("task", [name] * len(part))
             for name, part in parts.items()
         ]
-    for part in parts:
-        if (kind := part.features["answer"]) not in (Value("string"), Value("large_string")):
-            raise ValueError(
-                f"Answers of tasks that are mixed are text, those of {', '.join(part.unique('task'))} are {kind}. "
-                "Have `build` write them as text, for example with `json.dumps`, and `verify` read it."
-            )
+    for place, part in enumerate(parts):
+        _check_part(part, place)
     features = row_features()
     if not all("id" in part.column_names for part in parts):
         del features["id"]
+    context = "privileged_context"
+    if any(context in part.column_names for part in parts):
+        features[context] = Value("large_string")
+        parts = [
+            part if context in part.column_names else part.add_column(context, [None] * len(part)) for part in parts
+        ]
     return concatenate_datasets([part.select_columns(list(features)).cast(features) for part in parts])
+
+
+def _check_part(part: Dataset, place: int) -> None:
+    """Raise where a part of a mixture lacks a column, or a column has another type than mixtures have."""
+    from datasets import Value
+
+    features, texts = part.features, (Value("string"), Value("large_string"))
+    names = part.unique("task") if "task" in features else []
+    name = ", ".join(map(str, names)) or f"parts[{place}]"
+    if missing := [column for column in ("prompt", "answer", "task") if column not in features]:
+        raise ValueError(
+            f"The rows of {name} have no column {', '.join(f'`{m}`' for m in missing)}; their columns are "
+            f"{', '.join(features)}. Rename one or add it; parts by task name need no column `task`."
+        )
+    message = getattr(features["prompt"], "feature", None)
+    is_message = isinstance(message, Mapping) and message.keys() == {"role", "content"}
+    if not is_message or not all(kind in texts for kind in message.values()):
+        raise ValueError(
+            f"Prompts of tasks that are mixed are lists of messages with the texts `role` and `content` alone, those "
+            f"of {name} are {features['prompt']}. Have `build` write them as [{{'role': 'user', 'content': text}}]."
+        )
+    if (kind := features["answer"]) not in texts:
+        raise ValueError(
+            f"Answers of tasks that are mixed are text, those of {name} are {kind}. "
+            "Have `build` write them as text, for example with `json.dumps`, and `verify` read it."
+        )
+    if (kind := features.get("privileged_context")) not in (None, Value("null"), *texts):
+        raise ValueError(f"The column `privileged_context` holds text or None, that of {name} holds {kind}.")
 
 
 def _mixture(name: str) -> Task:

@@ -12,11 +12,22 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.records import Row, RowError, Tally, accept, data_files, dataset_of, hub_rows, read_rows
+from credit_trl.tasks.printable import printable
+from credit_trl.tasks.records import (
+    Row,
+    RowError,
+    Tally,
+    accept,
+    data_files,
+    dataset_of,
+    hub_rows,
+    read_rows,
+    task_folder,
+)
 from credit_trl.tasks.task import TaskOption, batch_of
 
 if TYPE_CHECKING:
@@ -65,8 +76,9 @@ def build(
         path: a file or folder; `None` loads from the hub. Records have the hub's form (`question`, `choices`,
             `answerKey`, `type`, `domain`, `details`) or the prepared one (`prompt`, `system`, `answer`, `idx`). A
             prepared file that contains one part of the split is recognized by its `idx` and must be the requested
-            part. In a folder, `<domain>-<split>.*` or `<domain>/<split>.*` is preferred, then `<domain>.*`, then the
-            files of a folder `v2` below it (of the hub's repository), then all files below it.
+            part. In a folder (its subfolder `sciknoweval` if it has one), `<domain>-<split>.*` or `<domain>/<split>.*`
+            is preferred, then `<domain>.*`, then either of them in one folder below, then the files of a folder `v2`
+            below (of the hub's repository), then all files below.
         domain: one of `DOMAINS`; optional if `path` is a file.
         levels, types: values of the hub rows to keep; other rows are dropped and counted.
         hub: hub repository, or a local folder in the hub's layout.
@@ -74,8 +86,8 @@ def build(
             so the split of the other rows does not change.
 
     Raises:
-        ValueError: unknown split or domain, no rows left, a file of the other split, or a dropped row whose place in
-            the split is unknown.
+        ValueError: unknown split or domain, several folders with the domain, no rows left, a file of the other split,
+            or a dropped row whose place in the split is unknown.
         RowError: a malformed row, with file, row and field.
     """
     if split not in SPLITS:
@@ -160,15 +172,19 @@ def _files_of(folder: Path, split: str, domain: str) -> list[Path]:
     """Files of a folder that contain a domain's part, see `build`."""
     if not folder.is_dir():
         raise FileNotFoundError(f"No file or folder {folder}; pass a data file, or a folder of data files.")
+    folder = task_folder(folder, "sciknoweval")
     files = {file.relative_to(folder).with_suffix("").as_posix(): file for file in data_files(folder)}
     wanted = ("train", "test") if split == "all" else (split,)
-    for candidates in (
-        [(f"{domain}-{part}", f"{domain}/{part}", part) for part in wanted],
-        [(domain, f"{domain}/{domain}")],
-    ):
-        found = [next((files[stem] for stem in stems if stem in files), None) for stems in candidates]
-        if all(found):
-            return found
+    parts, whole = [(f"{domain}-{part}", f"{domain}/{part}") for part in wanted], [(domain, f"{domain}/{domain}")]
+    own = [(*stems, part) for stems, part in zip(parts, wanted, strict=True)]
+    below = sorted({f"{parent}/" for stem in files for parent in PurePosixPath(stem).parents} - {"./"})
+    for starts, named in ((("",), own), (("",), whole), (below, parts), (below, whole)):
+        found = _matches(files, starts, named)
+        if len(found) > 1:
+            listed = ", ".join(printable(match[0].relative_to(folder).as_posix()) for match in found)
+            raise ValueError(f"{folder} has {domain} in {len(found)} folders ({listed}); pass one of them.")
+        if found:
+            return found[0]
     # Rows in the hub's form name their domain; files named after another domain are not read.
     elsewhere = "|".join(one for one in DOMAINS if one != domain)
     aside = re.compile(rf"(.*/)?(({elsewhere})([-/].*)?|{domain}[-/](train|test))", re.IGNORECASE)
@@ -181,6 +197,17 @@ def _files_of(folder: Path, split: str, domain: str) -> list[Path]:
             f"{domain}.jsonl (it contains {', '.join(file.name for file in files.values()) or 'no data file'})."
         )
     return list((second or others).values())
+
+
+def _matches(files: dict[str, Path], starts: Iterable[str], named: Sequence[Sequence[str]]) -> list[list[Path]]:
+    """Files with one stem of each group of `named` behind the same start, those of folders `v2` if any are there."""
+    found: dict[str, list[Path]] = {}
+    for start in starts:
+        match = [next((files[start + stem] for stem in stems if start + stem in files), None) for stems in named]
+        if all(match) and match not in found.values():
+            found[start] = match
+    second = [match for start, match in found.items() if "v2" in start.split("/")]
+    return second or list(found.values())
 
 
 def _unwanted(row: Row, domain: str | None, levels: Sequence[str], types: Sequence[str]) -> str | None:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from datasets import Dataset
 
 from credit_trl.rollout.verdict import Verdict
+from credit_trl.tasks.completions import answer_part
 from credit_trl.tasks.task import TaskOption, parse_choice
 
 if TYPE_CHECKING:
@@ -245,8 +246,8 @@ def verify(
     """Grade one response.
 
     The reward is 1 for exactly one call, of the right tool with the right argument and with nothing but punctuation
-    after it, else 0, as for a truncated response. An opening before the call costs no reward. `feedback` is its kind,
-    "letter" or "stated".
+    after it, else 0, as for a truncated response. An opening before the call costs no reward. Thinking, the text up to
+    the last `</think>`, is not graded. `feedback` is its kind, "letter" or "stated".
 
     Returns:
         A `Verdict` with the metrics `format` (1 for exactly one call at the end) and `opening` (1 for text before it).
@@ -256,15 +257,17 @@ def verify(
     """
     _check_feedback(feedback)
     gold = parse_choice(answer, {"option": "A", "tool": "weather", "argument": "Oslo"}, OPTION_LETTERS, "tool_choice")
-    calls = list(_CALL.finditer(response))
-    opened = len(re.findall(r"\w\(", response))  # also calls around the call, as in hotels(weather(Oslo))
-    single = opened == len(calls) == 1 and not truncated and not re.search(r"\w", response[calls[0].end() :])
+    graded = answer_part(response)
+    calls = list(_CALL.finditer(graded))
+    opened = len(re.findall(r"\w\(", graded))  # also calls around the call, as in hotels(weather(Oslo))
+    single = opened == len(calls) == 1 and not truncated and not re.search(r"\w", graded[calls[0].end() :])
     problem = _problem(calls[0], gold) if single else NO_CALL
-    opening = not calls or re.search(r"\w", response[: calls[0].start()]) is not None
+    opening = not calls or re.search(r"\w", graded[: calls[0].start()]) is not None
     words = " ".join(filter(None, [problem, correction(gold, feedback)]))
     corrected = None
     if single and problem:
-        corrected = f"{response[: calls[0].start()]}{_right_call(gold)}{response[calls[0].end() :]}"
+        thinking = response.removesuffix(graded)
+        corrected = f"{thinking}{graded[: calls[0].start()]}{_right_call(gold)}{graded[calls[0].end() :]}"
     metrics = {"format": float(single), "opening": float(opening)}
     return Verdict(float(problem == ""), words, metrics, corrected=corrected)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.records import PATH_OPTIONS, Row, Tally, accept, data_files, dataset_of, read_rows
+from credit_trl.tasks.records import PATH_OPTIONS, Row, Tally, accept, data_files, dataset_of, read_rows, task_folder
 from credit_trl.tasks.task import TaskOption, batch_of
 from credit_trl.tasks.toolalpaca_protocols import GRADE_BY, golden_calls
 
@@ -62,10 +62,10 @@ def build(
     Args:
         split: `"train"`, `"test"`, or `"all"`, every record of the files.
         path: a raw file (a list of APIs: with `Instances` for training, with `Golden_Answers` for testing), a
-            prepared file (`prompt`, `answer`, `idx`), or a folder with the prepared `<split>.*` or the raw file. Raw
-            instructions are kept, in order, if the JSON of their golden calls has no `$`, the placeholder for the
-            result of another call: 68 of the 100 in `eval_simulated.json`. A prepared file may contain both parts,
-            which its `idx` distinguishes.
+            prepared file (`prompt`, `answer`, `idx`), or a folder (its subfolder `toolalpaca` if it has one) with the
+            prepared `<split>.*` or the raw file. Raw instructions are kept, in order, if the JSON of their golden
+            calls has no `$`, the placeholder for the result of another call: 68 of the 100 in `eval_simulated.json`. A
+            prepared file may contain both parts, which its `idx` distinguishes.
         protocol: protocol of the verifier that the column `task` names, `"field"` or `"strict"`.
         on_malformed: `"raise"`, or `"drop"` to print, count and drop malformed rows.
 
@@ -127,6 +127,7 @@ def _rows(path: str | Path | None, split: str) -> Iterable[Row]:
     path = Path(path)
     if not path.is_dir():
         return read_rows(path)
+    path = task_folder(path, "toolalpaca")
     wanted = ("train", "test") if split == "all" else (split,)
     return (row for part in wanted for row in read_rows(_file_of(path, part)))
 

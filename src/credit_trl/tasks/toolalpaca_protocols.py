@@ -7,7 +7,7 @@ the inputs after `Action Input:` are merged into one dict and compared by Python
 
 **strict** parses the calls: a call is an `Action:` line followed by `Action Input:` with one whole JSON object (nested
 objects allowed, duplicate keys not). Calls are compared one by one and in order, and `true` is not `1`. A golden call
-marked `[Optional]` may be present or absent.
+marked `[Optional]` may be present or absent. Calls before the last `</think>` do not count.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from credit_trl.rollout.verdict import Verdict
+from credit_trl.tasks.completions import answer_part
 
 OPTIONAL = "[Optional]"
 MAX_SHOWN = 500  # characters of the response that feedback repeats
@@ -65,7 +66,8 @@ def _golden_call(call: Any, place: int) -> GoldenCall:
 def grade_by_field(response: str, golden: Sequence[GoldenCall]) -> Verdict:
     """Grade by the field protocol: names as a multiset and merged inputs must match."""
     actions = re.findall(r"Action:\s*(\w+)", response)
-    merged = _merged_inputs(_json_or_none(block) for block in _lazy_blocks(response))
+    blocks = re.findall(r"Action Input:\s*(\{[^}]*\})", response[: response.rfind("}") + 1])  # cut: linear time
+    merged = _merged_inputs(map(_json_or_none, blocks))
     expected_actions, expected_merged = [call.action for call in golden], _merged_inputs(call.input for call in golden)
     mismatches = []
     if Counter(actions) != Counter(expected_actions):
@@ -73,19 +75,6 @@ def grade_by_field(response: str, golden: Sequence[GoldenCall]) -> Verdict:
     if merged != expected_merged:
         mismatches.append(_mismatch("Action inputs", _as_json(merged), _as_json(expected_merged)))
     return _verdict(response, golden, mismatches, bool(actions))
-
-
-def _lazy_blocks(response: str) -> list[str]:
-    r"""Matches of `Action Input:\s*({.*?})`, with `.` matching line breaks, in linear time."""
-    blocks, position = [], 0
-    opening = re.compile(r"Action Input:\s*(?=\{)")
-    while match := opening.search(response, position):
-        end = response.find("}", match.end())
-        if end < 0:
-            break
-        position = end + 1
-        blocks.append(response[match.end() : position])
-    return blocks
 
 
 def _merged_inputs(inputs: Any) -> dict[str, Any]:
@@ -100,10 +89,11 @@ def _merged_inputs(inputs: Any) -> dict[str, Any]:
 
 def grade_strictly(response: str, golden: Sequence[GoldenCall]) -> Verdict:
     """Grade by the strict protocol: calls one by one and in order; optional golden calls may be absent."""
-    calls = strict_calls(response)
+    answer = answer_part(response)
+    calls, start = strict_calls(answer), len(response) - len(answer)
     expected = [(call.action, call.input) for call in golden]
     if _same_sequence(calls, expected):
-        return _verdict(response, golden, [], bool(calls))
+        return _verdict(response, golden, [], bool(calls), start)
     mismatches = []
     names, expected_names = [name for name, _ in calls], [name for name, _ in expected]
     if not _same_sequence(names, expected_names):
@@ -111,7 +101,7 @@ def grade_strictly(response: str, golden: Sequence[GoldenCall]) -> Verdict:
     inputs, expected_inputs = [given for _, given in calls], [given for _, given in expected]
     if not mismatches or not _same(inputs, expected_inputs):
         mismatches.append(_mismatch("Action inputs", _as_json(inputs), _as_json(expected_inputs)))
-    return _verdict(response, golden, mismatches, bool(calls))
+    return _verdict(response, golden, mismatches, bool(calls), start)
 
 
 def strict_calls(response: str) -> list[tuple[str, dict[str, Any] | None]]:
@@ -193,22 +183,25 @@ def _mismatch(what: str, predicted: str, expected: str) -> str:
     return f"{what} mismatch: predicted {shown}, expected {expected}"
 
 
-def _verdict(response: str, golden: Sequence[GoldenCall], mismatches: Sequence[str], has_call: bool) -> Verdict:
+def _verdict(
+    response: str, golden: Sequence[GoldenCall], mismatches: Sequence[str], has_call: bool, start: int = 0
+) -> Verdict:
     return Verdict(
         reward=float(not mismatches),
         feedback="; ".join(mismatches) or None,
         metrics={"answer_format": float(has_call)},
-        corrected=corrected_response(response, golden) if mismatches else None,
+        corrected=corrected_response(response, golden, start) if mismatches else None,
     )
 
 
-def corrected_response(response: str, golden: Sequence[GoldenCall]) -> str | None:
+def corrected_response(response: str, golden: Sequence[GoldenCall], start: int = 0) -> str | None:
     """The response with the golden call in place of its own, and JSON in the same style and order.
 
-    None unless both have exactly one call, which has to be there, with a JSON object in one of the usual styles.
+    None unless both have exactly one call, with a JSON object in one of the usual styles. Text before `start` is kept
+    and its calls are not counted.
     """
-    call = _CALL.search(response)
-    if call is None or response.count("Action:") != 1 or response.count("Action Input:") != 1:
+    call = _CALL.search(response, start)
+    if call is None or response.count("Action:", start) != 1 or response.count("Action Input:", start) != 1:
         return None
     if len(golden) != 1 or not golden[0].readable or golden[0].action.startswith(OPTIONAL):
         return None
