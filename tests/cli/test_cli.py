@@ -372,3 +372,13 @@ def test_version_names_both_packages(capsys):
         cli.main(["--version"])
     assert ended.value.code == 0
     assert re.fullmatch(r"trl \S+, credit-trl \S+\n", capsys.readouterr().out)
+
+
+def test_output_whose_reader_ends_is_no_error():
+    config = "examples/recipes/sciknoweval_qwen3_8b.yaml"
+    line = [sys.executable, "-m", "credit_trl", "credit-plan", "--config", config, "--gpu", "h100"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        process.stdout.close()  # before the command writes
+        error = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert error == ""

@@ -284,18 +284,22 @@ def test_mix_datasets_keeps_rows_and_routes_verifiers(shared_data):
     mixed = mix_datasets([physics, tools])
     assert len(mixed) == len(physics) + len(tools)
     assert set(mixed["task"]) == {"sciknoweval:physics", "toolalpaca"}
-    golden = [f"<answer>{row['answer']}</answer>" for row in physics] + ["Action: none"] * len(tools)
+    assert mixed["task"][:4] == ["sciknoweval:physics", "toolalpaca"] * 2  # the first rows are of all tasks
+    for part in (physics, tools):
+        (name,) = part.unique("task")
+        assert [row["id"] for row in mixed if row["task"] == name] == part["id"][:]
+    golden = ["Action: none" if row["task"] == "toolalpaca" else f"<answer>{row['answer']}</answer>" for row in mixed]
     verdicts = mixed_reward(completions=golden, task=mixed["task"][:], answer=mixed["answer"][:])
-    assert [verdict.reward for verdict in verdicts] == [1.0] * len(physics) + [0.0] * len(tools)
+    assert [verdict.reward for verdict in verdicts] == [float(task != "toolalpaca") for task in mixed["task"]]
     assert {verdict.feedback.split()[0] for verdict in verdicts} == {"Correct", "Actions"}
 
 
 def test_several_names_load_a_mixed_task(shared_data):
     task = load_task("sciknoweval:physics, toolalpaca:strict")
     built = task.build("test", shared_data)
-    assert built["task"][:] == ["sciknoweval:physics"] * 80 + ["toolalpaca:strict"] * 68
+    assert built["task"][:] == ["sciknoweval:physics", "toolalpaca:strict"] * 68 + ["sciknoweval:physics"] * 12
     assert task.reward.__name__ == "sciknoweval:physics, toolalpaca:strict"
-    rows = [built[0], built[-1]]
+    rows = list(built.take(2))
     completions = [f"<answer>{row['answer']}</answer>" for row in rows]
     columns = {key: [row[key] for row in rows] for key in ("answer", "task")}
     batch = task.reward(completions=completions, **columns)
@@ -338,7 +342,7 @@ def part(**columns) -> Dataset:
 
 def test_mix_datasets_keeps_privileged_contexts():
     mixed = mix_datasets({"one": part(privileged_context="z"), "two": part(), "three": part(privileged_context=None)})
-    assert mixed["privileged_context"][:] == ["z", "z", None, None, None, None]
+    assert mixed["privileged_context"][:] == ["z", None, None] * 2
     assert mixed.features["privileged_context"].dtype == "large_string"  # text, for `training.checks`
     assert "privileged_context" not in mix_datasets({"one": part(), "two": part()}).column_names
     only = mix_datasets([part(task="one", privileged_context=None)])

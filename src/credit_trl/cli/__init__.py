@@ -11,6 +11,8 @@ of `run`.
 from __future__ import annotations
 
 import importlib
+import os
+import select
 import signal
 import sys
 from argparse import ArgumentParser
@@ -60,8 +62,9 @@ def _run_trl(command: str, argv: list[str]) -> int:
 
 
 def _run_companion(name: str, argv: list[str]) -> int:
-    from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, suggest
+    from credit_trl.cli.errors import USER_ERRORS, ignore_future_warnings, is_user_error, report_user_error, suggest
 
+    ignore_future_warnings()
     module = importlib.import_module(COMPANIONS[name][0])
     parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False)
     module.add_arguments(parser)
@@ -70,14 +73,28 @@ def _run_companion(name: str, argv: list[str]) -> int:
     if unknown and not passes_unknown:
         parser.error(f"unknown argument {unknown[0]}.{suggest(unknown[0], parser._option_string_actions)}")
     try:
-        return module.run(options, unknown) if passes_unknown else module.run(options)
+        status = module.run(options, unknown) if passes_unknown else module.run(options)
+        sys.stdout.flush()
+        return status
     except USER_ERRORS as error:
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            return 128 + signal.SIGPIPE
         if isinstance(error, TypeError) and not is_user_error(error):
             raise
         return report_user_error(f"trl {name}", error, getattr(module, "ERROR_CODE", 1))
     except KeyboardInterrupt:
         print(f"trl {name}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _output_is_closed() -> bool:
+    """Whether the reader of the output has ended, as `head` does. What is left of the output is then discarded."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _help_parser() -> ArgumentParser:

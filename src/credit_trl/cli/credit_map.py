@@ -244,7 +244,8 @@ def _write_pmi(
         texts.append(f"## {checkpoint.name}\n\n{settings.text}\n\n{pmi.format_reports(reports)}")
     path = _directory(args) / "pmi.md"
     path.write_text("\n".join(texts), encoding="utf-8")
-    print(f"{path}: pMI, contrastive pMI and the anti-genericity bonus of {len(responses)} responses")
+    count = sum(bool(r.contrasts) for r in responses)
+    print(f"{path}: pMI, contrastive pMI and the anti-genericity bonus; responses: {count}")
 
 
 def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 
-from credit_trl.cli.errors import ignore_future_warnings
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
@@ -29,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    ignore_future_warnings()
     from transformers.utils.logging import disable_progress_bar
 
     from credit_trl.cli.quickstart_report import format_result

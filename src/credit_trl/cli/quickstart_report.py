@@ -189,7 +189,7 @@ def _format_credit(result: QuickstartResult) -> str:
     first, last = ({share.name: share for share in shares} for shares in both)
     lines = ["S_t, nats a token          before -> after   share of |S| before"]
     for name in (*result.task.words, "generic"):
-        values = [f"{shares[name].mean_specific:.2f}" if name in shares else "none" for shares in (first, last)]
+        values = [f"{shares[name].mean_specific:z.2f}" if name in shares else "none" for shares in (first, last)]
         share = f"{100 * first[name].share_of_specific:.1f} %" if name in first else ""
         title = "generic (template)" if name == "generic" else name
         lines.append(f"  {title:<20}{values[0]:>8} -> {values[1]:>5}   {share:>12}")

@@ -100,11 +100,11 @@ class Evaluation:
     def __str__(self) -> str:
         lines = [
             f"{self.task}: {self.model}, {len(self.prompts)} prompts × {self.k} samples",
-            f"  avg@{self.k}    {100 * self.score:5.1f} %  95 % CI [{100 * self.low:.1f}, {100 * self.high:.1f}]",
-            *(f"  pass@{k:<4}  {100 * value:5.1f} %" for k, value in self.pass_at.items() if k > 1),
+            f"  {f'avg@{self.k}':<10}{100 * self.score:5.1f} %  95 % CI [{100 * self.low:.1f}, {100 * self.high:.1f}]",
+            *(f"  {f'pass@{k}':<10}{100 * value:5.1f} %" for k, value in self.pass_at.items() if k > 1),
         ]
         if self.majority is not None:
-            lines.append(f"  maj@{self.k}    {100 * self.majority:5.1f} %")
+            lines.append(f"  {f'maj@{self.k}':<10}{100 * self.majority:5.1f} %")
         for name, interval in self.groups.items():
             low, high = 100 * interval.low, 100 * interval.high
             lines.append(f"  {printable(name):<18}{100 * interval.mean:5.1f} %  [{low:.1f}, {high:.1f}]")

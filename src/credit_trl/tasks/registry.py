@@ -169,10 +169,11 @@ def _task_of_row(name: str) -> Task:
 
 
 def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
-    """Concatenate data sets of several tasks, for a run with `mixed_reward`.
+    """Join data sets of several tasks, for a run with `mixed_reward`.
 
-    Keeps the columns that every task has (`prompt`, `answer`, `task`, and `id` if all parts have it), and
-    `privileged_context` if any part has it, `None` in the others.
+    Rows of the parts take turns until each part is used up, so that the first rows are of all tasks. Keeps the columns
+    that every task has (`prompt`, `answer`, `task`, and `id` if all parts have it), and `privileged_context` if any
+    part has it, `None` in the others.
 
     Args:
         parts: data sets with a `task` column, or data sets by task name, which then fills their `task` column.
@@ -181,7 +182,7 @@ def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
         ValueError: a part lacks a column, or has prompts that are not messages of role and content, or an answer or a
             `privileged_context` that is not text. A cast of the answer `5` to "5" would make its verifier reject it.
     """
-    from datasets import Value, concatenate_datasets
+    from datasets import Value, interleave_datasets
 
     from credit_trl.tasks.records import row_features
 
@@ -202,7 +203,8 @@ def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
         parts = [
             part if context in part.column_names else part.add_column(context, [None] * len(part)) for part in parts
         ]
-    return concatenate_datasets([part.select_columns(list(features)).cast(features) for part in parts])
+    parts = [part.select_columns(list(features)).cast(features) for part in parts]
+    return interleave_datasets(parts, stopping_strategy="all_exhausted_without_replacement")
 
 
 def _check_part(part: Dataset, place: int) -> None:

@@ -42,7 +42,8 @@ BASE_EVALUATION = f"{EVALUATIONS_FOLDER}/step-000000"  # before the first step
 _MODELS = ("checkpoint-*", "best-step-*")
 _RECORDS = (EVALUATIONS_FILE, LOG_FILE, RUN_FILE, BEST_FILE, SUMMARY_FILE)
 _EVALUATIONS = f"{EVALUATIONS_FOLDER}/step-*"
-_FILES = (*_RECORDS, _EVALUATIONS, "completions/*", "credit_maps/*")
+_OF_QUICKSTART = ("model", "learning_curve.png", "token_maps.html")
+_FILES = (*_RECORDS, _EVALUATIONS, "completions/*", "credit_maps/*", *_OF_QUICKSTART)
 # The final model. An adapter's configuration that remains would make transformers load that adapter.
 _FINAL_MODEL = (
     *("adapter_*", "*.safetensors", "*.safetensors.index.json", "pytorch_model*", "config.json"),
@@ -115,7 +116,7 @@ def set_aside_earlier_run(folder: Path, base: str = "") -> None:
 
     Args:
         folder: the run directory.
-        base: name or path of the model that the run starts from, which stays if it is in the run directory itself.
+        base: name or path of the model that the run starts from, which stays if it is in the run directory.
     """
     models = _paths(folder, _MODELS)
     has_steps = any(row.get("step", 0) > 0 for row in read_lines(folder / LOG_FILE))
@@ -123,7 +124,8 @@ def set_aside_earlier_run(folder: Path, base: str = "") -> None:
         return
     is_base = bool(base) and Path(base).resolve() == folder.resolve()
     aside = _next_aside(folder)
-    _move([*models, *_paths(folder, _FILES if is_base else _FILES + _FINAL_MODEL)], folder, aside)
+    moved = [*models, *_paths(folder, _FILES if is_base else _FILES + _FINAL_MODEL)]
+    _move([path for path in moved if not base or path.resolve() != Path(base).resolve()], folder, aside)
     if (aside / BASE_EVALUATION).is_dir():
         shutil.copytree(aside / BASE_EVALUATION, folder / BASE_EVALUATION)
     logger.warning(

@@ -268,6 +268,15 @@ def test_runs_with_other_contexts_are_not_mapped_together(saved, tmp_path, capsy
     assert call(credit_map, *line, *both, *SHORT, "--config", tmp_path / "all.yaml") == 0
 
 
+def test_pmi_of_plain_text_without_its_question(saved, tmp_path, capsys):
+    """The prompt has no token without its question."""
+    (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "2 + 2?", "response": "5.", "feedback": "Wrong: 4."}))
+    line = ("--model", saved("m"), "--responses", tmp_path / "own.jsonl", "--contrastive_source", "none", "--pmi")
+    assert call(credit_map, *line, "--output_dir", tmp_path / "out", "--pictures", 0) == 0
+    assert "responses: 1" in capsys.readouterr().out
+    assert "nan" not in (tmp_path / "out" / "pmi.md").read_text("utf-8")
+
+
 def test_folder_that_cannot_be_made_costs_no_samples(saved, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     sampler = "credit_trl.lab.analysis.responses.sample_rollouts"

@@ -87,6 +87,15 @@ def test_no_color_prints_plain_text(monkeypatch):
     assert "\x1b" not in file.getvalue()
 
 
+def test_a_narrow_terminal_cuts_tokens_and_no_numbers():
+    file = io.StringIO()
+    token_map = drawn_map(["a word of many letters ", "text"])
+    tokenmap_terminal.print_map(token_map, "specific", 1.0, console=Console(file=file, width=55))
+    table = file.getvalue()[file.getvalue().index("token") :]
+    assert "a " in table
+    assert not re.search(r"\d…", table)
+
+
 # ------------------------------------------------------------------------------------------------------------ picture
 
 

@@ -225,6 +225,12 @@ def test_prompts_are_those_of_the_first_best_and_last_evaluation(write_run, tmp_
     assert result.cells["A", "letters", BEST].interval.mean == 1.0
 
 
+def test_evaluation_above_runs_hides_none_of_them(write_run, tmp_path):
+    folder = write_run("a", {0: scores(0.2, 1), 10: scores(0.5, 1)}, arm="A")
+    shutil.copy(folder / "evaluations" / "step-000010" / "result.json", tmp_path / "result.json")
+    assert {run.folder for run in compare([tmp_path]).runs} == {folder, tmp_path}
+
+
 def test_evaluation_in_the_folder_of_a_run_does_not_replace_it(write_run, tmp_path):
     folder = write_run("a", {0: scores(0.2, 1), 10: scores(0.5, 1)}, arm="A")
     shutil.copy(folder / "evaluations" / "step-000010" / "result.json", folder / "result.json")

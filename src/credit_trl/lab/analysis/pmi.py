@@ -242,7 +242,10 @@ def measure_pmi(checkpoint: Checkpoint, response: Rollout, config: CreditConfig)
     contexts = rollout_contexts(response, config, checkpoint)
     if not contexts.contrasts or response.contexts is not None:  # `CreditMapCallback` keeps (x', z) and not x' alone
         raise ValueError(f"Response {response.identifier!r} has no contrast prompt to compare with: see `credit-map`.")
-    prompts = [checkpoint.encode(prompt) for prompt in contrast_prompts(response, config)]
+    tokenizer = checkpoint.tokenizer
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    # plain text without its question may have no token
+    prompts = [checkpoint.encode(prompt) or [start] for prompt in contrast_prompts(response, config)]
     settings = CreditSettings.of(config)
     return pmi_report(response.identifier, read_response(checkpoint, contexts, prompts, response.token_ids, settings))
 

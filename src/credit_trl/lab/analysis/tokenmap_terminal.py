@@ -65,7 +65,10 @@ def _strongest(token_map: TokenMap, quantity: str, top: int) -> Table:
     chosen = order if len(order) <= 2 * top else order[:top] + order[-top:]
     table = Table(box=None, pad_edge=False)
     for name in ("t", "token", *QUANTITIES.values()):
-        table.add_column(name, justify="left" if name == "token" else "right")
+        if name == "token":
+            table.add_column(name)
+        else:  # in a narrow terminal the tokens are cut, not the numbers
+            table.add_column(name, justify="right", no_wrap=True, min_width=7 if name != "t" else None)
     columns = {name: token_map.values(name).tolist() for name in QUANTITIES}
     for t in chosen:
         text = Text(token_map.tokens[t].text.replace("\n", ""))

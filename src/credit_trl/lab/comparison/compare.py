@@ -219,10 +219,10 @@ class _ScoreReader:
     measure: str
 
     def scores(self, arm: str, domain: _Domain, when: str) -> _Scores | None:
-        """Scores of an arm on a domain, None without a run. Every arm evaluates the base; one per seed counts."""
+        """Scores of an arm on a domain, None without a run. Every arm evaluates the base; one per model counts."""
         runs = self._runs(arm, domain)
         if arm == BASE:
-            runs = list({run.seed: run for run in reversed(runs)}.values())
+            runs = list({run.model or run.seed: run for run in reversed(runs)}.values())
             runs, steps = sorted(runs, key=self.runs.index), [0] * len(runs)
         else:
             steps = [run.best_step() if when == BEST else run.final_step() for run in runs]
@@ -284,7 +284,7 @@ def _arm_names(runs: Sequence[Run], wanted: Sequence[str] | None) -> list[str]:
         return sorted(found, key=lambda arm: (order.index(arm) if arm in order else len(order), _natural(arm)))
     if unknown := [arm for arm in wanted if arm not in found]:
         raise ValueError(printable(f"No run of arm {', '.join(unknown)}; there are {', '.join(found)}."))
-    return list(wanted)
+    return list(dict.fromkeys(wanted))
 
 
 def _check_seeds(runs: Sequence[Run]) -> None:

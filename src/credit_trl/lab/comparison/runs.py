@@ -300,12 +300,13 @@ def _read_log(folder: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def _run_folders(path: Path) -> list[Path]:
-    if any((path / name).is_file() for name in (RUN_FILE, EVALUATIONS_FILE, RESULT_FILE)):
+    if any((path / name).is_file() for name in (RUN_FILE, EVALUATIONS_FILE)):
         return [path]
     if (path / JOB_FILE).is_file():  # a planned job without a run; it may already hold the base's evaluation
         return []
     below = [child for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
-    return [found for child in below for found in _run_folders(child)]
+    own = [path] if (path / RESULT_FILE).is_file() else []  # an evaluation of a model, which may lie above runs
+    return own + [found for child in below for found in _run_folders(child)]
 
 
 @lru_cache(maxsize=4096)
