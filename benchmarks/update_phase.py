@@ -91,6 +91,10 @@ def _ratios_to_trl(
     return found
 
 
+# Names of the ratios of `short_answers`: what each trial adds.
+_ENDINGS = {"credit": "", "credit, in parts": "_in_parts", "sdpo, 8 micro-batches": "_sdpo_8_micro_batches"}
+
+
 def short_answers(rounds: int, patience: float, results: Results) -> dict[str, Any]:
     """Time and peak at the shape of SmolLM2 and `tool_choice`: with and without a contrast, in parts, and TRL's SDPO.
 
@@ -99,6 +103,7 @@ def short_answers(rounds: int, patience: float, results: Results) -> dict[str, A
     workload = SMOLLM2
     kinds = {"credit": ("credit", workload), "no contrast": ("credit", workload.with_(contrasts=0))}
     kinds |= {"credit, in parts": ("credit", workload.with_(update_tokens=PART)), "sdpo": ("sdpo", workload)}
+    kinds["sdpo, 8 micro-batches"] = "sdpo", workload.with_(micro_batches=8)
     small = {"batch": 2, "completion": 4}  # a full batch would leave its memory to the first round
     with trials(build, kinds) as running:
         in_turns(running, 1, small)
@@ -116,11 +121,12 @@ def short_answers(rounds: int, patience: float, results: Results) -> dict[str, A
         "ratios": {
             "time_ratio": ratio(samples["credit"], samples["sdpo"]),
             "time_ratio_in_parts": ratio(samples["credit, in parts"], samples["sdpo"]),
+            "time_ratio_sdpo_8_micro_batches": ratio(samples["sdpo, 8 micro-batches"], samples["sdpo"]),
             "time_ratio_no_contrast": ratio(samples["no contrast"], samples["sdpo"]),
             "time_ratio_contrast": ratio(samples["credit"], samples["no contrast"]),
             **{
                 name + ending: peaks[kind][length] / peaks["sdpo"][length]
-                for kind, ending in (("credit", ""), ("credit, in parts", "_in_parts"))
+                for kind, ending in _ENDINGS.items()
                 for name, length in (("memory_ratio", workload.completion), ("memory_ratio_longest", LONGEST))
             },
         },
