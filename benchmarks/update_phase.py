@@ -104,7 +104,7 @@ def short_answers(rounds: int, patience: float, results: Results) -> dict[str, A
     kinds = {"credit": ("credit", workload), "no contrast": ("credit", workload.with_(contrasts=0))}
     kinds |= {"credit, in parts": ("credit", workload.with_(update_tokens=PART)), "sdpo": ("sdpo", workload)}
     kinds["sdpo, 8 micro-batches"] = "sdpo", workload.with_(micro_batches=8)
-    small = {"batch": 2, "completion": 4}  # a full batch would leave its memory to the first round
+    small = {"batch": 8, "completion": 4}  # a full batch would leave its memory to the first round
     with trials(build, kinds) as running:
         in_turns(running, 1, small)
         samples = in_turns(running, rounds, {}, patience=patience, results=results)
