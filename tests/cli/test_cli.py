@@ -275,6 +275,17 @@ def test_interrupted_command_prints_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "trl credit-compare: interrupted\n"
 
 
+@pytest.mark.parametrize(("options", "continues"), [([], False), (["--output_dir", "out"], True)])
+def test_interrupted_evaluation_with_a_folder_continues(monkeypatch, capsys, options, continues):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("credit_trl.cli.credit_eval.run", interrupt)
+    assert cli.main(["credit-eval", "--model", "m", "--task", "t", *options]) == 130
+    end = "; the same command continues" if continues else ""
+    assert capsys.readouterr().err == f"trl credit-eval: interrupted{end}\n"
+
+
 def test_arguments_that_accelerate_refuses_are_named_in_one_line(monkeypatch, capfd):
     line = ["--multi_gpu", "--num_processes", "1", "--use_cpu", "true", "--bf16", "false"]
     assert credit.run([*line, "--gradient_accumulation_steps", "4"]) == 2

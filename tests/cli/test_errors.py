@@ -125,7 +125,7 @@ LINES = [
     ("credit-quickstart --contrastive_coef 2", "error: `contrastive_coef` must be in [0, 1], got 2.0"),
     ("credit-quickstart --step 5", "unknown argument --step. Did you mean --steps?"),
     ("credit-quickstart --steps 0", "`steps` must be at least 1"),
-    ("credit-quickstart --world nowhere", "make_base.py --world nowhere"),
+    ("credit-quickstart --world nowhere", "Known worlds: plain, shortcut, style, weak."),
     ("credit-quickstart --output_dir typo.yaml", "typo.yaml"),
     ("credit-eval --model no/such --task quickstart", "couldn't find them"),
     ("credit-eval --model quickstart --task quickstar", "Known tasks"),

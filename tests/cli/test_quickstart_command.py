@@ -94,6 +94,12 @@ def test_report_lists_groups_token_classes_stages_and_paths(result):
     assert report.index("known cues") < report.index("unknown cues") < report.index("holdout cues")
 
 
+def test_report_prints_zero_without_a_sign(result):
+    shares = [replace(share, mean_specific=-1e-4) for share in result.credit_before]
+    report = quickstart_report.format_result(replace(result, credit_before=shares))
+    assert re.search(r"generic \(template\) +0\.00 ->", report)
+
+
 def test_readme_shows_the_printed_report(result):
     """Line by line, except for the numbers."""
 

@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import time
 from contextlib import nullcontext
@@ -125,6 +126,13 @@ def test_scores_follow_from_the_samples(tmp_path):
     )
     assert 0.0 <= result.majority <= 1.0
     assert Evaluation.from_dict(json.loads((tmp_path / "result.json").read_text())) == result
+
+
+def test_printed_scores_are_in_one_column(tmp_path):
+    lines = str(run(tmp_path)[0]).splitlines()
+    assert {line.index(" %") for line in lines if re.match("  (avg|pass|maj)@", line)} == {17}
+    one = evaluate(FakeEngine(), TASK, 1, max_prompts=1, progress=False)
+    assert "1 prompt × 1 sample\n" in str(one)
 
 
 def test_majority_needs_letter_answers_or_answer_of():
@@ -307,6 +315,13 @@ def test_other_evaluation_in_output_dir_raises(tmp_path, change):
     run(tmp_path)
     with pytest.raises(EvaluationMismatchError, match=next(iter(change))):
         run(tmp_path, **change)
+
+
+@pytest.mark.parametrize("content", ["", '{"k": 5', "[]", "\xff"])
+def test_damaged_settings_are_an_error_with_the_file(tmp_path, content):
+    (tmp_path / "settings.json").write_text(content, "latin-1")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path / 'settings.json'))} is not"):
+        run(tmp_path)
 
 
 def test_sample_seeds_are_unique():

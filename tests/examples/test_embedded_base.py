@@ -21,10 +21,9 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.tasks import quickstart
 from credit_trl.tasks.quickstart import GROUPS, SHORTCUT_THOUGHT, TOPIC_OF, draw_question
-from credit_trl.tasks.quickstart_model import load_model, read_base
+from credit_trl.tasks.quickstart_model import WORLDS, load_model, read_base
 
 STUDY = Path(__file__).parents[2] / "examples" / "study"
-WORLDS = ("plain", "shortcut", "style", "weak")
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +120,10 @@ def test_unknown_and_holdout_topics_are_taught_at_chance(study):
     for cases in taught.values():
         assert sum(offered for offered, _ in cases) / len(cases) == pytest.approx(4 / 12, abs=0.05)
         assert sum(right for _, right in cases) / len(cases) == pytest.approx(1 / 12, abs=0.03)
+
+
+def test_package_names_the_worlds_of_the_study(study):
+    assert tuple(study.curriculum.WORLDS) == WORLDS
 
 
 @pytest.mark.parametrize("name", WORLDS)

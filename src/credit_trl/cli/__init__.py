@@ -5,7 +5,7 @@ TRL has no plug-in point for commands, so this package installs its own `trl` sc
 
 A command is a module with `add_arguments(parser)` and `run(args) -> int`, imported when the command is called. A
 module with `PASSES_UNKNOWN_ARGUMENTS = True` receives the arguments that its parser does not define as second argument
-of `run`.
+of `run`. `continues(args) -> bool`, if there is one, says whether the same command line continues an interrupted one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def _run_companion(name: str, argv: list[str]) -> int:
             raise
         return report_user_error(f"trl {name}", error, getattr(module, "ERROR_CODE", 1))
     except KeyboardInterrupt:
-        print(f"trl {name}: interrupted", file=sys.stderr)
+        continues = getattr(module, "continues", lambda _: False)(options)
+        print(f"trl {name}: interrupted{'; the same command continues' if continues else ''}", file=sys.stderr)
         return 128 + signal.SIGINT
 
 

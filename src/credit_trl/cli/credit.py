@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -161,10 +161,11 @@ def launcher_of(argv: list[str]) -> dict[str, Any]:
     return read_launcher(given.accelerate_config or given.config_file, counts)
 
 
-def check_names(parser: ArgumentParser, argv: list[str]) -> None:
+def check_names(parser: ArgumentParser, argv: list[str], own: Iterable[str] = ()) -> None:
     """Check that the training module or accelerate defines every argument of a command line and its YAML file.
 
-    Runs before values are parsed, because TRL's errors about values or the machine would hide a misspelt name.
+    Runs before values are parsed, because TRL's errors about values or the machine would hide a misspelt name. The
+    error may suggest one of `own`, further options of the command, for a name on the line.
     """
     from accelerate.commands.launch import launch_command_parser
 
@@ -178,7 +179,8 @@ def check_names(parser: ArgumentParser, argv: list[str]) -> None:
     unknown = [name for name in on_line if not any(option.startswith(name) for option in options)]  # or abbreviated
     for name in (*in_file, *unknown):
         place = "(on the command line or, without the dashes, in the YAML file)"
-        advice = unknown_option(name.removeprefix("--"), ()) or suggest(name, options - {name})
+        similar = options if name in in_file else options.union(own)
+        advice = unknown_option(name.removeprefix("--"), ()) or suggest(name, similar - {name})
         raise ValueError(f"unknown argument {name} {place}.{advice}")
 
 

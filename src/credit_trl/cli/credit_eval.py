@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sandbox_arguments(parser)
 
 
+def continues(args: argparse.Namespace) -> bool:
+    """Whether samples are stored, so that the same command line continues an interrupted evaluation."""
+    return bool(args.output_dir)
+
+
 def run(args: argparse.Namespace) -> int:
     from credit_trl.evaluation import EvaluationConfig, evaluate
 

@@ -202,6 +202,7 @@ def _check_same_context(paths: list[str], configs: list[CreditConfig]) -> None:
 def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
     """Responses that have a teacher, sampled by the last checkpoint or read from `--responses`."""
     from credit_trl.lab.analysis.responses import read_rollouts, sample_rollouts
+    from credit_trl.lab.analysis.tokenmap_summary import counted
 
     if task is None:
         responses = [r for r in read_rollouts(args.responses, checkpoint, config) if r.privileged]
@@ -227,7 +228,7 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
             f"`contrastive_source={config.contrastive_source!r}`. Raise --max_prompts, or use --contrastive_source "
             "dataset to draw from the task's data."
         )
-    print(f"{len(sampled)} responses to {len(rows)} prompts, {len(responses)} with a teacher")
+    print(f"{counted(len(sampled), 'response')} to {counted(len(rows), 'prompt')}, {len(responses)} with a teacher")
     return responses
 
 
@@ -253,7 +254,7 @@ def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
     from credit_trl.lab.analysis.tokenmap import group_scales
     from credit_trl.lab.analysis.tokenmap_html import write_html
     from credit_trl.lab.analysis.tokenmap_parquet import write_parquet
-    from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
+    from credit_trl.lab.analysis.tokenmap_summary import counted, format_summary, summarize_maps
     from credit_trl.lab.analysis.tokenmap_terminal import print_map
 
     directory, scales = _directory(args), group_scales(maps)
@@ -275,9 +276,8 @@ def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
         print_map(one, args.quantity, scales[one.response.group][args.quantity], palette=args.palette)
     for name, table in branches.items():
         print(f"\n{name}\n{table}")
-    print(
-        f"{directory / 'maps.html'}: {len(maps)} maps, with maps.parquet, summary.md and pictures in the same folder"
-    )
+    count = counted(len(maps), "map")
+    print(f"{directory / 'maps.html'}: {count}, with maps.parquet, summary.md and pictures in the same folder")
 
 
 def _directory(args: argparse.Namespace) -> Path:

@@ -121,12 +121,15 @@ def parse_run(argv: list[str]) -> ParsedRun:
     The training configuration is that of one process of the launch. It is built for a CPU, because the planning
     machine may have no GPU, so the precision is read separately.
     """
-    from credit_trl.cli.credit import config_file, launcher_of, one_config, parse
+    from credit_trl.cli.credit import check_names, config_file, launcher_of, one_config, parse
     from credit_trl.cli.training import make_parser
 
     with one_config(argv) as argv:
         launcher = launcher_of(argv)
         parser = make_parser(prog="trl credit-plan", processes=int(launcher.get("num_processes") or 1))
+        own = argparse.ArgumentParser()
+        add_arguments(own)
+        check_names(parser, argv, own._option_string_actions)
         on_cpu = [*argv, "--use_cpu", "true", "--bf16", "false", "--fp16", "false", "--tf32", "false"]
         script, training, model, *_ = parse(parser, on_cpu)
         wanted = argparse.ArgumentParser(add_help=False, argument_default=None)

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="optimizer steps (default 130, with SmolLM2 40)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--world", default="plain", help="plain (default), or a world pretrained before: shortcut, style"
+        "--world", default="plain", help="plain (default), or a world pretrained before: shortcut, style, weak"
     )
     parser.add_argument("--contrastive_coef", type=float, default=0.1, help="λ; 0 is SDPO (default 0.1)")
     parser.add_argument("--distillation_weight", type=float, default=1.0, help="0 is GRPO (default 1)")

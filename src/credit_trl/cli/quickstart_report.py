@@ -197,6 +197,6 @@ def _format_credit(result: QuickstartResult) -> str:
 
 
 def _format_seconds(seconds: Mapping[str, float], steps: int) -> str:
-    total = sum(seconds.values())
-    lines = [f"{'seconds a step':<24}{total:6.3f}   ({steps} steps in {steps * total:.0f} s)"]
+    total, unit = sum(seconds.values()), "step" if steps == 1 else "steps"
+    lines = [f"{'seconds a step':<24}{total:6.3f}   ({steps} {unit} in {steps * total:.0f} s)"]
     return "\n".join([*lines, *(f"  {stage:<22}{value:6.3f}" for stage, value in seconds.items())])

@@ -206,7 +206,7 @@ def _open(
         return SampleFile(None, wanted)
     path = folder / SETTINGS_FILE
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = _read_settings(path)
         now = json.loads(json.dumps(settings))
         if differing := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
             changes = "; ".join(f"{name}: {before.get(name)!r} there, {now.get(name)!r} now" for name in differing)
@@ -218,6 +218,16 @@ def _open(
     file = SampleFile(folder / SAMPLES_FILE, wanted)
     file.read_answers(read_answer)
     return file
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}. Use another `output_dir`, or remove it.") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is not a JSON object. Use another `output_dir`, or remove it.")
+    return settings
 
 
 @contextmanager

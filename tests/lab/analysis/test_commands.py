@@ -268,12 +268,23 @@ def test_runs_with_other_contexts_are_not_mapped_together(saved, tmp_path, capsy
     assert call(credit_map, *line, *both, *SHORT, "--config", tmp_path / "all.yaml") == 0
 
 
+@pytest.mark.parametrize(("name", "content"), [("own.jsonl", ""), ("own.jsonl", "\n"), ("own.json", "[]")])
+def test_responses_file_without_a_record_is_an_error(saved, tmp_path, capsys, name, content):
+    (tmp_path / name).write_text(content)
+    line = ("--model", saved("m"), "--responses", tmp_path / name, "--output_dir", tmp_path / "out")
+    assert call(credit_map, *line) == 1
+    assert f"{tmp_path / name} has no record." in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_pmi_of_plain_text_without_its_question(saved, tmp_path, capsys):
     """The prompt has no token without its question."""
     (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "2 + 2?", "response": "5.", "feedback": "Wrong: 4."}))
     line = ("--model", saved("m"), "--responses", tmp_path / "own.jsonl", "--contrastive_source", "none", "--pmi")
     assert call(credit_map, *line, "--output_dir", tmp_path / "out", "--pictures", 0) == 0
-    assert "responses: 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "responses: 1" in printed
+    assert "1 map," in printed
     assert "nan" not in (tmp_path / "out" / "pmi.md").read_text("utf-8")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from dataclasses import replace
 
@@ -85,6 +86,15 @@ def test_no_color_prints_plain_text(monkeypatch):
     tokenmap_terminal.print_map(token_map, "specific", 1.0, console=Console(file=file, width=80))
     assert "plain text" in file.getvalue()
     assert "\x1b" not in file.getvalue()
+
+
+def test_output_whose_reader_ends_raises_a_broken_pipe(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    file = os.fdopen(write, "w")
+    monkeypatch.setattr("sys.stdout", file)
+    with pytest.raises(BrokenPipeError), file:
+        tokenmap_terminal.print_map(drawn_map(["text"]), "specific", 1.0)
 
 
 def test_a_narrow_terminal_cuts_tokens_and_no_numbers():

@@ -353,6 +353,13 @@ def test_unfinished_runs_are_compared_only_on_request(write_run, tmp_path):
     assert result.arms == [BASE, "A"]
     assert [run.arm for run in result.unfinished] == ["B"]
     assert compare([tmp_path], include_unfinished=True).cells["B", "letters", FINAL].steps == [5]
+    with pytest.raises(ValueError, match=r"1 unfinished.*`--include_unfinished` \(`include_unfinished=True`\)"):
+        compare([tmp_path / "runs" / "b"])
+
+
+def test_an_arm_named_twice_is_compared_once(write_run, tmp_path):
+    write_run("a", {10: scores(0.6, 1)}, arm="A")
+    assert compare([tmp_path], arms=["A", "A"]).arms == ["A"]
 
 
 def test_differing_sampling_settings_are_listed_with_runs(write_run, tmp_path):
@@ -398,6 +405,16 @@ def test_arms_from_different_models_have_no_common_base(write_run, tmp_path):
     result = compare([tmp_path])
     assert BASE not in result.arms
     assert "started from different models" in tables_markdown(result).partition("## ")[0]
+
+
+def test_base_of_all_seeds_is_one_evaluation(write_run, tmp_path):
+    for seed in (1, 2):
+        write_run(f"a-{seed}", {0: scores(0.2, 1), 10: scores(0.6, seed)}, arm="A", seed=seed, model="org/one")
+    result = compare([tmp_path])
+    assert result.cells[BASE, "letters", FINAL].seeds == 1
+    assert "±" in score_markdown(result, FINAL).splitlines()[2]
+    write_run("a-3", {0: scores(0.2, 1), 10: scores(0.6, 3)}, arm="A", seed=3, model="org/3")
+    assert compare([tmp_path]).cells[BASE, "letters", FINAL].seeds == 2  # a base per seed is separate
 
 
 def test_digits_of_a_model_are_not_taken_for_the_seed(write_run, tmp_path):

@@ -65,6 +65,10 @@ def test_a_run_that_does_not_fit_prints_changes_that_fit(capsys):
     [
         ((*LINE, "--gpu", "abacus"), "unknown GPU 'abacus'"),
         ((*LINE, "--learning_rte", "1"), "Did you mean --learning_rate?"),
+        ((*LINE, "--max_promt", "3"), "Did you mean --max_prompt?"),
+        ((*LINE, "--gpu_mem", "3"), "Did you mean --gpu_memory?"),
+        ((*LINE, "--model_config", "nothere.json"), "`--model_config nothere.json`: no such file"),
+        ((*LINE, "--rows", "5"), "--rows 5: a generation batch of 64 rollouts with `num_generations=8` needs 8"),
         ((*LINE, "--contrastive_coef", "2"), "`contrastive_coef`"),
         ((*LINE, "--num_processes", "3"), "must be divisible by the global batch size (24)"),
         (("--model_name_or_path", "someone/unknown", "--generation_batch_size", "64"), "--model_config"),
@@ -230,6 +234,14 @@ def test_hours_count_generation_batches_and_evaluations(capsys):
     code, out, _ = plan(capsys, *LINE, "--max_steps", "40")
     assert "the run: 5 generation batches" in out  # eight steps each
     assert "give --rows" in plan(capsys, *LINE)[1]
+
+
+def test_counts_of_one_are_singular(capsys):
+    line = [*LINE, "--gradient_accumulation_steps", "8", "--max_steps", "1", "--avg_at_k", "4"]
+    out = plan(capsys, *line)[1]
+    assert "8 prompts x 8 rollouts per generation batch, 1 optimizer step each" in out
+    assert "the run: 1 generation batch," in out
+    assert "and 2 evaluations (give" in out
 
 
 def test_step_of_several_generation_batches_counts_all_of_them(capsys):

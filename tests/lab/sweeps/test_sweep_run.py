@@ -203,6 +203,7 @@ def test_a_job_of_another_launcher_is_retried_until_it_is_free(spec, tmp_path, m
     assert held.wait(30)
     report = run_sweep(one, tmp_path / "out", progress=False)
     assert report.done == [folder]
+    assert str(report) == "1 job done, 0 failed"
     assert released.is_set()
     other.join(10)
 

@@ -101,7 +101,14 @@ def test_directory_names_are_ascii():
         ({"data": {1: 2}}, "`data` must be a mapping of options"),
         ({"accelerate_args": "--num_processes 2"}, "list of arguments"),
         ({"launcher": "slurm"}, "process, inline, accelerate"),
-        ({"config": {"output_dir": "x"}}, "set by the sweep"),
+        ({"config": {"output_dir": "x"}}, "`config.output_dir` is set by the sweep"),
+        ({"grid": {"seed": [0, 1]}}, "`grid.seed` is set by the sweep"),
+        ({"grid": {"method": "SDPO", "resume_from_checkpoint": "x"}}, "`grid.resume_from_checkpoint` is set"),
+        ({"keep_checkpoints": "maybe"}, "true or false, got 'maybe'"),
+        ({"data": {"max_train_rows": "many"}}, "integer of at least 1, got 'many'"),
+        ({"data": {"max_train_rows": 0}}, "integer of at least 1, got 0"),
+        ({"data": {"path": 3}}, "a file or folder, got 3"),
+        ({"data": {"train_split": None}}, "the name of a split, got None"),
         ({"data": {"split": "train"}}, "not split"),
         ({"grid": {"contrastive_coef": [n / 2000 for n in range(1001)]}}, "1,001 combinations"),
         (
@@ -192,6 +199,32 @@ def test_a_number_that_yaml_reads_as_text_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"`learning_rate` is the text '1e-6'.*write 1.0e-06"):
         plan_sweep(spec, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"evaluation": {"k": 2, "eval_steps": 0}}, "`evaluation`: `eval_steps` must be at least 1, got 0"),
+        ({"evaluation": {"max_prompts": "two"}}, "`evaluation`: `max_prompts` must be an integer, got 'two'"),
+        ({"evaluation": {"k": True}}, "`evaluation`: `k` must be an integer, got True"),
+        ({"evaluation": {"temperature": "1e-1"}}, "`evaluation`: `temperature` must be a number"),
+        ({"evaluation": {"keep_best": "no"}}, "`evaluation`: `keep_best` must be true or false"),
+        ({"evaluation": {"split": "nothere"}}, "`evaluation`: Unknown split 'nothere'"),
+        ({"data": {"train_split": "nothere"}}, "`data`: Unknown split 'nothere'"),
+        ({"task": "math", "data": {"path": "nothere.jsonl"}}, "`data`: No file nothere.jsonl"),
+        ({"task": "math", "evaluation": {"path": "nothere.jsonl"}}, "`evaluation`: No file nothere.jsonl"),
+    ],
+)
+def test_evaluation_and_data_are_checked_before_any_job(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        plan_sweep(SweepSpec(**{**MINIMAL, "config": CPU, **change}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_the_hub_are_not_loaded_by_the_check(tmp_path, monkeypatch):
+    monkeypatch.setattr("credit_trl.tasks.math.hub_rows", lambda *args, **options: pytest.fail("rows were loaded"))
+    for task in ("math", "math,quickstart"):
+        assert plan_sweep(SweepSpec(**{**MINIMAL, "config": CPU, "task": task}), tmp_path, write=False)
 
 
 @pytest.mark.parametrize("value", ["2026-01-01", ".inf"])

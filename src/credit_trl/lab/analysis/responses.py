@@ -246,8 +246,11 @@ def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig
 
     Raises:
         RowError: a record is malformed; the message has its row and field.
+        ValueError: the file has no record.
     """
     rows = list(read_rows(path))
+    if not rows:
+        raise ValueError(f"{path} has no record.")
     prompts = [_prompt(row, "prompt", row.get("prompt", (str, list))) for row in rows]
     given = [_given_contrasts(row) for row in rows]
     drawn = given

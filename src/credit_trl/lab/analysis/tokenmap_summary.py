@@ -91,6 +91,11 @@ def summarize_maps(maps: Sequence[TokenMap], *, top: int = 10, min_count: int = 
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 map`, `2 maps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def format_summary(summary: Summary) -> str:
     """Markdown tables of the summary; token strings are inline code without line feeds."""
     shares = ("share of tokens", "share of \\|ΔV\\|", "share of \\|S\\|")
@@ -98,7 +103,7 @@ def format_summary(summary: Summary) -> str:
     for c in summary.classes:
         shown = (f"{share:.3f}" for share in (c.share_of_tokens, c.share_of_delta_v, c.share_of_specific))
         rows.append([c.name, str(c.count), *shown, f"{c.mean_delta_v:+.3f}", f"{c.mean_specific:+.3f}"])
-    parts = [f"{summary.responses} responses, {summary.tokens} tokens"]
+    parts = [f"{counted(summary.responses, 'response')}, {counted(summary.tokens, 'token')}"]
     parts.append(markdown_table(["token class", "tokens", *shares, "mean ΔV", "mean S"], rows))
     for title, strings in (("specific", summary.most_specific), ("generic", summary.most_generic)):
         rows = []

@@ -46,7 +46,14 @@ def print_map(
         body.append(token.text, style=_style(strength, palette))
     coefficient = f" (λ = {token_map.scores.contrastive_coef:g})" if quantity == "advantage" else ""
     legend = Text(f"{symbol}: {meaning}{coefficient}; coloured up to ±{scale:.3g} nats", style="dim")
-    (console or Console()).print(head, Padding(body, (0, 2)), legend, _strongest(token_map, quantity, top))
+    (console or _Console()).print(head, Padding(body, (0, 2)), legend, _strongest(token_map, quantity, top))
+
+
+class _Console(Console):
+    """Console that raises `BrokenPipeError`, for which rich ends the process with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the error, where rich catches it
 
 
 def _style(strength: float, palette: str) -> str:

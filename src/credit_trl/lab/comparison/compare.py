@@ -158,7 +158,7 @@ def compare(
     if not compared:
         raise ValueError(
             f"No finished run has an evaluation or a log ({len(unfinished)} unfinished). Add an `EvaluationCallback`, "
-            "use `trl credit-eval`, or include unfinished runs."
+            "use `trl credit-eval`, or include unfinished runs: `--include_unfinished` (`include_unfinished=True`)."
         )
     names = _arm_names(compared, arms)
     compared = [run for run in compared if run.arm in names]

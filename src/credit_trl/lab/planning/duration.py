@@ -23,10 +23,20 @@ class Schedule:
     eval_batch: int  # samples that one process generates at a time
 
     def batches(self, setup: Setup, updates: float) -> int | None:
-        """Generation batches of the run; None if the number of training rows is unknown."""
+        """Generation batches of the run; None if the number of training rows is unknown.
+
+        Raises:
+            ValueError: the rows do not fill one generation batch, which training refuses too.
+        """
+        prompts = setup.generation_batch // setup.group
+        if self.rows is not None and self.rows < prompts:
+            raise ValueError(
+                f"--rows {self.rows}: a generation batch of {setup.generation_batch} rollouts with "
+                f"`num_generations={setup.group}` needs {prompts} training rows, so no step can be made. Add rows, or "
+                "lower `gradient_accumulation_steps`, `per_device_train_batch_size` or `generation_batch_size`."
+            )
         if self.steps is not None:
             return ceil(self.steps / updates)
-        prompts = setup.generation_batch // setup.group
         return None if self.rows is None else ceil(self.epochs * (self.rows // prompts))
 
     def evaluations(self, batches: int) -> int:

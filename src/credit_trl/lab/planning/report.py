@@ -83,7 +83,7 @@ def _head(plan: Plan) -> str:
     if setup.lora:
         base = f" on {setup.bits}-bit weights" if setup.bits else ""
         trained = f"{'DoRA' if setup.lora.dora else 'LoRA'} of rank {setup.lora.rank}{base}"
-    where = f"{setup.processes} GPU{'s' if setup.processes > 1 else ''} of {setup.gpu.memory / GIB:.0f} GiB"
+    where = f"{_counted(setup.processes, 'GPU')} of {setup.gpu.memory / GIB:.0f} GiB"
     nodes = f" on {setup.machines} nodes" if setup.machines > 1 else ""
     prompts, teacher = setup.generation_batch // setup.group, ""
     if own := setup.teacher_model:
@@ -93,8 +93,8 @@ def _head(plan: Plan) -> str:
     return (
         f"{plan.shape.name}: {plan.shape.parameters / 1e9:.2f} B parameters, {trained}, {setup.strategy}, "
         f"{where}{nodes}\n"
-        f"{teacher}{prompts} prompts x {setup.group} rollouts per generation batch, "
-        f"{plan.work.updates:g} optimizer steps each, C = {setup.contrasts}, {support}"
+        f"{teacher}{_counted(prompts, 'prompt')} x {_counted(setup.group, 'rollout')} per generation batch, "
+        f"{_counted(plan.work.updates, 'optimizer step')} each, C = {setup.contrasts}, {support}"
     )
 
 
@@ -139,11 +139,12 @@ def _run(plan: Plan) -> str:
     run = plan.duration
     if run is None:
         return "the run: give --rows, the number of training rows, for its hours"
-    line = f"the run: {run.batches:,} generation batches, {run.training / 3600:.1f} h"
+    line = f"the run: {_counted(run.batches, 'generation batch', 'es')}, {run.training / 3600:.1f} h"
+    evaluations = _counted(run.evaluations, "evaluation")
     if run.evaluations and run.evaluating is None:
-        return f"{line}, and {run.evaluations} evaluations (give --eval_rows for their hours)"
+        return f"{line}, and {evaluations} (give --eval_rows for their hours)"
     if run.evaluations:
-        line += f", and {run.evaluations} evaluations, {run.evaluating / 3600:.1f} h: {run.hours:.1f} h"
+        line += f", and {evaluations}, {run.evaluating / 3600:.1f} h: {run.hours:.1f} h"
     return line
 
 
@@ -159,3 +160,8 @@ def _conclusion(plan: Plan) -> str:
     if plan.changes is None:
         return f"{refusal} No known change is enough. Use a smaller model, shorter sequences or larger GPUs."
     return f"{refusal} It fits with:\n" + "\n".join(f"  {change}" for change in plan.changes)
+
+
+def _counted(count: float, noun: str, ending: str = "s") -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{f'{count:,}' if isinstance(count, int) else f'{count:g}'} {noun}{'' if count == 1 else ending}"

@@ -136,7 +136,7 @@ def load_shape(name: str, config_file: str | Path | None = None, argument: str =
         argument: argument of the command line that gives this file, for the message.
 
     Raises:
-        ValueError: an unknown name, or a file that is not the configuration of a causal language model.
+        ValueError: an unknown name, a file that does not exist or is not the configuration of a causal language model.
     """
     path = _config_path(name, config_file, argument)
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -155,6 +155,8 @@ def load_shape(name: str, config_file: str | Path | None = None, argument: str =
 
 def _config_path(name: str, config_file: str | Path | None, argument: str) -> Path:
     if config_file is not None:
+        if not Path(config_file).exists():  # transformers would look for it on the Hub
+            raise ValueError(f"`{argument} {config_file}`: no such file.")
         return Path(config_file)
     if name == "quickstart" and not Path(name).is_dir():
         from credit_trl.tasks.model_names import model_path

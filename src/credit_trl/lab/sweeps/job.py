@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from filelock import FileLock, Timeout
@@ -24,10 +24,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from credit_trl.config import CreditConfig
 from credit_trl.evaluation.callback import EvaluationCallback, score_summary
 from credit_trl.tasks.model_names import model_path
-from credit_trl.tasks.registry import load_task
+from credit_trl.tasks.registry import Task, load_task
 from credit_trl.trainer import CreditTrainer
 from credit_trl.training.checkpoints import STATE_FILE
 from credit_trl.training.run_directory import EVALUATIONS_FILE, JOB_FILE, SUMMARY_FILE, read_lines, write_json
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 DONE_FILE = "done.json"
 LOCK_FILE = ".lock"
@@ -96,14 +99,24 @@ def build_trainer(job: Mapping[str, Any], folder: Path) -> CreditTrainer:
     """Build the trainer of a job, the content of its `job.json`, with its log and its evaluation."""
     task = load_task(job["task"])
     data = job["data"]
-    rows = task.build(data.get("train_split", "train"), data.get("path"))
+    rows = build_rows(task, data)
     if data.get("max_train_rows"):
         rows = rows.select(range(min(data["max_train_rows"], len(rows))))
     config = CreditConfig(output_dir=str(folder), seed=job["seed"], **job["config"])
     trainer = CreditTrainer(model_path(job["model"]), task.reward, config, rows)
     trainer.run_log.facts.update(arm=job["arm"], method=job["method"], task=job["task"], base=job["model"])
-    trainer.add_callback(EvaluationCallback(trainer, task, **{"path": data.get("path"), **job["evaluation"]}))
+    trainer.add_callback(EvaluationCallback(trainer, task, **evaluation_options(data, job["evaluation"])))
     return trainer
+
+
+def build_rows(task: Task, data: Mapping[str, Any]) -> Dataset:
+    """Training rows of a task, all of their split, for a job's `data`."""
+    return task.build(data.get("train_split", "train"), data.get("path"))
+
+
+def evaluation_options(data: Mapping[str, Any], evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a job's `EvaluationCallback`, which reads the path of the training rows by default."""
+    return {"path": data.get("path"), **evaluation}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import shutil
 import subprocess
@@ -19,11 +18,10 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from credit_trl.config import CreditConfig
-from credit_trl.evaluation.callback import EvaluationCallback, check_options
+from credit_trl.lab.sweeps.checks import check_data, check_evaluation
 from credit_trl.lab.sweeps.job import BUSY_FILE, DONE_FILE, JobBusy, drop_checkpoints, is_done, read_job, run_job
 from credit_trl.lab.sweeps.spec import Arm, SweepSpec
 from credit_trl.tasks.printable import printable
-from credit_trl.tasks.registry import load_task
 from credit_trl.training.run_directory import BASE_EVALUATION, JOB_FILE, RESULT_FILE, write_atomically, write_json
 
 ERROR_FILE = "error.txt"
@@ -42,7 +40,7 @@ class SweepReport:
     failed: list[Path] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.done)} jobs done, {len(self.failed)} failed"]
+        lines = [f"{len(self.done)} job{'' if len(self.done) == 1 else 's'} done, {len(self.failed)} failed"]
         return "\n".join(lines + [f"  failed: {printable(str(folder))} (see {ERROR_FILE})" for folder in self.failed])
 
 
@@ -52,10 +50,10 @@ def plan_sweep(spec: SweepSpec, output_dir: str | Path, *, write: bool = True) -
     `job.json` is written into each; with `write=False` the arms are only checked.
 
     Raises:
-        ValueError: an invalid configuration of an arm, an unknown task or evaluation option, or a directory that holds
-            another job.
+        ValueError: an invalid configuration of an arm, an unknown task, an invalid evaluation option, rows that cannot
+            be loaded, or a directory that holds another job.
     """
-    _check_evaluation(spec)
+    check_evaluation(spec)
     root = Path(output_dir)
     jobs = {root / arm.slug / f"seed-{seed}": _job(spec, arm, seed) for seed in spec.seeds for arm in spec.arms()}
     for folder, job in jobs.items():
@@ -65,6 +63,8 @@ def plan_sweep(spec: SweepSpec, output_dir: str | Path, *, write: bool = True) -
         except (TypeError, ValueError) as error:
             raise ValueError(f"Arm {job['arm']!r} has an invalid configuration: {error}") from error
         _check_same_job(job, folder)
+    if not all(map(is_done, jobs)):
+        check_data(spec)
     for folder, job in jobs.items():
         if write and not (folder / JOB_FILE).is_file():
             write_json(folder / JOB_FILE, job)
@@ -135,16 +135,6 @@ def _job(spec: SweepSpec, arm: Arm, seed: int) -> dict[str, Any]:
         "evaluation": dict(spec.evaluation),
         "keep_checkpoints": spec.keep_checkpoints,
     }
-
-
-def _check_evaluation(spec: SweepSpec) -> None:
-    load_task(spec.task)
-    own = inspect.signature(EvaluationCallback).parameters.keys() - {"trainer", "task", "options"}
-    passed_on = {name: value for name, value in spec.evaluation.items() if name not in own}
-    try:
-        check_options(spec.evaluation.get("k", 1), passed_on)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`evaluation`: {error}") from error
 
 
 def _check_same_job(job: Mapping[str, Any], folder: Path) -> None:

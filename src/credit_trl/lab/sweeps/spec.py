@@ -131,10 +131,8 @@ class SweepSpec:
             raise ValueError(f"`launcher` must be one of {', '.join(LAUNCHERS)}, got {self.launcher!r}.")
         if len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"`seeds` repeats a seed: {list(self.seeds)}.")
-        if own := [name for name in _JOB_OPTIONS if name in self.config]:
-            raise ValueError(f"`config.{own[0]}` is set by the sweep for every job; remove it.")
-        if unknown := sorted(set(self.data) - set(_DATA_OPTIONS)):
-            raise ValueError(f"`data` has the options {', '.join(_DATA_OPTIONS)}, not {', '.join(unknown)}.")
+        _check_not_set_by_sweep(self.config, "config")
+        self._check_data()
         if (jobs := len(self.arms()) * len(self.seeds)) > MAX_JOBS:
             raise ValueError(f"The sweep has {jobs:,} jobs; at most {MAX_JOBS:,} are allowed. Divide it.")
 
@@ -156,6 +154,20 @@ class SweepSpec:
             )
         if {"{", "}"} & set(self.model.replace("{seed}", "")):
             raise ValueError(f"`model` may contain {{seed}} and no other braces, got {reprlib.repr(self.model)}.")
+        if not isinstance(self.keep_checkpoints, bool):
+            raise ValueError(f"`keep_checkpoints` must be true or false, got {reprlib.repr(self.keep_checkpoints)}.")
+
+    def _check_data(self) -> None:
+        """Raise for an unknown option of `data`, or one of the wrong type."""
+        if unknown := sorted(set(self.data) - set(_DATA_OPTIONS)):
+            raise ValueError(f"`data` has the options {', '.join(_DATA_OPTIONS)}, not {', '.join(unknown)}.")
+        split, path, rows = map({"train_split": "train", **self.data}.get, _DATA_OPTIONS)
+        if not isinstance(split, str):
+            raise ValueError(f"`data.train_split` must be the name of a split, got {reprlib.repr(split)}.")
+        if not isinstance(path, str | None):
+            raise ValueError(f"`data.path` must be a file or folder, got {reprlib.repr(path)}.")
+        if rows is not None and not (_is_integer(rows) and rows >= 1):
+            raise ValueError(f"`data.max_train_rows` must be an integer of at least 1, got {reprlib.repr(rows)}.")
 
     def arms(self) -> list[Arm]:
         """The arms of all grids in order, each once.
@@ -263,12 +275,13 @@ def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
         common: fields of all arms.
 
     Raises:
-        ValueError: an unknown method, or an option that the method sets.
+        ValueError: an unknown method, or an option that the method or the sweep sets.
     """
     options = dict(point)
     method = options.pop("method", "CREDIT")
     if odd := [name for name in options if not isinstance(name, str)]:
         raise ValueError(f"Options of a grid have names, got {odd[0]!r}.")
+    _check_not_set_by_sweep(options, "grid")
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"Unknown method {method!r}: choose among {', '.join(METHODS)}.")
     if method == "CREDIT" and options.get("contrastive_coef", common.get("contrastive_coef")) == 0.0:
@@ -280,8 +293,17 @@ def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
     return Arm(" ".join([method, *shown]), method, {**METHODS[method], **kept})
 
 
+def _check_not_set_by_sweep(options: Mapping[str, Any], field_name: str) -> None:
+    if own := [name for name in _JOB_OPTIONS if name in options]:
+        raise ValueError(f"`{field_name}.{own[0]}` is set by the sweep for every job; remove it.")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_seed(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32
+    return _is_integer(value) and 0 <= value < 2**32
 
 
 def _values(grid: Mapping[str, Any]) -> list[Sequence[Any]]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EMBEDDED_MODEL = "quickstart"
 SHIPPED = Path(__file__).parent / "plain"
 SHIPPED_BASE = ("plain", 0)  # world and seed
+WORLDS = ("plain", "shortcut", "style", "weak")  # that `make_base.py` pretrains
 
 
 def load_model(
@@ -28,7 +29,7 @@ def load_model(
         cache_dir: directory of the bases that are not shipped, by default `$XDG_CACHE_HOME/credit_trl` or
             `~/.cache/credit_trl`.
         world: `"plain"`, or a world in which feedback makes the same words likely under any prompt: `"shortcut"` (one
-            fixed thought) or `"style"` (an opening before the thought).
+            fixed thought), `"weak"` (the same, less likely) or `"style"` (an opening before the thought).
 
     Raises:
         FileNotFoundError: the base is neither shipped nor in the cache directory.
@@ -50,6 +51,10 @@ def base_directory(cache_dir: str | Path | None = None, world: str = "plain", se
     if (world, seed) == SHIPPED_BASE:
         return SHIPPED
     directory = cached_directory(cache_dir, world, seed)
+    if not directory.is_dir() and world not in WORLDS:
+        raise FileNotFoundError(
+            f"No base of the world {world!r} with seed {seed} in {directory}. Known worlds: {', '.join(WORLDS)}."
+        )
     if not directory.is_dir():
         raise FileNotFoundError(
             f"No base of the world {world!r} with seed {seed} in {directory}. Pretrain it first: "
