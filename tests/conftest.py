@@ -8,10 +8,12 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, by the first of these imports that loads the hub's library
 
 from functools import partial
+from importlib.resources import files
 
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
+from trl.chat_template_utils import add_response_schema
 
 from credit_trl import CreditConfig
 from families import build_family
@@ -89,3 +91,14 @@ def make_config(tmp_path):
         )
 
     return make
+
+
+@pytest.fixture
+def parsing() -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with Qwen3's chat template, and the response parser that TRL adds in runs with tools."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = files("trl").joinpath("chat_templates", "qwen3.jinja").read_text("utf-8")
+    tokenizer = add_response_schema(tokenizer)
+    if getattr(tokenizer, "response_template", None) is None:
+        pytest.importorskip("jmespath")  # with which transformers < 5.13 parses
+    return tokenizer

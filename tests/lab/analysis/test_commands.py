@@ -17,9 +17,10 @@ from credit_trl.contexts.contrast import text_similarity
 from credit_trl.contexts.prompts import user_text, without_question
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.responses import analysis_config, read_rollouts, sample_rollouts
+from credit_trl.lab.analysis.responses import analysis_config, grade_rollouts, read_rollouts, sample_rollouts
 from credit_trl.lab.analysis.tokenmap_parquet import read_parquet, write_parquet
-from credit_trl.tasks.registry import load_task
+from credit_trl.rollout.verdict import Verdict
+from credit_trl.tasks.registry import Task, batch_of, load_task
 
 
 def call(module, *line: str) -> int:
@@ -319,6 +320,16 @@ def test_contrast_prompts_come_from_the_configured_source(make_model, tokenizer,
             own = text_similarity(texts)[prompts.index(response.prompt)]
             nearest = sorted((own[i] for i, p in enumerate(prompts) if p != response.prompt), reverse=True)[:3]
             assert [own[prompts.index(other)] for other in response.contrasts] == pytest.approx(nearest)
+
+
+def test_a_map_grades_the_parsed_message_as_training_does(make_model, parsing):
+    graded = []
+    reward = batch_of(lambda response, answer, **_: graded.append(response) or Verdict(1.0), "spy")
+    task = Task("spy", lambda split, path=None: None, lambda response, answer, **_: Verdict(1.0), reward)
+    ids = parsing("<think>\nhotels(Oslo)\n</think>\n\nweather(Oslo)<|im_end|>")["input_ids"]
+    rows = [{"prompt": [{"role": "user", "content": "Rain in Oslo?"}], "answer": "weather(Oslo)"}]
+    grade_rollouts(Checkpoint.of(make_model(), parsing), task, rows, [ids])
+    assert graded == ["weather(Oslo)"]
 
 
 def test_unusable_contrast_source_is_refused(saved, tmp_path, capsys):

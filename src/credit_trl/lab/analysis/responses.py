@@ -19,7 +19,7 @@ from credit_trl.contexts.privileged import PrivilegedContext, decode_completions
 from credit_trl.contexts.prompts import Prompt, user_text, without_question
 from credit_trl.contexts.tokens import ContextColumns
 from credit_trl.evaluation.config import SamplingConfig
-from credit_trl.evaluation.generation import read_responses
+from credit_trl.evaluation.generation import chat_prefixes, read_responses
 from credit_trl.evaluation.protocol import distinct_names
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
@@ -140,7 +140,9 @@ def grade_rollouts(
     checkpoint: Checkpoint, task: Task, rows: Sequence[dict[str, Any]], token_ids: Sequence[Sequence[int]]
 ) -> list[Verdict]:
     """Verdicts of sampled ids by one call of the task's reward function; `rows` are the data set rows of each."""
-    return task_verdicts(task, rows, read_responses(checkpoint.tokenizer, token_ids, checkpoint.end_ids()))
+    prompts = [row["prompt"] for row in rows]
+    prefixes = chat_prefixes(prompts, list(map(checkpoint.encode, prompts)))
+    return task_verdicts(task, rows, read_responses(checkpoint.tokenizer, token_ids, checkpoint.end_ids(), prefixes))
 
 
 def sample_rollouts(
