@@ -56,9 +56,9 @@ def model_map(checkpoint, respond, config) -> TokenMap:
     return map_response(checkpoint, respond("Paris is the capital."), config, alternatives=3)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless browser; skips if none is installed."""
+    """A headless browser; skips if none is installed. Playwright keeps an event loop running until it ends."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install credit-trl[dev]")
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     path = next((found for name in names if (found := shutil.which(name))), None)
