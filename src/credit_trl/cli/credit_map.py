@@ -202,7 +202,7 @@ def _check_same_context(paths: list[str], configs: list[CreditConfig]) -> None:
 def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
     """Responses that have a teacher, sampled by the last checkpoint or read from `--responses`."""
     from credit_trl.lab.analysis.responses import read_rollouts, sample_rollouts
-    from credit_trl.lab.analysis.tokenmap_summary import counted
+    from credit_trl.tasks.printable import counted
 
     if task is None:
         responses = [r for r in read_rollouts(args.responses, checkpoint, config) if r.privileged]
@@ -254,8 +254,9 @@ def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
     from credit_trl.lab.analysis.tokenmap import group_scales
     from credit_trl.lab.analysis.tokenmap_html import write_html
     from credit_trl.lab.analysis.tokenmap_parquet import write_parquet
-    from credit_trl.lab.analysis.tokenmap_summary import counted, format_summary, summarize_maps
+    from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
     from credit_trl.lab.analysis.tokenmap_terminal import print_map
+    from credit_trl.tasks.printable import counted
 
     directory, scales = _directory(args), group_scales(maps)
     write_html(maps, directory / "maps.html", title=args.title)

@@ -12,7 +12,7 @@ from credit_trl.cli.quickstart_tasks import QuickstartTask
 from credit_trl.contexts.prompts import user_text
 from credit_trl.evaluation.statistics import paired_bootstrap
 from credit_trl.lab.analysis.openings import common_openings, frame_rate, own_frame_rate
-from credit_trl.tasks.printable import printable
+from credit_trl.tasks.printable import counted, printable
 from credit_trl.training.run_directory import EVALUATIONS_FILE, EVALUATIONS_FOLDER, LOG_FILE, read_lines
 
 if TYPE_CHECKING:
@@ -197,6 +197,6 @@ def _format_credit(result: QuickstartResult) -> str:
 
 
 def _format_seconds(seconds: Mapping[str, float], steps: int) -> str:
-    total, unit = sum(seconds.values()), "step" if steps == 1 else "steps"
-    lines = [f"{'seconds a step':<24}{total:6.3f}   ({steps} {unit} in {steps * total:.0f} s)"]
+    total = sum(seconds.values())
+    lines = [f"{'seconds a step':<24}{total:6.3f}   ({counted(steps, 'step')} in {steps * total:.0f} s)"]
     return "\n".join([*lines, *(f"  {stage:<22}{value:6.3f}" for stage, value in seconds.items())])

@@ -11,7 +11,7 @@ import numpy as np
 from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.samples import Sample
 from credit_trl.evaluation.statistics import Interval, bootstrap_ci, majority_at_k, pass_at_k
-from credit_trl.tasks.printable import printable
+from credit_trl.tasks.printable import counted, printable
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,8 @@ class Evaluation:
         return logs if self.majority is None else {**logs, f"eval_maj@{self.k}": self.majority}
 
     def __str__(self) -> str:
-        prompts, samples = "prompt" if len(self.prompts) == 1 else "prompts", "sample" if self.k == 1 else "samples"
         lines = [
-            f"{self.task}: {self.model}, {len(self.prompts)} {prompts} × {self.k} {samples}",
+            f"{self.task}: {self.model}, {counted(len(self.prompts), 'prompt')} × {counted(self.k, 'sample')}",
             f"  {f'avg@{self.k}':<10}{100 * self.score:5.1f} %  95 % CI [{100 * self.low:.1f}, {100 * self.high:.1f}]",
             *(f"  {f'pass@{k}':<10}{100 * value:5.1f} %" for k, value in self.pass_at.items() if k > 1),
         ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
-from credit_trl.tasks.printable import markdown_table
+from credit_trl.tasks.printable import counted, markdown_table
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,6 @@ def summarize_maps(maps: Sequence[TokenMap], *, top: int = 10, min_count: int = 
         most_specific=sorted(strings, key=lambda s: -s.mean_specific)[:top],
         most_generic=sorted(strings, key=lambda s: -s.mean_generic_credit)[:top],
     )
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 map`, `2 maps`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def format_summary(summary: Summary) -> str:

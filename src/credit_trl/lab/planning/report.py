@@ -12,6 +12,7 @@ from credit_trl.lab.planning.memory import Memory, memory_of
 from credit_trl.lab.planning.setup import GIB, Setup
 from credit_trl.lab.planning.shape import Shape
 from credit_trl.lab.planning.work import Lengths, Work, default_lengths, work_of
+from credit_trl.tasks.printable import counted
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _head(plan: Plan) -> str:
     if setup.lora:
         base = f" on {setup.bits}-bit weights" if setup.bits else ""
         trained = f"{'DoRA' if setup.lora.dora else 'LoRA'} of rank {setup.lora.rank}{base}"
-    where = f"{_counted(setup.processes, 'GPU')} of {setup.gpu.memory / GIB:.0f} GiB"
+    where = f"{counted(setup.processes, 'GPU')} of {setup.gpu.memory / GIB:.0f} GiB"
     nodes = f" on {setup.machines} nodes" if setup.machines > 1 else ""
     prompts, teacher = setup.generation_batch // setup.group, ""
     if own := setup.teacher_model:
@@ -93,8 +94,8 @@ def _head(plan: Plan) -> str:
     return (
         f"{plan.shape.name}: {plan.shape.parameters / 1e9:.2f} B parameters, {trained}, {setup.strategy}, "
         f"{where}{nodes}\n"
-        f"{teacher}{_counted(prompts, 'prompt')} x {_counted(setup.group, 'rollout')} per generation batch, "
-        f"{_counted(plan.work.updates, 'optimizer step')} each, C = {setup.contrasts}, {support}"
+        f"{teacher}{counted(prompts, 'prompt')} x {counted(setup.group, 'rollout')} per generation batch, "
+        f"{counted(plan.work.updates, 'optimizer step')} each, C = {setup.contrasts}, {support}"
     )
 
 
@@ -139,8 +140,8 @@ def _run(plan: Plan) -> str:
     run = plan.duration
     if run is None:
         return "the run: give --rows, the number of training rows, for its hours"
-    line = f"the run: {_counted(run.batches, 'generation batch', 'es')}, {run.training / 3600:.1f} h"
-    evaluations = _counted(run.evaluations, "evaluation")
+    line = f"the run: {counted(run.batches, 'generation batch', 'es')}, {run.training / 3600:.1f} h"
+    evaluations = counted(run.evaluations, "evaluation")
     if run.evaluations and run.evaluating is None:
         return f"{line}, and {evaluations} (give --eval_rows for their hours)"
     if run.evaluations:
@@ -160,8 +161,3 @@ def _conclusion(plan: Plan) -> str:
     if plan.changes is None:
         return f"{refusal} No known change is enough. Use a smaller model, shorter sequences or larger GPUs."
     return f"{refusal} It fits with:\n" + "\n".join(f"  {change}" for change in plan.changes)
-
-
-def _counted(count: float, noun: str, ending: str = "s") -> str:
-    """`1 GPU`, `2 GPUs`."""
-    return f"{f'{count:,}' if isinstance(count, int) else f'{count:g}'} {noun}{'' if count == 1 else ending}"

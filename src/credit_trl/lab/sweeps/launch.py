@@ -21,7 +21,7 @@ from credit_trl.config import CreditConfig
 from credit_trl.lab.sweeps.checks import check_data, check_evaluation
 from credit_trl.lab.sweeps.job import BUSY_FILE, DONE_FILE, JobBusy, drop_checkpoints, is_done, read_job, run_job
 from credit_trl.lab.sweeps.spec import Arm, SweepSpec
-from credit_trl.tasks.printable import printable
+from credit_trl.tasks.printable import counted, printable
 from credit_trl.training.run_directory import BASE_EVALUATION, JOB_FILE, RESULT_FILE, write_atomically, write_json
 
 ERROR_FILE = "error.txt"
@@ -40,7 +40,7 @@ class SweepReport:
     failed: list[Path] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.done)} job{'' if len(self.done) == 1 else 's'} done, {len(self.failed)} failed"]
+        lines = [f"{counted(len(self.done), 'job')} done, {len(self.failed)} failed"]
         return "\n".join(lines + [f"  failed: {printable(str(folder))} (see {ERROR_FILE})" for folder in self.failed])
 
 
