@@ -15,7 +15,7 @@ from credit_trl.lab.comparison.compare import BASE, BEST, FINAL
 from credit_trl.lab.comparison.report import tables_markdown
 from credit_trl.lab.comparison.runs import differing_options, method_of
 from credit_trl.lab.comparison.tables import contrast_row, p_text, score_markdown, steps_row
-from credit_trl.training.run_directory import write_json
+from credit_trl.training.run_directory import append_lines, write_json
 
 PROMPTS = [f"q{i}" for i in range(40)]
 
@@ -475,3 +475,32 @@ def test_errors_name_missing_and_damaged_runs(tmp_path, write_run):
         (folder / "run.json").write_text(broken)
         with pytest.raises(ValueError, match=r"run\.json is not JSON"):
             compare([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"step": None, "task": "letters", "score": 0.5}, r"evaluations\.jsonl, line 2: `step` is None"),
+        ({"task": "letters", "score": 0.5}, "line 2: `step` is None"),
+        ({"step": 10, "task": "letters", "score": None}, "line 2: `score` is None"),
+        ({"step": 10, "score": 0.5}, "line 2: `task` is None"),
+        ({"step": 15, "task": "letters", "score": 0.5}, r"lacks evaluations/step-000015/result\.json"),
+    ],
+)
+def test_damaged_lines_of_evaluations_are_named(write_run, tmp_path, line, message):
+    append_lines(write_run("a", {10: scores(0.5, 1)}) / "evaluations.jsonl", line)
+    with pytest.raises(ValueError, match=message):
+        compare([tmp_path])
+
+
+@pytest.mark.parametrize("prompts", [None, [], ["q0"], [{"id": "q0", "score": 0.5}]])
+def test_results_without_scores_of_prompts_are_named(write_run, tmp_path, prompts):
+    result = write_run("a", {10: scores(0.5, 1)}) / "evaluations" / "step-000010" / "result.json"
+    write_json(result, {"task": "letters"} | ({} if prompts is None else {"prompts": prompts}))
+    with pytest.raises(ValueError, match=r"step-000010/result\.json has no list `prompts`"):
+        compare([tmp_path])
+
+
+def test_log_lines_without_a_step_are_skipped(write_run):
+    rows = [{"step": 1, "entropy": 0.5}, {"step": "2", "entropy": 1.0}, {"step": None}, {"step": 3, "entropy": 0.25}]
+    assert read_run(write_run("a", {}, log=rows)).series("entropy") == ([1, 3], [0.5, 0.25])

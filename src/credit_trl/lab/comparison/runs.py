@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,8 +71,15 @@ class Run:
         return max(self.steps)
 
     def prompts(self, step: int) -> list[dict[str, Any]]:
-        """Per-prompt results of the evaluation at a step: `id`, `group`, `score`, `majority`, `metrics`."""
+        """Per-prompt results of the evaluation at a step: `id`, `group`, `score`, `majority`, `metrics`.
+
+        Raises:
+            ValueError: the evaluation has no results, or they are damaged.
+        """
         path = (self._evaluation(step) / RESULT_FILE).resolve()
+        if not path.is_file():
+            inside = Path(EVALUATIONS_FOLDER, _step_folder(step), RESULT_FILE)
+            raise ValueError(f"{self.folder} lacks {inside}, the scores of step {step}. Copy the whole run directory.")
         return _prompts(path, path.stat().st_mtime_ns)
 
     def settings(self, step: int) -> dict[str, Any]:
@@ -80,7 +88,7 @@ class Run:
         return _read_object(path) if path.is_file() else {}
 
     def _evaluation(self, step: int) -> Path:
-        inside = self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}"
+        inside = self.folder / EVALUATIONS_FOLDER / _step_folder(step)
         return inside if (inside / RESULT_FILE).is_file() else self.folder
 
     def per_prompt(self, step: int, measure: str = SCORE) -> dict[str, float]:
@@ -114,6 +122,10 @@ class Run:
         """(steps, values) of a logged number; steps without it are skipped."""
         found = [(row["step"], row[name]) for row in self.log if isinstance(row.get(name), int | float)]
         return [step for step, _ in found], [float(value) for _, value in found]
+
+
+def _step_folder(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def find_runs(paths: Iterable[str | Path]) -> list[Run]:
@@ -215,7 +227,7 @@ def read_run(folder: str | Path) -> Run:
         return _evaluated_model(folder, _read_object(folder / RESULT_FILE))
     described = _read_object(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
     log, source = _read_log(folder)
-    evaluations = sorted(read_lines(folder / EVALUATIONS_FILE), key=lambda row: row["step"])
+    evaluations = _read_evaluations(folder / EVALUATIONS_FILE)
     if not described and not log and not evaluations:
         raise FileNotFoundError(f"{folder} holds no run.")
     config = described.get("config", {})
@@ -232,6 +244,24 @@ def read_run(folder: str | Path) -> Run:
         finished=(folder / SUMMARY_FILE).is_file(),
         model=str(described.get("base") or described.get("model") or ""),
     )
+
+
+def _read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """Rows of `evaluations.jsonl`, sorted by step."""
+    rows = read_lines(path)
+    for number, row in enumerate(rows, 1):
+        for name, is_valid in (("step", _is_step), (SCORE, _is_number), ("task", lambda task: isinstance(task, str))):
+            if not is_valid(row.get(name)):
+                raise ValueError(printable(f"{path}, line {number}: `{name}` is {row.get(name)!r}. Remove the line."))
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def method_of(config: Mapping[str, Any]) -> str:
@@ -290,7 +320,7 @@ def _evaluated_model(folder: Path, result: Mapping[str, Any]) -> Run:
 def _read_log(folder: Path) -> tuple[list[dict[str, Any]], str]:
     """(rows, file) of `log.jsonl`, or else of the trainer state with the highest step."""
     if (folder / LOG_FILE).is_file():
-        return [row for row in read_lines(folder / LOG_FILE) if "step" in row], LOG_FILE
+        return [row for row in read_lines(folder / LOG_FILE) if _is_step(row.get("step"))], LOG_FILE
     paths = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
     states = {path: _read_object(path) for path in paths if path.is_file()}
     if not states:
@@ -312,7 +342,14 @@ def _run_folders(path: Path) -> list[Path]:
 @lru_cache(maxsize=4096)
 def _prompts(path: Path, modified_ns: int) -> list[dict[str, Any]]:
     """Prompts of a result file; the modification time makes a rewritten file another key of the cache."""
-    return _read_object(path)["prompts"]
+    prompts = _read_object(path).get("prompts")
+    if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
+        raise ValueError(f"{path} has no list `prompts` with `id`, `group` and `score` of each. Evaluate again.")
+    return prompts
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, dict) and {"id", "group", SCORE} <= value.keys() and isinstance(value["id"], str)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
