@@ -135,6 +135,21 @@ def test_printed_scores_are_in_one_column(tmp_path):
     assert "1 prompt × 1 sample\n" in str(one)
 
 
+def test_a_single_prompt_has_no_interval(tmp_path):
+    one = evaluate(FakeEngine(), TASK, 2, max_prompts=1, output_dir=tmp_path, progress=False)
+    two = evaluate(FakeEngine(), TASK, 2, max_prompts=2, progress=False)  # one of each group
+    assert "%  95 % CI needs at least two prompts\n" in str(one)
+    assert re.search(r"95 % CI \[[\d.]+, [\d.]+\]\n", str(two))
+    assert len(re.findall("^  (even|odd) .*%  needs at least two prompts$", str(two), re.MULTILINE)) == 2
+    assert "nan" not in str(one) + str(two)
+    assert one.log_metrics().keys() == two.log_metrics().keys() - {
+        *(f"eval_avg@2_{end}" for end in ("low", "high")),
+        *(f"eval_{group}/avg@2" for group in ("even", "odd")),
+    }
+    read = Evaluation.from_dict(json.loads((tmp_path / "result.json").read_text()))
+    assert str(read) == str(one)
+
+
 def test_majority_needs_letter_answers_or_answer_of():
     rows = letters().map(lambda row: {"answer": f"{row['answer']}!"})
     task = Task("texts", lambda *a: rows, graded, batch_of(graded, "texts"))

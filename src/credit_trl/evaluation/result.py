@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -84,7 +85,7 @@ class Evaluation:
         return cls(**values)
 
     def log_metrics(self) -> dict[str, float]:
-        """Metrics for a trainer's log."""
+        """Metrics for a trainer's log, without those that are undefined, such as the interval of a single prompt."""
         logs = {
             f"eval_avg@{self.k}": self.score,
             f"eval_avg@{self.k}_low": self.low,
@@ -95,19 +96,21 @@ class Evaluation:
             **{f"eval_{name}": value for name, value in self.metrics.items()},
             **{f"eval_{name}/avg@{self.k}": interval.mean for name, interval in self.groups.items()},
         }
-        return logs if self.majority is None else {**logs, f"eval_maj@{self.k}": self.majority}
+        if self.majority is not None:
+            logs[f"eval_maj@{self.k}"] = self.majority
+        return {name: value for name, value in logs.items() if not math.isnan(value)}
 
     def __str__(self) -> str:
         lines = [
             f"{self.task}: {self.model}, {counted(len(self.prompts), 'prompt')} × {counted(self.k, 'sample')}",
-            f"  {f'avg@{self.k}':<10}{100 * self.score:5.1f} %  95 % CI [{100 * self.low:.1f}, {100 * self.high:.1f}]",
+            f"  {f'avg@{self.k}':<10}{100 * self.score:5.1f} %  95 % CI {_bounds(self.low, self.high)}",
             *(f"  {f'pass@{k}':<10}{100 * value:5.1f} %" for k, value in self.pass_at.items() if k > 1),
         ]
         if self.majority is not None:
             lines.append(f"  {f'maj@{self.k}':<10}{100 * self.majority:5.1f} %")
         for name, interval in self.groups.items():
-            low, high = 100 * interval.low, 100 * interval.high
-            lines.append(f"  {printable(name):<18}{100 * interval.mean:5.1f} %  [{low:.1f}, {high:.1f}]")
+            bounds = _bounds(interval.low, interval.high)
+            lines.append(f"  {printable(name):<18}{100 * interval.mean:5.1f} %  {bounds}")
         lines.append(f"  length {self.mean_length:.1f} tokens, {100 * self.truncated:.1f} % truncated")
         return "\n".join(lines)
 
@@ -173,6 +176,11 @@ def _prompt_score(
         majority=None if golds is None else majority_at_k([s.answer for s in samples], golds[name]),
         metrics=_metric_means(samples),
     )
+
+
+def _bounds(low: float, high: float) -> str:
+    """`[12.5, 40.0]` in percent; a single prompt has no interval."""
+    return "needs at least two prompts" if math.isnan(low) else f"[{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def _interval(bounds: Mapping[str, Any]) -> Interval:
