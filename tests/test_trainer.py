@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 
 from credit_trl import CreditConfig, CreditTrainer, Verdict
@@ -157,6 +157,21 @@ def test_truncation_is_told_to_the_verifier(train):
         return [Verdict(0.0, "x") for _ in completions]
 
     trainer = train(verdicts)
+    end = trainer.processing_class.eos_token_id
+    assert told
+    assert all(flag == (ids[-1] != end) for ids, flag in told)
+
+
+def test_a_streamed_column_does_not_replace_the_truncation_flag(train, dataset):
+    told = []
+
+    def verdicts(completions, completion_ids, truncated, **kwargs):
+        told.extend(zip(completion_ids, truncated, strict=True))
+        return [Verdict(0.0, "x") for _ in completions]
+
+    rows = IterableDataset.from_generator(lambda: ({**row, "truncated": "no"} for row in dataset))
+    assert rows.column_names is None  # the check before training reads the names of columns
+    trainer = train(verdicts, rows)
     end = trainer.processing_class.eos_token_id
     assert told
     assert all(flag == (ids[-1] != end) for ids, flag in told)

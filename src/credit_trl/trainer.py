@@ -231,7 +231,7 @@ class CreditTrainer(ReportingTrainer):
         """Run the reward functions. Sets `_generation_batch` for `_generate_and_score_completions`."""
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         inputs = [
-            {"truncated": ids[-1] not in ends, **row} for row, ids in zip(inputs, completion_ids_list, strict=True)
+            {**row, "truncated": ids[-1] not in ends} for row, ids in zip(inputs, completion_ids_list, strict=True)
         ]
         self._verdicts.clear()
         with self.clock.stage("verdict"):
