@@ -62,7 +62,8 @@ def _run_trl(command: str, argv: list[str]) -> int:
 
 
 def _run_companion(name: str, argv: list[str]) -> int:
-    from credit_trl.cli.errors import USER_ERRORS, ignore_future_warnings, is_user_error, report_user_error, suggest
+    from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, suggest
+    from credit_trl.training.future_warnings import ignore_future_warnings
 
     ignore_future_warnings()
     module = importlib.import_module(COMPANIONS[name][0])

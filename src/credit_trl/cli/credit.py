@@ -16,16 +16,10 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.cli.arguments import at_least
-from credit_trl.cli.errors import (
-    USER_ERRORS,
-    ignore_future_warnings,
-    report_exit_code,
-    report_failed_process,
-    report_user_error,
-    suggest,
-)
+from credit_trl.cli.errors import USER_ERRORS, report_exit_code, report_failed_process, report_user_error, suggest
 from credit_trl.cli.training import make_parser, refuse
 from credit_trl.tasks.registry import check_name
+from credit_trl.training.future_warnings import ignore_future_warnings
 
 if TYPE_CHECKING:
     from trl import TrlParser

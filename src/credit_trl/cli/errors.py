@@ -11,7 +11,6 @@ import os
 import sys
 import sysconfig
 import traceback
-import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,11 +86,6 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """` Did you mean --steps?` for the known name most similar to `name`, or an empty string."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f" Did you mean {close[0]}?" if close else ""
-
-
-def ignore_future_warnings() -> None:
-    """Ignore transformers' `FutureWarning`s about names that TRL uses. A user of the commands cannot act on them."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
 
 
 def is_user_error(error: BaseException) -> bool:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trl import ScriptArguments
 
-from credit_trl.cli.errors import USER_ERRORS, ignore_future_warnings, is_user_error, report_user_error
+from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error
 from credit_trl.sandbox import choose_sandbox
+from credit_trl.training.future_warnings import ignore_future_warnings
 
 if TYPE_CHECKING:
     from datasets import Dataset

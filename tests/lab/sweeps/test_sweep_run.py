@@ -256,6 +256,17 @@ def test_a_failed_job_whose_output_quotes_job_busy_is_failed(spec, tmp_path, mon
     assert "CUDA error" in (folder / ERROR_FILE).read_text()
 
 
+def test_output_of_a_process_has_no_warning_of_a_dependency(spec, tmp_path):
+    config = CONFIG | {"max_steps": 1, "save_steps": 1}
+    own = {"model": "quickstart", "task": "quickstart", "config": config, "data": {"max_train_rows": 8}}
+    one = SweepSpec(**{**vars(spec), **own, "grid": {"method": "SDPO"}, "launcher": "process"})
+    (folder,) = launch.plan_sweep(one, tmp_path / "out")
+    assert launch._run_or_resume(folder, one) == "done"
+    output = (folder / launch.OUTPUT_FILE).read_text()
+    assert "step 1/1" in output
+    assert "FutureWarning" not in output
+
+
 def test_numbers_among_accelerates_arguments_are_text(spec, tmp_path, monkeypatch):
     options = {"grid": {"method": "SDPO"}, "launcher": "accelerate", "accelerate_args": ["--num_processes", 2]}
     one = SweepSpec(**{**vars(spec), **options})

@@ -27,6 +27,7 @@ from credit_trl.tasks.model_names import model_path
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.trainer import CreditTrainer
 from credit_trl.training.checkpoints import STATE_FILE
+from credit_trl.training.future_warnings import ignore_future_warnings
 from credit_trl.training.run_directory import EVALUATIONS_FILE, JOB_FILE, SUMMARY_FILE, read_lines, write_json
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    ignore_future_warnings()
     try:
         run_job(sys.argv[1])
     except JobBusy:
