@@ -19,6 +19,7 @@ from credit_trl import cli
 from credit_trl.cli import credit, training
 from credit_trl.sandbox import PACKAGES
 from credit_trl.tasks.registry import load_task
+from credit_trl.training.preemption import REQUEUE
 from tiny import SHARED_DATA
 
 ROOT = Path(__file__).parents[2]
@@ -292,6 +293,14 @@ def test_arguments_that_accelerate_refuses_are_named_in_one_line(monkeypatch, ca
     error = capfd.readouterr().err
     assert "at least 2 processes" in error
     assert "Traceback" not in error
+
+
+def test_sigterm_outside_of_steps_ends_with_the_code_to_requeue(monkeypatch):
+    monkeypatch.setattr(training, "make_trainer", lambda *args: None)
+    monkeypatch.setattr(training, "train", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        training.run(["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"])
+    assert ended.value.code == REQUEUE
 
 
 def test_evaluation_is_not_written_into_a_training_run(tmp_path, capsys):

@@ -108,12 +108,15 @@ def run(argv: list[str] | None = None) -> int:
     Every `USER_ERRORS` exception before training is a user error. During training, exceptions of other code, such as a
     verifier, keep their traceback.
     """
+    from credit_trl.training.preemption import requeue_on_sigterm
+
     ignore_future_warnings()
     trainer = None
     try:
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
-        trainer = make_trainer(script_args, *others)
-        train(trainer, script_args)
+        with requeue_on_sigterm():
+            trainer = make_trainer(script_args, *others)
+            train(trainer, script_args)
     except USER_ERRORS as error:
         if trainer is not None and not is_user_error(error):
             raise

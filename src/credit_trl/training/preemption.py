@@ -21,7 +21,7 @@ REQUEUE = 75
 
 
 class Preempted(SystemExit):
-    """Raised after the checkpoint; ends the process with exit code `REQUEUE`."""
+    """Raised after the checkpoint or the last step; ends the process with exit code `REQUEUE`."""
 
 
 class SaveOnSigterm(TrainerCallback):
@@ -69,6 +69,27 @@ class SaveOnSigterm(TrainerCallback):
             return self.received
         flag = torch.tensor(float(self.received), device=self.accelerator.device)
         return self.accelerator.reduce(flag, reduction="sum").item() > 0
+
+
+@contextmanager
+def requeue_on_sigterm() -> Iterator[None]:
+    """Raise `Preempted` at once on SIGTERM. It surrounds a run, whose steps `SaveOnSigterm` finishes.
+
+    Before them nothing is lost, and the evaluation after them continues from the samples that it has saved.
+    """
+
+    def end(number: int, frame: Any) -> None:
+        logger.warning(
+            f"SIGTERM: ends with code {REQUEUE}. The same command with `--resume_from_checkpoint latest` continues "
+            "from the last checkpoint, and an evaluation from its samples."
+        )
+        raise Preempted(REQUEUE)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
