@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from credit_trl.tasks import livecodebench, load_task, sciknoweval, toolalpaca
 from credit_trl.tasks import math as math_task
+from credit_trl.tasks.records import FOLDERS
 
 
 def problems(*answers: str) -> list[dict]:
@@ -37,10 +38,28 @@ def test_folders_of_several_tasks_are_read_by_name(tmp_path, shared_data, write_
         assert built[:] == load_task(name).build("test", shared_data / name.partition(":")[0])[:]
     with pytest.raises(FileNotFoundError, match=r"0 files named test\.jsonl.* toolalpaca/test-first-10\.jsonl"):
         load_task("math").build("test", shared_data)
+    write_jsonl(problems("7"), "one/gsm/test.jsonl")
+    assert math_task.build("test", tmp_path / "one")["answer"][:] == ["7"]
     for name in ("aaa", "toolalpaca", "zzz"):
         write_jsonl([{"broken": 1}], f"data/{name}/test.jsonl")
     write_jsonl(problems("1", "2"), "data/math/test.jsonl")
     assert math_task.build("test", tmp_path / "data")["answer"][:] == ["1", "2"]
+
+
+@pytest.mark.parametrize("name", ["livecodebench", "math", "sciknoweval:physics", "toolalpaca"])
+def test_subfolders_of_other_tasks_are_not_read(tmp_path, write_jsonl, name):
+    prepared = {"prompt": "Which?\n\nA: x\nB: y", "system": "s", "answer": "A", "idx": 0}
+    files = {
+        "livecodebench": livecodebench.EXAMPLES.read_text("utf-8"),
+        "math": json.dumps(problems("1")[0]),
+        "sciknoweval": json.dumps(prepared),
+        "toolalpaca": json.dumps({"prompt": "Call.", "answer": '[{"Action": "a", "Action_Input": "{}"}]'}),
+    }
+    assert files.keys() == set(FOLDERS)
+    for other in files.keys() - {name.partition(":")[0]}:
+        write_jsonl([], f"{other}-alone/{other}/train.jsonl").write_text(files[other], encoding="utf-8")
+        with pytest.raises(FileNotFoundError):
+            load_task(name).build("train", tmp_path / f"{other}-alone")
 
 
 def test_toolalpaca_and_livecodebench_read_their_subfolders(tmp_path, write_jsonl, shared_data):

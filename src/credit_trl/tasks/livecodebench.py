@@ -288,7 +288,7 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
         return hub_rows("json", "train", name=f"{hub} {release}", data_files=[f"{prefix}/{file}" for file in files])
     if not Path(path).is_dir():
         return read_rows(path)
-    own = data_files(task_folder(Path(path), "livecodebench"))
+    own = data_files(task_folder(Path(path), "livecodebench"), "livecodebench")
     names = {file.name for file in own}
     is_hub = not names.isdisjoint(FILES.values())
     missing = set(files) - names if is_hub else set()

@@ -161,13 +161,15 @@ def _remark(box: str | None, part: str | None, truncated: bool) -> str:
 
 
 def _files_of(path: Path, split: str) -> list[Path]:
-    """The file of a split or its shards in order, anywhere below a folder, or below its subfolder `math`."""
+    """The file of a split or its shards in order, below a folder's subfolder `math`, or anywhere below the folder but
+    in subfolders for other tasks.
+    """
     if not path.is_dir():
         return [path]
     path = task_folder(path, "math")
     files = data_files(path)
     named = re.compile(rf"{re.escape(split)}(?:-(\d{{5}})-of-(\d{{5}}))?")
-    found = {file: name.groups() for file in files if (name := named.fullmatch(file.stem))}
+    found = {file: name.groups() for file in data_files(path, "math") if (name := named.fullmatch(file.stem))}
     sets = {(file.parent, file.suffix, count) for file, (_, count) in found.items()}
     if len(sets) == 1 and len(found) == int(next(iter(sets))[2] or 1):
         return list(found)

@@ -25,6 +25,8 @@ from credit_trl.tasks.printable import printable
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
+# Tasks that read files, each from the subfolder with its name where there is one.
+FOLDERS = ("livecodebench", "math", "sciknoweval", "toolalpaca")
 SUFFIXES = (".json", ".jsonl", ".parquet")
 PATH_OPTIONS = "`--dataset_path` of `trl credit`, `--path` of its companion commands"
 WHOLE_ROW = "(whole row)"
@@ -195,9 +197,11 @@ def content_hash(rows: Iterable[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def data_files(folder: Path) -> list[Path]:
-    """Data files below a folder, sorted by path."""
-    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+def data_files(folder: Path, task: str = "") -> list[Path]:
+    """Data files below a folder, sorted by path; with `task`, those of its subfolders for other tasks are skipped."""
+    others = [folder / name for name in FOLDERS if task and name != task]
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    return [file for file in files if not any(map(file.is_relative_to, others))]
 
 
 def task_folder(folder: Path, task: str) -> Path:

@@ -173,7 +173,7 @@ def _files_of(folder: Path, split: str, domain: str) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"No file or folder {folder}; pass a data file, or a folder of data files.")
     folder = task_folder(folder, "sciknoweval")
-    files = {file.relative_to(folder).with_suffix("").as_posix(): file for file in data_files(folder)}
+    files = {file.relative_to(folder).with_suffix("").as_posix(): file for file in data_files(folder, "sciknoweval")}
     wanted = ("train", "test") if split == "all" else (split,)
     parts, whole = [(f"{domain}-{part}", f"{domain}/{part}") for part in wanted], [(domain, f"{domain}/{domain}")]
     own = [(*stems, part) for stems, part in zip(parts, wanted, strict=True)]

@@ -134,7 +134,7 @@ def _rows(path: str | Path | None, split: str) -> Iterable[Row]:
 
 def _file_of(folder: Path, part: str) -> Path:
     """File of a part in a folder: prepared (`<part>`, `toolalpaca-<part>`) before raw."""
-    files = {file.stem: file for file in reversed(data_files(folder))}
+    files = {file.stem: file for file in reversed(data_files(folder, "toolalpaca"))}
     for stem in (part, f"toolalpaca-{part}", RAW_FILES[part]):
         if stem in files:
             return files[stem]
