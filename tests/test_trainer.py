@@ -162,6 +162,22 @@ def test_truncation_is_told_to_the_verifier(train):
     assert all(flag == (ids[-1] != end) for ids, flag in told)
 
 
+def test_unclosed_thinking_of_the_prompt_is_told_to_the_verifier(train, tokenizer, monkeypatch):
+    told = []
+
+    def verdicts(completions, completion_ids, **kwargs):
+        told.extend((c[-1]["content"], ids) for c, ids in zip(completions, completion_ids, strict=True))
+        return [Verdict(0.0, "x", corrected=c[-1]["content"] + "!") for c in completions]
+
+    template = tokenizer.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    assert template != tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    trainer = train(verdicts)
+    assert told
+    assert all(text == "<think>" + tokenizer.decode(ids, skip_special_tokens=True) for text, ids in told)
+    assert trainer._generation_batch.corrected == [None] * 8
+
+
 def test_a_streamed_column_does_not_replace_the_truncation_flag(train, dataset):
     told = []
 

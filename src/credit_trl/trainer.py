@@ -39,6 +39,7 @@ from credit_trl.rollout.batch import (
     set_current_turn,
     total_rewards,
 )
+from credit_trl.rollout.thinking import OPEN, open_unclosed_thinking
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration, await_engine
 from credit_trl.teacher.causal_lm import (
@@ -235,10 +236,16 @@ class CreditTrainer(ReportingTrainer):
         ]
         self._verdicts.clear()
         with self.clock.stage("verdict"):
-            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            graded = completions
+            if not (self.tools or self.environment_factories):  # whose completions TRL parses
+                rendered = partial(self._rendered, prompts)
+                graded = open_unclosed_thinking(completions, completion_ids_list, self._tokenizer, rendered)
+            rewards_per_func = super()._calculate_rewards(inputs, prompts, graded, completion_ids_list)
         if self.args.on_verifier_error == "skip":
             share = mask_skipped_rewards(rewards_per_func, self._verdicts.skipped(len(prompts)), self.accelerator)
             self._log_values({"credit/frac_verifier_skipped": share})
+        corrected = self._verdicts.corrected(len(prompts))
+        unclosed = [one is not other for one, other in zip(graded, completions, strict=True)]
         self._generation_batch = GenerationBatch(
             rows=inputs,
             prompts=prompts,
@@ -248,7 +255,7 @@ class CreditTrainer(ReportingTrainer):
             turn_feedback=self._verdicts.turn_feedback(len(prompts)),
             first=self.accelerator.process_index * len(prompts),
             group_size=self.num_generations if self.model.training else self.num_generations_eval,
-            corrected=self._verdicts.corrected(len(prompts)),
+            corrected=[None if is_thinking else text for is_thinking, text in zip(unclosed, corrected, strict=True)],
         )
         return rewards_per_func
 
@@ -339,6 +346,14 @@ class CreditTrainer(ReportingTrainer):
         has_environments = self.environment_factories is not None
         tools = self._env_tools[self._batch_environments[sample]] if has_environments else self.tools
         return chat_renderer(self.processing_class, self._is_vlm, tools, self.chat_template, self.chat_template_kwargs)
+
+    def _rendered(self, prompts: list, sample: int) -> str:
+        """Text of a local sample's prompt with the generation prompt, "" if its template has no thinking."""
+        prompt = prompts[sample]
+        if isinstance(prompt, str):
+            return prompt
+        template = self.chat_template or getattr(self.processing_class, "chat_template", None)
+        return self._renderer(sample)(prompt) if OPEN in str(template) else ""
 
     def _score(self, output: dict[str, Any], contexts: list[TokenContexts]) -> dict[str, Tensor]:
         mask, logps, reduce = loss_mask(output), partial(sampled_logps, self, output), self._sum_over_processes

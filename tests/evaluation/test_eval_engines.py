@@ -176,6 +176,16 @@ def test_texts_and_other_tokenizers_are_not_parsed(parsing, tokenizer):
     assert read_responses(tokenizer, ids, [], prefixes) == read_responses(tokenizer, ids, [])
 
 
+def test_unclosed_thinking_of_the_prompt_is_graded_as_in_training(tokenizer, monkeypatch):
+    template = tokenizer.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    prefix = encode_prompt(tokenizer, PROMPT)
+    ids = [tokenizer(text)["input_ids"] for text in ("draft", "draft</think>done")]
+    cut, whole = read_responses(tokenizer, ids, [], [prefix] * 2)
+    assert (cut.text, cut.message) == ("draft", {"role": "assistant", "content": "<think>draft"})
+    assert (whole.text, whole.message) == ("draft</think>done", None)
+
+
 def test_transformers_engine_parses_responses(make_model, parsing, monkeypatch):
     ids = completion_ids(parsing, THOUGHT)
     monkeypatch.setattr(engines, "generate_ids", lambda model, prompts, *args, **options: [ids] * len(prompts))

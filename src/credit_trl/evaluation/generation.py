@@ -29,7 +29,10 @@ from trl.chat_template_utils import parse_response
 
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.rollout.batch import Prompt
+from credit_trl.rollout.thinking import open_unclosed_thinking
 from credit_trl.tasks.completions import response_text
+
+_LAST_TOKENS = 16  # of a prompt, which contain a tag at its end
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Response:
     text: str  # without special tokens; where there is a `message`, its content
     length: int  # number of tokens, end of turn included
     truncated: bool  # whether it reached the length limit before an end of turn
-    message: dict[str, Any] | None = None  # where the tokenizer parses responses to conversations
+    # In place of the text: where the tokenizer parses responses to conversations, or the text is unclosed thinking
+    message: dict[str, Any] | None = None
 
 
 class SeededChoice(LogitsProcessor):
@@ -162,15 +166,16 @@ def read_responses(
             reward functions, which removes the reasoning from the content.
         ids: completions.
         eos_token_ids: ids that end a completion.
-        prefixes: of each completion, see `chat_prefixes`; without them nothing is parsed.
+        prefixes: of each completion, see `chat_prefixes`; without them nothing is parsed, and no thinking is marked.
     """
     texts = tokenizer.batch_decode([list(row) for row in ids], skip_special_tokens=True)
     ends = set(eos_token_ids)
     decoded = [Response(text, len(row), not row or row[-1] not in ends) for text, row in zip(texts, ids, strict=True)]
-    if prefixes is None or not parses_responses(tokenizer):
+    if prefixes is None:
         return decoded
+    read = _parsed if parses_responses(tokenizer) else _with_opened_thinking
     return [
-        response if prefix is None else _parsed(tokenizer, response, list(row), list(prefix))
+        response if prefix is None else read(tokenizer, response, list(row), list(prefix))
         for response, row, prefix in zip(decoded, ids, prefixes, strict=True)
     ]
 
@@ -188,6 +193,13 @@ def chat_prefixes(prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]]
 def _parsed(tokenizer: Any, response: Response, ids: list[int], prefix: list[int]) -> Response:
     message = parse_response(tokenizer, ids, prefix=prefix)
     return replace(response, text=response_text([message]), message=message)
+
+
+def _with_opened_thinking(tokenizer: Any, response: Response, ids: list[int], prefix: list[int]) -> Response:
+    """The response with the message that training grades where it ends inside thinking that its prompt opened."""
+    plain = [{"role": "assistant", "content": response.text}]
+    [graded] = open_unclosed_thinking([plain], [ids], tokenizer, lambda _: tokenizer.decode(prefix[-_LAST_TOKENS:]))
+    return response if graded is plain else replace(response, message=graded[0])
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, **chat_template_kwargs: Any) -> list[int]:
