@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from credit_trl.lab.analysis.tokentext import display_width, token_texts, visible
+from tiny import build_tokenizer
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -84,6 +85,14 @@ def test_only_control_tokens_are_special(tokenizer):
 
 def test_line_feed_is_marked_and_kept(tokenizer):
     assert shown(tokenizer, "a\nb") == "a↵\nb"
+
+
+def test_added_tokens_of_byte_level_tokenizers_are_shown_as_written():
+    added = ["<｜tool▁calls▁begin｜>", "日本", "<think>"]
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(added)
+    text = "x".join(added)
+    assert shown(tokenizer, text) == text == tokenizer.decode(tokenizer(text)["input_ids"])
 
 
 def test_sentencepiece_bytes_and_spaces_are_read():

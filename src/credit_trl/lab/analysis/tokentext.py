@@ -102,8 +102,9 @@ def _bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
     if token is None:
         return f"⟨id {token_id}⟩".encode()
     kinds = _decoder_kinds(tokenizer)
-    if "ByteLevel" in kinds and all(c in _BYTE_OF for c in token):
-        return bytes(_BYTE_OF[c] for c in token)
+    if "ByteLevel" in kinds:
+        is_bytes = all(c in _BYTE_OF for c in token)  # else an added token such as `<｜tool▁calls▁begin｜>`
+        return bytes(_BYTE_OF[c] for c in token) if is_bytes else token.encode("utf-8", "surrogatepass")
     if "ByteFallback" in kinds and (match := _FALLBACK_BYTE.fullmatch(token)):
         return bytes([int(match[1], 16)])
     if "▁" in token:
