@@ -229,6 +229,25 @@ EQUAL = [  # gold, answer
     (r"\pi", r"\pi~\text{cm}"),
     ("(1,2)", "(1,~2)"),
     ("10000", "10~000"),
+    # units of several numbers
+    (r"6\text{ cm}, 7\text{ cm}", r"7\text{ cm}, 6\text{ cm}"),
+    (r"6\text{ cm and }7\text{ cm}", "6, 7"),
+    (r"6\text{ cm and }7\text{ cm}", r"7\text{ cm and }6\text{ cm}"),
+    ("6, 7", r"6\text{ cm or }7\,\mathrm{cm}."),
+    ("42", r"6\text{ cm} \times 7\text{ cm}"),
+    ("13", r"6\text{ cm}+7\text{ cm}"),
+    (r"3\text{ hours }20\text{ minutes}", r"3\text{ h }20\text{ min}"),
+    (r"x=6\text{ cm}, y=7\text{ cm}", "x=6, y=7"),
+    (r"\frac12\text{ m}^2, \frac13\text{ m}^2", r"\frac13, \frac12"),
+    (r"6\text{ cm}", r"6\text{ cm}=60\text{ mm}"),
+    ("6", r"6\ \text{m}/\text{s}^2"),
+    ("6", r"6\text{ cm}^2 \text{ approximately}"),
+    # repeating decimals
+    (r"\frac13", r"0.\overline{3}"),
+    (r"0.1\overline{6}", r"\frac16"),
+    (r"-\frac{4}{3}", r"-1.\bar{3}"),
+    (r"0.\overline{27}", r"\frac{3}{11}"),
+    ("1", r"0.\overline{9}"),
     # logarithms
     (r"\frac{\pi}{2}\log 2", r"\frac{\pi}{2}\ln 2"),
     (r"\ln 2", r"\log 2"),
@@ -281,6 +300,18 @@ DIFFERENT = [
     (r"\sqrt{x}+1", "√(x+1)"),
     (r"\frac12", "¼"),
     ("p", "~p"),
+    ("6", r"6\text{ cm}, 7\text{ cm}"),
+    ("6", r"6\text{ cm or }7\text{ cm}"),
+    ("6", r"6\text{ cm} \times 7\text{ cm}"),
+    ("3", r"3\text{ if }x>0, 4\text{ otherwise}"),
+    ("3", r"3\text{ hours }20\text{ minutes}"),
+    (r"3\text{ hours }20\text{ minutes}", r"3\text{ hours }40\text{ minutes}"),
+    (r"3\text{ red and }2\text{ blue}", r"2\text{ red and }3\text{ blue}"),
+    (r"6\text{ cm}, 7\text{ cm}", r"6\text{ cm}, 8\text{ cm}"),
+    (r"x=6\text{ cm}, y=7\text{ cm}", r"x=6\text{ cm}, y=8\text{ cm}"),
+    (r"0.\overline{3}", "0.3"),
+    (r"\frac13", r"0.\overline{33}1"),
+    (r"0.\overline{27}", r"0.2\overline{7}"),
     (r"\ln(x)", r"\log_3(x)"),
     ("2", r"\ln 100"),
     (r"\ln 100", "2"),
@@ -306,7 +337,10 @@ def test_answers_that_look_alike_are_different(gold, answer):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("piece", ["√(", r"\log ", r"\equiv ", r"x \equiv 3 \pmod{7}", "~", r"\,", "½", "1~", "$ "])
+@pytest.mark.parametrize(
+    "piece",
+    ["√(", r"\log ", r"\equiv ", r"x \equiv 3 \pmod{7}", "~", r"\,", "½", "1~", "$ ", r"1\text{ a }", r"1.\bar{1}"],
+)
 def test_hostile_notations_finish_in_time(piece):
     math_worker.as_tex(piece * 20_000)
     math_worker.as_tex(rf"{piece * 20_000}\pmod{{7}}")

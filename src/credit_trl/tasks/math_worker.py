@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from credit_trl.sandbox.cores import worker_count
+from credit_trl.tasks.math_notations import with_fractions, without_units
 from credit_trl.tasks.math_operations import moduli, without_moduli
 
 SECONDS = 5.0  # processor time of one comparison
@@ -235,9 +236,10 @@ def as_tex(text: str) -> str:
 
     It has no dollar signs around it, no full stop, no spaces between groups of digits, and `1e-05` is written as
     `1\times 10^{-05}`. Characters such as `√` and `½` are written in TeX. A congruence has no modulus, and its residue
-    alone is left of `x \equiv 3 \pmod{7}`.
+    alone is left of `x \equiv 3 \pmod{7}`. Units of several numbers and repeating decimals are those of
+    `math_notations`.
     """
-    text = text.translate(str.maketrans(_CHARACTERS))
+    text = with_fractions(without_units(text.translate(str.maketrans(_CHARACTERS))))
     for pattern, notation in _NOTATIONS:
         text = pattern.sub(notation, text)
     text = _without_stop(_residue(text)).lstrip("$")
