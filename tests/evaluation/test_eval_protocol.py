@@ -150,6 +150,13 @@ def test_a_single_prompt_has_no_interval(tmp_path):
     assert str(read) == str(one)
 
 
+@pytest.mark.parametrize(("reward", "succeeds"), [(0.6 + 0.3 + 0.1, True), (0.99, False)])
+def test_a_sum_of_rewards_is_a_success_despite_its_rounding(reward, succeeds):
+    assert reward < 1.0
+    task = rewarded(lambda completions, **columns: [reward] * len(completions))
+    assert evaluate(FakeEngine(), task, 2, progress=False).pass_at[2] == succeeds
+
+
 def test_majority_needs_letter_answers_or_answer_of():
     rows = letters().map(lambda row: {"answer": f"{row['answer']}!"})
     task = Task("texts", lambda *a: rows, graded, batch_of(graded, "texts"))

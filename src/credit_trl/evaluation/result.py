@@ -12,6 +12,7 @@ import numpy as np
 from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.samples import Sample
 from credit_trl.evaluation.statistics import Interval, bootstrap_ci, majority_at_k, pass_at_k
+from credit_trl.rollout.batch import is_successful
 from credit_trl.tasks.printable import counted, printable
 
 
@@ -134,7 +135,7 @@ def summarize(
         groups: group by prompt id.
     """
     k = config.k
-    if any(s.reward >= config.success_threshold for s in samples) and not any(s.answer is not None for s in samples):
+    if _successes(samples, config) and not any(s.answer is not None for s in samples):
         golds = None  # the verifier reads answers elsewhere
     prompts = [_prompt_score(samples[i : i + k], config, golds, groups) for i in range(0, len(samples), k)]
     mean, low, high = bootstrap_ci([prompt.score for prompt in prompts], config.n_resamples)
@@ -172,10 +173,14 @@ def _prompt_score(
         id=name,
         group=groups[name],
         score=float(np.mean([s.reward for s in samples])),
-        successes=sum(s.reward >= config.success_threshold for s in samples),
+        successes=_successes(samples, config),
         majority=None if golds is None else majority_at_k([s.answer for s in samples], golds[name]),
         metrics=_metric_means(samples),
     )
+
+
+def _successes(samples: Sequence[Sample], config: EvaluationConfig) -> int:
+    return sum(is_successful([s.reward for s in samples], config.success_threshold))
 
 
 def _bounds(low: float, high: float) -> str:

@@ -251,6 +251,12 @@ def test_steps_to_a_score_are_listed_for_each_run(three_arms):
     assert steps_row(result.steps_to[1])[3:] == ["5, 5, 5", "5"]
 
 
+def test_a_score_reaches_a_target_that_its_rounding_misses(write_run, tmp_path):
+    write_run("a", {10: dict.fromkeys(PROMPTS[:7], 0.1)})
+    assert np.mean([0.1] * 7) < 0.1
+    assert [row.steps for row in compare([tmp_path], targets=[0.1]).steps_to] == [[10]]
+
+
 def test_curves_are_means_and_ranges_over_seeds(three_arms):
     curves = {(c.arm, c.title): c for c in compare([three_arms]).curves}
     entropy = curves["SDPO", "Entropy (nats)"]

@@ -26,6 +26,7 @@ from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditSettings
 from credit_trl.lab.analysis.passes import RolloutContexts, credit_logps
 from credit_trl.lab.analysis.responses import grade_rollouts
+from credit_trl.rollout.batch import is_successful
 from credit_trl.tasks.registry import Task
 
 # (indices of questions, prefixes of responses to them) → one whole response for each prefix.
@@ -209,7 +210,7 @@ def graded_by(checkpoint: Checkpoint, task: Task, rows: Sequence[dict[str, Any]]
 
     def succeeds(questions: Sequence[int], responses: Sequence[Sequence[int]]) -> list[bool]:
         verdicts = grade_rollouts(checkpoint, task, [rows[q] for q in questions], responses)
-        return [verdict.reward is not None and verdict.reward >= 1.0 for verdict in verdicts]
+        return is_successful([float(verdict) for verdict in verdicts], 1.0)
 
     return succeeds
 

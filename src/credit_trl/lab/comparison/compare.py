@@ -22,6 +22,8 @@ BEST, FINAL = "best", "final"
 # With fewer runs of an arm than this, but more than one, the spread between seeds gives no useful interval: a 95 %
 # interval from two seeds is about nine times as wide as from many. The seeds are shown as points instead.
 MIN_SEEDS = 3
+# Error of a mean of equal scores, below which it reaches a target.
+_ROUNDING = 1e-9
 
 # Panels of the paper's dynamics figure and the reward: title and name in the log.
 CURVES = {
@@ -235,7 +237,7 @@ class _ScoreReader:
         """First step of each run of an arm that reaches a target."""
         reached = []
         for run in self._runs(arm, domain):
-            steps = (step for step in run.steps if float(np.mean(self._row(run, domain, step))) >= target)
+            steps = (step for step in run.steps if np.mean(self._row(run, domain, step)) >= target - _ROUNDING)
             reached.append(next(steps, None))
         return StepsTo(arm, domain.name, target, reached)
 
