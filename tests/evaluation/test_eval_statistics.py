@@ -62,6 +62,14 @@ def test_bootstrap_ci_of_equal_scores_and_of_one_prompt():
     assert math.isnan(high)
 
 
+@pytest.mark.parametrize("count", [3, 7, 10, 333])
+@pytest.mark.parametrize("score", [1 / 3, 0.1, 16 / 17])
+def test_bootstrap_ci_of_equal_scores_contains_their_mean(score, count):
+    mean, low, high = bootstrap_ci([score] * count, 50)
+    assert low <= mean <= high
+    assert high - low < 1e-12
+
+
 @pytest.mark.parametrize("scores", [[], [0.1, math.nan], [[0.1, 0.2]]])
 def test_bootstrap_ci_rejects_invalid_scores(scores):
     with pytest.raises(ValueError, match="per_prompt_scores"):

@@ -112,7 +112,8 @@ def bootstrap_ci(
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    return Interval(float(scores.mean()), float(interval.low), float(interval.high))
+    mean = float(scores.mean())  # of equal scores, rounding may put it beside the means of the resamples
+    return Interval(mean, min(float(interval.low), mean), max(float(interval.high), mean))
 
 
 def two_level_ci(
