@@ -306,6 +306,13 @@ def test_summary_escapes_hostile_tokens():
     assert "| `↵` |" in text
 
 
+def test_summary_escapes_hostile_classes():
+    drawn = replace(drawn_map(["a", "b"]), classes=["own|class", "<b>"])
+    text = format_summary(summarize_maps([drawn]))
+    assert text.count("| own\\|class |") == 3  # of classes, and of the most specific and the most generic tokens
+    assert text.count("| &lt;b> |") == 3
+
+
 def test_classes_follow_the_word_of_a_token(tokenizer, respond):
     response = respond("Let's name Paris, the 12 capital\n")
     tokens = token_texts(tokenizer, response.token_ids)

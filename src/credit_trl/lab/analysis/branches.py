@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
-from credit_trl.tasks.printable import markdown_table
+from credit_trl.tasks.printable import markdown_table, plain
 
 # A and B are chosen among the sampled token and the alternatives to which student or teacher gives this probability.
 MIN_PROBABILITY = 0.01
@@ -152,7 +152,7 @@ def format_branches(classes: Sequence[ClassBranches]) -> str:
     for c in classes:
         quartiles = (c.delta, c.s, c.lambda_subtract, c.lambda_guide)
         cells = (f"{q.median:.2f} [{q.lower:.2f}, {q.upper:.2f}]" if q else "–" for q in quartiles)
-        rows.append([c.name, str(c.count), str(c.rising), *cells])
+        rows.append([plain(c.name), str(c.count), str(c.rising), *cells])
     title = (
         "Branches of generic tokens and an input-specific token B: median [quartiles]; δ and s of the likeliest "
         "generic token A, λ_c of all of them, where some δ > 0."

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
-from credit_trl.tasks.printable import counted, markdown_table
+from credit_trl.tasks.printable import counted, markdown_table, plain
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ def format_summary(summary: Summary) -> str:
     rows: list[list[str]] = []
     for c in summary.classes:
         shown = (f"{share:.3f}" for share in (c.share_of_tokens, c.share_of_delta_v, c.share_of_specific))
-        rows.append([c.name, str(c.count), *shown, f"{c.mean_delta_v:+.3f}", f"{c.mean_specific:+.3f}"])
+        rows.append([plain(c.name), str(c.count), *shown, f"{c.mean_delta_v:+.3f}", f"{c.mean_specific:+.3f}"])
     parts = [f"{counted(summary.responses, 'response')}, {counted(summary.tokens, 'token')}"]
     parts.append(markdown_table(["token class", "tokens", *shares, "mean ΔV", "mean S"], rows))
     for title, strings in (("specific", summary.most_specific), ("generic", summary.most_generic)):
         rows = []
         for s in strings:
             means = (f"{mean:+.3f}" for mean in (s.mean_specific, s.mean_generic_credit, s.mean_delta_v))
-            rows.append([_code(s.text), s.class_name, str(s.count), *means])
+            rows.append([_code(s.text), plain(s.class_name), str(s.count), *means])
         columns = (f"most {title} token", "class", "times", "mean S", "mean ΔV − S", "mean ΔV")
         parts.append(markdown_table(columns, rows, left=2))
     return "\n\n".join(parts) + "\n"
