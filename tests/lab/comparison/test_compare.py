@@ -12,7 +12,7 @@ import pytest
 from credit_trl.evaluation.statistics import holm, paired_bootstrap, two_level_ci
 from credit_trl.lab.comparison import compare, find_runs, read_run, write_report
 from credit_trl.lab.comparison.compare import BASE, BEST, FINAL
-from credit_trl.lab.comparison.report import tables_markdown
+from credit_trl.lab.comparison.report import remarks, tables_markdown
 from credit_trl.lab.comparison.runs import differing_options, method_of
 from credit_trl.lab.comparison.tables import contrast_row, p_text, score_markdown, steps_row
 from credit_trl.training.run_directory import append_lines, write_json
@@ -131,6 +131,13 @@ def test_arms_with_different_seeds_are_not_paired_by_seed(write_run, tmp_path):
     (final, best) = compare([tmp_path]).contrasts
     assert not final.paired_seeds
     assert (final.when, best.when) == (FINAL, BEST)
+
+
+def test_arms_with_different_seeds_have_a_remark(three_arms):
+    assert not [remark for remark in remarks(compare([three_arms])) if "seeds" in remark]
+    shutil.rmtree(three_arms / "SDPO-2")
+    [remark] = remarks(compare([three_arms]))
+    assert "(letters: CREDIT λ=0.1 1, 2, 3; GRPO 1, 2, 3; SDPO 1, 3)" in remark
 
 
 def test_two_runs_with_one_name_and_seed_are_an_error(write_run, tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 
 from credit_trl.lab.comparison.compare import BEST, FINAL, Comparison
 from credit_trl.lab.comparison.figures import THEMES, curves_figure, scores_figure
-from credit_trl.lab.comparison.runs import Run, differing_options, has_one_base
+from credit_trl.lab.comparison.runs import Run, differing_options, differing_seeds, has_one_base
 from credit_trl.lab.comparison.tables import (
     CONTRAST_COLUMNS,
     STEPS_COLUMNS,
@@ -116,6 +116,11 @@ def remarks(comparison: Comparison) -> list[str]:
         found.append(
             "Runs with one name count as seeds of one arm, but these also differ in options, which widens the "
             f"intervals: {'. '.join(different)}. Name the arms (`arm` in {RUN_FILE}), or compare fewer runs."
+        )
+    if seeds := differing_seeds([run for run in comparison.runs if run.evaluations]):
+        found.append(
+            f"Arms have different seeds ({'. '.join(seeds)}), so differences between them are not paired by seed. "
+            "Train the missing ones (`trl credit-sweep` continues), or compare only runs of common seeds."
         )
     if not has_one_base(comparison.runs):
         found.append("Runs of one seed started from different models, so there is no common base to compare with.")

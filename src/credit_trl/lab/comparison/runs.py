@@ -208,6 +208,20 @@ def _differ_in_the_seed_only(runs: Sequence[Run]) -> bool:
     )
 
 
+def differing_seeds(runs: Sequence[Run]) -> list[str]:
+    """Seeds of each arm, one line per task whose arms have different ones."""
+    lines = []
+    for task in dict.fromkeys(run.task for run in runs):
+        seeds: dict[str, list[int]] = {}
+        for run in runs:
+            if run.task == task and run.seed is not None:
+                seeds.setdefault(run.arm, []).append(run.seed)
+        if len({frozenset(own) for own in seeds.values()}) > 1:
+            listed = (f"{arm} {', '.join(map(str, sorted(own)))}" for arm, own in seeds.items())
+            lines.append(f"{task}: {'; '.join(listed)}")
+    return lines
+
+
 def has_one_base(runs: Sequence[Run]) -> bool:
     """Whether all runs of a task and seed started from the same model, as far as it is recorded."""
     first = {(run.task, run.seed): run.model for run in reversed(runs)}
