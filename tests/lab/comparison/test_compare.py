@@ -517,3 +517,12 @@ def test_results_without_scores_of_prompts_are_named(write_run, tmp_path, prompt
 def test_log_lines_without_a_step_are_skipped(write_run):
     rows = [{"step": 1, "entropy": 0.5}, {"step": "2", "entropy": 1.0}, {"step": None}, {"step": 3, "entropy": 0.25}]
     assert read_run(write_run("a", {}, log=rows)).series("entropy") == ([1, 3], [0.5, 0.25])
+
+
+@pytest.mark.timeout(60)
+def test_links_to_a_folder_above_end_no_search(write_run, tmp_path):
+    folder = write_run("a", {10: scores(0.5, 1)})
+    for name in ("latest", "other", "third"):
+        (tmp_path / "runs" / name).symlink_to(tmp_path / "runs")
+    (tmp_path / "runs" / "0").symlink_to(folder)
+    assert [run.folder for run in find_runs([tmp_path])] == [folder]

@@ -136,7 +136,7 @@ def find_runs(paths: Iterable[str | Path]) -> list[Run]:
     """
     runs: dict[Path, Run] = {}
     for path in map(Path, paths):
-        folders = sorted(_run_folders(path))
+        folders = sorted(_run_folders(path, set()))
         if not folders:
             raise FileNotFoundError(
                 f"{path} holds no run: no {RUN_FILE}, {EVALUATIONS_FILE} or {RESULT_FILE} at any depth. Train with "
@@ -343,14 +343,19 @@ def _read_log(folder: Path) -> tuple[list[dict[str, Any]], str]:
     return states[last].get("log_history", []), str(last.relative_to(folder))
 
 
-def _run_folders(path: Path) -> list[Path]:
+def _run_folders(path: Path, seen: set[Path]) -> list[Path]:
+    """Runs in a directory at any depth. Directories in `seen` are skipped, as a link may lead back to them."""
+    if path.resolve() in seen:
+        return []
+    seen.add(path.resolve())
     if any((path / name).is_file() for name in (RUN_FILE, EVALUATIONS_FILE)):
         return [path]
     if (path / JOB_FILE).is_file():  # a planned job without a run; it may already hold the base's evaluation
         return []
     below = [child for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
+    below.sort(key=lambda child: (child.is_symlink(), child.name))  # a run is named by its own path
     own = [path] if (path / RESULT_FILE).is_file() else []  # an evaluation of a model, which may lie above runs
-    return own + [found for child in below for found in _run_folders(child)]
+    return own + [found for child in below for found in _run_folders(child, seen)]
 
 
 @lru_cache(maxsize=4096)
