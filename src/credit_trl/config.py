@@ -624,6 +624,8 @@ def _check_types(config: CreditConfig) -> None:
         fix = _without_quotes(value)
         if fix and words and "str" not in kinds:  # transformers would fail later, or take "false" for true
             raise ValueError(f"`{one.name}` is the text {value!r} instead of {words[0]}.{fix}")
+        if isinstance(value, float) and "int" in kinds and "float" not in kinds:  # fails in the first step, if at all
+            raise ValueError(f"`{one.name}` must be a whole number, got {value!r}.")
 
 
 @functools.cache

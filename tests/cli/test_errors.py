@@ -51,6 +51,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "typo.yaml").write_text("task: quickstart\nmodel_name_or_path: quickstart\ncontrastive_coeff: 0.1\n")
     (tmp_path / "latin.yaml").write_bytes("task: café\n".encode("latin-1"))
     (tmp_path / "no_yaml.yaml").write_text("task: [quickstart\n")
+    (tmp_path / "windows.yaml").write_text(r'output_dir: "C:\Users\me\runs"')
     (tmp_path / "grid.yaml").write_text("contrastive_coef: [0.1, 0.2]\n")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "run.json").write_text("{")
@@ -111,6 +112,7 @@ LINES = [
     ("credit --config typo.yaml", "unknown argument --contrastive_coeff (on the command line or"),
     ("credit --config typo.yaml", "Did you mean --contrastive_coef?"),
     ("credit --config no_yaml.yaml", "no_yaml.yaml"),
+    ("credit --config windows.yaml", "A path with backslashes needs single quotes, or none."),
     ("credit --config nowhere.yaml", "nowhere.yaml"),
     ("credit --config", "give its path"),
     ("credit --config grid.yaml", "`contrastive_coef` must be a number, got [0.1, 0.2]"),

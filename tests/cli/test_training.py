@@ -62,12 +62,18 @@ def test_limits_of_rows_below_one_name_their_option():
         ("q.jsonl", None, "`--dataset_path .*q.jsonl`: no such file"),
         ("q.txt", "x", "`--dataset_path .*q.txt`: expected one of .jsonl"),
         ("q.jsonl", '{"prompt": ', "`--dataset_path .*q.jsonl` cannot be read: "),
+        (
+            "q.jsonl",
+            '{"prompt": "1+1="}\n{"prompt": "1+2="},',
+            r"line 2 is no JSON object \(Extra data",
+        ),
+        ("q.jsonl", '{"prompt": "é"}', "q.jsonl` is not text in UTF-8"),
         ("q.jsonl", "", "`--dataset_path .*q.jsonl` cannot be read: it is empty"),
     ],
 )
 def test_unreadable_data_files_are_named_in_one_line(tmp_path, file, text, message):
     if text is not None:
-        (tmp_path / file).write_text(text)
+        (tmp_path / file).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message) as raised:
         load(dataset_path=str(tmp_path / file))
     assert "\n" not in str(raised.value)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 import warnings
 
+import huggingface_hub
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Json, Value
 
 from credit_trl import CreditTrainer, Verdict, cli
 from credit_trl.training.metrics import CreditWarning
@@ -83,6 +84,7 @@ OPTIONS = {
     "empty micro-batch": ({"per_device_train_batch_size": 0}, "got 0", "at least 1"),
     "no accumulation": ({"gradient_accumulation_steps": 0}, "got 0", "at least 1"),
     "negative rate": ({"learning_rate": -1e-6}, "got -1e-06", "1e-6"),
+    "half a step": ({"max_steps": 1.5}, "max_steps", "whole number, got 1.5"),
     "number as text": ({"learning_rate": "1e-6"}, "'1e-6'", "1.0e-06"),
     "unknown loss": ({"loss_type": "ppo"}, "got 'ppo'", "grpo, dapo"),
     "unknown scale": ({"scale_rewards": "std"}, "got 'std'", "group, batch, none"),
@@ -138,7 +140,41 @@ def without_template():
     return tokenizer
 
 
+def texts_and_messages():
+    prompts = [["1+1="], "2+1="] * 6
+    prompts = [p if isinstance(p, str) else [{"role": "user", "content": p[0]}] for p in prompts]
+    columns = {"prompt": prompts, "answer": ["1"] * 12}
+    return Dataset.from_dict(columns, features=Features({"prompt": Json(), "answer": Value("string")}))
+
+
+class Grader:
+    def __call__(self, completions, **kwargs):
+        return [1.0] * len(completions)
+
+
 TRAINERS = {
+    "conversations instead of prompts": (
+        lambda: {"train_dataset": questions().rename_column("prompt", "messages")},
+        "messages, answer|answer, messages",
+        "dataset.map(lambda row: {'prompt': row['messages'][:-1]",
+    ),
+    "columns without a question": (
+        lambda: {"train_dataset": questions().remove_columns("prompt")},
+        "its columns are answer",
+        "dataset.rename_column(..., 'prompt')",
+    ),
+    "prompts of both forms": (
+        lambda: {"train_dataset": texts_and_messages()},
+        "row 1 of `train_dataset`",
+        "Write all",
+    ),
+    "empty question": (
+        lambda: {"train_dataset": questions(prompt=[{"role": "user", "content": " "}])},
+        "row 0 of `train_dataset`",
+        "drop the row",
+    ),
+    "reward that is a number": (lambda: {"reward_funcs": 3}, "is 3, which cannot be called", "Give a function"),
+    "reward that is a class": (lambda: {"reward_funcs": Grader}, "`Grader` is a class", "Give an instance"),
     "question instead of prompt": (
         lambda: {"train_dataset": questions().rename_column("prompt", "question")},
         "prompt, answer|question",
@@ -281,6 +317,7 @@ LINES = {
     "configuration that is no file": (["credit", "--config", "run.yml"], "run.yml", "No such file"),
     "configuration without its file": (["credit", "--config"], "--config", "give its path"),
     "list as a configuration": (["credit", "--config", "list.yaml"], "list.yaml", "`option: value`"),
+    "option set twice": (["credit", "--config", "twice.yaml"], "`max_steps`", "Remove one"),
     "second configuration that is a list": (
         ["credit", "--config", "a.yaml", "--config", "list.yaml"],
         "list",
@@ -312,6 +349,32 @@ BUILT = {
         "rewards.wrong",
         "no `wrong`",
     ),
+    "reward named by its file": (
+        ["--model_name_or_path", "quickstart", "--reward_funcs", "rewards.py:right", "--dataset_path", "q.jsonl"],
+        "rewards.py:right",
+        "such as rewards.right",
+    ),
+    "misspelt reward": (
+        ["--model_name_or_path", "quickstart", "--reward_funcs", "rewards.rigth", "--dataset_path", "q.jsonl"],
+        "no `rigth`",
+        "Did you mean right?",
+    ),
+    "reward as a task": (
+        ["--model_name_or_path", "quickstart", "--task", "rewards:right"],
+        "the function `right` has no function `build`",
+        "`--reward_funcs`",
+    ),
+    "folder that does not exist": (
+        ["--model_name_or_path", "./quickstart", "--task", "quickstart"],
+        "no model folder `./quickstart`",
+        "Give its path",
+    ),
+    "misspelt model": (
+        ["--model_name_or_path", "quikstart", "--task", "quickstart"],
+        "`quikstart`",
+        "Did you mean `quickstart`",
+    ),
+    "dashboard that is not installed": ([*TASK, "--report_to", "swanlab"], "swanlab", "pip install"),
     "checkpoint that does not exist": ([*TASK, "--resume_from_checkpoint", "runs/1"], "runs/1", "`latest`"),
     "avg@k without a task": ([*OWN, "--dataset_path", "q.jsonl", "--avg_at_k", "4"], "--avg_at_k", "--task NAME"),
     "filter that drops everything": ([*TASK, "--max_prompt_tokens", "1"], "--max_prompt_tokens 1", "Raise it"),
@@ -325,6 +388,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "q.txt").write_text("1+1=")
     (tmp_path / "damaged.jsonl").write_text('{"prompt": ')
     (tmp_path / "list.yaml").write_text("- task\n")
+    (tmp_path / "twice.yaml").write_text("max_steps: 3\ntask: quickstart\nmax_steps: 5\n")
     (tmp_path / "a.yaml").write_text("task: quickstart\n")
     (tmp_path / "rewards.py").write_text("def right(completions, **kwargs):\n    return [1.0] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
@@ -357,6 +421,7 @@ def test_mistaken_data_of_a_command_are_one_line(capsys, monkeypatch, mistake):
     monkeypatch.setattr(CreditTrainer, "_generate", lambda self, prompts: pytest.fail("a completion was generated"))
     line, value, fix = BUILT[mistake]
     small = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--output_dir", "run"]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     code = training.run([*line, *small, "--use_cpu", "true", "--bf16", "false", "--max_steps", "1"])
     printed = capsys.readouterr().err
     assert code == 2

@@ -189,9 +189,16 @@ def config_file(argv: list[str]) -> dict[str, Any]:
         raise ValueError("`--config` names a YAML file: give its path.")
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+            text = file.read()
+        node, content = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+    except yaml.YAMLError as error:
+        backslash = "\nA path with backslashes needs single quotes, or none." if "escape" in str(error) else ""
+        raise ValueError(f"{path} is not YAML: {error}{backslash}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must contain a YAML mapping, `option: value` on each line.")
+    names = [key.value for key, _ in node.value]
+    if repeated := next((name for name in content if names.count(name) > 1), None):
+        raise ValueError(f"{path} sets `{repeated}` twice. Remove one, of which YAML would ignore the first.")
     return content

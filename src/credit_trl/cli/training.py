@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
+import re
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trl import ScriptArguments
 
-from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error
+from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, suggest
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.future_warnings import ignore_future_warnings
 
@@ -121,6 +123,10 @@ def run(argv: list[str] | None = None) -> int:
         if trainer is not None and not is_user_error(error):
             raise
         return _report(error)
+    except RuntimeError as error:  # of transformers, for an integration that is not installed
+        if trainer is not None or not is_user_error(error):
+            raise
+        return _report(error)
     except KeyboardInterrupt:  # which the launcher receives and reports, too
         return 128 + signal.SIGINT
     return 0
@@ -143,6 +149,7 @@ def make_trainer(
     """Build the trainer with its data, verifier, model and evaluation."""
     from trl import get_peft_config, get_quantization_config
 
+    from credit_trl.tasks.model_names import naming_model
     from credit_trl.trainer import CreditTrainer
     from credit_trl.training.checkpoints import checkpoint_to_resume
     from credit_trl.training.preemption import SaveOnSigterm
@@ -160,15 +167,16 @@ def make_trainer(
         eval_dataset = eval_dataset and drop_long_prompts("evaluation", eval_dataset, *limits)
     if training_args.teacher_model_name_or_path is not None:
         training_args.teacher_model_name_or_path = resolve_model(training_args.teacher_model_name_or_path)
-    trainer = CreditTrainer(
-        model=model,
-        reward_funcs=reward_funcs,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    with naming_model(model):
+        trainer = CreditTrainer(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
     if (data := script_args.task or script_args.dataset_name or script_args.dataset_path) is not None:
         trainer.run_log.facts["task"] = data
     trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
@@ -266,12 +274,9 @@ def load_data(
 
 def import_function(name: str) -> Any:
     """Import the function of `module.name` or `module:name`, also from the working directory."""
-    from trl import rewards
-
     module, _, function = name.replace(":", ".").rpartition(".")
-    if not module:
-        example = f"{'trl.rewards' if hasattr(rewards, name) else 'my_module'}.{name}"
-        raise ValueError(f"`--reward_funcs {name}`: expected a dotted import path such as {example}.")
+    if not all(part.isidentifier() and part != "py" for part in (*module.split("."), function)):
+        raise ValueError(f"`--reward_funcs {name}`: expected a dotted import path such as {_dotted_path(name)}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -283,8 +288,18 @@ def import_function(name: str) -> Any:
             f"`--reward_funcs {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
         ) from error
     if not hasattr(found, function):
-        raise ValueError(f"`--reward_funcs {name}`: {module} has no `{function}`.")
+        raise ValueError(f"`--reward_funcs {name}`: {module} has no `{function}`.{suggest(function, vars(found))}")
     return getattr(found, function)
+
+
+def _dotted_path(name: str) -> str:
+    """The dotted import path that was meant by a name without a module, or by a file with or without a function."""
+    from trl import rewards
+
+    file = re.fullmatch(r"(?:.*[/\\])?(\w+)(?:\.py|[.:])+(\w*)", name)
+    if file is not None:
+        return f"{file[1]}.{file[2] or 'my_reward'}"
+    return f"{'trl.rewards' if hasattr(rewards, name) else 'my_module'}.{name if name.isidentifier() else 'my_reward'}"
 
 
 def resolve_model(name: str | None) -> str:
@@ -331,12 +346,40 @@ def _local_files(script_args: CreditScriptArguments) -> Any:
         if loader is None or not Path(path).is_file():
             problem = "no such file" if loader else f"expected one of {', '.join(_LOADERS)}"
             raise ValueError(f"`--{option} {path}`: {problem}.")
+        if loader != "parquet":
+            _check_encoding(option, path)
         try:
             splits[split] = load_dataset(loader, data_files=path, split="train", streaming=streams)
         except (DatasetGenerationError, StopIteration, ValueError) as error:  # StopIteration: an empty file
-            problem = error.__cause__ or str(error) or "it is empty"
+            problem = _unreadable_line(path) or error.__cause__ or str(error) or "it is empty"
             raise ValueError(f"`--{option} {path}` cannot be read: {problem}") from error
     return (IterableDatasetDict if streams else DatasetDict)(splits)
+
+
+def _check_encoding(option: str, path: str) -> None:
+    """Raise for a file that is not UTF-8, which `datasets` would notice when a row is read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            for _ in file:
+                pass
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`--{option} {path}` is not text in UTF-8 ({error}). Save it as UTF-8.") from error
+
+
+def _unreadable_line(path: str) -> str:
+    """`line 3 is no JSON object (…): '…'` for the first such line of a file of JSON lines, or an empty string."""
+    if Path(path).suffix != ".jsonl":
+        return ""
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                read = json.loads(line) if line.strip() else {}
+            except ValueError as error:
+                read = error
+            if not isinstance(read, dict):
+                why = f" ({read})" if isinstance(read, ValueError) else ""
+                return f"line {number} is no JSON object{why}: {line.strip()[:80]!r}"
+    return ""
 
 
 def _split(data: Any, name: str, option: str) -> Any:
@@ -359,8 +402,10 @@ def drop_long_prompts(name: str, dataset: Any, model: str, limit: int, options: 
     from transformers import AutoTokenizer
 
     from credit_trl.evaluation.generation import encode_prompt
+    from credit_trl.tasks.model_names import naming_model
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    with naming_model(model):
+        tokenizer = AutoTokenizer.from_pretrained(model)
     kept = dataset.filter(lambda row: len(encode_prompt(tokenizer, row["prompt"], **options)) <= limit)
     if hasattr(kept, "__len__"):
         if len(kept) == 0:

@@ -27,7 +27,7 @@ from credit_trl.evaluation.generation import (
     read_responses,
 )
 from credit_trl.rollout.batch import Prompt
-from credit_trl.tasks.model_names import model_path
+from credit_trl.tasks.model_names import model_path, naming_model
 from credit_trl.teacher.models import eval_mode
 
 
@@ -141,7 +141,8 @@ class TransformersEngine(_LocalEngine):
             raise ValueError(f"The transformers engine takes `chat_template_kwargs`, not {', '.join(unknown)}.")
         path = model_path(name)
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device)
+        with naming_model(name):
+            model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device)
         return cls(model, AutoTokenizer.from_pretrained(path), name=name, **options)
 
     def identity(self) -> str:

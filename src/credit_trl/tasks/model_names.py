@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from credit_trl.tasks.quickstart_model import EMBEDDED_MODEL, SHIPPED
 from credit_trl.tasks.smollm2 import SMOLLM2, smollm2_directory
 
@@ -10,7 +16,34 @@ def model_path(name: str) -> str:
     """Directory of the model for `"quickstart"` and `"smollm2"`; any other path or hub name unchanged.
 
     `"smollm2"` is downloaded on first use, see `smollm2.smollm2_directory`.
+
+    Raises:
+        ValueError: the name can only be a path, and there is no such folder.
     """
     if name == SMOLLM2:
         return smollm2_directory()
-    return str(SHIPPED) if name == EMBEDDED_MODEL else name
+    if name == EMBEDDED_MODEL:
+        return str(SHIPPED)
+    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith((".", "-"))
+    if not Path(name).is_dir() and (not is_hub_name or Path(name).exists()):
+        raise ValueError(
+            f"The model `{name}`: no such folder. Give its path, or a name of the Hub such as owner/model."
+        )
+    return name
+
+
+@contextmanager
+def naming_model(name: str) -> Iterator[None]:
+    """Name the model that is loaded inside in transformers' error of a missing connection.
+
+    Raises:
+        OSError: the model is not in the cache, and the hub cannot be reached.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not str(error).startswith("We couldn't connect to"):
+            raise
+        close = difflib.get_close_matches(name, [EMBEDDED_MODEL, SMOLLM2], n=1)
+        near = f" Did you mean `{close[0]}`?" if close else " A local model is named by its folder."
+        raise OSError(f"The model `{name}` is neither a folder nor in the cache.{near} {error}") from error

@@ -113,7 +113,9 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
         return found
     for part in ("build", "verify"):
         if not callable(getattr(found, part, None)):
-            raise TypeError(f"Task {name!r}: {found!r} has no function `{part}`; a task needs `build` and `verify`.")
+            what = f"the {type(found).__name__} `{getattr(found, '__name__', None) or type(found).__name__}`"
+            fix = "; a reward function alone is given by `--reward_funcs`" if inspect.isfunction(found) else ""
+            raise TypeError(f"Task {name!r}: {what} has no function `{part}`. A task needs `build` and `verify`{fix}.")
     verify = _with_options(found.verify, verify_options, name)
     batch = getattr(found, "reward", None)
     reward = batch_of(verify, name) if batch is None else _with_options(batch, verify_options, name)

@@ -298,8 +298,7 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             raise ValueError(f"`{name}` has no rows. Give rows, or set `eval_strategy='no'` without `eval_dataset`.")
         if "prompt" not in columns and environment_factory is None:
             raise ValueError(
-                f"`{name}` has no column `prompt`; its columns are {', '.join(columns)}. Rename the column that holds "
-                "the question: dataset.rename_column('question', 'prompt')."
+                f"`{name}` has no column `prompt`; its columns are {', '.join(columns)}. {_prompt_remedy(columns)}"
             )
         if args.distillation_weight > 0.0 and {"image", "images"} & set(columns):
             raise ValueError(_NO_IMAGES)
@@ -326,6 +325,23 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             "`prompt` column. Use `contrastive_source='batch'` with two prompts or more in a generation batch, or "
             "`contrastive_source='none'`."
         )
+
+
+# Names under which data sets have the question; of the last two only the messages before the answer.
+_QUESTIONS = ("question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
+
+
+def _prompt_remedy(columns: Sequence[str]) -> str:
+    """Say how to make the column `prompt` of the column that seems to hold the question."""
+    held = next((name for name in _QUESTIONS if name in columns), None)
+    if held in ("messages", "conversations"):
+        return (
+            "A prompt is the messages before the answer: "
+            f"dataset.map(lambda row: {{'prompt': row[{held!r}][:-1], 'answer': row[{held!r}][-1]['content']}})."
+        )
+    if held is None:
+        return "Rename the one that holds the question: dataset.rename_column(..., 'prompt')."
+    return f"Rename the column that holds the question: dataset.rename_column({held!r}, 'prompt')."
 
 
 def _check_types(name: str, dataset: Any, columns: Sequence[str]) -> None:
@@ -409,6 +425,8 @@ def check_prompts(
         step = max(len(dataset) // _MEASURED_ROWS, 1)
         prompts = dataset.select(range(0, len(dataset), step)).select_columns("prompt")["prompt"]
         lengths = [len(str(prompt)) if prompt else 0 for prompt in prompts]
+        if texts := [row for row, prompt in enumerate(prompts) if isinstance(prompt, str)]:
+            _check_all_text(name, prompts, texts[0], step)
         for row in dict.fromkeys((lengths.index(max(lengths)), lengths.index(min(lengths)), 0)):
             place = f"row {row * step} of `{name}`"
             if has_images(prompts[row] or ()):
@@ -424,18 +442,31 @@ def check_prompts(
             _check_length(args, place, len(ids), positions, warn)
 
 
+def _check_all_text(name: str, prompts: Sequence[Any], text: int, step: int) -> None:
+    """Raise where prompts are messages although that of row `text` is text: TRL takes one form for a whole batch."""
+    other = next((row for row, prompt in enumerate(prompts) if isinstance(prompt, list)), None)
+    if other is not None:
+        raise ValueError(
+            f"The prompt of row {text * step} of `{name}` is text and that of row {other * step} is a list of "
+            "messages. Write all as messages, [{'role': 'user', 'content': text}], or all as text."
+        )
+
+
 def _encoded(args: CreditConfig, place: str, prompt: Any, encode: Callable[[Any], list[int]]) -> list[int]:
+    empty = f"The prompt of {place} is empty ({prompt!r}). Fill the column `prompt`, or drop the row."
     if not prompt:
-        raise ValueError(f"The prompt of {place} is empty ({prompt!r}). Fill the column `prompt`, or drop the row.")
+        raise ValueError(empty)
     try:
-        if args.distillation_weight > 0.0:
-            user_text(prompt)  # the teacher's turn
-        return encode(prompt)
+        text = user_text(prompt) if args.distillation_weight > 0.0 else "unread"  # the teacher's turn
+        ids = encode(prompt)
     except Exception as error:  # a template is a program
         raise ValueError(
             f"The prompt of {place} cannot be encoded ({type(error).__name__}: {error}). A prompt is text, or a list "
             "of messages `{'role': 'user', 'content': '...'}` that the tokenizer's chat template renders."
         ) from error
+    if not text.strip():
+        raise ValueError(empty)
+    return ids
 
 
 def _check_length(
@@ -502,11 +533,12 @@ def check_reward_columns(
 
     Raises:
         ValueError: a column is missing, `remove_unused_columns` drops it, or the function takes no argument of that
-            name. Without this check, the first call fails after a generation.
+            name; or a reward function cannot be called. Without this check, the first call fails after a generation.
     """
     if rollout_func is not None:
         return
     funcs = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
+    _check_callable(funcs)
     funcs = [func for func in funcs if callable(func) and not isinstance(func, nn.Module)]
     passed = _PASSED | ({"environments"} if has_environments else set())
     for dataset_name, dataset in datasets.items():
@@ -532,6 +564,18 @@ def check_reward_columns(
                 )
             kept = [name for name in columns if name in _KEPT or not remove_unused]
             _check_takes_all(func, passed - {"truncated"} | set(kept) - _RENAMED.keys())
+
+
+def _check_callable(funcs: Iterable[Any]) -> None:
+    """Raise where a reward function is a class, or neither callable nor the name of a reward model."""
+    for func in funcs:
+        if inspect.isclass(func):
+            raise ValueError(f"Reward function `{func.__name__}` is a class. Give an instance with `__call__`.")
+        if func is not None and not callable(func) and not isinstance(func, str):
+            raise ValueError(
+                f"A reward function is {func!r}, which cannot be called. Give a function of `completions` that "
+                "returns one `Verdict(reward, feedback)` or number for each."
+            )
 
 
 def _check_takes_all(func: Callable[..., Any], passed: Set[str]) -> None:

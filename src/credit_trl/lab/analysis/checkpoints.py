@@ -19,7 +19,7 @@ from credit_trl.contexts.prompts import Prompt
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import encode_prompt, end_of_turn_ids, generate_ids, pad_id
 from credit_trl.loss.trust_region import TrustRegion
-from credit_trl.tasks.model_names import model_path
+from credit_trl.tasks.model_names import model_path, naming_model
 from credit_trl.teacher.models import ADAPTER_NAME, TEACHER_FILE, CopyTeacher, Teacher
 from credit_trl.training.checks import check_logits
 
@@ -88,7 +88,8 @@ class Checkpoint:
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         path = model_path(model)
-        policy = _load_policy(path, checkpoint, dtype).to(device).eval()
+        with naming_model(model):
+            policy = _load_policy(path, checkpoint, dtype).to(device).eval()
         check_logits(policy, OneProcess(device))
         own = checkpoint is not None and (Path(checkpoint) / "tokenizer_config.json").exists()
         tokenizer = AutoTokenizer.from_pretrained(checkpoint if own else path)
