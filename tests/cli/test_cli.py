@@ -402,3 +402,27 @@ def test_output_whose_reader_ends_is_no_error():
         error = process.stderr.read()
     assert process.returncode == 128 + signal.SIGPIPE
     assert error == ""
+
+
+@pytest.mark.parametrize("locale", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}])
+def test_characters_that_the_locale_lacks_are_spelled_out(locale):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
+    line = [sys.executable, "-m", "credit_trl", "credit-map", "--help"]
+    environment |= {"PYTHONUTF8": "0", **locale}
+    result = subprocess.run(line, env=environment, capture_output=True, cwd=ROOT, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr[-1000:]
+    assert b"\\u03bb (default 0.1)" in result.stdout
+
+
+@pytest.mark.slow
+def test_training_whose_reader_ends_names_how_to_continue(tmp_path):
+    options = ["--task", "quickstart", "--model_name_or_path", "quickstart", "--output_dir", str(tmp_path)]
+    options += ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+    small = ["--per_device_train_batch_size", "4", "--num_generations", "2", "--max_completion_length", "4"]
+    line = [sys.executable, "-m", "credit_trl.cli.training", *options, *small, "--max_steps", "1"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        process.stdout.close()  # before the run writes
+        error = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in error
+    assert error.splitlines()[-1].endswith("`--resume_from_checkpoint latest` continues it")

@@ -11,12 +11,12 @@ of `run`. `continues(args) -> bool`, if there is one, says whether the same comm
 from __future__ import annotations
 
 import importlib
-import os
-import select
 import signal
 import sys
 from argparse import ArgumentParser
 from importlib.metadata import version
+
+from credit_trl.cli.output import output_is_closed, spell_unencodable
 
 TRAINING = ("credit", "Run the CREDIT training script")
 
@@ -35,6 +35,7 @@ COMPANIONS = {
 def main(argv: list[str] | None = None) -> int:
     """Run a `credit` command, or pass the command line to TRL unchanged, and return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    spell_unencodable()
     command = next((token for token in argv if not token.startswith("-")), None)
     if command == TRAINING[0]:
         from credit_trl.cli.credit import run
@@ -78,7 +79,7 @@ def _run_companion(name: str, argv: list[str]) -> int:
         sys.stdout.flush()
         return status
     except USER_ERRORS as error:
-        if isinstance(error, BrokenPipeError) and _output_is_closed():
+        if isinstance(error, BrokenPipeError) and output_is_closed():
             return 128 + signal.SIGPIPE
         if isinstance(error, TypeError) and not is_user_error(error):
             raise
@@ -87,16 +88,6 @@ def _run_companion(name: str, argv: list[str]) -> int:
         continues = getattr(module, "continues", lambda _: False)(options)
         print(f"trl {name}: interrupted{'; the same command continues' if continues else ''}", file=sys.stderr)
         return 128 + signal.SIGINT
-
-
-def _output_is_closed() -> bool:
-    """Whether the reader of the output has ended, as `head` does. What is left of the output is then discarded."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
 
 
 def _help_parser() -> ArgumentParser:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trl import ScriptArguments
 
 from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, suggest
+from credit_trl.cli.output import output_is_closed, spell_unencodable
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.future_warnings import ignore_future_warnings
 
@@ -113,6 +114,7 @@ def run(argv: list[str] | None = None) -> int:
     from credit_trl.training.preemption import requeue_on_sigterm
 
     ignore_future_warnings()
+    spell_unencodable()
     trainer = None
     try:
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
@@ -120,6 +122,10 @@ def run(argv: list[str] | None = None) -> int:
             trainer = make_trainer(script_args, *others)
             train(trainer, script_args)
     except USER_ERRORS as error:
+        if isinstance(error, BrokenPipeError) and output_is_closed():
+            message = "the reader of the output has ended, and the run with it"
+            print(f"trl credit: {message}; `--resume_from_checkpoint latest` continues it", file=sys.stderr)
+            return 128 + signal.SIGPIPE
         if trainer is not None and not is_user_error(error):
             raise
         return _report(error)

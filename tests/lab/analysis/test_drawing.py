@@ -106,6 +106,16 @@ def test_a_narrow_terminal_cuts_tokens_and_no_numbers():
     assert not re.search(r"\d…", table)
 
 
+def test_a_terminal_of_40_columns_shows_tokens_and_their_quantity():
+    file = io.StringIO()
+    token_map = drawn_map(["a word of many letters ", "text"])
+    tokenmap_terminal.print_map(token_map, "student_logps", 1.0, console=Console(file=file, width=40))
+    table = file.getvalue()[file.getvalue().index("token") :]
+    assert "a word" in table
+    assert "log π_θ" in table.split("\n")[0]
+    assert "…" not in table
+
+
 # ------------------------------------------------------------------------------------------------------------ picture
 
 

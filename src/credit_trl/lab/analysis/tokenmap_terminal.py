@@ -46,7 +46,8 @@ def print_map(
         body.append(token.text, style=_style(strength, palette))
     coefficient = f" (λ = {token_map.scores.contrastive_coef:g})" if quantity == "advantage" else ""
     legend = Text(f"{symbol}: {meaning}{coefficient}; coloured up to ±{scale:.3g} nats", style="dim")
-    (console or _Console()).print(head, Padding(body, (0, 2)), legend, _strongest(token_map, quantity, top))
+    console = console or _Console()
+    console.print(head, Padding(body, (0, 2)), legend, _strongest(token_map, quantity, top, console.width))
 
 
 class _Console(Console):
@@ -65,18 +66,25 @@ def _style(strength: float, palette: str) -> str:
     return "black on rgb({},{},{})".format(*mixed)
 
 
-def _strongest(token_map: TokenMap, quantity: str, top: int) -> Table:
-    """Table of the highest and lowest tokens with all their values."""
+# Columns of the terminal for the number of a token with its text, and for one quantity.
+_TOKEN_WIDTH, _VALUE_WIDTH = 16, 9
+
+
+def _strongest(token_map: TokenMap, quantity: str, top: int, width: int) -> Table:
+    """Table of the highest and lowest tokens with the values that fit into `width`, that of `quantity` among them."""
     values = token_map.values(quantity)
     order = [i for i in values.argsort(descending=True).tolist() if values[i].isfinite()]
     chosen = order if len(order) <= 2 * top else order[:top] + order[-top:]
     table = Table(box=None, pad_edge=False)
-    for name in ("t", "token", *QUANTITIES.values()):
+    fitting = max((width - _TOKEN_WIDTH) // _VALUE_WIDTH, 1)
+    first = sorted(QUANTITIES, key=lambda name: name != quantity)[:fitting]
+    shown = [name for name in QUANTITIES if name in first]
+    for name in ("t", "token", *(QUANTITIES[name] for name in shown)):
         if name == "token":
             table.add_column(name)
-        else:  # in a narrow terminal the tokens are cut, not the numbers
+        else:  # tokens are cut, not numbers
             table.add_column(name, justify="right", no_wrap=True, min_width=7 if name != "t" else None)
-    columns = {name: token_map.values(name).tolist() for name in QUANTITIES}
+    columns = {name: token_map.values(name).tolist() for name in shown}
     for t in chosen:
         text = Text(token_map.tokens[t].text.replace("\n", ""))
         table.add_row(str(t + 1), text, *(f"{column[t]:+.3f}" for column in columns.values()))
