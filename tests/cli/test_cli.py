@@ -414,6 +414,15 @@ def test_characters_that_the_locale_lacks_are_spelled_out(locale):
     assert b"\\u03bb (default 0.1)" in result.stdout
 
 
+def test_interruption_before_the_launch_is_one_line(monkeypatch, capsys):
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(credit, "processes_of", interrupt)
+    assert cli.main(["credit", "--task", "quickstart"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "trl credit: interrupted\n"
+
+
 @pytest.mark.slow
 def test_training_whose_reader_ends_names_how_to_continue(tmp_path):
     options = ["--task", "quickstart", "--model_name_or_path", "quickstart", "--output_dir", str(tmp_path)]
@@ -425,4 +434,4 @@ def test_training_whose_reader_ends_names_how_to_continue(tmp_path):
         error = process.stderr.read()
     assert process.returncode == 128 + signal.SIGPIPE
     assert "Traceback" not in error
-    assert error.splitlines()[-1].endswith("`--resume_from_checkpoint latest` continues it")
+    assert "`--resume_from_checkpoint latest` continues it" in error

@@ -38,9 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     spell_unencodable()
     command = next((token for token in argv if not token.startswith("-")), None)
     if command == TRAINING[0]:
-        from credit_trl.cli.credit import run
-
-        return run(argv[argv.index(command) + 1 :])
+        return _run_training(argv[argv.index(command) + 1 :])
     if command in COMPANIONS:
         return _run_companion(command, argv[argv.index(command) + 1 :])
     if command is None:
@@ -48,6 +46,16 @@ def main(argv: list[str] | None = None) -> int:
         _help_parser().print_help()
         return 0
     return _run_trl(command, argv)
+
+
+def _run_training(argv: list[str]) -> int:
+    try:
+        from credit_trl.cli.credit import run
+
+        return run(argv)
+    except KeyboardInterrupt:  # before the launch, whose own message says how to continue
+        print("trl credit: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _run_trl(command: str, argv: list[str]) -> int:

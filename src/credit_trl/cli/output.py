@@ -8,7 +8,7 @@ import sys
 
 
 def spell_unencodable() -> None:
-    """Print characters that the encoding of the locale lacks, such as λ in Latin-1, as `\\u03bb` instead of failing."""
+    """Print characters that the locale lacks, such as λ in Latin-1, as `\\u03bb` instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         fails = getattr(stream, "errors", None) in ("strict", "surrogateescape")  # the latter in the locale C
         if fails and hasattr(stream, "reconfigure"):

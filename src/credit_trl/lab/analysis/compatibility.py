@@ -186,8 +186,8 @@ def questions_of(rows: Iterable[dict[str, Any]], letters: Sequence[str] | None =
         name, gold = str(row.get("id", number)), row.get("answer")
         if len(own) < 2 or (gold is not None and gold not in own):
             raise ValueError(
-                f"Question {name}: options {own} and answer {gold!r} are no multiple choice of letters. Use a task with "
-                "lettered options such as sciknoweval:material."
+                f"Question {name}: options {own} and answer {gold!r} are no multiple choice of letters. Use a task "
+                "with lettered options such as sciknoweval:material."
             )
         questions.append(ChoiceQuestion(row["prompt"], own, gold, name))
     return questions
