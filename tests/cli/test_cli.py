@@ -423,6 +423,13 @@ def test_interruption_before_the_launch_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "trl credit: interrupted\n"
 
 
+def test_map_without_matplotlib_fails_before_sampling(monkeypatch, capsys):
+    monkeypatch.setattr("credit_trl.cli.credit_map.find_spec", lambda name: None)
+    monkeypatch.setattr("credit_trl.cli.credit_map._make_maps", lambda args: pytest.fail("responses were sampled"))
+    assert cli.main(["credit-map", "--model", "quickstart", "--task", "quickstart"]) == 1
+    assert "pip install matplotlib, or give --pictures 0" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_training_whose_reader_ends_names_how_to_continue(tmp_path):
     options = ["--task", "quickstart", "--model_name_or_path", "quickstart", "--output_dir", str(tmp_path)]

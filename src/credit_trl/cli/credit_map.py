@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.pictures and find_spec("matplotlib") is None:  # before sampling
+        raise ImportError("The pictures need matplotlib: pip install matplotlib, or give --pictures 0.")
     choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)
     maps = _read_maps(args.maps) if args.maps else _make_maps(args)
     if not maps:

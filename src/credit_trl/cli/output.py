@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+from contextlib import suppress
 
 
 def spell_unencodable() -> None:
@@ -12,7 +13,8 @@ def spell_unencodable() -> None:
     for stream in (sys.stdout, sys.stderr):
         fails = getattr(stream, "errors", None) in ("strict", "surrogateescape")  # the latter in the locale C
         if fails and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError, ValueError):  # a descriptor that was replaced, a stream that was closed
+                stream.reconfigure(errors="backslashreplace")
 
 
 def output_is_closed() -> bool:
