@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,14 @@ from credit_trl.contexts.prompts import user_text
 from credit_trl.evaluation.statistics import paired_bootstrap
 from credit_trl.lab.analysis.openings import common_openings, frame_rate, own_frame_rate
 from credit_trl.tasks.printable import counted, printable
-from credit_trl.training.run_directory import EVALUATIONS_FILE, EVALUATIONS_FOLDER, LOG_FILE, read_lines
+from credit_trl.training.run_directory import (
+    EVALUATIONS_FILE,
+    EVALUATIONS_FOLDER,
+    LOG_FILE,
+    RESULT_FILE,
+    read_json,
+    read_lines,
+)
 
 if TYPE_CHECKING:
     from credit_trl.evaluation import Evaluation
@@ -76,8 +82,7 @@ def read_evaluation(directory: Path, step: int) -> Evaluation:
     """The evaluation of a run at a step."""
     from credit_trl.evaluation import Evaluation
 
-    result = directory / EVALUATIONS_FOLDER / f"step-{step:06d}" / "result.json"
-    return Evaluation.from_dict(json.loads(result.read_text("utf-8")))
+    return Evaluation.from_dict(read_json(directory / EVALUATIONS_FOLDER / f"step-{step:06d}" / RESULT_FILE))
 
 
 def read_answers(directory: Path, task: QuickstartTask, first: int, last: int) -> HeldOutAnswers:

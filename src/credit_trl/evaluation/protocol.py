@@ -28,7 +28,7 @@ from credit_trl.evaluation.verdicts import Unit, check_column_names, grade
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.tasks.sciknoweval import given_answer
-from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, write_json
+from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, read_json, write_json
 
 _LOCK = ".lock"  # in `output_dir`
 # Options that determine the samples, beside the model and the rows.
@@ -206,7 +206,7 @@ def _open(
         return SampleFile(None, wanted)
     path = folder / SETTINGS_FILE
     if path.is_file():
-        before = _read_settings(path)
+        before = read_json(path)
         now = json.loads(json.dumps(settings))
         if differing := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
             changes = "; ".join(f"{name}: {before.get(name)!r} there, {now.get(name)!r} now" for name in differing)
@@ -218,16 +218,6 @@ def _open(
     file = SampleFile(folder / SAMPLES_FILE, wanted)
     file.read_answers(read_answer)
     return file
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}. Use another `output_dir`, or remove it.") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} is not a JSON object. Use another `output_dir`, or remove it.")
-    return settings
 
 
 @contextmanager

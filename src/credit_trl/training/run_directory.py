@@ -96,16 +96,22 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     *whole, _unfinished = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(whole, 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number} is not a JSON object.")
-        rows.append(row)
-    return rows
+    return [_json_object(line, f"{path}, line {number}") for number, line in enumerate(whole, 1)]
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read the object of a JSON file. The `ValueError` for another content names the file."""
+    return _json_object(Path(path).read_bytes(), str(path))
+
+
+def _json_object(text: bytes, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is not a JSON object.")
+    return value
 
 
 def set_aside_earlier_run(folder: Path, base: str = "") -> None:

@@ -22,6 +22,7 @@ from credit_trl.training.run_directory import (
     RUN_FILE,
     SETTINGS_FILE,
     SUMMARY_FILE,
+    read_json,
     read_lines,
 )
 
@@ -85,7 +86,7 @@ class Run:
     def settings(self, step: int) -> dict[str, Any]:
         """Sampling settings of the evaluation at a step, empty if none were recorded."""
         path = self._evaluation(step) / SETTINGS_FILE
-        return _read_object(path) if path.is_file() else {}
+        return read_json(path) if path.is_file() else {}
 
     def _evaluation(self, step: int) -> Path:
         inside = self.folder / EVALUATIONS_FOLDER / _step_folder(step)
@@ -238,8 +239,8 @@ def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
     is_run = (folder / RUN_FILE).is_file() or (folder / EVALUATIONS_FILE).is_file()
     if (folder / RESULT_FILE).is_file() and not is_run:
-        return _evaluated_model(folder, _read_object(folder / RESULT_FILE))
-    described = _read_object(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
+        return _evaluated_model(folder, read_json(folder / RESULT_FILE))
+    described = read_json(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
     log, source = _read_log(folder)
     evaluations = _read_evaluations(folder / EVALUATIONS_FILE)
     if not described and not log and not evaluations:
@@ -336,7 +337,7 @@ def _read_log(folder: Path) -> tuple[list[dict[str, Any]], str]:
     if (folder / LOG_FILE).is_file():
         return [row for row in read_lines(folder / LOG_FILE) if _is_step(row.get("step"))], LOG_FILE
     paths = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
-    states = {path: _read_object(path) for path in paths if path.is_file()}
+    states = {path: read_json(path) for path in paths if path.is_file()}
     if not states:
         return [], ""
     last = max(states, key=lambda path: states[path].get("global_step", 0))
@@ -361,7 +362,7 @@ def _run_folders(path: Path, seen: set[Path]) -> list[Path]:
 @lru_cache(maxsize=4096)
 def _prompts(path: Path, modified_ns: int) -> list[dict[str, Any]]:
     """Prompts of a result file; the modification time makes a rewritten file another key of the cache."""
-    prompts = _read_object(path).get("prompts")
+    prompts = read_json(path).get("prompts")
     if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
         raise ValueError(f"{path} has no list `prompts` with `id`, `group` and `score` of each. Evaluate again.")
     return prompts
@@ -369,13 +370,3 @@ def _prompts(path: Path, modified_ns: int) -> list[dict[str, Any]]:
 
 def _is_prompt(value: Any) -> bool:
     return isinstance(value, dict) and {"id", "group", SCORE} <= value.keys() and isinstance(value["id"], str)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object.")
-    return value

@@ -7,7 +7,6 @@ resumes it from its last complete checkpoint; it does nothing for a job that is 
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,14 @@ from credit_trl.tasks.registry import Task, load_task
 from credit_trl.trainer import CreditTrainer
 from credit_trl.training.checkpoints import STATE_FILE
 from credit_trl.training.future_warnings import ignore_future_warnings
-from credit_trl.training.run_directory import EVALUATIONS_FILE, JOB_FILE, SUMMARY_FILE, read_lines, write_json
+from credit_trl.training.run_directory import (
+    EVALUATIONS_FILE,
+    JOB_FILE,
+    SUMMARY_FILE,
+    read_json,
+    read_lines,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -49,7 +55,7 @@ def is_done(folder: str | Path) -> bool:
 
 def read_job(folder: str | Path) -> dict[str, Any]:
     """The content of a directory's `job.json`."""
-    return json.loads((Path(folder) / JOB_FILE).read_text(encoding="utf-8"))
+    return read_json(Path(folder) / JOB_FILE)
 
 
 def run_job(folder: str | Path) -> None:
@@ -134,7 +140,7 @@ def complete_checkpoints(folder: str | Path) -> list[JobCheckpoint]:
     found = []
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         try:
-            json.loads((path / STATE_FILE).read_text(encoding="utf-8"))  # the last file of a checkpoint
+            read_json(path / STATE_FILE)  # the last file of a checkpoint
             state = TrainerState.load_from_json(str(path / "trainer_state.json"))
         except (OSError, ValueError, TypeError):
             continue
