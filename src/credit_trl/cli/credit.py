@@ -87,9 +87,6 @@ def launch_arguments(argv: list[str], from_config: list[str], from_line: list[st
 
     `from_config` and `from_line` are the arguments of the YAML file and of the line that the training module's parser
     does not define.
-
-    Raises:
-        ValueError: a word belongs to no option; accelerate would run it as the program.
     """
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument

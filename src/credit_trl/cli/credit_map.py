@@ -84,11 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> CreditConfig:
-    """Options of `--config`, else of `run_file`, overridden by those of the command line.
-
-    Raises:
-        ValueError: a file that is no mapping, or whose run has a teacher that no checkpoint contains.
-    """
+    """Options of `--config`, else of `run_file`, overridden by those of the command line."""
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.responses import analysis_config
 

@@ -53,11 +53,6 @@ def run_quickstart(
         world: World of the base; see `quickstart_model.load_model`.
         use_peft: Train LoRA adapters of rank 16 on all linear layers, at ten times the learning rate.
         **overrides: Further options of `CreditConfig`, such as `contrastive_coef=0.0`.
-
-    Raises:
-        FileNotFoundError: The base of the world is neither shipped nor in the cache.
-        ImportError: matplotlib is missing.
-        ValueError: `steps` is below 1, or an option of `CreditConfig` is invalid.
     """
     task = task or quickstart_task("quickstart")
     if steps is not None and steps < 1:

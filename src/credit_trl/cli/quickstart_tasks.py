@@ -135,11 +135,7 @@ def _smollm2() -> QuickstartTask:
 
 
 def load_warmed_up(world: str, settings: WarmUp | None = None) -> tuple[Any, Any]:
-    """Model in fp32 and tokenizer of SmolLM2 after its warm-up on the form of the task; prints what the base can do.
-
-    Raises:
-        ValueError: SmolLM2 has no such world.
-    """
+    """Model in fp32 and tokenizer of SmolLM2 after its warm-up on the task's form; prints what the base can do."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

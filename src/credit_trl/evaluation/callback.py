@@ -191,12 +191,7 @@ class EvaluationCallback(TrainerCallback):
 
 
 def check_options(k: int, options: Mapping[str, Any]) -> None:
-    """Check the options of an `EvaluationCallback` before training.
-
-    Raises:
-        ValueError: an option is out of range.
-        TypeError: an unknown option, or one that the callback sets itself.
-    """
+    """Check the options of an `EvaluationCallback` before training."""
     if own := sorted(_OWN_OPTIONS & options.keys()):
         raise TypeError(f"`EvaluationCallback` sets `{own[0]}` itself; remove it.")
     EvaluationConfig.from_options({"k": k, **options}, others=("eval_steps", "keep_best", "first"))
@@ -213,11 +208,7 @@ def best_of(history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def score_summary(history: list[dict[str, Any]], last_step: int) -> dict[str, Any]:
-    """Content of `summary.json`, from the rows of `evaluations.jsonl`: best-during-training and final scores.
-
-    Raises:
-        ValueError: the last step was not evaluated.
-    """
+    """Content of `summary.json`, from the rows of `evaluations.jsonl`: best-during-training and final scores."""
     final = [row for row in history if row["step"] == last_step]
     if not final:
         raise ValueError(f"Step {last_step} was not evaluated, so there is no final score.")

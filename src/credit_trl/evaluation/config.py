@@ -108,10 +108,6 @@ class EvaluationConfig(SamplingConfig):
         """Build the settings from keyword arguments.
 
         `others` are names that the caller takes itself, for the message.
-
-        Raises:
-            TypeError: an unknown option; the message names the most similar one and all others.
-            ValueError: a value is out of range.
         """
         known = [field.name for field in fields(cls)]
         for name in options:

@@ -211,11 +211,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, **chat_tem
 
 
 def end_of_turn_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a completion: those of the model's generation configuration and the tokenizer's.
-
-    Raises:
-        ValueError: neither defines one.
-    """
+    """Ids that end a completion: those of the model's generation configuration and the tokenizer's."""
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = {tokenizer.eos_token_id, *(eos if isinstance(eos, list | tuple) else [eos])} - {None}
     if not found:

@@ -102,11 +102,7 @@ def run_evaluation(model: Any, task: str | Task, config: EvaluationConfig) -> Ev
 
 
 def make_engine(model: Any, config: EvaluationConfig) -> Engine:
-    """The engine for the `model` argument of `evaluate`.
-
-    Raises:
-        ValueError: a model in memory without its tokenizer.
-    """
+    """The engine for the `model` argument of `evaluate`."""
     options = dict(config.engine_options or {})
     if config.batch_size is not None:
         options["batch_size"] = config.batch_size
@@ -123,12 +119,7 @@ def make_engine(model: Any, config: EvaluationConfig) -> Engine:
 
 
 def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
-    """The rows to evaluate, each with a unique `id`.
-
-    Raises:
-        ValueError: there are no rows, a column has the name of another argument of reward functions, or maj@k with
-            `answer_of` has no column `answer`.
-    """
+    """The rows to evaluate, each with a unique `id`."""
     dataset = task.build(config.split, config.path) if config.dataset is None else config.dataset
     rows = list(itertools.islice(dataset, config.max_prompts))
     if not rows:

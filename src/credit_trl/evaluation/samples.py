@@ -35,9 +35,6 @@ class SampleFile:
     Args:
         path: the file, or None to keep the samples in memory.
         units: (prompt id, number) of every sample of the evaluation, in order.
-
-    Raises:
-        ValueError: the file holds other samples.
     """
 
     def __init__(self, path: Path | None, units: Sequence[tuple[str, int]]) -> None:

@@ -30,9 +30,6 @@ class TrainerEngine:
     Args:
         trainer: the trainer.
         batch_size: completions generated together on a process, by default `per_device_eval_batch_size`.
-
-    Raises:
-        ValueError: the trainer has tools or environments.
     """
 
     def __init__(self, trainer: Any, *, batch_size: int | None = None) -> None:

@@ -86,11 +86,7 @@ def task_verdicts(
 
 
 def check_column_names(task: str, columns: Iterable[str]) -> None:
-    """Check that no column takes the place of another argument of reward functions, such as `completions`.
-
-    Raises:
-        ValueError: a column has the name of such an argument.
-    """
+    """Check that no column takes the place of another argument of reward functions, such as `completions`."""
     if taken := sorted(_ARGUMENTS.intersection(columns)):
         raise ValueError(
             f"The rows of task {task!r} have the column `{taken[0]}`, the name of another argument of reward "

@@ -10,9 +10,6 @@ def response_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     """Text of a completion: the string itself, or the content of the last assistant message of a conversation.
 
     Structured content is reduced to its text parts. The text is empty where that message has none.
-
-    Raises:
-        TypeError: the completion is neither a string nor a list of messages.
     """
     if isinstance(completion, str):
         return completion

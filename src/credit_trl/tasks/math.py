@@ -102,10 +102,6 @@ def reward(
     A response that is not compared within `deadline` seconds, if there is one, has the reward `None` and the metric
     `undecided` alone. Others have the metric `answer_format` (1 if there is a box), and `comparison_failed` if
     comparing the answer exceeded its processor time or crashed.
-
-    Raises:
-        ValueError: a gold answer is not a text, or is blank.
-        ImportError: `math-verify` is not installed.
     """
     flags = [False] * len(completions) if truncated is None else truncated
     for gold in answer:

@@ -91,11 +91,7 @@ _RESPONSE = re.compile(
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt: a cue, a city and four different topics in the order of the letters, one of which is correct.
-
-    Raises:
-        ValueError: the options are not four different topics, or lack the correct one.
-    """
+    """One prompt: a cue, a city and four different topics in the order of the letters, one of which is correct."""
 
     cue: str
     city: str

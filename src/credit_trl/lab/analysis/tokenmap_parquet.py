@@ -63,11 +63,7 @@ def read_parquet(path: str | Path) -> list[TokenMap]:
 
 
 def check_distinct(maps: Sequence[TokenMap]) -> None:
-    """Check that identifiers and checkpoints name each map uniquely.
-
-    Raises:
-        ValueError: two maps of one response under one checkpoint, or two responses with one identifier.
-    """
+    """Check that identifiers and checkpoints name each map uniquely."""
     seen: set[tuple[str, str]] = set()
     named: dict[str, Rollout] = {}
     for token_map in maps:

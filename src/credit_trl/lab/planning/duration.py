@@ -23,11 +23,7 @@ class Schedule:
     eval_batch: int  # samples that one process generates at a time
 
     def batches(self, setup: Setup, updates: float) -> int | None:
-        """Generation batches of the run; None if the number of training rows is unknown.
-
-        Raises:
-            ValueError: the rows do not fill one generation batch, which training refuses too.
-        """
+        """Generation batches of the run; None if the number of training rows is unknown."""
         prompts = setup.generation_batch // setup.group
         if self.rows is not None and self.rows < prompts:
             raise ValueError(

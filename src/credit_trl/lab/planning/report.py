@@ -35,11 +35,7 @@ class Plan:
 
 
 def make_plan(shape: Shape, setup: Setup, lengths: Lengths | None = None, schedule: Schedule | None = None) -> Plan:
-    """Plan a run, by default with `default_lengths`.
-
-    Raises:
-        ValueError: the longest prompt fills the engine's context.
-    """
+    """Plan a run, by default with `default_lengths`."""
     check_longest_prompt(setup)
     lengths = lengths or default_lengths(setup)
     memory, work = memory_of(shape, setup), work_of(shape, setup, lengths)

@@ -276,9 +276,6 @@ def read_launcher(path: str | Path | None, overrides: Mapping[str, Any]) -> dict
     Args:
         path: the file, the name of one that TRL ships, or None for none.
         overrides: `num_processes` and similar; None values are ignored.
-
-    Raises:
-        ValueError: the file does not exist.
     """
     import yaml
 

@@ -26,11 +26,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 
 def check_evaluation(spec: SweepSpec) -> None:
-    """Check the task's name and the arguments of the jobs' `EvaluationCallback`.
-
-    Raises:
-        ValueError: an unknown task, or an option that is unknown, out of range or of the wrong type.
-    """
+    """Check the task's name and the arguments of the jobs' `EvaluationCallback`."""
     load_task(spec.task)
     try:
         _check_types(spec.evaluation)
@@ -42,11 +38,7 @@ def check_evaluation(spec: SweepSpec) -> None:
 
 
 def check_data(spec: SweepSpec) -> None:
-    """Load the rows of training and of the evaluation once, as every job does, unless they come from the Hub.
-
-    Raises:
-        ValueError: a file or split does not exist, or has no valid rows.
-    """
+    """Load the rows of training and of the evaluation once, as every job does, unless they come from the Hub."""
     task = load_task(spec.task)
     config = EvaluationConfig(**_passed_on(evaluation_options(spec.data, spec.evaluation)))
     loads = {

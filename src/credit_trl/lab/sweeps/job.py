@@ -83,11 +83,7 @@ def run_job(folder: str | Path) -> None:
 
 
 def finish(folder: Path, last_step: int) -> None:
-    """Write the summary of a trained job, mark it done and remove its checkpoints, in this order.
-
-    Raises:
-        ValueError: the last step was not evaluated, for example because its verifier failed.
-    """
+    """Write the summary of a trained job, mark it done and remove its checkpoints, in this order."""
     scores = score_summary(read_lines(folder / EVALUATIONS_FILE), last_step)
     write_json(folder / SUMMARY_FILE, scores)
     write_json(folder / DONE_FILE, scores)

@@ -170,12 +170,7 @@ class SweepSpec:
             raise ValueError(f"`data.max_train_rows` must be an integer of at least 1, got {reprlib.repr(rows)}.")
 
     def arms(self) -> list[Arm]:
-        """The arms of all grids in order, each once.
-
-        Raises:
-            ValueError: an unknown method, a grid that is not a mapping, more than `MAX_ARMS` combinations, or two arms
-                with the same directory name.
-        """
+        """The arms of all grids in order, each once."""
         from credit_trl.config import CreditConfig
 
         grids = [self.grid] if isinstance(self.grid, Mapping) else self.grid
@@ -268,15 +263,7 @@ def _check_size(content: Any, path: Path) -> None:
 
 
 def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
-    """Make the arm of one point of a grid, without the options that its method ignores.
-
-    Args:
-        point: `method` and fields of `CreditConfig`.
-        common: fields of all arms.
-
-    Raises:
-        ValueError: an unknown method, or an option that the method or the sweep sets.
-    """
+    """Make the arm of one point of a grid, without the options that its method ignores."""
     options = dict(point)
     method = options.pop("method", "CREDIT")
     if odd := [name for name in options if not isinstance(name, str)]:

@@ -30,9 +30,6 @@ def load_model(
             `~/.cache/credit_trl`.
         world: `"plain"`, or a world in which feedback makes the same words likely under any prompt: `"shortcut"` (one
             fixed thought), `"weak"` (the same, less likely) or `"style"` (an opening before the thought).
-
-    Raises:
-        FileNotFoundError: the base is neither shipped nor in the cache directory.
     """
     return read_base(base_directory(cache_dir, world, seed))
 
