@@ -34,7 +34,6 @@ class ContrastivePMI:
     Args:
         pmi: Σ_t r_t(y_t) = log P(z | x, y) / P(z | x) = pmi(y; z | x), Corollary 2. It is the pMI of a joint
             distribution if both passes are conditionals of one (Assumption 1).
-        contrast_pmi: mean over contrast prompts of pmi(y; z | x').
         contrastive_pmi: pmi(y; z | x) − λ E[pmi(y; z | x')], the sum of the full-ratio reward of Appendix D; for
             guide `pmi + λ (pmi − E[pmi(y; z | x')])`.
         anti_genericity: λ E[−log π(y | x')] ≥ 0, the reward of a response for being unlikely under contrast prompts;
@@ -42,7 +41,6 @@ class ContrastivePMI:
     """
 
     pmi: Float[Tensor, "*b"]
-    contrast_pmi: Float[Tensor, "*b"]
     contrastive_pmi: Float[Tensor, "*b"]
     anti_genericity: Float[Tensor, "*b"]
 
@@ -84,7 +82,6 @@ def contrastive_pmi(
     shift = -others if form == "subtract" else rewards - others
     return ContrastivePMI(
         pmi=rewards.sum(dim=-1),
-        contrast_pmi=others.sum(dim=-1),
         contrastive_pmi=(rewards + contrastive_coef * shift).sum(dim=-1),
         anti_genericity=(contrastive_coef * bonus).sum(dim=-1),
     )
@@ -186,8 +183,6 @@ class PMIReport:
     credit: float  # Σ_t R_t(y_t), as in the run's loss
     pmi: float  # pmi(y; z | x) under the teacher
     gap: float  # Σ_t of the teacher–student gap, 0 without lag
-    gap_bound: float  # Σ_t of its bound
-    contrast_pmi: float  # mean over contrast prompts
     contrastive_pmi: float  # see `ContrastivePMI`, with the λ in each token's R_t
     anti_genericity: float  # see `ContrastivePMI`
     specific: float  # Σ_t Ŝ_t(y_t), with the run's average over contrast prompts
@@ -202,7 +197,6 @@ class ResponseLogps(ScoredTokens):
 
     prior_logps: Float[Tensor, " T"]  # log π_ref(y_t | x, y_<t)
     contrast_prior_logps: Float[Tensor, "C T"]  # log π_ref(y_t | x'_k, y_<t)
-    bound: Float[Tensor, " T"]  # bound of the teacher–student gap
 
 
 def read_response(
@@ -212,7 +206,7 @@ def read_response(
     token_ids: Sequence[int],
     settings: CreditSettings,
 ) -> ResponseLogps:
-    """Read y under every prompt of Eq. 9 and Appendix C, in one pass of the student and one of the teacher.
+    """Read y under every prompt of Eq. 9, in one pass of the student and one of the teacher.
 
     `contrast_prompts` are the ids of the x'_k, without z. Every prompt precedes y: `contexts` has no columns.
     """
@@ -224,10 +218,9 @@ def read_response(
         y = torch.tensor(token_ids[rows], device=student.device)[:, None]
         scores = gather_scores(CreditLogps(student, read[0], read[1:prior]), y, settings)
         without_z = read[prior:].gather(-1, y.expand(len(read) - prior, -1, -1)).squeeze(-1).cpu()
-        bound = split_reward(read[0], read[prior], student).bound.cpu()
         parts.append(
             {name: values.squeeze(-1) for name, values in scores.items()}
-            | {"prior_logps": without_z[0], "contrast_prior_logps": without_z[1:], "bound": bound}
+            | {"prior_logps": without_z[0], "contrast_prior_logps": without_z[1:]}
         )
     joined = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
     return ResponseLogps(**joined, contrastive_coef=settings.contrastive_coef, formula=settings.formula)
@@ -270,8 +263,6 @@ def pmi_report(identifier: str, logps: ResponseLogps) -> PMIReport:
         credit=credit,
         pmi=parts.pmi.item(),
         gap=gap,
-        gap_bound=logps.bound.sum().item(),
-        contrast_pmi=parts.contrast_pmi.item(),
         contrastive_pmi=parts.contrastive_pmi.item(),
         anti_genericity=parts.anti_genericity.item(),
         specific=logps.specific.sum().item(),
