@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -280,19 +279,15 @@ def load_data(
 
 def import_function(name: str) -> Any:
     """Import the function of `module.name` or `module:name`, also from the working directory."""
+    from credit_trl.tasks.registry import import_named
+
     module, _, function = name.replace(":", ".").rpartition(".")
     if not all(part.isidentifier() and part != "py" for part in (*module.split("."), function)):
         raise ValueError(f"`--reward_funcs {name}`: expected a dotted import path such as {_dotted_path(name)}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and not f"{module}.".startswith(f"{error.name}."):
-            raise  # an import of the module is missing
-        raise ValueError(
-            f"`--reward_funcs {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
-        ) from error
+    missing = f"`--reward_funcs {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
+    found = import_named(module, ValueError(missing))
     if not hasattr(found, function):
         raise ValueError(f"`--reward_funcs {name}`: {module} has no `{function}`.{suggest(function, vars(found))}")
     return getattr(found, function)

@@ -80,14 +80,14 @@ def load_task(name: str) -> Task:
 def _load(name: str) -> Task:
     head, colon, tail = name.partition(":")
     if head in BUILT_IN:
-        return as_task(_import(BUILT_IN[head], name), name, tail if colon else None)
+        return as_task(importlib.import_module(BUILT_IN[head]), name, tail if colon else None)
     points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == head]
     if points:
         if len({point.value for point in points}) > 1:
             origins = ", ".join(f"{point.value} ({point.dist.name if point.dist else '?'})" for point in points)
             raise ValueError(f"Several packages define the task {name!r}: {origins}. Uninstall all but one.")
         return as_task(points[0].load(), name, tail if colon else None)
-    found = _import(head, name)
+    found = import_named(head, _unknown_task(name))
     for attribute in filter(None, tail.split(".")):
         if not hasattr(found, attribute):
             raise ValueError(f"Task {name!r}: {head} has no attribute {tail!r}.")
@@ -306,13 +306,14 @@ def _with_options(function: Callable[..., Any], options: dict[str, str], name: s
     return wrapper
 
 
-def _import(module: str, name: str) -> Any:
+def import_named(module: str, missing: ValueError) -> Any:
+    """Import a module that the user names, or raise `missing` if it does not exist."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
-            raise  # the task exists, and a module that it imports is missing
-        raise _unknown_task(name) from error
+            raise  # the module exists, and one that it imports is missing
+        raise missing from error
 
 
 def _unknown_task(name: str) -> ValueError:
