@@ -27,10 +27,9 @@ from credit_trl.evaluation.protocol import (
     sample_seed,
     task_rows,
 )
-from credit_trl.evaluation.verdicts import _ARGUMENTS, VerifierFailed, check_column_names, task_verdicts
+from credit_trl.evaluation.verdicts import VerifierFailed, task_verdicts
 from credit_trl.rollout.verdict import VerifierPolicy, VerifierTimeout
 from credit_trl.tasks.registry import Task, batch_of
-from credit_trl.training.checks import check_datasets
 
 LETTERS = "ABCD"
 
@@ -230,15 +229,6 @@ def test_columns_named_as_arguments_raise_before_sampling(name):
     assert engine.seeds == []
     with pytest.raises(ValueError, match=f"column `{name}`"):
         task_verdicts(TASK, rows[-1:], [Response("<answer>B</answer>", 3, False)])
-
-
-def test_columns_that_evaluation_refuses_training_refuses(make_config):
-    for name in _ARGUMENTS:
-        rows = letters().add_column(name, ["x"] * 6)
-        with pytest.raises(ValueError, match=f"column `{name}`, the name of another argument of reward functions"):
-            check_datasets(make_config(), rows, None, None)
-        with pytest.raises(ValueError, match=f"column `{name}`, the name of another argument of reward functions"):
-            check_column_names("letters", rows.column_names)
 
 
 def test_verifier_gets_parsed_messages_and_their_text_is_kept(tmp_path):

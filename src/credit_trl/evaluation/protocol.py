@@ -24,10 +24,11 @@ from credit_trl.evaluation.generation import parses_responses
 from credit_trl.evaluation.result import Evaluation, summarize
 from credit_trl.evaluation.samples import SAMPLES_FILE, Sample, SampleFile
 from credit_trl.evaluation.trainer_engine import TrainerEngine
-from credit_trl.evaluation.verdicts import Unit, check_column_names, grade
+from credit_trl.evaluation.verdicts import Unit, grade
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.tasks.sciknoweval import given_answer
+from credit_trl.training.checks import check_column_names
 from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, read_json, write_json
 
 _LOCK = ".lock"  # in `output_dir`
@@ -124,7 +125,7 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
     rows = list(itertools.islice(dataset, config.max_prompts))
     if not rows:
         raise ValueError(f"Task {task.name!r} has no rows to evaluate.")
-    check_column_names(task.name, set().union(*rows))
+    check_column_names(f"The data of task {task.name!r}", set().union(*rows))
     if config.answer_of is not None and (without := [row for row in rows if "answer" not in row]):
         raise ValueError(
             f"`answer_of` computes maj@k, which needs the column `answer`; rows of task {task.name!r} do not have it, "

@@ -5,23 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from credit_trl.evaluation.generation import Response
 from credit_trl.evaluation.samples import Sample
 from credit_trl.rollout.verdict import FAILED, Verdict, VerifierPolicy, as_verdicts
 from credit_trl.tasks.registry import Task, call_reward
+from credit_trl.training.checks import check_column_names
 
 logger = logging.getLogger(__name__)
 
 # Metric of a verdict without a reward that a second call may decide: the machine was too slow.
 UNDECIDED = "undecided"
-
-# Arguments of reward functions beside the dataset columns, in training or here; training refuses such columns too.
-_ARGUMENTS = frozenset(
-    "prompts completions completion_ids trainer_state log_extra log_metric truncated environments".split()
-)
 
 DatasetRow = Mapping[str, Any]
 Unit = tuple[DatasetRow, int]  # a row and the number of the sample
@@ -69,7 +65,7 @@ def task_verdicts(
         ValueError: a column has the name of another argument.
         VerifierFailed: the verifier failed or timed out, and `policy` has `on_error="skip"`.
     """
-    check_column_names(task.name, rows[0])
+    check_column_names(f"The data of task {task.name!r}", rows[0])
     is_text = isinstance(rows[0]["prompt"], str)
     arguments = {
         "completions": [response.text if is_text else [_message(response)] for response in responses],
@@ -83,16 +79,6 @@ def task_verdicts(
     if verdicts is FAILED:
         raise VerifierFailed(f"The verifier of {task.name!r} failed, so its samples have no reward.")
     return as_verdicts(task.name, verdicts, arguments)
-
-
-def check_column_names(task: str, columns: Iterable[str]) -> None:
-    """Check that no column takes the place of another argument of reward functions, such as `completions`."""
-    if taken := sorted(_ARGUMENTS.intersection(columns)):
-        raise ValueError(
-            f"The rows of task {task!r} have the column `{taken[0]}`, the name of another argument of reward "
-            f"functions. Rename it: dataset.rename_column({taken[0]!r}, 'my_{taken[0]}'), or remove it: "
-            f"dataset.remove_columns({taken[0]!r})."
-        )
 
 
 def _message(response: Response) -> dict[str, Any]:

@@ -302,11 +302,7 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             )
         if args.distillation_weight > 0.0 and {"image", "images"} & set(columns):
             raise ValueError(_NO_IMAGES)
-        if taken := sorted({*_PASSED, "environments"} & set(columns)):
-            raise ValueError(
-                f"`{name}` has the column `{taken[0]}`, the name of another argument of reward functions. Rename it: "
-                f"dataset.rename_column({taken[0]!r}, 'my_{taken[0]}')."
-            )
+        check_column_names(f"`{name}`", columns)
         _check_types(name, dataset, columns)
         if contrasts and args.contrastive_source == "same_task" and "task" not in columns:
             raise ValueError(
@@ -514,10 +510,22 @@ def check_enough_rows(args: CreditConfig, train_dataset: Any) -> None:
 
 # Arguments of a reward function beside the dataset columns; `truncated` only where it is accepted.
 _PASSED = frozenset("prompts completions completion_ids trainer_state log_extra log_metric truncated".split())
+# Columns of these names would take the place of another argument.
+RESERVED_COLUMNS = _PASSED | {"environments"}
 # Columns that TRL passes under the names in the plural.
 _RENAMED = {"prompt": "prompts", "completion": "completions"}
 # Columns that `remove_unused_columns` keeps.
 _KEPT = frozenset("prompt image images privileged_context task".split())
+
+
+def check_column_names(rows: str, columns: Iterable[str]) -> None:
+    """Check that no column takes the place of another argument of reward functions, such as `completions`."""
+    if taken := sorted(RESERVED_COLUMNS.intersection(columns)):
+        raise ValueError(
+            f"{rows} has the column `{taken[0]}`, the name of another argument of reward functions. Rename it: "
+            f"dataset.rename_column({taken[0]!r}, 'my_{taken[0]}'), or remove it: "
+            f"dataset.remove_columns({taken[0]!r})."
+        )
 
 
 def check_reward_columns(
