@@ -82,6 +82,7 @@ def _run_companion(name: str, argv: list[str]) -> int:
     passes_unknown = getattr(module, "PASSES_UNKNOWN_ARGUMENTS", False)
     if unknown and not passes_unknown:
         parser.error(f"unknown argument {unknown[0]}.{suggest(unknown[0], parser._option_string_actions)}")
+    sys.path.insert(0, os.getcwd())  # tasks of the user's own
     try:
         status = module.run(options, unknown) if passes_unknown else module.run(options)
         sys.stdout.flush()

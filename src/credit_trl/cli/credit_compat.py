@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
     check_template("--feedback", feedback, ("letter",))
     if args.letters is not None and len(set(args.letters)) < max(len(args.letters), 2):
         raise ValueError(f"--letters {args.letters!r}: give two or more letters, each once, such as ABCD.")
-    sys.path.insert(0, os.getcwd())
     rows = load_task(args.task).build(args.split, args.path)
     found = compat.questions_of(rows, args.letters)
     questions = compat.balanced(found, args.per_letter, args.seed)

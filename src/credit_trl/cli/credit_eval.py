@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -54,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"`--output_dir {args.output_dir}` is the folder of a training run; give another one.")
     accepted = {field.name for field in fields(EvaluationConfig)}
     choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)
-    sys.path.insert(0, os.getcwd())
     print(evaluate(args.model, args.task, **{name: value for name, value in vars(args).items() if name in accepted}))
     if args.output_dir:
         print(f"  written to {args.output_dir}")

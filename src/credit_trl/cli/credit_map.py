@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,7 +158,6 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
 
     if args.model is None or (args.task is None) == (args.responses is None):
         raise ValueError("give --model and either --task or --responses, or earlier --maps.")
-    sys.path.insert(0, os.getcwd())
     task = None if args.task is None else load_task(args.task)
     configs = [measuring_config(args, _run_file(path)) for path in args.checkpoint]
     _check_same_context(args.checkpoint, configs)

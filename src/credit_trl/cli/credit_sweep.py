@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from credit_trl.cli.arguments import add_sandbox_arguments
@@ -29,7 +27,6 @@ def run(args: argparse.Namespace) -> int:
     from credit_trl.lab.sweeps.job import is_done
     from credit_trl.lab.sweeps.launch import plan_sweep
 
-    sys.path.insert(0, os.getcwd())
     output_dir = Path(args.output_dir or Path("runs") / Path(args.spec).stem)
     choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)
     spec = read_spec(args.spec)
