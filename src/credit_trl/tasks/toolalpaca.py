@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import PATH_OPTIONS, Row, Tally, accept, data_files, dataset_of, read_rows, task_folder
-from credit_trl.tasks.task import TaskOption, batch_of
+from credit_trl.tasks.task import TaskOption
 from credit_trl.tasks.toolalpaca_protocols import GRADE_BY, golden_calls
 
 if TYPE_CHECKING:
@@ -100,17 +100,6 @@ def verify(
     """
     _check_protocol(protocol)
     return GRADE_BY[protocol](response, golden_calls(answer))
-
-
-def reward(
-    completions: Sequence[Any],
-    answer: Sequence[str | list[dict[str, Any]]],
-    truncated: Sequence[bool] | None = None,
-    protocol: str = "field",
-    **columns: Any,
-) -> list[Verdict]:
-    """Batch form of `verify`, for `reward_funcs`."""
-    return batch_of(partial(verify, protocol=protocol))(completions, answer, truncated, **columns)
 
 
 def _check_protocol(protocol: str) -> None:

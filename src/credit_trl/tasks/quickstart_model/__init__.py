@@ -48,15 +48,10 @@ def base_directory(cache_dir: str | Path | None = None, world: str = "plain", se
     if (world, seed) == SHIPPED_BASE:
         return SHIPPED
     directory = cached_directory(cache_dir, world, seed)
-    if not directory.is_dir() and world not in WORLDS:
-        raise FileNotFoundError(
-            f"No base of the world {world!r} with seed {seed} in {directory}. Known worlds: {', '.join(WORLDS)}."
-        )
     if not directory.is_dir():
-        raise FileNotFoundError(
-            f"No base of the world {world!r} with seed {seed} in {directory}. Pretrain it first: "
-            f"python examples/study/make_base.py --world {world} --seed {seed} --out {directory}"
-        )
+        pretrain = f"python examples/study/make_base.py --world {world} --seed {seed} --out {directory}"
+        advice = f"Pretrain it first: {pretrain}" if world in WORLDS else f"Known worlds: {', '.join(WORLDS)}."
+        raise FileNotFoundError(f"No base of the world {world!r} with seed {seed} in {directory}. {advice}")
     return directory
 
 
