@@ -123,7 +123,7 @@ def test_wrong_requests_for_data_are_refused(options, message):
     with pytest.raises(ValueError, match="Not an answer of tool_choice"):
         verify("x", "{}")
     for unknown in (lambda: tool_choice.build("test", feedback="x"), lambda: verify("x", ANSWER, feedback="x")):
-        with pytest.raises(ValueError, match="Unknown feedback 'x': use one of letter, stated"):
+        with pytest.raises(ValueError, match="tool_choice has no feedback 'x'; use one of letter, stated"):
             unknown()
 
 

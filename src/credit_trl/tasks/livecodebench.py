@@ -77,8 +77,7 @@ class BuildOptions:
     hub: str = HUB
 
     def __post_init__(self) -> None:
-        if self.release not in OPTION.values:
-            raise ValueError(f"LiveCodeBench has no release {self.release!r}; use one of {', '.join(OPTION.values)}.")
+        OPTION.check(self.release, "LiveCodeBench")
         for name in ("since", "until"):
             try:
                 datetime.fromisoformat(getattr(self, name))

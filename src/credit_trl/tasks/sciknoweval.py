@@ -92,8 +92,8 @@ def build(
     """
     if split not in SPLITS:
         raise ValueError(f"SciKnowEval has no split {split!r}; use one of {', '.join(SPLITS)}.")
-    if domain is not None and domain not in DOMAINS:
-        raise ValueError(f"SciKnowEval has no domain {domain!r}; use one of {', '.join(DOMAINS)}.")
+    if domain is not None:
+        OPTION.check(domain, "SciKnowEval")
     name = f"sciknoweval:{domain}" if domain else "sciknoweval"
     tally, places = Tally(f"{name} {split}"), _Places()
 

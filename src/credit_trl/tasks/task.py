@@ -47,6 +47,11 @@ class TaskOption:
     values: tuple[str, ...] = ()
     verify: bool = False
 
+    def check(self, value: str, task: str) -> None:
+        """Raise a `ValueError` for a value that is not allowed."""
+        if value not in self.values:
+            raise ValueError(f"{task} has no {self.keyword} {value!r}; use one of {', '.join(self.values)}.")
+
 
 def parse_choice(answer: str | Mapping[str, str], example: Mapping[str, str], letters: str, task: str) -> Any:
     """Gold answer, from JSON text or a mapping: texts under the keys of `example`, and a letter as `option`."""

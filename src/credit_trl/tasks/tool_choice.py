@@ -222,7 +222,7 @@ def build(
     """
     if split not in SPLITS:
         raise ValueError(f"Unknown split {split!r}: use one of {', '.join(SPLITS)}.")
-    _check_feedback(feedback)
+    OPTION.check(feedback, "tool_choice")
     if path is not None:
         raise ValueError(f"The task tool_choice is generated and reads no file: remove path={str(path)!r}.")
     rows_per_tool = {"train": 128, "test": 8}[split] if rows_per_tool is None else rows_per_tool
@@ -255,7 +255,7 @@ def verify(
     Raises:
         ValueError: the answer does not belong to this task, or unknown feedback.
     """
-    _check_feedback(feedback)
+    OPTION.check(feedback, "tool_choice")
     gold = parse_choice(answer, {"option": "A", "tool": "weather", "argument": "Oslo"}, OPTION_LETTERS, "tool_choice")
     graded = answer_part(response)
     calls = list(_CALL.finditer(graded))
@@ -287,11 +287,6 @@ def correction(gold: Mapping[str, str], feedback: str = "letter") -> str:
 
 def _right_call(gold: Mapping[str, str]) -> str:
     return f"{gold['tool']}({gold['argument']})"
-
-
-def _check_feedback(feedback: str) -> None:
-    if feedback not in OPTION.values:
-        raise ValueError(f"Unknown feedback {feedback!r}: use one of {', '.join(OPTION.values)}.")
 
 
 def _problem(call: re.Match[str], gold: Mapping[str, str]) -> str:

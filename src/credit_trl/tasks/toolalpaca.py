@@ -75,7 +75,7 @@ def build(
     """
     if split not in SPLITS:
         raise ValueError(f"ToolAlpaca has no split {split!r}; use one of {', '.join(SPLITS)}.")
-    _check_protocol(protocol)
+    OPTION.check(protocol, "ToolAlpaca")
     name = "toolalpaca" if protocol == "field" else f"toolalpaca:{protocol}"
     tally = Tally(f"{name} {split}")
     expanded = accept(_rows(path, split), partial(_expand, split=split, tally=tally), tally, on_malformed)
@@ -98,13 +98,8 @@ def verify(
     Raises:
         ValueError: `answer` is not a list of calls, or the protocol is unknown.
     """
-    _check_protocol(protocol)
+    OPTION.check(protocol, "ToolAlpaca")
     return GRADE_BY[protocol](response, golden_calls(answer))
-
-
-def _check_protocol(protocol: str) -> None:
-    if protocol not in GRADE_BY:
-        raise ValueError(f"ToolAlpaca has no protocol {protocol!r}; use one of {', '.join(GRADE_BY)}.")
 
 
 def _rows(path: str | Path | None, split: str) -> Iterable[Row]:
