@@ -14,8 +14,8 @@ counts their interaction more than once.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from statistics import multimode
 from typing import NamedTuple
 
 import numpy as np
@@ -75,8 +75,7 @@ def majority_at_k(answers: Sequence[str | None], gold: str) -> float:
 
     Samples without an answer (`None`) do not vote.
     """
-    votes = Counter(answer for answer in answers if answer is not None)
-    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+    winners = multimode(answer for answer in answers if answer is not None)
     return 1.0 / len(winners) if gold in winners else 0.0
 
 
@@ -245,16 +244,11 @@ def _paired_deviations(
     return np.concatenate(parts)
 
 
-def _percentiles(deviations: Array, confidence_level: float) -> tuple[float, float]:
-    tail = (1.0 - confidence_level) / 2
-    low, high = np.quantile(deviations, [tail, 1.0 - tail])
-    return float(low), float(high)
-
-
 def _around_zero(deviations: Array, confidence_level: float) -> tuple[float, float]:
     """Percentiles of deviations from a mean, which rounding of equal scores must not move to one side of it."""
-    low, high = _percentiles(deviations, confidence_level)
-    return min(low, 0.0), max(high, 0.0)
+    tail = (1.0 - confidence_level) / 2
+    low, high = np.quantile(deviations, [tail, 1.0 - tail])
+    return min(float(low), 0.0), max(float(high), 0.0)
 
 
 def _batch(count: int) -> int:
