@@ -43,16 +43,12 @@ def run_quickstart(
     use_peft: bool = False,
     **overrides: Any,
 ) -> QuickstartResult:
-    """Train the base of a task and evaluate it before and after.
+    """Train the base of a task, by default the embedded one, and evaluate it before and after.
 
     Args:
-        output_dir: Run directory. The run of an earlier quickstart is moved to `previous-1`.
-        steps: Optimizer steps; by default those of the task.
-        seed: Seed of data order, rollouts and contrast prompts.
-        task: By default the embedded task.
-        world: World of the base; see `quickstart_model.load_model`.
-        use_peft: Train LoRA adapters of rank 16 on all linear layers, at ten times the learning rate.
-        **overrides: Further options of `CreditConfig`, such as `contrastive_coef=0.0`.
+        world: world of the base; see `quickstart_model.load_model`.
+        use_peft: train LoRA adapters of rank 16 on all linear layers, at ten times the learning rate.
+        **overrides: further options of `CreditConfig`, such as `contrastive_coef=0.0`.
     """
     task = task or quickstart_task("quickstart")
     if steps is not None and steps < 1:

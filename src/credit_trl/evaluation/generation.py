@@ -83,15 +83,9 @@ def generate_ids(
 
     Args:
         model: a causal language model in evaluation mode.
-        prompts: token ids, of any lengths.
-        sampling: temperature, filters, length and base seed.
-        eos_token_ids: ids that end a completion; may be empty.
-        pad_token_id: id at masked positions.
+        eos_token_ids: ids that end a completion, which includes the first of them; may be empty.
         seeds: seed of each row's random stream; by default derived from `sampling.seed` and the row's index.
         batch_size: rows generated together; by default all.
-
-    Returns:
-        Completion ids up to and including the first id of `eos_token_ids`.
     """
     streams = [[sampling.seed, row] for row in range(len(prompts))] if seeds is None else seeds
     config = GenerationConfig(
@@ -161,12 +155,9 @@ def read_responses(
 ) -> list[Response]:
     """Decode completion ids; a completion without an end of turn counts as truncated.
 
-    Args:
-        tokenizer: if it parses responses, completions of conversations are parsed as TRL does before it calls the
-            reward functions, which removes the reasoning from the content.
-        ids: completions.
-        eos_token_ids: ids that end a completion.
-        prefixes: of each completion, see `chat_prefixes`; without them nothing is parsed, and no thinking is marked.
+    If the tokenizer parses responses, completions with `chat_prefixes` are parsed as TRL does before it calls reward
+    functions, which removes the reasoning from the content; other text
+    that ends inside thinking, which its prompt opened, is marked so.
     """
     texts = tokenizer.batch_decode([list(row) for row in ids], skip_special_tokens=True)
     ends = set(eos_token_ids)

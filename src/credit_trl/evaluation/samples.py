@@ -31,10 +31,7 @@ class SampleFile:
     """Graded samples in the order of `units`, continued from those in the file.
 
     An incomplete last line, left by a killed process, is removed.
-
-    Args:
-        path: the file, or None to keep the samples in memory.
-        units: (prompt id, number) of every sample of the evaluation, in order.
+    `units` has (prompt id, number) of every sample of the evaluation; without a path they are kept in memory only.
     """
 
     def __init__(self, path: Path | None, units: Sequence[tuple[str, int]]) -> None:

@@ -27,9 +27,7 @@ from credit_trl.teacher.sharding import reshard
 class TrainerEngine:
     """An [`Engine`] on a `CreditTrainer` or `GRPOTrainer`. All processes must call it together.
 
-    Args:
-        trainer: the trainer.
-        batch_size: completions generated together on a process, by default `per_device_eval_batch_size`.
+    `batch_size` is that of one process, by default `per_device_eval_batch_size`.
     """
 
     def __init__(self, trainer: Any, *, batch_size: int | None = None) -> None:

@@ -157,22 +157,15 @@ def reward(
     The reward is 1 if the program passes all tests, else 0. It is `None` if no test failed but the deadline came
     before all had ended.
 
+    The metrics are `pass_fraction` (of all tests; skipped ones count as failed) and `answer_format` (whether a program
+    was found).
+
     Args:
-        completions: texts or conversations; `lcb_program.find_program` finds the program after the thinking.
         answer: `{"inputs": [...], "outputs": [...], "testtype": "stdin" or "functional", "fn_name": name,
             "time_limit": seconds}`, as JSON text or as an object. Outputs stay in this process.
-        truncated: whether each response was cut off.
         sandbox: runs the programs. Default: that of `use_sandbox`, else one that is opened here and kept.
         deadline: seconds after which the batch ends, or earlier at the deadline of the reward function call.
         progress: progress bar on standard error, as in `Sandbox.run`.
-
-    Returns:
-        Verdicts with the metrics `pass_fraction` (of all tests; skipped tests count as failed) and `answer_format`
-        (whether a program was found).
-
-    Raises:
-        ValueError: an answer without tests.
-        SandboxError: the sandbox failed, or this machine has none.
     """
     cases_of = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
     graded_by = [cases_of[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]

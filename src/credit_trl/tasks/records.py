@@ -155,11 +155,9 @@ def accept(rows: Iterable[Any], convert: Callable[[Any], Any], tally: Tally, on_
 
 
 def dataset_of(rows: Sequence[Mapping[str, Any]], tally: Tally) -> Dataset:
-    """Build the data set and print the tally, which `dataset.info.description` contains too.
+    """Build the data set of rows with the columns of `row_features`, and print the tally.
 
-    Args:
-        rows: rows with `prompt` (messages), `answer`, `task` and `id`, all text.
-        tally: receives the number of rows and the hash of their content and order. Equal hashes mean equal data.
+    The tally receives the number of rows and their hash, and `dataset.info.description` contains it too.
     """
     from datasets import Dataset
 
