@@ -94,25 +94,21 @@ def conditionals(
         yield rows, tuple(_project(hidden[:, rows], head) for hidden, head in states)
 
 
-@torch.no_grad()
 def last_position(reading: Reading, response_ids: Sequence[int]) -> Float[Tensor, "P V"]:
     """Log-probabilities of the token that follows the whole response, in one batched pass over all prompts."""
-    hidden, head = _states(reading, [*response_ids, 0], temperature=1.0, only_last=True)
-    return _project(hidden, head)[:, 0]
+    *_, (_, (logps,)) = conditionals([reading], [*response_ids, 0])
+    return logps[:, -1]
 
 
 def _states(
-    reading: Reading, response_ids: Sequence[int], temperature: float, only_last: bool = False
+    reading: Reading, response_ids: Sequence[int], temperature: float
 ) -> tuple[Float[Tensor, "P n H"], LMHead]:
-    """Hidden states of the positions that predict the response's tokens, or its last one only; and the head."""
+    """Hidden states of the positions that predict the response's tokens, and the head."""
     device = reading.model.accelerator.device
     ids = torch.tensor([list(response_ids) or [0]], device=device)
-    wanted = torch.ones_like(ids, dtype=torch.bool)
-    if only_last:
-        wanted[:, :-1] = False
     prompts = list(reading.prompts.sequences())
     padded = len(prompts) * (max((len(prompt) for prompt, _ in prompts), default=0) + ids.shape[1])
-    batch = CompletionBatch(ids, torch.ones_like(ids), wanted)
+    batch = CompletionBatch(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
     one_pass = PassConfig(round(padded / PADDING_SHARE))  # neither its tokens nor its padding end it
     with reading.model.active() as model:
         models = map(reading.model.unwrapped, reading.model.parts(model))
