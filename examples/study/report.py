@@ -56,8 +56,7 @@ def draw(worlds: Mapping[str, World], folder: Path) -> None:
                 "lambda": ablation_figure(lambda_points(world), "λ (0 is SDPO)", theme),
             }
             for name, image in figures.items():
-                if image is not None:
-                    (folder / f"{world.name}-{name}-{theme.name}.png").write_bytes(image)
+                (folder / f"{world.name}-{name}-{theme.name}.png").write_bytes(image)
 
 
 def lambda_points(world: World) -> dict[str, list[tuple[float, float, float, float]]]:

@@ -18,7 +18,6 @@ from credit_trl.tasks.quickstart import (
     SHORTCUT_THOUGHT,
     TOPIC_OF,
     TOPICS,
-    Question,
     build,
     cities_of,
     draw_question,
@@ -196,13 +195,6 @@ def test_gold_response_of_a_drawn_question_is_rewarded(cue, seed):
     assert verify(question.response(), question.answer).reward == 1.0
     assert verify(question.response(SHORTCUT_THOUGHT), question.answer).metrics == {"format": 1.0, "shortcut": 1.0}
     assert verify("", question.answer).feedback == question.feedback
-
-
-def test_question_needs_four_options_with_the_correct_one():
-    with pytest.raises(ValueError, match="4 different topics"):
-        Question("airport", "Oslo", ("travel", "travel", "food", "music"), "travel")
-    with pytest.raises(ValueError, match="not among the options"):
-        Question("airport", "Oslo", ("books", "movies", "food", "music"), "travel")
 
 
 def test_reward_equals_verify_for_texts_and_conversations():

@@ -98,12 +98,6 @@ class Question:
     options: tuple[str, ...]
     topic: str
 
-    def __post_init__(self) -> None:
-        if len(set(self.options)) != len(LETTERS) or len(self.options) != len(LETTERS):
-            raise ValueError(f"A question offers {len(LETTERS)} different topics, got {self.options}.")
-        if self.topic not in self.options:
-            raise ValueError(f"The correct topic {self.topic!r} is not among the options {self.options}.")
-
     @property
     def letter(self) -> str:
         return LETTERS[self.options.index(self.topic)]

@@ -213,8 +213,6 @@ def balanced(questions: Sequence[ChoiceQuestion], per_letter: int, seed: int = 0
             f"None of the questions with the options {', '.join(letters)} has {', '.join(without)} as its answer, so "
             "letters cannot be balanced. Take more rows, or another split."
         )
-    if per_letter < 1:
-        raise ValueError(f"`--per_letter` must be at least 1, got {per_letter}.")
     size = min(per_letter, *(len(rows) for rows in by_gold.values()))
     return [questions[i] for i in sorted(i for rows in by_gold.values() for i in rows[:size])]
 

@@ -29,14 +29,12 @@ class Theme:
 THEMES = (Theme("light", "#ffffff", "#1c1e21", "#d7dade"), Theme("dark", "#16181c", "#e4e6ea", "#3a3e45"))
 
 
-def curves_figure(comparison: Comparison, theme: Theme) -> bytes | None:
-    """Learning curves of `CURVES` as in the paper's dynamics figure, None without a curve.
+def curves_figure(comparison: Comparison, theme: Theme) -> bytes:
+    """Learning curves of `CURVES` as in the paper's dynamics figure.
 
     Lines are means over seeds; shaded bands are the range over seeds.
     """
     titles = list(dict.fromkeys(curve.title for curve in comparison.curves))
-    if not titles:
-        return None
     columns = min(3, len(titles))
     rows = -(-len(titles) // columns)
     figure, axes = _canvas(theme, rows, columns, width=4.2 * columns, height=3.0 * rows)
