@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib import import_module
@@ -13,16 +12,8 @@ from credit_trl.evaluation.callback import EvaluationCallback, check_options
 from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.protocol import task_rows
 from credit_trl.lab.sweeps.job import build_rows, evaluation_options
-from credit_trl.lab.sweeps.spec import SweepSpec
+from credit_trl.lab.sweeps.spec import SweepSpec, check_type
 from credit_trl.tasks.registry import BUILT_IN, load_task
-
-# Annotation of an option -> its type and the words for it; values of other annotations are not checked.
-_KINDS: dict[str, tuple[Any, str]] = {
-    "bool": (bool, "true or false"),
-    "float": (int | float, "a number"),
-    "int": (int, "an integer"),
-    "str": (str, "a string"),
-}
 
 
 def check_evaluation(spec: SweepSpec) -> None:
@@ -58,12 +49,7 @@ def _check_types(evaluation: Mapping[str, Any]) -> None:
     annotations = {one.name: str(one.type) for one in fields(EvaluationConfig)}
     annotations |= {one.name: str(one.annotation) for one in inspect.signature(EvaluationCallback).parameters.values()}
     for name, value in evaluation.items():
-        kind, *others = annotations.get(name, "").split(" | ")
-        if kind not in _KINDS or (value is None and "None" in others):
-            continue
-        wanted, words = _KINDS[kind]
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-            raise TypeError(f"`{name}` must be {words}, got {reprlib.repr(value)}.")
+        check_type(name, value, annotations.get(name, ""))
 
 
 def _passed_on(evaluation: Mapping[str, Any]) -> dict[str, Any]:

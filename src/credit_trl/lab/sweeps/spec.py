@@ -67,7 +67,15 @@ _IGNORED_PREFIXES = {
     "route": ("contrastive_",),
 }
 _JOB_OPTIONS = ("output_dir", "seed", "resume_from_checkpoint", "overwrite_output_dir")  # set by the sweep
-_DATA_OPTIONS = ("train_split", "path", "max_train_rows")
+_DATA_OPTIONS = {"train_split": "str", "path": "str | None", "max_train_rows": "int | None"}  # and their types
+# Annotation of an option -> its type and the words for it; values of other annotations are not checked.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "bool": (bool, "true or false"),
+    "float": (int | float, "a number"),
+    "int": (int, "an integer"),
+    "str": (str, "a string"),
+    "Mapping[str, Any]": (Mapping, "a mapping of options to values"),
+}
 
 
 @dataclass(frozen=True)
@@ -138,13 +146,9 @@ class SweepSpec:
 
     def _check_types(self) -> None:
         """Raise for fields of the wrong type; `reprlib` shortens the value in the message."""
-        wanted = {"model": (str, "a string"), "task": (str, "a string"), "grid": (Mapping | list | tuple, "a mapping")}
-        wanted |= dict.fromkeys(("config", "evaluation", "data"), (Mapping, "a mapping of options to values"))
-        for name, (kind, words) in wanted.items():
-            value = getattr(self, name)
-            is_named = not isinstance(value, Mapping) or all(isinstance(option, str) for option in value)
-            if not isinstance(value, kind) or (name != "grid" and not is_named):
-                raise ValueError(f"`{name}` must be {words}, got {reprlib.repr(value)}.")
+        for one in fields(self):
+            if one.name != "grid":  # see `_values`
+                check_type(one.name, getattr(self, one.name), str(one.type))
         arguments, seeds = self.accelerate_args, self.seeds
         if not isinstance(arguments, list | tuple) or not all(isinstance(one, str | int | float) for one in arguments):
             raise ValueError(f"`accelerate_args` must be a list of arguments, got {reprlib.repr(arguments)}.")
@@ -154,26 +158,21 @@ class SweepSpec:
             )
         if {"{", "}"} & set(self.model.replace("{seed}", "")):
             raise ValueError(f"`model` may contain {{seed}} and no other braces, got {reprlib.repr(self.model)}.")
-        if not isinstance(self.keep_checkpoints, bool):
-            raise ValueError(f"`keep_checkpoints` must be true or false, got {reprlib.repr(self.keep_checkpoints)}.")
 
     def _check_data(self) -> None:
         """Raise for an unknown option of `data`, or one of the wrong type."""
-        if unknown := sorted(set(self.data) - set(_DATA_OPTIONS)):
+        if unknown := sorted(self.data.keys() - _DATA_OPTIONS):
             raise ValueError(f"`data` has the options {', '.join(_DATA_OPTIONS)}, not {', '.join(unknown)}.")
-        split, path, rows = map({"train_split": "train", **self.data}.get, _DATA_OPTIONS)
-        if not isinstance(split, str):
-            raise ValueError(f"`data.train_split` must be the name of a split, got {reprlib.repr(split)}.")
-        if not isinstance(path, str | None):
-            raise ValueError(f"`data.path` must be a file or folder, got {reprlib.repr(path)}.")
-        if rows is not None and not (_is_integer(rows) and rows >= 1):
-            raise ValueError(f"`data.max_train_rows` must be an integer of at least 1, got {reprlib.repr(rows)}.")
+        for name, value in self.data.items():
+            check_type(f"data.{name}", value, _DATA_OPTIONS[name])
+        if (rows := self.data.get("max_train_rows")) is not None and rows < 1:
+            raise ValueError(f"`data.max_train_rows` must be at least 1, got {rows}.")
 
     def arms(self) -> list[Arm]:
         """The arms of all grids in order, each once."""
         from credit_trl.config import CreditConfig
 
-        grids = [self.grid] if isinstance(self.grid, Mapping) else self.grid
+        grids = self.grid if isinstance(self.grid, list | tuple) else [self.grid]
         values = [_values(grid) for grid in grids]
         if (count := sum(math.prod(map(len, own)) for own in values)) > MAX_ARMS:
             raise ValueError(f"`grid` has {count:,} combinations; a sweep has at most {MAX_ARMS:,}.")
@@ -280,17 +279,24 @@ def make_arm(point: Mapping[str, Any], common: Mapping[str, Any]) -> Arm:
     return Arm(" ".join([method, *shown]), method, {**METHODS[method], **kept})
 
 
+def check_type(name: str, value: Any, annotation: str) -> None:
+    """Raise a `ValueError` for a value of a YAML file that the annotation of its option, as `int | None`, excludes."""
+    kind, *others = annotation.split(" | ")
+    if kind not in _KINDS or (value is None and "None" in others):
+        return
+    wanted, words = _KINDS[kind]
+    is_named = not isinstance(value, Mapping) or all(isinstance(option, str) for option in value)
+    if not isinstance(value, wanted) or not is_named or (isinstance(value, bool) and wanted is not bool):
+        raise ValueError(f"`{name}` must be {words}, got {reprlib.repr(value)}.")
+
+
 def _check_not_set_by_sweep(options: Mapping[str, Any], field_name: str) -> None:
     if own := [name for name in _JOB_OPTIONS if name in options]:
         raise ValueError(f"`{field_name}.{own[0]}` is set by the sweep for every job; remove it.")
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_seed(value: Any) -> bool:
-    return _is_integer(value) and 0 <= value < 2**32
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32
 
 
 def _values(grid: Mapping[str, Any]) -> list[Sequence[Any]]:
