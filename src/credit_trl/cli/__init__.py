@@ -11,6 +11,7 @@ of `run`. `continues(args) -> bool`, if there is one, says whether the same comm
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from argparse import ArgumentParser

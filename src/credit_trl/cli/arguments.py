@@ -5,6 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from credit_trl.training.run_directory import RUN_FILE
 
 
 def json_object(text: str) -> dict[str, object]:
@@ -28,6 +34,39 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
     parse.__name__ = "whole number"  # in argparse's error for other text
     return parse
+
+
+def read_options(path: str | Path) -> dict[str, Any]:
+    """Options of a YAML or JSON file, or of the run that a `run.json` describes.
+
+    Raises:
+        ValueError: the file has another form, or sets an option twice, of which YAML would ignore the first.
+    """
+    load = json.loads if Path(path).suffix == ".json" else _load_yaml  # YAML reads JSON's 1e-05 as text
+    try:
+        content = load(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+    except yaml.YAMLError as error:
+        backslash = "\nA path with backslashes needs single quotes, or none." if "escape" in str(error) else ""
+        raise ValueError(f"{path} is not YAML: {error}{backslash}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if isinstance(content, dict) and Path(path).name == RUN_FILE:
+        content = content.get("config")
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must contain a YAML mapping, `option: value` on each line.")
+    return content
+
+
+def _load_yaml(text: str) -> Any:
+    """Content of a YAML file."""
+    node, content = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+    if isinstance(content, dict):
+        names = [key.value for key, _ in node.value]
+        if repeated := next((name for name in content if names.count(name) > 1), None):
+            raise ValueError(f"`{repeated}` is set twice. Remove one, of which YAML would ignore the first.")
+    return content
 
 
 def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:

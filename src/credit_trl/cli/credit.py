@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.cli.arguments import at_least
+from credit_trl.cli.arguments import at_least, read_options
 from credit_trl.cli.errors import USER_ERRORS, report_exit_code, report_failed_process, report_user_error, suggest
 from credit_trl.cli.training import make_parser, refuse
 from credit_trl.tasks.registry import check_name
@@ -177,25 +177,9 @@ def check_names(parser: ArgumentParser, argv: list[str], own: Iterable[str] = ()
 
 def config_file(argv: list[str]) -> dict[str, Any]:
     """Contents of the YAML file that a command line names, or an empty mapping."""
-    import yaml
-
     if "--config" not in argv:
         return {}
     path = next(iter(argv[argv.index("--config") + 1 :]), None)
     if path is None or path.startswith("--"):
         raise ValueError("`--config` names a YAML file: give its path.")
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        node, content = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
-    except yaml.YAMLError as error:
-        backslash = "\nA path with backslashes needs single quotes, or none." if "escape" in str(error) else ""
-        raise ValueError(f"{path} is not YAML: {error}{backslash}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must contain a YAML mapping, `option: value` on each line.")
-    names = [key.value for key, _ in node.value]
-    if repeated := next((name for name in content if names.count(name) > 1), None):
-        raise ValueError(f"{path} sets `{repeated}` twice. Remove one, of which YAML would ignore the first.")
-    return content
+    return read_options(path)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.cli.arguments import add_sandbox_arguments, at_least
+from credit_trl.cli.arguments import add_sandbox_arguments, at_least, read_options
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.run_directory import RUN_FILE
 
@@ -88,7 +87,7 @@ def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> 
 
     given: dict[str, Any] = {}
     if path := args.config or run_file:
-        known, options = CreditConfig.__dataclass_fields__, _read_options(Path(path))
+        known, options = CreditConfig.__dataclass_fields__, read_options(path)
         for name, values in _TEACHER_ELSEWHERE.items():
             if options.get(name) in values:
                 raise ValueError(
@@ -108,18 +107,6 @@ def _run_file(checkpoint: str) -> Path | None:
     """The `run.json` of a run's final model, in its folder, or of a checkpoint, beside it."""
     folder = Path(checkpoint).resolve()
     return next((file for place in (folder, folder.parent) if (file := place / RUN_FILE).is_file()), None)
-
-
-def _read_options(path: Path) -> dict[str, Any]:
-    import yaml
-
-    text = path.read_text(encoding="utf-8")
-    read = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)  # YAML reads JSON's 1e-05 as text
-    if isinstance(read, dict) and path.name == RUN_FILE:
-        read = read.get("config")
-    if not isinstance(read, dict):
-        raise ValueError(f"{path} is no mapping of options.")
-    return read
 
 
 def _affects_credit(name: str) -> bool:
