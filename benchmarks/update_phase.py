@@ -46,7 +46,7 @@ SMOLLM2 = Workload(
     common=56,
 )
 LONGEST = 48  # tokens of an answer
-PART = 160  # tokens of a forward and backward pass, in the trial that divides the micro-batch
+PART = 96  # tokens of a forward and backward pass, in the trial that divides the micro-batch
 
 
 def fixed(kinds: dict[str, Kind], rounds: int, patience: float, results: Results) -> dict[str, Any]:

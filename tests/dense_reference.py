@@ -112,13 +112,14 @@ def ours(
     chunk_size=None,
     rule: ContrastRule = PAPER,
     baseline: str = "mean_log",
+    adds_to_grad: bool = False,
 ) -> CreditLoss:
     chosen = SupportConfig(support, topk, tail)
     head = case.head(case.reference_weight, case.reference_bias)
     teacher: Scores | TeacherStates = TeacherStates(case.teacher, case.contrasts, head, baseline)
     if not chosen.in_step:
         teacher = score_tokens(teacher, case.token_ids, chosen, chunk_size)
-    config = LossConfig(chosen, rule, alpha, is_clip, chunk_size)
+    config = LossConfig(chosen, rule, alpha, is_clip, chunk_size, adds_to_grad=adds_to_grad)
     return credit_loss(case.hidden, case.head(case.weight, case.bias), case.tokens(), teacher, config)
 
 

@@ -52,7 +52,7 @@ class HeadGradients:
 
     Args:
         weight: in the dtype of the product where that is the parameter's and one chunk holds all tokens.
-        is_first: no earlier chunk has written `weight` and `bias`, which are overwritten.
+        is_first: nothing has been written to `weight` and `bias` yet, which are overwritten.
     """
 
     hidden: Float[Tensor, "N H"] | None
@@ -69,10 +69,16 @@ class HeadGradients:
         tensors = zip((hidden, head.weight, head.bias), dtypes, strict=True)
         return cls(*(torch.empty_like(t, dtype=d) if t is not None and t.requires_grad else None for t, d in tensors))
 
+    @classmethod
+    def adding(cls, hidden: Tensor, head: LMHead) -> HeadGradients:
+        """A buffer for the hidden states, and the `.grad` of weight and bias, to which every chunk adds."""
+        of_hidden = torch.empty_like(hidden, dtype=accumulation_dtype(hidden))
+        return cls(of_hidden, head.weight.grad, None if head.bias is None else head.bias.grad, is_first=False)
+
     def rows(self, rows: slice) -> HeadGradients:
         """The same buffers for one chunk of tokens."""
         hidden = None if self.hidden is None else self.hidden[rows]
-        return HeadGradients(hidden, self.weight, self.bias, is_first=rows.start == 0)
+        return replace(self, hidden=hidden, is_first=self.is_first and rows.start == 0)
 
 
 @dataclass

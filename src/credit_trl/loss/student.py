@@ -1,9 +1,13 @@
-"""Loss of the student; the gradients of its hidden states and head are computed in the forward pass."""
+"""Loss of the student; the gradients of its hidden states and head are computed in the forward pass.
+
+Where a micro-batch is computed in parts, the backward pass may add the gradient of the head to `.grad` instead.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -37,6 +41,20 @@ class _FormedGradients(torch.autograd.Function):
         return None, None, *(None if gradient is None else gradient.mul_(upstream) for gradient in gradients)
 
 
+class _AddedGradients(torch.autograd.Function):
+    """Autograd function that adds the gradient of the head to `.grad` and returns that of the hidden states."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, backpropagate: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        ctx.backpropagate = backpropagate
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, ctx.backpropagate(upstream)
+
+
 def with_gradients(loss: Tensor, gradients: HeadGradients, inputs: tuple[Tensor | None, ...]) -> Tensor:
     """Connect the loss to its inputs. The gradient of the head is stored once, in the parameter's dtype."""
     buffers = [gradients.hidden, gradients.weight, gradients.bias]
@@ -58,8 +76,8 @@ def credit_loss(
 ) -> CreditLoss:
     """Weighted sum of the divergences from the student to the target a of f and Ĝ.
 
-    The gradient is computed here and the backward pass only scales it, so `backward` can be called once. No gradient
-    is computed where none is required.
+    The gradient is computed here and the backward pass only scales it, so `backward` can be called once; for
+    `config.adds_to_grad` see `LossConfig`. No gradient is computed where none is required.
 
     Args:
         student_hidden: (N, H), hidden states at the positions that predict the tokens; receives a gradient.
@@ -95,12 +113,41 @@ def credit_loss(
         tokens.engine,
     )
     size = _chunk_size(chunkable, head, config)
+    form = partial(_in_chunks, head=head.detached().for_products(student_hidden), config=config, size=size)
+    if wanted and config.adds_to_grad and _has_grad(head, student_hidden):
+        return _loss_adding_to_grad(form, chunkable, student_hidden, head)
     gradients = HeadGradients.of(student_hidden, head, len(student_hidden) <= size) if wanted else None
     with torch.no_grad():
-        terms = _in_chunks(chunkable, head.detached().for_products(student_hidden), config, gradients, size)
+        terms = form(chunkable, gradients=gradients)
         if wanted:
             terms.loss = with_gradients(terms.loss, gradients, inputs)
     return terms
+
+
+def _loss_adding_to_grad(
+    form: Callable[..., CreditLoss], tokens: StepTokens, hidden: Float[Tensor, "N H"], head: LMHead
+) -> CreditLoss:
+    """The loss whose backward pass forms it again, with gradients. It is linear in the weights, and so in `upstream`.
+
+    Args:
+        form: `_in_chunks` with all arguments but tokens and gradients.
+    """
+
+    def backpropagate(upstream: Float[Tensor, ""]) -> Float[Tensor, "N H"]:
+        gradients = HeadGradients.adding(tokens.hidden, head)
+        form(replace(tokens, weights=tokens.weights * upstream), gradients=gradients)
+        return gradients.hidden.to(tokens.hidden.dtype)
+
+    with torch.no_grad():
+        terms = form(tokens, gradients=None)
+    terms.loss = _AddedGradients.apply(terms.loss, backpropagate, hidden)
+    return terms
+
+
+def _has_grad(head: LMHead, hidden: Tensor) -> bool:
+    """Whether the gradient of the head can be added to its `.grad`, and the hidden states require one too."""
+    dtype, tensors = accumulation_dtype(hidden), [x for x in (head.weight, head.bias) if x is not None]
+    return hidden.requires_grad and all(x.is_leaf and x.grad is not None and x.grad.dtype == dtype for x in tensors)
 
 
 _Step = Callable[["StepTokens", LMHead, LossConfig, "HeadGradients | None", "list[Tensor]"], CreditLoss]

@@ -26,6 +26,9 @@ class LossConfig:
         chunk_size: tokens per logits chunk; None picks from free memory.
         correction: correction for the engine that sampled the tokens, where the policy that sampled them is the
             present one; None for none.
+        adds_to_grad: form the gradient in the backward pass and add that of the head to its `.grad`, where this exists
+            in the dtype of the sum. It takes another projection, and no memory for a second gradient of the head. For
+            `backward` on one process only: `torch.autograd.grad` and gradient hooks of the head see nothing of it.
 
     Raises:
         ValueError: alpha is outside [0, 1], or not 1 for `"sampled"`.
@@ -37,6 +40,7 @@ class LossConfig:
     is_clip: float | None = None
     chunk_size: int | None = None
     correction: EngineCorrection | None = None
+    adds_to_grad: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.alpha <= 1.0 or (self.support.kind == "sampled" and self.alpha != 1.0):

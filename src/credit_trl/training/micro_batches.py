@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -182,8 +183,13 @@ class UnpaddedTrainer(ResumableTrainer):
 
     def _without_padding(self, loss: DistillationLoss) -> DistillationLoss:
         """The loss with this trainer's layout of the student's passes and its correction for the engine."""
-        corrected = replace(loss.loss, correction=self._engine_correction())
-        return replace(loss, loss=corrected, packed=self._enable_packing())
+        in_parts = self.args.update_batch_tokens is not None
+        terms = replace(
+            loss.loss,
+            correction=self._engine_correction(),
+            adds_to_grad=in_parts and self.accelerator.distributed_type == DistributedType.NO,
+        )
+        return replace(loss, loss=terms, packed=self._enable_packing())
 
     def _enable_packing(self) -> bool:
         """Whether the policy reads packed rows; warns where `update_packed` is ignored."""
