@@ -46,7 +46,7 @@ SMOLLM2 = Workload(
     common=56,
 )
 LONGEST = 48  # tokens of an answer
-PART = 96  # tokens of a forward and backward pass, in the trial that divides the micro-batch
+PART = 256  # tokens of a forward and backward pass, in the trial that divides the micro-batch
 
 
 def fixed(kinds: dict[str, Kind], rounds: int, patience: float, results: Results) -> dict[str, Any]:
@@ -92,17 +92,28 @@ def _ratios_to_trl(
 
 
 # Names of the ratios of `short_answers`: what each trial adds.
-_ENDINGS = {"credit": "", "credit, in parts": "_in_parts", "sdpo, 8 micro-batches": "_sdpo_8_micro_batches"}
+_ENDINGS = {
+    "credit": "",
+    "credit, recomputed in parts": "_recomputed_in_parts",
+    "sdpo, recomputed": "_sdpo_recomputed",
+    "sdpo, 8 micro-batches": "_sdpo_8_micro_batches",
+}
 
 
 def short_answers(rounds: int, patience: float, results: Results) -> dict[str, Any]:
-    """Time and peak at the shape of SmolLM2 and `tool_choice`: with and without a contrast, in parts, and TRL's SDPO.
+    """Time and peak at the shape of SmolLM2 and `tool_choice`: with and without a contrast, and TRL's SDPO.
 
+    Both also with recomputed activations (gradient checkpointing), this project's then in parts of the micro-batch.
     Peaks are measured in processes of their own, for the mean length of an answer and for `LONGEST`.
     """
     workload = SMOLLM2
     kinds = {"credit": ("credit", workload), "no contrast": ("credit", workload.with_(contrasts=0))}
-    kinds |= {"credit, in parts": ("credit", workload.with_(update_tokens=PART)), "sdpo": ("sdpo", workload)}
+    recomputed = workload.with_(checkpointing=True)
+    kinds |= {
+        "credit, recomputed in parts": ("credit", recomputed.with_(update_tokens=PART)),
+        "sdpo": ("sdpo", workload),
+    }
+    kinds |= {"sdpo, recomputed": ("sdpo", recomputed)}
     kinds["sdpo, 8 micro-batches"] = "sdpo", workload.with_(micro_batches=8)
     small = {"batch": 8, "completion": 4}  # a full batch would leave its memory to the first round
     with trials(build, kinds) as running:
@@ -119,9 +130,7 @@ def short_answers(rounds: int, patience: float, results: Results) -> dict[str, A
         "seconds": {name: seconds(of) for name, of in samples.items()},
         "peak_mb_by_completion": peaks,
         "ratios": {
-            "time_ratio": ratio(samples["credit"], samples["sdpo"]),
-            "time_ratio_in_parts": ratio(samples["credit, in parts"], samples["sdpo"]),
-            "time_ratio_sdpo_8_micro_batches": ratio(samples["sdpo, 8 micro-batches"], samples["sdpo"]),
+            **{"time_ratio" + end: ratio(samples[kind], samples["sdpo"]) for kind, end in _ENDINGS.items()},
             "time_ratio_no_contrast": ratio(samples["no contrast"], samples["sdpo"]),
             "time_ratio_contrast": ratio(samples["credit"], samples["no contrast"]),
             **{
