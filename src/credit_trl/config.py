@@ -326,6 +326,14 @@ class CreditConfig(GRPOConfig):
         return self.distillation_weight == 1.0 and self.credit_use == "distill"
 
     @property
+    def shares(self) -> tuple[float, float]:
+        """Coefficients of GRPO's loss and of the distillation loss."""
+        if self.credit_use == "modulate":
+            return 1.0, 0.0
+        policy = 1.0 if self.credit_use == "route" else 1.0 - self.distillation_weight
+        return policy, self.distillation_weight
+
+    @property
     def contrasts(self) -> bool:
         """Whether contrasts are used: λ is not 0, or S_t is the weight of a token."""
         return self.token_weight == "s" if self.credit_use == "modulate" else self.contrastive_coef != 0.0

@@ -30,7 +30,6 @@ _MAX_LOG_MASS = -1e-7
 
 Form = Literal["subtract", "guide"]
 Baseline = Literal["mean_log", "log_mean"]
-WeightForm = Literal["ratio", "residual"]
 
 
 @dataclass(frozen=True)

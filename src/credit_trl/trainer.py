@@ -28,7 +28,7 @@ from credit_trl.contexts.prompts import Render, chat_renderer
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, longest_sequence
 from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss, loss_dtype
 from credit_trl.loss.rehearsal import is_rehearsal, rehearsal_contexts, rehearse
-from credit_trl.loss.uses import UseConfig, route_contexts, use_credit
+from credit_trl.loss.uses import choose_support, route_contexts, use_credit
 from credit_trl.loss.weights import token_weights
 from credit_trl.rollout.batch import (
     GenerationBatch,
@@ -162,7 +162,7 @@ class CreditTrainer(ReportingTrainer):
         self.add_callback(ContinueReports(self.drift_alarms, self.clock))
         if args.credit_stop_on is not None:
             self.add_callback(StopOnDrift(self.drift_alarms, args.stop_causes))
-        self.use = UseConfig.of(args)
+        self.use = args  # the name that `UnpaddedTrainer` reads
         if self._distills:
             self._init_distillation()
 
@@ -180,7 +180,7 @@ class CreditTrainer(ReportingTrainer):
         if args.torch_compile:
             keep_models_whole(self.accelerator)
         vocabulary = checks.check_vocabulary(args, self.model)
-        support = self.use.support(args, vocabulary)
+        support = choose_support(args, vocabulary)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         checks.check_model(self.model, self.accelerator)
         checks.check_teacher(args, self.teacher, self.accelerator)
@@ -283,7 +283,7 @@ class CreditTrainer(ReportingTrainer):
             checks.check_no_images([output])
             with self.clock.stage("contexts"):
                 contexts = self._build_contexts(self._generation_batch)
-                contexts = route_contexts(contexts, self._generation_batch, self.use)
+                contexts = route_contexts(contexts, self._generation_batch, self.args)
                 if self._rehearses:
                     contexts = rehearsal_contexts(contexts)
                     rehearse(output, contexts, self._tokenizer.pad_token_id)
@@ -361,7 +361,7 @@ class CreditTrainer(ReportingTrainer):
         scores = distillation.score(
             contexts, CompletionBatch(output["completion_ids"], output["completion_mask"], mask)
         )
-        replaced, metrics = use_credit(output | scores, mask, logps, reduce, self.use)
+        replaced, metrics = use_credit(output | scores, mask, logps, reduce, self.args)
         if not self._rehearses:
             metrics |= answer_metrics(self._generation_batch, scores, mask, self._tokenizer, reduce)
         self._log_values(metrics)
@@ -370,7 +370,7 @@ class CreditTrainer(ReportingTrainer):
     # ------------------------------------------------------------------ loss
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        policy, distillation = self.use.shares
+        policy, distillation = self.args.shares
         if distillation == 0.0:
             return super()._compute_loss(model, inputs)
         loss = self._distillation_loss(model, inputs)
@@ -412,7 +412,7 @@ class CreditTrainer(ReportingTrainer):
         """Replace the token metrics of the micro-batches since the last log by means over their tokens."""
         if sums := self._token_sums.pop(self._mode, None):
             metrics, entropy = mean_over_tokens(sums, self.args.distillation_support == "sampled")
-            if self.use.shares[0] == 0.0:  # otherwise GRPO logs its own
+            if self.args.shares[0] == 0.0:  # otherwise GRPO logs its own
                 metrics["entropy"] = entropy
             self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
 

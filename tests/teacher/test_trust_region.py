@@ -15,6 +15,7 @@ from credit_trl import CreditTrainer, objective
 from credit_trl.loss.head import LMHead
 from credit_trl.loss.rehearsal import is_rehearsal
 from credit_trl.loss.trust_region import TrustRegion, joint_head, weighted_states
+from credit_trl.loss.uses import choose_support
 from test_trainer_parity import logps, loss_and_gradients, perturb, prepared, samples
 from tiny import length_verdicts
 
@@ -161,8 +162,8 @@ def test_a_share_of_the_batches_rehearses_evenly(share):
 def test_rehearsal_keeps_a_support_of_the_whole_vocabulary_stored(make_trainer, tokenizer):
     """The base's scores could not be read again in the update, whose teacher is another."""
     trainer = make_trainer(teacher_rehearsal=0.5, distillation_topk=len(tokenizer))
-    assert trainer.use.support(trainer.args, len(tokenizer)).kind == "teacher_topk"
-    assert trainer.use.support(make_trainer().args, trainer.args.distillation_topk).kind == "teacher_topk"
+    assert choose_support(trainer.args, len(tokenizer)).kind == "teacher_topk"
+    assert choose_support(make_trainer(distillation_topk=len(tokenizer)).args, len(tokenizer)).kind == "full"
 
 
 @pytest.mark.parametrize(

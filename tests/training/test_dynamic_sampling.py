@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 
 from credit_trl import CreditTrainer, Verdict
-from credit_trl.loss.uses import UseConfig, silent_groups
+from credit_trl.loss.uses import silent_groups
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.training.dynamic_sampling import Redraws, redraw
 from test_trainer_parity import prepared
@@ -47,21 +47,23 @@ def batch(rewards, group_size=2, first=0):
 
 
 @pytest.mark.parametrize(
-    ("config", "teaches", "silent"),
+    ("options", "teaches", "silent"),
     [  # rewards: 0 0 | 0 1 | 1 1 | 1 1
-        (UseConfig(), [0, 0, 0, 1, 1, 0, 0, 0], [0, 3]),
-        (UseConfig(share=0.5), [0, 0, 0, 0, 1, 0, 0, 0], [0, 3]),
-        (UseConfig(share=0.0), [1] * 8, [0, 2, 3]),
-        (UseConfig("modulate"), [1] * 8, [0, 2, 3]),
-        (UseConfig("route"), [0, 1, 0, 0, 1, 1, 0, 0], [2, 3]),
+        ({}, [0, 0, 0, 1, 1, 0, 0, 0], [0, 3]),
+        ({"distillation_weight": 0.5}, [0, 0, 0, 0, 1, 0, 0, 0], [0, 3]),
+        ({"distillation_weight": 0.0}, [1] * 8, [0, 2, 3]),
+        ({"credit_use": "modulate"}, [1] * 8, [0, 2, 3]),
+        ({"credit_use": "route"}, [0, 1, 0, 0, 1, 1, 0, 0], [2, 3]),
     ],
 )
-def test_silent_groups_are_those_without_any_term_of_the_loss(config, teaches, silent):
-    assert silent_groups(batch([0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]), list(map(bool, teaches)), config) == silent
+def test_silent_groups_are_those_without_any_term_of_the_loss(make_config, options, teaches, silent):
+    rewards, config = batch([0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]), make_config(**options)
+    assert silent_groups(rewards, list(map(bool, teaches)), config) == silent
 
 
-def test_failed_verifiers_do_not_count_as_another_reward():
-    assert silent_groups(batch([0.0, float("nan")]), [False] * 2, UseConfig("modulate")) == [0]
+def test_failed_verifiers_do_not_count_as_another_reward(make_config):
+    config = make_config(credit_use="modulate")
+    assert silent_groups(batch([0.0, float("nan")]), [False] * 2, config) == [0]
 
 
 def test_silent_groups_are_replaced_and_counted(make_trainer):

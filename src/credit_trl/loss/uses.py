@@ -1,7 +1,7 @@
 """Uses of the credit: distil it, modulate GRPO's advantage with it, or route failures to it.
 
 Each use decides three things: the samples that the teacher scores (`route_contexts`), tensors of the generation batch
-that it replaces (`use_credit`), and the coefficients of the two losses (`UseConfig.shares`). The formulas are in
+that it replaces (`use_credit`), and the coefficients of the two losses (`CreditConfig.shares`). The formulas are in
 `objective`.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,74 +21,34 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.rollout.batch import GenerationBatch, is_successful
 
+UseConfig = CreditConfig  # the name that `training.micro_batches` imports
 
-@dataclass(frozen=True)
-class UseConfig:
-    """How the credit enters the update.
 
-    Args:
-        weight: credit that forms the weight of a token, or None.
-        form: see `objective.ratio_weights` and `objective.residual_weights`, with ε (`clip`) and τ (`temperature`).
-        normalizes: whether the weights of a sample have mean 1.
-        share: w: `(1 − w) · GRPO + w · distillation`; the share of the weights for `"modulate"`; the coefficient of
-            the distillation loss for `"route"`.
-        threshold: lowest reward of a success.
+def choose_support(config: CreditConfig, vocabulary: int) -> SupportConfig:
+    """Tokens that carry the loss; weights of `"modulate"` need the sampled token only.
+
+    A top-K support of the whole vocabulary is `"full"`, except where weights or rehearsal need stored scores.
     """
-
-    use: Literal["distill", "modulate", "route"] = "distill"
-    weight: Literal["delta_v", "s", "entropy"] | None = None
-    form: objective.WeightForm = "ratio"
-    clip: float = 0.2
-    temperature: float = 1.0
-    normalizes: bool = True
-    share: float = 1.0
-    threshold: float = 1.0
-
-    @classmethod
-    def of(cls, config: CreditConfig) -> UseConfig:
-        return cls(
-            config.credit_use,
-            config.token_weight,
-            config.credit_weight_form,
-            config.credit_weight_clip,
-            config.credit_weight_temperature,
-            config.credit_weight_norm,
-            config.distillation_weight,
-            config.success_reward_threshold,
-        )
-
-    @property
-    def shares(self) -> tuple[float, float]:
-        """Coefficients of GRPO's loss and of the distillation loss."""
-        if self.use == "modulate":
-            return 1.0, 0.0
-        return (1.0 if self.use == "route" else 1.0 - self.share), self.share
-
-    def support(self, config: CreditConfig, vocabulary: int) -> SupportConfig:
-        """Tokens that carry the loss; weights of `"modulate"` need the sampled token only.
-
-        A top-K support of the whole vocabulary is `"full"`, except where weights or rehearsal need stored scores.
-        """
-        if self.use == "modulate":
-            return SupportConfig("sampled")
-        chosen = SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail)
-        is_whole = chosen.is_topk and chosen.topk == vocabulary
-        is_stored = self.weight is not None or config.teacher_rehearsal > 0.0
-        return SupportConfig("full") if is_whole and not is_stored else chosen
+    if config.credit_use == "modulate":
+        return SupportConfig("sampled")
+    chosen = SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail)
+    is_whole = chosen.is_topk and chosen.topk == vocabulary
+    is_stored = config.token_weight is not None or config.teacher_rehearsal > 0.0
+    return SupportConfig("full") if is_whole and not is_stored else chosen
 
 
 def route_contexts(
-    contexts: Sequence[TokenContexts], batch: GenerationBatch, config: UseConfig
+    contexts: Sequence[TokenContexts], batch: GenerationBatch, config: CreditConfig
 ) -> list[TokenContexts]:
     """Contexts of the samples that are distilled; with `"route"` successes have none, so that no pass scores them."""
-    if config.use != "route":
+    if config.credit_use != "route":
         return list(contexts)
-    successes = torch.tensor(is_successful([batch.rewards[i] for i in batch.indices], config.threshold))
+    successes = torch.tensor(is_successful([batch.rewards[i] for i in batch.indices], config.success_reward_threshold))
     keeps = objective.routed(successes, torch.tensor([c.teacher is not None for c in contexts]))
     return [c if kept else replace(c, teacher=None, contrasts=[]) for c, kept in zip(contexts, keeps, strict=True)]
 
 
-def silent_groups(batch: GenerationBatch, has_teacher: Sequence[bool], config: UseConfig) -> list[int]:
+def silent_groups(batch: GenerationBatch, has_teacher: Sequence[bool], config: CreditConfig) -> list[int]:
     """Indices of the local groups without any signal, of a batch with whole groups on each process.
 
     A group has a signal where GRPO's loss is used and its rewards differ, or where a sample that would be distilled
@@ -97,7 +56,9 @@ def silent_groups(batch: GenerationBatch, has_teacher: Sequence[bool], config: U
     """
     policy, distillation = config.shares
     rewards = [batch.rewards[i] for i in batch.indices]
-    is_distilled = [not ok or config.use != "route" for ok in is_successful(rewards, config.threshold)]
+    is_distilled = [
+        not ok or config.credit_use != "route" for ok in is_successful(rewards, config.success_reward_threshold)
+    ]
     silent = []
     for start in range(0, len(rewards), batch.group_size):
         group = range(start, start + batch.group_size)
@@ -113,7 +74,7 @@ def use_credit(
     mask: Bool[Tensor, "B T"],
     policy_logps: Callable[[], Float[Tensor, "B T"]],
     reduce: Callable[[Tensor], Tensor],
-    config: UseConfig,
+    config: CreditConfig,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Tensors of the generation batch that a use replaces, and its metrics. Every process must call it.
 
@@ -127,9 +88,9 @@ def use_credit(
         `advantages` (B, T) for `"modulate"`; for `"route"` `advantages` (B,), 0 for distilled samples, and
         `credit_weights` (B, T) where tokens are weighted.
     """
-    if config.use == "modulate":
+    if config.credit_use == "modulate":
         return _modulate(batch, mask, policy_logps, reduce, config)
-    if config.use == "route":
+    if config.credit_use == "route":
         return _route(batch, mask, reduce, config)
     return {}, {}
 
@@ -139,40 +100,40 @@ def _modulate(
     mask: Bool[Tensor, "B T"],
     policy_logps: Callable[[], Float[Tensor, "B T"]],
     reduce: Callable[[Tensor], Tensor],
-    config: UseConfig,
+    config: CreditConfig,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """GRPO's advantages times the weights of `config`; samples without the credit keep theirs."""
     advantages, f = batch["advantages"], batch["teacher_token_logps"]
-    if config.weight == "s":
+    if config.token_weight == "s":
         credit, scored = f - batch["generic_token_logps"], batch["teacher_mask"] & batch["contrast_mask"]
     else:
         credit, scored = f - policy_logps().to(f.dtype), batch["teacher_mask"]
     scored = mask & scored[:, None]
     credit = credit.masked_fill(~scored, 0.0)
-    form = objective.ratio_weights if config.form == "ratio" else objective.residual_weights
-    weights = form(credit, advantages.to(f.dtype), config.clip, config.temperature)
-    if config.normalizes:
+    form = objective.ratio_weights if config.credit_weight_form == "ratio" else objective.residual_weights
+    weights = form(credit, advantages.to(f.dtype), config.credit_weight_clip, config.credit_weight_temperature)
+    if config.credit_weight_norm:
         weights = objective.normalize_weights(weights, scored)
     weights = weights.masked_fill(~scored, 1.0)
-    changed = objective.modulated_advantages(advantages, weights.to(advantages.dtype), config.share)
+    changed = objective.modulated_advantages(advantages, weights.to(advantages.dtype), config.distillation_weight)
     moments = _moments(reduce, scored, credit, weights)
     return {"advantages": changed}, {
-        f"credit/{config.weight}_mean": moments[0][0],
+        f"credit/{config.token_weight}_mean": moments[0][0],
         "credit/token_weight_std": moments[1][1],
     }
 
 
 def _route(
-    batch: dict[str, Tensor], mask: Bool[Tensor, "B T"], reduce: Callable[[Tensor], Tensor], config: UseConfig
+    batch: dict[str, Tensor], mask: Bool[Tensor, "B T"], reduce: Callable[[Tensor], Tensor], config: CreditConfig
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Advantages of the samples that GRPO keeps, and the weights of the distilled tokens."""
     is_routed = batch["teacher_mask"]
     count, total = reduce(torch.tensor([is_routed.sum(), len(is_routed)], dtype=torch.float32)).tolist()
     replaced = {"advantages": batch["advantages"].masked_fill(is_routed, 0.0)}
     metrics = {"credit/frac_routed": count / total}
-    if config.weight == "entropy":
+    if config.token_weight == "entropy":
         scored = mask & is_routed[:, None]
-        weights = objective.entropy_weights(batch["teacher_entropy"], config.temperature)
+        weights = objective.entropy_weights(batch["teacher_entropy"], config.credit_weight_temperature)
         ((mean, _),) = _moments(reduce, scored, weights)
         replaced["credit_weights"] = (weights / mean if mean > 0.0 else weights).masked_fill(~scored, 1.0)
         metrics["credit/token_weight_std"] = _moments(reduce, scored, replaced["credit_weights"])[0][1]

@@ -67,7 +67,7 @@ def redraw(trainer: Any, rollouts: Rollouts) -> Rollouts:
         teaches = [args.teacher_prompt == "student"] * len(drawn.batch.prompts)
         if args.distillation_weight > 0.0 and not all(teaches):
             teaches = list(map(bool, gather_privileged_contexts(drawn.batch, args, decode)))
-        return silent_groups(drawn.batch, teaches, trainer.use)
+        return silent_groups(drawn.batch, teaches, args)
 
     redraws = Redraws(
         trainer.train_dataset,

@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.distillation import MicroBatchLoss
-from credit_trl.loss.uses import UseConfig
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.training.completions import CompletionTable
 from credit_trl.training.console import print_lines
@@ -54,7 +53,7 @@ class ReportingTrainer(UnpaddedTrainer):
             print_lines(self.callback_handler)
         self.completion_tables: dict[str, CompletionTable] = {}
         if self.args.log_completions:
-            means_follow = UseConfig.of(self.args).shares[1] > 0.0
+            means_follow = self.args.shares[1] > 0.0
             for mode, rounds in (("train", self.args.dynamic_sampling_rounds), ("eval", 0)):
                 logs = copy.deepcopy(self._logs)
                 self.completion_tables[mode] = CompletionTable(logs, self.accelerator, means_follow, rounds)

@@ -156,7 +156,7 @@ class CreditMapCallback(TrainerCallback):
             ContrastSource(trainer.train_dataset, number),
             partial(decode_completions, self._tokenizer),
         )
-        contexts = route_contexts(contexts, batch, trainer.use)
+        contexts = route_contexts(contexts, batch, trainer.args)
         return [self._rollout(step, i, own) for i, own in enumerate(contexts) if own.teacher is not None]
 
     def _rollout(self, step: int, sample: int, contexts: TokenContexts) -> Rollout:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from credit_trl.lab.planning.shape import Lora, Shape
 from credit_trl.loss.scores import SupportConfig
-from credit_trl.loss.uses import UseConfig
+from credit_trl.loss.uses import choose_support
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -142,7 +142,7 @@ def _has_old_logps(training: CreditConfig) -> bool:
     passes = training.steps_per_generation * training.num_iterations
     is_one_step = training.gradient_accumulation_steps % passes == 0
     corrects = training.use_vllm and training.vllm_importance_sampling_correction
-    reads_policy = UseConfig.of(training).shares[0] > 0.0
+    reads_policy = training.shares[0] > 0.0
     if is_one_step:
         return corrects and reads_policy
     return corrects or reads_policy or training.distillation_is_clip is not None
@@ -194,7 +194,7 @@ def make_setup(
         completion=training.max_completion_length,
         prompt=max_prompt,
         contrasts=training.contrastive_count if training.contrasts else 0,
-        support=UseConfig.of(training).support(training, vocabulary=0),  # a K of the whole vocabulary stays a top-K
+        support=choose_support(training, vocabulary=0),  # a K of the whole vocabulary stays a top-K
         distills=training.distillation_weight > 0.0,
         scoring_tokens=training.scoring_batch_tokens,
         optimizer_bytes=_optimizer_bytes(training, model, strategy, weight_bytes),
@@ -206,7 +206,7 @@ def make_setup(
         flash=_stores_no_mask(training, model),
         old_logps=_has_old_logps(training),
         has_kl_model=training.beta != 0.0,
-        losses=sum(share > 0.0 for share in UseConfig.of(training).shares),
+        losses=sum(share > 0.0 for share in training.shares),
         **_update_fields(training, model),
         **_teacher_fields(training, teacher, max_prompt),
     )
