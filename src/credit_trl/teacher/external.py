@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,71 +13,54 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
-from credit_trl.teacher.models import BASE_SLOT, OwnModelTeacher, Teacher, TrustRegionTeacher, make_teacher
+from credit_trl.teacher.models import (
+    BASE_NAME,
+    OwnModelTeacher,
+    Teacher,
+    TrustRegionTeacher,
+    check_unsharded,
+    make_teacher,
+)
 from credit_trl.teacher.sharding import full_shape, is_zero3, place_frozen
 
 SOURCE_FILE = "teacher.json"
 
 
-@dataclass(frozen=True)
-class TeacherSource:
-    """Where the weights of an external teacher come from."""
+def _load_model(config: CreditConfig, accelerator: Accelerator) -> PreTrainedModel:
+    """The model that `teacher_model_…` options name, without gradients, by default in the dtype of its files."""
+    options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code}
+    options |= config.teacher_model_init_kwargs or {}
+    if "quantization_config" in options:  # quantised weights cannot be moved between devices
+        options.setdefault("device_map", {"": accelerator.device})
+    model = AutoModelForCausalLM.from_pretrained(
+        config.teacher_model_name_or_path, revision=config.teacher_model_revision, **options
+    )
+    if config.teacher_adapter_name_or_path is not None:
+        from peft import PeftModel
 
-    name: str  # on the hub, or path
-    revision: str | None = None  # branch, tag or commit; None for the default branch
-    adapter: str | None = None  # PEFT adapter
-    init_kwargs: dict[str, Any] = field(default_factory=dict)  # of `from_pretrained`
-    trust_remote_code: bool = False  # whether the repository's own code may run
-
-    @classmethod
-    def of(cls, config: CreditConfig) -> TeacherSource:
-        return cls(
-            config.teacher_model_name_or_path,
-            config.teacher_model_revision,
-            config.teacher_adapter_name_or_path,
-            dict(config.teacher_model_init_kwargs or {}),
-            config.trust_remote_code,
-        )
-
-    def load(self, accelerator: Accelerator) -> PreTrainedModel:
-        """Load the model in the dtype of its files, unless `init_kwargs` has another, without gradients."""
-        options = {"dtype": "auto", "trust_remote_code": self.trust_remote_code, **self.init_kwargs}
-        if "quantization_config" in options:  # quantised weights cannot be moved between devices
-            options.setdefault("device_map", {"": accelerator.device})
-        model = AutoModelForCausalLM.from_pretrained(self.name, revision=self.revision, **options)
-        if self.adapter is not None:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, self.adapter)
-        return model.requires_grad_(False)
-
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer beside the weights."""
-        try:
-            return AutoTokenizer.from_pretrained(
-                self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
-            )
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"The teacher {self.name!r} has no tokenizer that loads ({error}), so its vocabulary cannot be "
-                "compared with the policy's. Save the tokenizer beside its weights."
-            ) from error
+        model = PeftModel.from_pretrained(model, config.teacher_adapter_name_or_path)
+    return model.requires_grad_(False)
 
 
 class ModelTeacher(OwnModelTeacher):
     """Teacher with weights of its own that never change.
 
     It computes in its own dtype; under FSDP2 and DeepSpeed in that of the run's configuration. Quantized weights are
-    whole on every process. A checkpoint stores where the weights come from. See `OwnModelTeacher` for the arguments.
+    whole on every process. A checkpoint stores where the weights come from.
     """
 
-    def __init__(
-        self, student: nn.Module, accelerator: Accelerator, source: TeacherSource, offload: bool = False
-    ) -> None:
-        self.source, model = source, source.load(accelerator)
-        self.commit = getattr(model.config, "_commit_hash", None)
-        stays = offload or getattr(model, "is_quantized", False)  # quantized weights stay where they were loaded
-        super().__init__(student, accelerator, model if stays else place_frozen(model, accelerator), offload)
+    def __init__(self, student: nn.Module, accelerator: Accelerator, config: CreditConfig) -> None:
+        model = _load_model(config, accelerator)
+        self.identity = {
+            "name": config.teacher_model_name_or_path,
+            "revision": config.teacher_model_revision,
+            "adapter": config.teacher_adapter_name_or_path,
+            "commit": getattr(model.config, "_commit_hash", None),
+        }
+        # Quantized weights stay where they were loaded.
+        stays = config.teacher_offload or getattr(model, "is_quantized", False)
+        model = model if stays else place_frozen(model, accelerator)
+        super().__init__(student, accelerator, model, config.teacher_offload)
 
     def autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.accelerator.device.type, enabled=False)
@@ -90,26 +71,17 @@ class ModelTeacher(OwnModelTeacher):
 
     def save(self, directory: str | Path, writes: bool) -> None:
         if writes:
-            (Path(directory) / SOURCE_FILE).write_text(json.dumps(self._identity()))
+            (Path(directory) / SOURCE_FILE).write_text(json.dumps(self.identity))
 
     def load(self, directory: str | Path) -> None:
         path = Path(directory) / SOURCE_FILE
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"The checkpoint {directory} has no {SOURCE_FILE}: its run had another `teacher_model_kind`. Resume "
-                "with that, or start a new run from its weights."
-            )
-        saved, own = json.loads(path.read_text()), self._identity()
+        saved, own = json.loads(path.read_text()), self.identity
         for name in own.keys() & saved.keys():
             if saved[name] != own[name] and (name != "commit" or None not in (saved[name], own[name])):
                 raise ValueError(
                     f"{path} was saved with the teacher's {name} {saved[name]!r}, and this run has {own[name]!r}. "
                     "Resume with the checkpoint's `teacher_model_name_or_path` and `teacher_model_revision`."
                 )
-
-    def _identity(self) -> dict[str, Any]:
-        identity = {name: asdict(self.source)[name] for name in ("name", "revision", "adapter")}
-        return identity | {"commit": self.commit}
 
 
 def build_teacher(
@@ -120,32 +92,40 @@ def build_teacher(
     Raises:
         ValueError: see `make_teacher` and `check_same_vocabulary`.
     """
-    kind, offload = config.teacher_model_kind, config.teacher_offload
-    if kind != "model":
-        return make_teacher(kind, student, accelerator, offload)
-    source = TeacherSource.of(config)
-    _check_placement(source, accelerator, offload)
-    check_same_vocabulary(tokenizer, source.tokenizer(), source.name)
-    teacher = ModelTeacher(student, accelerator, source, offload)
+    if config.teacher_model_kind != "model":
+        return make_teacher(config.teacher_model_kind, student, accelerator, config.teacher_offload)
+    _check_placement(config, accelerator)
+    name = config.teacher_model_name_or_path
+    check_same_vocabulary(tokenizer, _load_tokenizer(config), name)
+    teacher = ModelTeacher(student, accelerator, config)
     own, others = (
         full_shape(m.get_output_embeddings().weight)[0] for m in (student, teacher.unwrapped(teacher.model))
     )
     if others < own:
         raise ValueError(
-            f"The teacher {source.name!r} has {others} rows in its output embeddings, fewer than the policy's {own}. "
+            f"The teacher {name!r} has {others} rows in its output embeddings, fewer than the policy's {own}. "
             "Use a teacher with at least the policy's vocabulary."
         )
     return teacher
 
 
-def _check_placement(source: TeacherSource, accelerator: Accelerator, offload: bool) -> None:
-    is_quantized = "quantization_config" in source.init_kwargs
-    if offload and accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
+def _load_tokenizer(config: CreditConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the teacher's weights."""
+    name, revision = config.teacher_model_name_or_path, config.teacher_model_revision
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
         raise ValueError(
-            "`teacher_offload=True` needs an unsharded teacher, and FSDP and DeepSpeed shard it (use their "
-            "configuration to offload it). Set `teacher_offload=False`."
-        )
-    if offload and is_quantized:
+            f"The teacher {name!r} has no tokenizer that loads ({error}), so its vocabulary cannot be compared with "
+            "the policy's. Save the tokenizer beside its weights."
+        ) from error
+
+
+def _check_placement(config: CreditConfig, accelerator: Accelerator) -> None:
+    is_quantized = "quantization_config" in (config.teacher_model_init_kwargs or {})
+    if config.teacher_offload:
+        check_unsharded(accelerator)
+    if config.teacher_offload and is_quantized:
         raise ValueError(
             "`teacher_offload=True` moves the teacher's weights between devices, and quantized weights cannot be "
             "moved. Remove one of `teacher_offload` and the `quantization_config` of `teacher_model_init_kwargs`."
@@ -163,7 +143,7 @@ def build_base(config: CreditConfig, teacher: Teacher, student: nn.Module, accel
         return None
     if isinstance(teacher, TrustRegionTeacher):
         return teacher.base
-    return make_teacher("base", student, accelerator, config.teacher_offload, BASE_SLOT)
+    return make_teacher("base", student, accelerator, config.teacher_offload, BASE_NAME)
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:

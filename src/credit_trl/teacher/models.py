@@ -10,7 +10,6 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,20 +25,11 @@ from transformers import TrainerCallback
 
 from credit_trl.teacher.sharding import copy_full, frozen_copy, full_tensor, gathered, is_zero3, reshard, sharded_copy
 
+# Name of stored weights: of the adapter beside the trained one (LoRA), and of the file in a checkpoint.
 ADAPTER_NAME = "teacher"
-TEACHER_FILE = "teacher.safetensors"
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where stored weights lie."""
-
-    adapter: str = ADAPTER_NAME  # name of the adapter beside the trained one (LoRA)
-    file: str = TEACHER_FILE  # file of a checkpoint
-
-
-# The initial policy beside the teacher, for a trust region and for rehearsal.
-BASE_SLOT = Slot("teacher_base", "teacher_base.safetensors")
+TEACHER_FILE = f"{ADAPTER_NAME}.safetensors"
+# That of the initial policy beside the teacher, for a trust region and for rehearsal.
+BASE_NAME = "teacher_base"
 
 
 class Teacher:
@@ -138,7 +128,7 @@ class Teacher:
 class _StoredTeacher(Teacher, ABC):
     """A teacher with stored weights."""
 
-    slot = Slot()
+    name = ADAPTER_NAME
 
     @abstractmethod
     def named_weights(self) -> dict[str, Tensor]:
@@ -151,11 +141,11 @@ class _StoredTeacher(Teacher, ABC):
             if writes:
                 weights[name] = whole.detach().cpu().contiguous()
         if writes:
-            save_file(weights, Path(directory) / self.slot.file)
+            save_file(weights, Path(directory) / f"{self.name}.safetensors")
 
     @torch.no_grad()
     def load(self, directory: str | Path) -> None:
-        path = Path(directory) / self.slot.file
+        path = Path(directory) / f"{self.name}.safetensors"
         if not path.is_file():
             raise FileNotFoundError(
                 f"The checkpoint {directory} has no {path.name}, so the teacher cannot be restored. Resume from a "
@@ -219,23 +209,23 @@ class AdapterTeacher(_StoredTeacher):
     complete on every process, and copied into the adapter after each update.
 
     Raises:
-        ValueError: the policy has an adapter with the name of the slot.
+        ValueError: the policy has an adapter of that name.
     """
 
-    def __init__(self, student: nn.Module, accelerator: Accelerator, slot: Slot = Slot()) -> None:
+    def __init__(self, student: nn.Module, accelerator: Accelerator, name: str = ADAPTER_NAME) -> None:
         super().__init__(student, accelerator)
-        self.slot = slot
+        self.name = name
         self.trained = student.active_adapter
-        if slot.adapter in student.peft_config:
+        if name in student.peft_config:
             raise ValueError(
-                f"The policy has an adapter {slot.adapter!r}, the name of the teacher's, as after another trainer. "
-                f"Remove it first: `model.delete_adapter({slot.adapter!r})`."
+                f"The policy has an adapter {name!r}, the name of the teacher's, as after another trainer. "
+                f"Remove it first: `model.delete_adapter({name!r})`."
             )
         config = copy.deepcopy(student.peft_config[self.trained])
         if hasattr(config, "init_lora_weights"):
             # PiSSA, OLoRA and others subtract the initial adapter from the base, which must happen only once.
             config.init_lora_weights = True
-        student.add_adapter(slot.adapter, config)
+        student.add_adapter(name, config)
         self.averages: dict[str, Tensor] = {}
         for teacher, trained in self.pairs():
             teacher.requires_grad_(False)
@@ -247,7 +237,7 @@ class AdapterTeacher(_StoredTeacher):
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        self._switch(self.slot.adapter)
+        self._switch(self.name)
         try:
             with eval_mode(self.student):
                 yield self.student
@@ -268,7 +258,7 @@ class AdapterTeacher(_StoredTeacher):
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         parameters = _parameters(self.student)
         for name, teacher in self.named_weights().items():
-            yield teacher, parameters[name.replace(f".{self.slot.adapter}", f".{self.trained}")]
+            yield teacher, parameters[name.replace(f".{self.name}", f".{self.trained}")]
 
     def named_weights(self) -> dict[str, Tensor]:
         return self.averages or self._adapter()
@@ -290,7 +280,7 @@ class AdapterTeacher(_StoredTeacher):
             copy_full(adapter[name], self.averages[name])
 
     def _adapter(self) -> dict[str, Tensor]:
-        mark = f".{self.slot.adapter}"
+        mark = f".{self.name}"
         named = _parameters(self.student).items()
         return {name: p for name, p in named if name.endswith(mark) or f"{mark}." in name}
 
@@ -346,7 +336,7 @@ def make_teacher(
     student: nn.Module,
     accelerator: Accelerator,
     offload: bool = False,
-    slot: Slot = Slot(),
+    name: str = ADAPTER_NAME,
 ) -> Teacher:
     """Build the teacher π_ref from the policy, before the policy is wrapped for distributed training.
 
@@ -356,19 +346,19 @@ def make_teacher(
         student: a `PreTrainedModel` or a `PeftModel` with tuner adapters.
         accelerator: places or shards the copy in the same way as the policy.
         offload: store the copy in main memory between scoring phases.
-        slot: where the weights lie.
+        name: name of the adapter and of the file in a checkpoint.
 
     Raises:
         ValueError: the PEFT method has no tuner layers (prompt or prefix tuning) or trains parameters of the base,
             which the teacher shares; or `offload` is set without an unsharded copy.
     """
-    sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
-    if offload and (kind == "live" or is_peft_model(student) or sharded):
-        raise ValueError(
-            "`teacher_offload=True` needs a second, unsharded copy of the policy: a live teacher and adapters share "
-            "the policy's weights, and FSDP and DeepSpeed shard the copy (use their configuration to offload it). "
-            "Set `teacher_offload=False`."
-        )
+    if offload:
+        check_unsharded(accelerator)
+        if kind == "live" or is_peft_model(student):
+            raise ValueError(
+                "`teacher_offload=True` needs a second copy of the policy, and a live teacher and adapters share its "
+                "weights. Set `teacher_offload=False`."
+            )
     if is_peft_model(student) and student.peft_config[student.active_adapter].is_prompt_learning:
         raise ValueError(
             "Prompt-learning adapters change the model's inputs: the loss, which calls the backbone, would not see "
@@ -377,16 +367,25 @@ def make_teacher(
     if kind == "live":
         return Teacher(student, accelerator)
     if kind == "trust_region":
-        base = make_teacher("base", student, accelerator, offload, BASE_SLOT)
+        base = make_teacher("base", student, accelerator, offload, BASE_NAME)
         return TrustRegionTeacher(student, accelerator, base, make_teacher("ema", student, accelerator, offload))
     if is_peft_model(student):
         _check_trains_adapter_only(student)
-        return AdapterTeacher(student, accelerator, slot)
+        return AdapterTeacher(student, accelerator, name)
     precise = kind == "ema"
     own = frozen_copy(student, precise=precise) if offload else sharded_copy(student, accelerator, precise=precise)
     copied = CopyTeacher(student, accelerator, own, offload)
-    copied.slot = slot
+    copied.name = name
     return copied
+
+
+def check_unsharded(accelerator: Accelerator) -> None:
+    """Check that a teacher can be moved to main memory, which a sharded one cannot."""
+    if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
+        raise ValueError(
+            "`teacher_offload=True` needs an unsharded teacher, and FSDP and DeepSpeed shard it (use their "
+            "configuration to offload it). Set `teacher_offload=False`."
+        )
 
 
 def _check_trains_adapter_only(student: nn.Module) -> None:
