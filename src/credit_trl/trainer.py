@@ -162,7 +162,6 @@ class CreditTrainer(ReportingTrainer):
         self.add_callback(ContinueReports(self.drift_alarms, self.clock))
         if args.credit_stop_on is not None:
             self.add_callback(StopOnDrift(self.drift_alarms, args.stop_causes))
-        self.use = args  # the name that `UnpaddedTrainer` reads
         if self._distills:
             self._init_distillation()
 

@@ -21,8 +21,6 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.rollout.batch import GenerationBatch, is_successful
 
-UseConfig = CreditConfig  # the name that `training.micro_batches` imports
-
 
 def choose_support(config: CreditConfig, vocabulary: int) -> SupportConfig:
     """Tokens that carry the loss; weights of `"modulate"` need the sampled token only.

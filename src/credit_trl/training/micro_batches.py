@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from credit_trl.loss.correction import EngineCorrection
 from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss
 from credit_trl.loss.scores import Scores
-from credit_trl.loss.uses import UseConfig
 from credit_trl.loss.weights import Reduction
 from credit_trl.rollout.batch import loss_mask
 from credit_trl.teacher.packing import SHORTEST_SHARED, cannot_pack, enable_packing, shares_beginnings
@@ -135,13 +134,12 @@ def _take(values: Any, rows: list[int]) -> Any:
 class UnpaddedTrainer(ResumableTrainer):
     """TRL's GRPO trainer with micro-batches of little padding; TRL's own batches at `distillation_weight=0`.
 
-    The subclass sets `alarms`, `clock`, `use` and, unless it is None, `distillation`.
+    The subclass sets `alarms`, `clock` and, unless it is None, `distillation`.
     """
 
     distillation: DistillationLoss | None = None
     alarms: Alarms
     clock: StageClock
-    use: UseConfig
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         before = self._buffered_inputs
@@ -169,7 +167,7 @@ class UnpaddedTrainer(ResumableTrainer):
         """Whether GRPO's part of the loss has an entropy bonus or quantile, which TRL takes over a micro-batch."""
         args = self.args
         has_bonus = args.entropy_coef != 0.0 or args.use_adaptive_entropy
-        return self.use.shares[0] > 0.0 and (has_bonus or args.top_entropy_quantile < 1.0)
+        return self.args.shares[0] > 0.0 and (has_bonus or args.top_entropy_quantile < 1.0)
 
     def _reduction(self) -> Reduction:
         train = self.model.training  # an evaluation batch is neither split nor accumulated
@@ -264,7 +262,7 @@ class UnpaddedTrainer(ResumableTrainer):
         """
         aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
         wanted = self.use_vllm and self.vllm_importance_sampling_correction
-        if not (wanted and aligned and self.use.shares[0] == 0.0):
+        if not (wanted and aligned and self.args.shares[0] == 0.0):
             return None
         self.vllm_importance_sampling_correction = False
         return EngineCorrection(
@@ -290,7 +288,7 @@ class UnpaddedTrainer(ResumableTrainer):
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        if self.use.shares[0] == 0.0 and self.args.distillation_is_clip is None and not corrects:
+        if self.args.shares[0] == 0.0 and self.args.distillation_is_clip is None and not corrects:
             return None, None, None  # nothing reads them
         prompt = input_ids.shape[1] - logits_to_keep
         batch = {
