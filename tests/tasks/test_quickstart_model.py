@@ -70,9 +70,10 @@ def test_shipped_base_is_small_tied_and_in_fp32(base):
     assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 1.5e6
 
 
-def test_model_path_resolves_only_the_embedded_model():
+def test_model_path_resolves_only_the_embedded_model(tmp_path):
     assert model_path("quickstart") == str(SHIPPED)
-    assert [model_path(name) for name in ("Qwen/Qwen3-0.6B", "./quickstart")] == ["Qwen/Qwen3-0.6B", "./quickstart"]
+    others = ["Qwen/Qwen3-0.6B", str(tmp_path)]
+    assert [model_path(name) for name in others] == others
 
 
 def test_load_model_is_one_function():

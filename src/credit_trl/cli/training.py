@@ -347,7 +347,7 @@ def _local_files(script_args: CreditScriptArguments) -> Any:
         if loader is None or not Path(path).is_file():
             problem = "no such file" if loader else f"expected one of {', '.join(_LOADERS)}"
             raise ValueError(f"`--{option} {path}`: {problem}.")
-        if loader != "parquet":
+        if loader != "parquet" and not streams:
             _check_encoding(option, path)
         try:
             splits[split] = load_dataset(loader, data_files=path, split="train", streaming=streams)
