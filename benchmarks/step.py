@@ -2,7 +2,6 @@
 
     python benchmarks/step.py                      # C = 0, 1, 2, 8, 16, compared with the paper's Table 2
     python benchmarks/step.py --contrasts 0 1
-    python benchmarks/step.py --smollm2            # C = 0, 1 with SmolLM2 and the task of `credit-quickstart`
 
 Each C trains in its own process; the processes take turns step by step. Generation does not depend on C, so the
 seconds of the rollout and verdict stages are pooled over all C. Values are medians over steps.
@@ -42,17 +41,20 @@ class Turns(TrainerCallback):
         self.asked: queue.Queue[int] = queue.Queue()
         self.answers: queue.Queue[Sample | Exception] = queue.Queue()
 
+    def seconds(self) -> dict[str, float]:
+        """Seconds by stage up to now; empty for a trainer of TRL."""
+        return dict(self.trainer.clock.seconds) if hasattr(self.trainer, "clock") else {}
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         generation = self.trainer.generation_config
         generation.min_new_tokens = generation.max_new_tokens = self.asked.get()
-        self.before = dict(self.trainer.clock.seconds)
+        self.before = self.seconds()
         self.measuring = measured(self.device)
         self.sample = self.measuring.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.measuring.__exit__(None, None, None)
-        after = self.trainer.clock.seconds
-        stages = {name: seconds - self.before.get(name, 0.0) for name, seconds in after.items()}
+        stages = {name: seconds - self.before.get(name, 0.0) for name, seconds in self.seconds().items()}
         # Optimizer and teacher update
         self.sample.stages = stages | {"other": self.sample.seconds - sum(stages.values())}
         self.answers.put(self.sample)
@@ -89,18 +91,6 @@ def build(workload: Workload) -> Callable[[int], Sample]:
     return in_training(trainer, workload.device)
 
 
-def build_smollm2(workload: Workload) -> Callable[[int], Sample]:
-    """`build` with SmolLM2 and the task, the data and the options of `credit-quickstart --model smollm2`."""
-    from credit_trl import CreditConfig
-    from credit_trl.cli.quickstart_run import quickstart_trainer
-    from credit_trl.cli.quickstart_tasks import quickstart_task
-
-    task = quickstart_task("smollm2")
-    options = {"max_steps": 1000, "report_to": [], "contrastive_coef": 0.1 if workload.contrasts else 0.0}
-    trainer = quickstart_trainer(CreditConfig(tempfile.mkdtemp(), **{**task.defaults, **options}), task)
-    return in_training(trainer, workload.device)
-
-
 def in_training(trainer: Any, device: str) -> Callable[[int], Sample]:
     """Start training; return a function that measures the next step, with completions of a given length."""
     turns = Turns(trainer, device)
@@ -124,13 +114,7 @@ def in_training(trainer: Any, device: str) -> Callable[[int], Sample]:
     return answer
 
 
-def measure_steps(
-    workload: Workload,
-    contrasts: list[int],
-    rounds: int,
-    patience: float,
-    build: Callable[[Workload], Callable[[int], Sample]] = build,
-) -> dict[str, Any]:
+def measure_steps(workload: Workload, contrasts: list[int], rounds: int, patience: float) -> dict[str, Any]:
     """Median seconds by stage for each C, and the ratio of their sum to that of C = 0."""
     with trials(build, {str(c): (workload.with_(contrasts=c),) for c in contrasts}) as running:
         in_turns(running, 1, WARM_UP)  # the first step allocates the optimizer states
@@ -176,16 +160,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for an idle machine")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON")
-    parser.add_argument("--smollm2", action="store_true", help="other shape options are ignored")
     arguments = parser.parse_args()
     started = time.monotonic()
-    if arguments.smollm2:
-        from update_phase import SMOLLM2
-
-        result = measure_steps(SMOLLM2, [0, 1], arguments.rounds, arguments.patience, build_smollm2)
-    else:
-        workload = Workload(batch=arguments.batch, completion=arguments.completion, tail=arguments.tail)
-        result = measure_steps(workload, arguments.contrasts, arguments.rounds, arguments.patience)
+    workload = Workload(batch=arguments.batch, completion=arguments.completion, tail=arguments.tail)
+    result = measure_steps(workload, arguments.contrasts, arguments.rounds, arguments.patience)
     result = provenance() | result
     result["wall_seconds"] = time.monotonic() - started
     print(table(result))
