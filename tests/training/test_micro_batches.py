@@ -206,8 +206,15 @@ def test_run_in_parts_equals_the_run_in_one(make_trainer, name):
 def test_run_in_parts_equals_the_run_in_one_in_bf16(make_trainer):
     """To the rounding of bf16, with recomputed activations."""
     options = {"bf16": True, "gradient_checkpointing": True, "loss_type": "dr_grpo", "max_steps": 2}
-    expected, found = (trained(make_trainer(**options, update_batch_tokens=tokens))[0] for tokens in (None, 150))
+    whole, parts = (make_trainer(**options, update_batch_tokens=tokens) for tokens in (None, 150))
+    cached = set()
+    parts.model.model.layers[0].mlp.register_forward_hook(
+        lambda *_: cached.add(torch.is_autocast_cache_enabled()) if torch.is_grad_enabled() else None
+    )
+    expected, found = trained(whole)[0], trained(parts)[0]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=1e-4)
+    assert cached == {False}  # also where activations are computed again
+    assert torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.parametrize("packed", [False, True])

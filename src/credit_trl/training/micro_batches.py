@@ -8,8 +8,8 @@ these are even. The gradient is that of the same samples. The arranged batch is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -131,6 +131,21 @@ def _take(values: Any, rows: list[int]) -> Any:
     return values[rows] if isinstance(values, Tensor) else [values[i] for i in rows]
 
 
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Keep no copies of the weights in the dtype of autocast after the layer that reads them.
+
+    TRL's trainer computes the loss under autocast, which keeps them until the loss of all parts is formed. With
+    recomputed activations (gradient checkpointing) nothing else needs them: each part reads a weight once.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
 class UnpaddedTrainer(ResumableTrainer):
     """TRL's GRPO trainer with micro-batches of little padding; TRL's own batches at `distillation_weight=0`.
 
@@ -222,7 +237,7 @@ class UnpaddedTrainer(ResumableTrainer):
             part = trim({name: _take(values, rows) for name, values in (inputs | {"loss_weights": weights}).items()})
             is_last = i == len(parts) - 1
             without_sync = not is_last and isinstance(model, DistributedDataParallel)
-            with model.no_sync() if without_sync else nullcontext():
+            with model.no_sync() if without_sync else nullcontext(), _without_autocast_cache():
                 loss = self.distillation(model, part, loss_mask(part), part["loss_weights"], coefficient)
                 if not is_last and torch.is_grad_enabled():
                     self.accelerator.backward(loss.terms.loss)
