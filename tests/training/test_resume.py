@@ -97,6 +97,21 @@ def test_resumed_run_equals_uninterrupted_run_bitwise(
     assert any(not torch.equal(value, resumed.begun[name]) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("stop", [4, 6, 8])  # in the first epoch, at its end, in the second
+@pytest.mark.parametrize("rows", [12, 11])  # the second leaves rows of an epoch unread
+def test_resumed_run_goes_on_at_its_place_in_a_stream(
+    make_model, make_config, tokenizer, dataset, tmp_path, stop, rows
+):
+    arguments = (make_model, make_config, tokenizer, dataset.select(range(rows)).to_iterable_dataset(), tmp_path)
+    options = {"max_steps": 11, "save_steps": 1, "gradient_accumulation_steps": 1}
+    whole = train(*arguments, **options)
+    resumed = train(*arguments, resume=str(tmp_path / f"checkpoint-{stop}"), **options)
+    assert whole.state.epoch > 1
+    expected = weights(whole)
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, expected[name]), name
+
+
 @pytest.mark.parametrize("last", [2, 6])  # inside an epoch and at its end
 def test_resuming_from_last_step_takes_no_step(make_model, make_config, tokenizer, dataset, tmp_path, last):
     arguments = (make_model, make_config, tokenizer, dataset, tmp_path)

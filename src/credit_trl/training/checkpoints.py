@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import nn
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 from trl import GRPOTrainer
@@ -325,11 +326,33 @@ class ResumableTrainer(GRPOTrainer):
         )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Skip the epoch when a run resumes from its last step: transformers tests for the last step after a step."""
+        """Skip what the run that is resumed has done.
+
+        After the last step of a run transformers would do one more, and of a stream, whose length it does not know, it
+        would skip all batches in the first epoch.
+        """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
+        checkpoint = kwargs.get("resume_from_checkpoint")
+        is_stream = isinstance(self.train_dataset, IterableDataset) and not self.args.ignore_data_skip
+        if checkpoint is not None and is_stream:
+            epochs, batches = stream_position(checkpoint, self.args.gradient_accumulation_steps)
+            if kwargs["epoch"] < epochs:
+                return
+            kwargs |= {"epochs_trained": epochs, "steps_trained_in_current_epoch": batches}
         super()._run_epoch(*args, **kwargs)
+
+
+def stream_position(checkpoint: str | Path, accumulation_steps: int) -> tuple[int, int]:
+    """Finished epochs of a streamed dataset, and batches read since, when a checkpoint was saved.
+
+    For transformers an epoch of a stream has `max_steps` optimizer steps; where the stream ends earlier, a new one
+    begins.
+    """
+    state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    epochs = int(state.epoch)
+    return epochs, round((state.epoch - epochs) * state.max_steps * accumulation_steps)
 
 
 def checkpoint_to_resume(requested: str | None, output_dir: str | Path) -> str | None:
