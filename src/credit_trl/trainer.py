@@ -131,6 +131,7 @@ class CreditTrainer(ReportingTrainer):
             args = CreditConfig(f"{name.split('/')[-1]}-CREDIT", gradient_accumulation_steps=8)
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
+        checks.check_reference(args, model, kwargs.get("peft_config") is not None)
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0

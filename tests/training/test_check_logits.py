@@ -134,6 +134,21 @@ def test_padding_change_of_one_prompt_counts_as_rounding(make_model, changed_row
         checks.check_model(model, accelerator)
 
 
+def test_nan_under_padding_is_not_called_a_position_embedding(make_model, accelerator, monkeypatch):
+    model = make_model()
+    forward = type(model).forward
+
+    def with_nan(self, input_ids, attention_mask=None, **kwargs):
+        output = forward(self, input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        if attention_mask is not None and not attention_mask.all():
+            output.logits[:, -1] = torch.nan
+        return output
+
+    monkeypatch.setattr(type(model), "forward", with_nan)
+    with pytest.raises(ValueError, match="in float32 are NaN when its prompt is padded on the left"):
+        checks.check_model(model, accelerator)
+
+
 def test_model_split_over_devices_is_refused(make_model):
     model, accelerator = make_model(), Accelerator(cpu=True)
     model.hf_device_map = {"model": 0, "lm_head": 0}

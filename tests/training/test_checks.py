@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.training.checks import check_machine, check_no_images, check_parts, check_prompts
 from credit_trl.training.metrics import CreditWarning
-from tiny import build_tokenizer, length_verdicts
+from tiny import build_tokenizer, length_verdicts, save_model
 
 
 @pytest.fixture
@@ -276,6 +277,16 @@ def test_parts_are_refused_where_updates_would_differ(make_config, wrapper, rout
 def test_parts_in_vain_are_a_warning(build):
     with pytest.warns(CreditWarning, match="`update_batch_tokens` has no effect at `distillation_weight=0`"):
         build(update_batch_tokens=64, distillation_weight=0.0)
+
+
+def test_beta_needs_a_model_with_a_path(make_model, make_config, tokenizer, dataset, tmp_path):
+    args = make_config(beta=0.1, distillation_weight=0.5)
+    with pytest.raises(ValueError, match="Pass a path or a model that was loaded from one"):
+        CreditTrainer(make_model(), length_verdicts, args, dataset, processing_class=tokenizer)
+    trainer = CreditTrainer(save_model(tmp_path), length_verdicts, args, dataset)
+    assert trainer.ref_model is not None
+    adapters = LoraConfig(target_modules=["q_proj"])
+    CreditTrainer(make_model(), length_verdicts, args, dataset, processing_class=tokenizer, peft_config=adapters)
 
 
 def with_prompts(dataset, first):

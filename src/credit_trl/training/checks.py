@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.training_args import OptimizerNames
 from trl import GRPOTrainer
-from trl.trainer.utils import get_callable_name
+from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from credit_trl.config import CreditConfig, unknown_option
 from credit_trl.contexts.prompts import has_images, user_text
@@ -126,6 +127,22 @@ def check_arguments(names: Iterable[str]) -> None:
             raise TypeError(f"`CreditTrainer` has no argument `{name}`.{advice}")
 
 
+def check_reference(args: CreditConfig, model: str | nn.Module, trains_adapter: bool) -> None:
+    """Check that TRL finds the reference model of `beta`, which it loads from the path of the policy.
+
+    Raises:
+        ValueError: the policy was built in memory and is trained without an adapter.
+    """
+    if args.beta == 0.0 or trains_adapter or isinstance(model, str) or is_peft_model(model):
+        return
+    if not get_config_model_id(model.config):
+        raise ValueError(
+            f"`beta={args.beta}` needs a reference model, which is loaded from the path of the policy, and the "
+            "`model` that was passed has none. Pass a path or a model that was loaded from one, train an adapter "
+            "(`peft_config`), or set `beta=0.0`."
+        )
+
+
 # Smallest eps that logits are compared with: that of TF32, in which a GPU may multiply fp32.
 _MIN_EPS = 2.0**-10
 # Allowed change of logits under left padding, relative to the largest logit: recurrent states change slightly.
@@ -174,6 +191,11 @@ def _check_logits_of_prompts(model: nn.Module, accelerator: Accelerator) -> None
         raise ValueError(
             f"The logits of `{name}` change by {changed:.2g} when a token follows, so the model is not causal. Use a "
             "causal language model, or check its configuration (`is_decoder`, `attn_type`)."
+        )
+    if behind[:, -1].isnan().any() and not own.isnan().any():
+        raise ValueError(
+            f"The logits of `{name}` in {str(own.dtype).removeprefix('torch.')} are NaN when its prompt is padded on "
+            "the left. Use another dtype or `attn_implementation` (`model_init_kwargs`)."
         )
     if changed := _change(own[:, -1], behind[:, -1]):
         raise ValueError(
