@@ -98,12 +98,17 @@ def test_resumed_run_equals_uninterrupted_run_bitwise(
 
 
 @pytest.mark.parametrize("stop", [4, 6, 8])  # in the first epoch, at its end, in the second
-@pytest.mark.parametrize("rows", [12, 11])  # the second leaves rows of an epoch unread
+@pytest.mark.parametrize(("rows", "accumulation"), [(12, 1), (11, 1), (12, 2)])  # 11: an epoch leaves a row unread
 def test_resumed_run_goes_on_at_its_place_in_a_stream(
-    make_model, make_config, tokenizer, dataset, tmp_path, stop, rows
+    make_model, make_config, tokenizer, dataset, tmp_path, stop, rows, accumulation
 ):
     arguments = (make_model, make_config, tokenizer, dataset.select(range(rows)).to_iterable_dataset(), tmp_path)
-    options = {"max_steps": 11, "save_steps": 1, "gradient_accumulation_steps": 1}
+    options = {
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": 1,
+        "max_steps": 11,
+        "save_steps": 1,
+    }
     whole = train(*arguments, **options)
     resumed = train(*arguments, resume=str(tmp_path / f"checkpoint-{stop}"), **options)
     assert whole.state.epoch > 1
