@@ -22,6 +22,7 @@ from typing import Any
 from measure import RETURNS_MEMORY, Results, Sample, in_turns, ratio, seconds, trials
 from step import in_training
 from update_phase import PART
+from updates import no_reward
 from workload import provenance
 
 ANSWER, LONGEST = 7, 24  # tokens of an answer: about the mean of the task, and the quickstart's limit
@@ -88,11 +89,7 @@ def _trl(task: Any, options: dict[str, Any]) -> Any:
     feedback = [tool_choice.WRONG_TOOL + " " + tool_choice.correction(json.loads(a)) for a in data["answer"]]
     model, tokenizer = task.load("plain")
     data = data.add_column("privileged_context", feedback)
-    return SDPOTrainer(model.name_or_path, _no_reward, config, data, processing_class=tokenizer)
-
-
-def _no_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    return [0.0] * len(completions)
+    return SDPOTrainer(model.name_or_path, no_reward, config, data, processing_class=tokenizer)
 
 
 def measure(rounds: int, patience: float, bf16: bool, results: Results) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _arguments(workload: Workload, directory: str) -> dict[str, Any]:
     }
 
 
-def _no_reward(completions: list, **kwargs: Any) -> list[float]:
+def no_reward(completions: list, **kwargs: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
@@ -118,7 +118,7 @@ def _credit(workload: Workload, directory: str, **options: Any) -> MakeUpdate:
     )
     if workload.padding == "kept":
         keep_padding()
-    trainer = CreditTrainer(workload.make_model(), _no_reward, config, _dataset(), processing_class=make_tokenizer())
+    trainer = CreditTrainer(workload.make_model(), no_reward, config, _dataset(), processing_class=make_tokenizer())
     _ready(trainer)
 
     def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
@@ -172,7 +172,7 @@ def _sdpo(workload: Workload, directory: str) -> MakeUpdate:
     # SDPOTrainer loads the teacher from the path of the student.
     model_directory = f"{directory}/model"
     workload.make_model().save_pretrained(model_directory)
-    trainer = SDPOTrainer(model_directory, _no_reward, config, _dataset(), processing_class=make_tokenizer())
+    trainer = SDPOTrainer(model_directory, no_reward, config, _dataset(), processing_class=make_tokenizer())
     shutil.rmtree(model_directory)
     _ready(trainer)
 
@@ -196,7 +196,7 @@ def _grpo(workload: Workload, directory: str) -> MakeUpdate:
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(**_arguments(workload, directory))
-    trainer = GRPOTrainer(workload.make_model(), _no_reward, config, _dataset(), processing_class=make_tokenizer())
+    trainer = GRPOTrainer(workload.make_model(), no_reward, config, _dataset(), processing_class=make_tokenizer())
     _ready(trainer)
 
     def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
