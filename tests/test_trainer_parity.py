@@ -36,6 +36,13 @@ def prepared(trainer, rows=2):
     trainer.model.train()
     group = trainer.num_generations
     batch = [row for row in trainer.train_dataset.select(range(rows)) for _ in range(group)]
+    build = trainer._build_contexts
+
+    def recording(batch):
+        trainer.contexts = build(batch)
+        return trainer.contexts
+
+    trainer._build_contexts = recording
     return trainer._generate_and_score_completions(batch)
 
 
@@ -75,7 +82,7 @@ def samples(inputs):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gradient_is_that_of_algorithm_1(make_model, make_config, tokenizer, dataset, temperature, form, coef):
     config = make_config(
-        distillation_support="full",
+        distillation_topk=len(tokenizer),
         contrastive_count=2,
         contrastive_form=form,
         contrastive_coef=coef,
@@ -91,10 +98,7 @@ def test_gradient_is_that_of_algorithm_1(make_model, make_config, tokenizer, dat
 
     student, teacher = trainer.model, trainer.teacher.model
     student.zero_grad()
-    contexts = [
-        [ids[:n].tolist() for ids, n in zip(i, lengths, strict=True)]
-        for i, lengths in zip(inputs["context_ids"], inputs["context_lengths"], strict=True)
-    ]
+    contexts = [[c.teacher, *c.contrasts] for c in trainer.contexts]
     surrogate = 0.0
     for (prompt, completion), (own, *others) in zip(samples(inputs), contexts, strict=True):
         assert len(others) == 2
@@ -108,6 +112,9 @@ def test_gradient_is_that_of_algorithm_1(make_model, make_config, tokenizer, dat
 
     for name, parameter in student.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+SDPO_FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"
 
 
 @pytest.fixture
@@ -124,11 +131,10 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
             lambda completions, **kwargs: [v.reward for v in mixed_verdicts(completions, **kwargs)],
             make_config(
                 contrastive_coef=0.0,
-                distillation_support="student_topk",
-                distillation_topk=7,
+                distillation_topk=len(tokenizer),
                 distillation_alpha=alpha,
                 loss_type="grpo",
-                success_feedback_template=None,  # SDPO's wording for every attempt
+                feedback_template=SDPO_FEEDBACK,
                 **options,
             ),
             rows,
@@ -145,7 +151,7 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
                 num_generations=4,
                 max_completion_length=6,
                 distillation_mode="topk_logits",
-                distillation_topk=7,
+                distillation_topk=len(tokenizer),
                 distillation_add_tail=options.get("distillation_tail", "bucket") == "bucket",
                 distillation_alpha=alpha,
                 include_environment_feedback=True,
@@ -190,8 +196,7 @@ def test_zero_lambda_equals_trls_sdpo(sdpo_pair, alpha, options, form):
     width = inputs["completion_ids"].shape[1]
     prompts, masks = context["teacher_input_ids"][:, :-width], context["teacher_attention_mask"][:, :-width]
     for i, mask in enumerate(masks):
-        mine = inputs["context_ids"][i, 0, : inputs["context_lengths"][i, 0]]
-        assert mine.tolist() == prompts[i][mask.bool()].tolist()
+        assert ours.contexts[i].teacher == prompts[i][mask.bool()].tolist()
 
     assert_close(loss_and_gradients(ours, inputs), loss_and_gradients(theirs, {**inputs, **context}), 1e-5, 1e-7)
 

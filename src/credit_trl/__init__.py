@@ -30,9 +30,5 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("CreditConfig", "CreditTrainer"):
-        from credit_trl.training.trl_compat import check_installed_trl
-
-        check_installed_trl()  # before a private name of TRL is imported
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return value

@@ -7,9 +7,7 @@ Symbols (natural logs, of a token or bucket `v` at position `t`):
     Ĝ_t(v)   = (1/C) Σ_k g_k,t(v)               input-generic baseline                  `generic_logps`
     p_t(v)   = π_θ(v | x, y_<t)                 student                                 `student_logps`
 
-Not in the paper are the contrasts of `docs/contrast.md`: the form `"guide"`, the baseline `"log_mean"` and the gate;
-and the functions below `credit_rewards`, which use the credit beside a verifier's reward, each from the paper that it
-cites.
+Not in the paper is the form `"guide"` (`docs/contrast.md`).
 
 The last dimension is the vocabulary, or the buckets of a truncated support: K tokens and, with a tail bucket, one
 bucket for the rest. Leading dimensions are free. The first dimension of `contrast_logps` is C.
@@ -18,31 +16,16 @@ bucket for the rest. Leading dimensions are free. The first dimension of `contra
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 # Upper bound on the log-probability of the support, so that `log(1 - Σp)` stays finite.
 _MAX_LOG_MASS = -1e-7
 
 Form = Literal["subtract", "guide"]
-Baseline = Literal["mean_log", "log_mean"]
-
-
-@dataclass(frozen=True)
-class ContrastRule:
-    """Form of the contrast and the positions where it applies.
-
-    Args:
-        form: `"subtract"`, the paper's `f − λ Ĝ`, or `"guide"`, `f + λ (f − Ĝ)`.
-        gate: total variation between teacher and contrast that a position must exceed; 0 contrasts every position.
-    """
-
-    form: Form = "subtract"
-    gate: float = 0.0
 
 
 def self_distillation_reward(
@@ -52,22 +35,16 @@ def self_distillation_reward(
     return teacher_logps - student_logps
 
 
-def input_generic(contrast_logps: Float[Tensor, "c *t v"], baseline: Baseline = "mean_log") -> Float[Tensor, "*t v"]:
-    """Ĝ_t(v) = (1/C) Σ_k g_k,t(v): the sample estimate of G_t in Eq. 6, a mean of logs over dim 0.
-
-    `"log_mean"` is `log (1/C) Σ_k exp g_k,t(v)`, the estimate of the marginal in pCMI (§3.4); it is not below the mean
-    of logs.
-    """
-    if baseline == "log_mean":
-        return contrast_logps.logsumexp(dim=0) - contrast_logps.new_tensor(len(contrast_logps)).log()
+def input_generic(contrast_logps: Float[Tensor, "c *t v"]) -> Float[Tensor, "*t v"]:
+    """Ĝ_t(v) = (1/C) Σ_k g_k,t(v): the sample estimate of G_t in Eq. 6, a mean of logs over dim 0."""
     return contrast_logps.mean(dim=0)
 
 
 def input_specific(
-    teacher_logps: Float[Tensor, "*t v"], contrast_logps: Float[Tensor, "c *t v"], baseline: Baseline = "mean_log"
+    teacher_logps: Float[Tensor, "*t v"], contrast_logps: Float[Tensor, "c *t v"]
 ) -> Float[Tensor, "*t v"]:
     """Ŝ_t(v) = f_t(v) − Ĝ_t(v), Eq. 6 with the estimate of §3.4 (Proposition 3)."""
-    return teacher_logps - input_generic(contrast_logps, baseline)
+    return teacher_logps - input_generic(contrast_logps)
 
 
 def credit_target(
@@ -84,7 +61,7 @@ def credit_target(
         teacher_logps: f.
         generic_logps: Ĝ, of the same shape.
         contrastive_coef: λ, one number or one per position (0 where a sample has no contrast prompt).
-        form: see `ContrastRule`.
+        form: `"subtract"`, the paper's `f − λ Ĝ`, or `"guide"`, `f + λ (f − Ĝ)`.
     """
     if isinstance(contrastive_coef, Tensor):
         contrastive_coef = contrastive_coef.unsqueeze(-1)
@@ -93,24 +70,18 @@ def credit_target(
     return teacher_logps - contrastive_coef * generic_logps
 
 
-def total_variation(teacher_logps: Float[Tensor, "*t v"], generic_logps: Float[Tensor, "*t v"]) -> Float[Tensor, "*t"]:
-    """½ Σ_v |f̄(v) − ḡ(v)| of the two as distributions, in [0, 1]."""
-    return (teacher_logps.softmax(-1) - generic_logps.softmax(-1)).abs().sum(-1) / 2
-
-
 def credit_advantages(
     teacher_logps: Float[Tensor, "*t v"],
     contrast_logps: Float[Tensor, "c *t v"],
     student_logps: Float[Tensor, "*t v"],
     contrastive_coef: float | Float[Tensor, "*t"],
     form: Form = "subtract",
-    baseline: Baseline = "mean_log",
 ) -> Float[Tensor, "*t v"]:
     """R_t(v) = r_t(v) − (λ/C) Σ_k g_k,t(v), Eq. 8. λ = 0 is the self-distillation reward of Eq. 2.
 
     With the form `"guide"` it is `r_t(v) + λ Ŝ_t(v)`.
     """
-    generic = input_generic(contrast_logps, baseline)
+    generic = input_generic(contrast_logps)
     return credit_target(teacher_logps, generic, contrastive_coef, form) - student_logps
 
 
@@ -166,21 +137,6 @@ def renormalize(logps: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:
     return torch.log_softmax(logps, dim=-1)
 
 
-def trust_region(
-    base_logps: Float[Tensor, "*t v"], average_logps: Float[Tensor, "*t v"], weight: float | Float[Tensor, "*t"]
-) -> Float[Tensor, "*t v"]:
-    """log softmax((1 − w) log π_base + w log π_avg): SDPO's trust-region teacher (arXiv:2601.20802).
-
-    Args:
-        base_logps: log π_base, of the initial policy.
-        average_logps: log π_avg, of its average.
-        weight: w in [0, 1], one number or one per position; 1 is the average.
-    """
-    if isinstance(weight, Tensor):
-        weight = weight.unsqueeze(-1)
-    return renormalize((1.0 - weight) * base_logps + weight * average_logps)
-
-
 def credit_rewards(
     policy_logps: Float[Tensor, "*b"],
     reference_logps: Float[Tensor, "*b"],
@@ -190,7 +146,6 @@ def credit_rewards(
     contrastive_coef: float | Float[Tensor, "*b"],
     beta: float = 1.0,
     form: Form = "subtract",
-    baseline: Baseline = "mean_log",
 ) -> Float[Tensor, "*b"]:
     r"""ρ(x, y) − λ ρ̂(y) with ρ = β log π_θ(y | x) / π_ref(y | x), and ρ̂ its mean over contrast prompts x'_k.
 
@@ -215,16 +170,15 @@ def credit_rewards(
         contrastive_coef: λ ≥ 0.
         beta: DPO's and PRIME's β.
         form: `"subtract"`, or `"guide"`: ρ + λ (ρ − ρ̂).
-        baseline: see `input_generic`; applied to numerator and denominator separately.
 
     Returns:
         One reward for each of `policy_logps`, in nats times β.
     """
-    generic = input_generic(contrast_policy_logps, baseline)
+    generic = input_generic(contrast_policy_logps)
     if contrast_reference_logps is None:
         return beta * (_target(policy_logps, generic, contrastive_coef, form) - reference_logps)
     ratio = policy_logps - reference_logps
-    return beta * _target(ratio, generic - input_generic(contrast_reference_logps, baseline), contrastive_coef, form)
+    return beta * _target(ratio, generic - input_generic(contrast_reference_logps), contrastive_coef, form)
 
 
 def _target(
@@ -232,88 +186,3 @@ def _target(
 ) -> Float[Tensor, "*b"]:
     """`credit_target` of scalars, each with its own λ."""
     return credit_target(values.unsqueeze(-1), generic.unsqueeze(-1), coef, form).squeeze(-1)
-
-
-# ---------------------------------------------------------------------- the credit beside a verifier's reward
-
-
-def ratio_weights(
-    credit: Float[Tensor, "b t"], advantages: Float[Tensor, " b"], clip: float, temperature: float = 1.0
-) -> Float[Tensor, "b t"]:
-    """w_t = clip(exp(sign(A) c_t / τ), 1 − ε, 1 + ε): RLSD (Yang et al., 2026, arXiv:2604.03128).
-
-    With c = ΔV and τ = 1 it is the paper's `(P_T / P_S)^sign(A)` with `epsilon_w` = ε. It is 1 where A is 0.
-
-    Args:
-        credit: c, ΔV_t or S_t at the sampled tokens, nats.
-        advantages: A, GRPO's advantage of each sample.
-        clip: ε in (0, 1].
-        temperature: τ.
-    """
-    signed = advantages.sign().unsqueeze(-1) * credit / temperature
-    return signed.exp().clamp(1.0 - clip, 1.0 + clip)
-
-
-def residual_weights(
-    credit: Float[Tensor, "b t"], advantages: Float[Tensor, " b"], clip: float, temperature: float = 1.0
-) -> Float[Tensor, "b t"]:
-    """w_t = max(1 + ε tanh(c_t / τ) / A, 0): RLCSD (Pan et al., 2026, arXiv:2606.11709).
-
-    `A w_t` is the paper's `A + ρ_t` with the bounded residual `ρ_t = ε tanh(c_t / τ)`, cut where it would change the
-    sign of A; ε is the product of its β and λ. The paper's c is Ŝ with the baseline `"log_mean"` over wrong contexts.
-    It is 1 where |A| < 1e-3, which rounding leaves where all rewards of a group are equal. The dead zone of ρ and the
-    separate averages of its two sets of tokens are not included.
-
-    Args:
-        credit: see `ratio_weights`, as `advantages` and `temperature`.
-        advantages: A.
-        clip: ε in (0, 1], the bound of the residual.
-        temperature: τ.
-    """
-    advantages = advantages.unsqueeze(-1)
-    is_zero = advantages.abs() < 1e-3
-    weights = 1.0 + clip * (credit / temperature).tanh() / advantages.masked_fill(is_zero, 1.0)
-    return weights.clamp(min=0.0).masked_fill(is_zero, 1.0)
-
-
-def normalize_weights(weights: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
-    """Weights divided by their mean over the masked tokens of each sample, so that this mean is 1.
-
-    Samples without a positive weight keep theirs.
-    """
-    counts = mask.sum(-1, keepdim=True)
-    mean = (weights * mask).sum(-1, keepdim=True) / counts.clamp(min=1)
-    return weights / mean.where(mean > 0, torch.ones_like(mean))
-
-
-def modulated_advantages(
-    advantages: Float[Tensor, " b"], weights: Float[Tensor, "b t"], share: float = 1.0
-) -> Float[Tensor, "b t"]:
-    """A_t = A (1 + s (w_t − 1)): RLSD's `A ((1 − λ) + λ w_t)` with s = λ. Where w_t = 1 it is A, bit for bit.
-
-    Args:
-        advantages: A.
-        weights: w.
-        share: s in [0, 1].
-    """
-    return advantages.unsqueeze(-1) * (1.0 + share * (weights - 1.0))
-
-
-def routed(is_successful: Bool[Tensor, " b"], has_teacher: Bool[Tensor, " b"]) -> Bool[Tensor, " b"]:
-    """z = (1 − c) m, the samples that distillation takes over from GRPO: SRPO (Li et al., 2026, arXiv:2604.02288).
-
-    Args:
-        is_successful: c.
-        has_teacher: m; a failure without a teacher stays with GRPO.
-    """
-    return ~is_successful & has_teacher
-
-
-def entropy_weights(teacher_entropy: Float[Tensor, "*t"], temperature: float = 1.0) -> Float[Tensor, "*t"]:
-    """exp(−H_t / τ), SRPO's weight of a distilled token before its division by the mean; β = 1/τ.
-
-    Args:
-        teacher_entropy: H, nats.
-        temperature: τ.
-    """
-    return (-teacher_entropy / temperature).exp()

@@ -8,7 +8,6 @@ This module wires the stages and computes nothing itself:
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections import defaultdict
 from functools import partial
@@ -27,8 +26,7 @@ from credit_trl.contexts.privileged import decode_completions, ignored_feedback
 from credit_trl.contexts.prompts import Render, chat_renderer
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, longest_sequence
 from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss, loss_dtype
-from credit_trl.loss.rehearsal import is_rehearsal, rehearsal_contexts, rehearse
-from credit_trl.loss.uses import choose_support, route_contexts, use_credit
+from credit_trl.loss.scores import SupportConfig
 from credit_trl.loss.weights import token_weights
 from credit_trl.rollout.batch import (
     GenerationBatch,
@@ -48,12 +46,11 @@ from credit_trl.teacher.causal_lm import (
     use_fp32_lm_head,
 )
 from credit_trl.teacher.compilation import compile_layers, keep_models_whole, uncompiled
-from credit_trl.teacher.external import build_base, build_teacher
+from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import checks
-from credit_trl.training.drift import DriftAlarms, StopOnDrift
-from credit_trl.training.dynamic_sampling import Rollouts, redraw
+from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.metrics import (
     Alarms,
     context_metrics,
@@ -62,12 +59,8 @@ from credit_trl.training.metrics import (
     token_means,
     token_sums,
 )
-from credit_trl.training.reading import answer_metrics
 from credit_trl.training.reporting import ContinueReports, ReportingTrainer
 from credit_trl.training.timing import StageClock
-from credit_trl.training.trl_compat import check_installed_trl, sampled_logps
-
-check_installed_trl()  # for imports of this module that do not go through the package
 
 # Evaluation draws its contrast prompts from random streams beyond those of the training batches.
 _EVAL_STREAM = 2**31
@@ -124,14 +117,12 @@ class CreditTrainer(ReportingTrainer):
         eval_dataset: Any = None,
         **kwargs: Any,
     ) -> None:
-        checks.check_arguments(kwargs)
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             # A process's 8 x 8 rollouts are 8 problems, the paper's mini-batch on LiveCodeBench.
             args = CreditConfig(f"{name.split('/')[-1]}-CREDIT", gradient_accumulation_steps=8)
         if not isinstance(args, CreditConfig):
             raise TypeError(f"`args` must be a `CreditConfig` (it extends `GRPOConfig`), got {type(args).__name__}.")
-        checks.check_reference(args, model, kwargs.get("peft_config") is not None)
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0
@@ -157,12 +148,9 @@ class CreditTrainer(ReportingTrainer):
         if self.environment_factories is None and kwargs.get("rollout_func") is None:
             sizes = full_shape(self.model.get_input_embeddings().weight)[0], position_embeddings(self.model)
             checks.check_prompts(args, datasets, self._encode_prompt, *sizes, self.alarms.raise_once)
-        checks.check_progress(args, self.alarms.raise_once)
         checks.check_parts(args, self.accelerator, self.aux_loss_enabled, self.alarms.raise_once)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=args.teacher_is_frozen)
         self.add_callback(ContinueReports(self.drift_alarms, self.clock))
-        if args.credit_stop_on is not None:
-            self.add_callback(StopOnDrift(self.drift_alarms, args.stop_causes))
         if self._distills:
             self._init_distillation()
 
@@ -176,25 +164,21 @@ class CreditTrainer(ReportingTrainer):
 
     def _init_distillation(self) -> None:
         args = self.args
-        checks.check_machine(args, self.model, self.accelerator)
+        checks.check_machine(self.accelerator)
         if args.torch_compile:
             keep_models_whole(self.accelerator)
         vocabulary = checks.check_vocabulary(args, self.model)
-        support = choose_support(args, vocabulary)
+        support = SupportConfig(args.distillation_support, args.distillation_topk, args.distillation_tail)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         checks.check_model(self.model, self.accelerator)
         checks.check_teacher(args, self.teacher, self.accelerator)
         router = self.aux_loss_enabled
         loss = DistillationLoss.of(args, self.teacher, self.accelerator, support, vocabulary, self.temperature, router)
         self.distillation = self._without_padding(loss)
-        self.base_teacher = build_base(args, self.teacher, self.model, self.accelerator)
-        if self.base_teacher is not None:
-            checks.check_teacher(args, self.base_teacher, self.accelerator)
         if args.torch_compile:
-            scoring = [model for one in (self.teacher, self.base_teacher) if one for model in one.models()]
-            compile_layers([self.model, *scoring], args)
+            compile_layers([self.model, *self.teacher.models()], args)
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids)
-        if args.teacher_model_kind in ("ema", "trust_region"):
+        if args.teacher_model_kind == "ema":
             self.add_callback(TeacherUpdate(self))
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -244,8 +228,6 @@ class CreditTrainer(ReportingTrainer):
         if self.args.on_verifier_error == "skip":
             share = mask_skipped_rewards(rewards_per_func, self._verdicts.skipped(len(prompts)), self.accelerator)
             self._log_values({"credit/frac_verifier_skipped": share})
-        corrected = self._verdicts.corrected(len(prompts))
-        unclosed = [one is not other for one, other in zip(graded, completions, strict=True)]
         self._generation_batch = GenerationBatch(
             rows=inputs,
             prompts=prompts,
@@ -255,25 +237,16 @@ class CreditTrainer(ReportingTrainer):
             turn_feedback=self._verdicts.turn_feedback(len(prompts)),
             first=self.accelerator.process_index * len(prompts),
             group_size=self.num_generations if self.model.training else self.num_generations_eval,
-            corrected=[None if is_thinking else text for is_thinking, text in zip(unclosed, corrected, strict=True)],
         )
         return rewards_per_func
-
-    def _rollouts(self, inputs: list[dict[str, Any]]) -> Rollouts:
-        """Generate and grade one rollout of each row."""
-        output = super()._generate_and_score_completions(inputs)
-        if self.args.on_verifier_error == "skip":
-            mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
-        batch = self._generation_batch.with_turns(loss_mask(output))
-        return Rollouts(output, batch, self._batch_environments if self.environment_factories is not None else ())
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._distills:
             checks.check_no_images(inputs)
-        rollouts = self._rollouts(inputs)
-        if self.model.training and self.args.dynamic_sampling_rounds:
-            rollouts = redraw(self, rollouts)
-        output, self._generation_batch = rollouts.output, rollouts.batch
+        output = super()._generate_and_score_completions(inputs)
+        if self.args.on_verifier_error == "skip":
+            mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
+        self._generation_batch = self._generation_batch.with_turns(loss_mask(output))
         metrics = self._metrics[self._mode]
         self.alarms.check_engine(metrics)
         if self.model.training and self.num_generations > 1:
@@ -283,15 +256,12 @@ class CreditTrainer(ReportingTrainer):
             checks.check_no_images([output])
             with self.clock.stage("contexts"):
                 contexts = self._build_contexts(self._generation_batch)
-                contexts = route_contexts(contexts, self._generation_batch, self.args)
-                if self._rehearses:
-                    contexts = rehearsal_contexts(contexts)
-                    rehearse(output, contexts, self._tokenizer.pad_token_id)
                 has_loss = loss_mask(output).any(dim=1).tolist()
                 output["success_weights"] = self._success_weights(self._generation_batch, contexts, has_loss)
             with self.clock.stage("scores"):
                 output.update(self._score(output, contexts))
-        self._tabulate(output, self._generation_batch, contexts)
+        if self.args.log_completions:
+            self._tabulate(output, self._generation_batch, contexts)
         return output
 
     # ------------------------------------------------------------------ contexts, teacher
@@ -315,8 +285,6 @@ class CreditTrainer(ReportingTrainer):
         if self.model.training:
             self.alarms.check_loss_tokens(any(has_teacher), scored)
         self._log_values({"credit/fidelity_groups": mixed})
-        if self._rehearses:  # their teacher is the initial policy
-            weights = [math.nan] * len(weights)
         own = torch.tensor(weights, device=self.accelerator.device)
         return own * (self.args.steps_per_generation if self.model.training else 1)
 
@@ -324,11 +292,6 @@ class CreditTrainer(ReportingTrainer):
     def batch_index(self) -> int:
         """Index of the training generation batch."""
         return self._step // (self.args.steps_per_generation * self.num_iterations)
-
-    @property
-    def _rehearses(self) -> bool:
-        """Whether this generation batch rehearses the initial policy."""
-        return self.model.training and is_rehearsal(self.batch_index, self.args.teacher_rehearsal)
 
     def _decode(self, ids: list[list[int]]) -> list[str]:
         return decode_completions(self._tokenizer, ids)
@@ -356,32 +319,22 @@ class CreditTrainer(ReportingTrainer):
         return self._renderer(sample)(prompt) if OPEN in str(template) else ""
 
     def _score(self, output: dict[str, Any], contexts: list[TokenContexts]) -> dict[str, Tensor]:
-        mask, logps, reduce = loss_mask(output), partial(sampled_logps, self, output), self._sum_over_processes
-        distillation = self.distillation.of_base(self.base_teacher) if self._rehearses else self.distillation
-        scores = distillation.score(
-            contexts, CompletionBatch(output["completion_ids"], output["completion_mask"], mask)
+        return self.distillation.score(
+            contexts, CompletionBatch(output["completion_ids"], output["completion_mask"], loss_mask(output))
         )
-        replaced, metrics = use_credit(output | scores, mask, logps, reduce, self.args)
-        if not self._rehearses:
-            metrics |= answer_metrics(self._generation_batch, scores, mask, self._tokenizer, reduce)
-        self._log_values(metrics)
-        return scores | replaced
 
     # ------------------------------------------------------------------ loss
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        policy, distillation = self.args.shares
-        if distillation == 0.0:
+        weight = self.args.distillation_weight
+        if weight == 0.0:
             return super()._compute_loss(model, inputs)
         loss = self._distillation_loss(model, inputs)
-        if policy == 0.0:
-            return loss
-        return distillation * loss + policy * super()._compute_loss(model, inputs)
+        return loss if weight == 1.0 else weight * loss + (1.0 - weight) * super()._compute_loss(model, inputs)
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         mask = loss_mask(inputs)
         weights = token_weights(inputs, mask, self._reduction(), loss_dtype(self.model))
-        weights = weights * inputs.get("credit_weights", 1.0)
         result = self._micro_batch_loss(model, inputs, weights)
         loss = result.terms.loss
         if result.aux_loss is not None:
@@ -389,7 +342,6 @@ class CreditTrainer(ReportingTrainer):
             loss = loss + self.router_aux_loss_coef * result.aux_loss / steps
             self._log_values({"aux_loss": self.accelerator.gather_for_metrics(result.aux_loss).mean().item()})
         self._log_tokens(result)
-        self._tabulate_update(inputs, result)
         return loss
 
     # ------------------------------------------------------------------ logging, time
@@ -398,9 +350,7 @@ class CreditTrainer(ReportingTrainer):
         return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
 
     def _log_tokens(self, loss: MicroBatchLoss) -> None:
-        """Log the credit of a micro-batch; not where it rehearses, since its teacher is the initial policy."""
-        if self._rehearses:
-            return
+        """Log the credit of a micro-batch."""
         sums = token_sums(loss, self._sum_over_processes)
         self._token_sums[self._mode].append(sums)
         metrics, _ = token_means(sums, self.args.distillation_support == "sampled")
@@ -412,7 +362,7 @@ class CreditTrainer(ReportingTrainer):
         """Replace the token metrics of the micro-batches since the last log by means over their tokens."""
         if sums := self._token_sums.pop(self._mode, None):
             metrics, entropy = mean_over_tokens(sums, self.args.distillation_support == "sampled")
-            if self.args.shares[0] == 0.0:  # otherwise GRPO logs its own
+            if self.args.distillation_weight == 1.0:  # otherwise GRPO logs its own
                 metrics["entropy"] = entropy
             self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
 

@@ -123,7 +123,7 @@ _SCORING = (
 
 
 # Options of a run whose teacher is more than another state of the policy that reads the feedback.
-_TEACHER_ELSEWHERE = {"teacher_model_kind": ("trust_region", "model"), "teacher_prompt": ("student",)}
+_TEACHER_ELSEWHERE = {"teacher_model_kind": ("model",), "teacher_prompt": ("student",)}
 
 
 def _read_maps(paths: list[str]) -> list[TokenMap]:

@@ -77,32 +77,11 @@ class ContextBuilder:
             return self.build(prompt, (), whole, render)
         return TokenContexts(None, **_fitted(privileged, whole))
 
-    def build_swapped(
-        self, prompt: Prompt, privileged: PrivilegedContext, others: Sequence[PrivilegedContext], render: Render
-    ) -> TokenContexts:
-        """Contexts whose contrasts exchange z: `(x, z)`, then `(x, z'_1)`, …, `(x, z'_C)`.
-
-        Each z is fitted to the budget by itself. If one of the others does not fit at all, there are no contrasts.
-        """
-        own = self.build(prompt, (), privileged, render)
-        swapped = [self.build(prompt, (), other, render) for other in others]
-        if own.teacher is None or any(other.teacher is None for other in swapped):
-            return own
-        contrasts = [other.teacher for other in swapped]
-        return replace(own, contrasts=contrasts, cut=any(built.cut for built in (own, *swapped)))
-
-    def build_plain(self, prompt: Prompt, contrasts: Sequence[Prompt], render: Render) -> TokenContexts:
-        """Contexts without z: the student's prompt x, and x'_1, …, x'_C; no contrasts where one has no token."""
-        teacher, *others = (self.encode(one, PrivilegedContext(), render) for one in (prompt, *contrasts))
-        return TokenContexts(teacher, others if all(others) else [])
-
     def encode(self, prompt: Prompt, privileged: PrivilegedContext, render: Render) -> list[int]:
         """Token ids of one context, of any length."""
         return self._encode_pieces(self._pieces(prompt, privileged, render), first=isinstance(prompt, str))
 
-    def encode_turn(
-        self, feedback: str, before: str, after: str, budget: int, *, success: bool = False
-    ) -> tuple[list[int], bool]:
+    def encode_turn(self, feedback: str, before: str, after: str, budget: int) -> tuple[list[int], bool]:
         """Token ids of a feedback message in the middle of a conversation, and whether it was cut.
 
         Args:
@@ -111,12 +90,11 @@ class ContextBuilder:
             after: text of the chat template after it.
             budget: maximum number of tokens; a longer message loses the middle of its feedback, and is dropped where
                 that is not enough.
-            success: whether the rollout was successful.
         """
         whole, cut = _encodable(feedback), 0
         text: str | None = whole
         while text is not None:
-            head, tail = self._feedback_section("\x02", success).strip().split("\x02")
+            head, tail = self._feedback_section("\x02").strip().split("\x02")
             pieces = [(before + head, True), (text, False), (tail + after, True)]
             ids = self._encode_pieces([piece for piece in pieces if piece[0]], first=False)
             if len(ids) <= budget:
@@ -158,7 +136,7 @@ class ContextBuilder:
         if privileged.demonstration is not None:
             solution = self.config.solution_template.format(successful_previous_attempt=next(marks))
         if privileged.feedback is not None:
-            feedback = self._feedback_section(next(marks), privileged.success)
+            feedback = self._feedback_section(next(marks))
         turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
         text = turn if isinstance(prompt, str) else render(with_user_text(prompt, turn))
         parts = [part for part in _MARK.split(text) if part]
@@ -170,9 +148,8 @@ class ContextBuilder:
             )
         return [(untrusted.get(part, part), part not in untrusted) for part in parts]
 
-    def _feedback_section(self, feedback: str, success: bool) -> str:
-        own = self.config.success_feedback_template if success else None
-        return (own or self.config.feedback_template).format(feedback_raw=feedback)
+    def _feedback_section(self, feedback: str) -> str:
+        return self.config.feedback_template.format(feedback_raw=feedback)
 
     def tokenize(self, text: str, *, first: bool = False) -> list[int]:
         """Token ids; with `first` the tokenizer adds its special tokens, as for the student's plain prompts."""

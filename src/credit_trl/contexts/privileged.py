@@ -17,12 +17,11 @@ _THINKING = re.compile(r"^(?:(?!</?think>).)*</think>|<think>.*?(?:</think>|\Z)"
 
 @dataclass(frozen=True)
 class PrivilegedContext:
-    """z of one sample. A sample has a teacher where at least one of the first three fields is set."""
+    """z of one sample. A sample has a teacher where at least one is set."""
 
     demonstration: str | None = None  # text of a successful rollout of the group
     feedback: str | None = None  # on the whole rollout
     turns: Mapping[int, str] | None = field(default=None, hash=False)  # feedback by turn index, see `place_turns`
-    success: bool = False  # of the rollout; chooses the wording that introduces the feedback
 
     def __post_init__(self) -> None:
         if self.turns is not None:  # JSON has no integer keys
@@ -93,14 +92,12 @@ def gather_privileged_contexts(
         _gather_demonstrations(batch, config, decode) if config.use_successful_as_teacher else [None] * size
     )
     feedback, turns = batch.feedback, batch.feedback_by_turn
-    of_batch = is_successful(batch.rewards, config.success_reward_threshold)
-    successes = [of_batch[i] for i in batch.indices]
     contexts = []
-    for demonstration, text, by_turn, success in zip(demonstrations, feedback, turns, successes, strict=True):
+    for demonstration, text, by_turn in zip(demonstrations, feedback, turns, strict=True):
         is_used = config.include_environment_feedback and not (
             config.environment_feedback_only_without_solution and demonstration is not None
         )
-        contexts.append(PrivilegedContext(demonstration, *((text, by_turn) if is_used else (None, None)), success))
+        contexts.append(PrivilegedContext(demonstration, *((text, by_turn) if is_used else (None, None))))
     return contexts
 
 

@@ -48,14 +48,6 @@ def user_text(prompt: Prompt) -> str:
     return " ".join(part.get("text", "") for part in content if part.get("type") == "text")
 
 
-def without_question(prompt: Prompt) -> Prompt:
-    """The system messages of a prompt and an empty user turn; an empty string for plain text."""
-    if isinstance(prompt, str):
-        return ""
-    turn = prompt[_last_user(prompt)]
-    return [*(m for m in prompt if m.get("role") == "system"), *with_user_text([turn], "")]
-
-
 def has_images(prompt: Prompt) -> bool:
     """Whether a conversational prompt has an image part."""
     if isinstance(prompt, str):

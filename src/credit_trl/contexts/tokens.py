@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -76,43 +75,3 @@ def context_masks(contexts: Sequence[TokenContexts], device: torch.device) -> di
         "teacher_mask": torch.tensor([c.teacher is not None for c in contexts], device=device),
         "contrast_mask": torch.tensor([len(c.contrasts) > 0 for c in contexts], device=device),
     }
-
-
-def pack_contexts(contexts: Sequence[TokenContexts], device: torch.device) -> dict[str, Int[Tensor, "B ..."]]:
-    """Contexts as tensors that TRL can shuffle and split. `unpack_contexts` is the inverse.
-
-    Returns:
-        `context_ids` (B, 1+C, P), the teacher's prompt in row 0, and `context_lengths` (B, 1+C), 0 where there is no
-        prompt; `context_columns` (B, 1+C, P) where a prompt has tokens inside the completion.
-    """
-    rows = [list(c.sequences()) for c in contexts]
-    count = max((len(sample) for sample in rows), default=1) or 1
-    longest = max((len(ids) for sample in rows for ids, _ in sample), default=1)
-    ids = torch.zeros(len(rows), count, longest, dtype=torch.long)
-    lengths, columns = torch.zeros(len(rows), count, dtype=torch.long), torch.zeros_like(ids)
-    for i, sample in enumerate(rows):
-        for k, (prompt, inside) in enumerate(sample):
-            lengths[i, k] = len(prompt)
-            ids[i, k, : len(prompt)] = torch.tensor(prompt)
-            if inside is not None:
-                columns[i, k, : len(prompt)] = torch.tensor(inside)
-    packed = {"context_ids": ids, "context_lengths": lengths}
-    if any(c.columns is not None for c in contexts):
-        packed["context_columns"] = columns
-    return {name: tensor.to(device) for name, tensor in packed.items()}
-
-
-def unpack_contexts(batch: dict[str, Any]) -> list[TokenContexts]:
-    """Contexts of one micro-batch from the tensors of `pack_contexts`."""
-    lengths = batch["context_lengths"].tolist()
-    ids = batch["context_ids"].tolist()
-    columns = batch["context_columns"].tolist() if "context_columns" in batch else [None] * len(ids)
-    contexts = []
-    for prompts, sizes, inside in zip(ids, lengths, columns, strict=True):
-        teacher, *contrasts = ([row[:n] for row, n in zip(prompts, sizes, strict=True) if n]) or [None]
-        cut = None
-        if inside is not None and teacher is not None:
-            own, *others = [row[:n] for row, n in zip(inside, sizes, strict=True) if n]
-            cut = ContextColumns(own, others)
-        contexts.append(TokenContexts(teacher, contrasts, cut))
-    return contexts

@@ -80,9 +80,7 @@ def place_turns(
     share = builder.config.max_reprompt_len // max(len(feedback), 1)
     prompts, inserted, columns, cut = [contexts.teacher, *contexts.contrasts], [], [], contexts.cut
     for turn, text in feedback.items():
-        message, was_cut = builder.encode_turn(
-            text, form.before, form.after, share, success=contexts.privileged.success
-        )
+        message, was_cut = builder.encode_turn(text, form.before, form.after, share)
         column = starts[turn] - len(opening)
         if starts[turn] == 0:
             prompts = [_insert_before_opening(prompt, opening, message) for prompt in prompts]

@@ -12,15 +12,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from credit_trl.config import CreditConfig
-from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, context_masks, pack_contexts, unpack_contexts
+from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, context_masks
 from credit_trl.loss.correction import EngineTokens
 from credit_trl.loss.head import choose_kernels, lm_head
 from credit_trl.loss.projection import token_logps
-from credit_trl.loss.scores import Scores, SupportConfig, TeacherStates
-from credit_trl.loss.scoring import ScoringConfig, gather_states, score_completions, stored_scores
+from credit_trl.loss.scores import SupportConfig
+from credit_trl.loss.scoring import ScoringConfig, score_completions, stored_scores
 from credit_trl.loss.student import credit_loss
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
-from credit_trl.loss.trust_region import TrustRegion
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import PassConfig
 from credit_trl.teacher.policy_pass import Sequences, policy_states
@@ -103,40 +102,29 @@ class DistillationLoss:
         router_loss: bool,
     ) -> DistillationLoss:
         """The loss of a configuration, for a policy with `vocabulary` tokens and the rollout's `temperature`."""
-        is_mixed = config.teacher_model_kind == "trust_region"
         scoring = ScoringConfig(
             support,
             temperature,
-            config.contrastive_baseline,
-            PassConfig(config.scoring_batch_tokens, config.scoring_packed),
-            choose_kernels(config.distillation_kernels, accelerator.device),
-            config.distillation_chunk_size,
+            PassConfig(config.scoring_batch_tokens, config.packed),
+            choose_kernels("auto", accelerator.device),
+            None,
             vocabulary,
-            TrustRegion(config.teacher_trust_weight, config.teacher_trust_kl) if is_mixed else None,
         )
         loss = LossConfig(
             support,
-            config.contrast_rule,
+            config.contrastive_form,
             config.distillation_alpha,
             config.distillation_is_clip,
-            config.distillation_chunk_size,
         )
         return cls(teacher, accelerator, scoring, loss, router_loss)
-
-    def of_base(self, base: Teacher) -> DistillationLoss:
-        """The same scores and loss with the initial policy as the teacher."""
-        return replace(self, teacher=base, scoring=replace(self.scoring, region=None))
 
     def score(self, contexts: Sequence[TokenContexts], batch: CompletionBatch) -> dict[str, Tensor]:
         """Tensors that TRL shuffles and splits with a generation batch, batch dimension first.
 
         Returns:
-            `teacher_mask` and `contrast_mask` (B,), and the fields of `Scores`; or the contexts, where the support is
-            chosen inside the step.
+            `teacher_mask` and `contrast_mask` (B,), and the fields of `Scores`.
         """
         masks = context_masks(contexts, batch.ids.device)
-        if self.scoring.support.in_step:
-            return masks | pack_contexts(contexts, batch.ids.device)
         batch = replace(batch, loss_mask=batch.loss_mask & masks["teacher_mask"][:, None])
         return masks | score_completions(self.teacher, contexts, batch, self.scoring)
 
@@ -167,7 +155,7 @@ class DistillationLoss:
             None if old_logps is None else sequences.pick(old_logps),
             self._engine(inputs, sequences),
         )
-        scores = self._scores(inputs, mask, sequences)
+        scores = stored_scores(inputs, sequences.pick)
         unwrapped = self.accelerator.unwrap_model(model)
 
         def student_loss(_: Int[Tensor, " N"]) -> tuple[Tensor, dict[str, Tensor], int, Tensor | None]:
@@ -184,14 +172,6 @@ class DistillationLoss:
         fidelity = _fidelity(result, inputs.get("success_weights"), sequences.rows, mask)
         valid = sum(sequences.lengths)
         return MicroBatchLoss(result, contrasted, sequences.rows, fidelity, aux_loss, read, valid, tokens.engine)
-
-    def _scores(
-        self, inputs: dict[str, Any], mask: Bool[Tensor, "B T"], sequences: Sequences
-    ) -> Scores | TeacherStates:
-        if not self.scoring.support.in_step:
-            return stored_scores(inputs, sequences.pick)
-        batch = CompletionBatch(inputs["completion_ids"], inputs["completion_mask"], mask)
-        return gather_states(self.teacher, unpack_contexts(inputs), batch, self.scoring)
 
     def _engine(self, inputs: dict[str, Any], sequences: Sequences) -> EngineTokens | None:
         if self.loss.correction is None or "sampling_per_token_logps" not in inputs:

@@ -291,7 +291,7 @@ def choose_kernels(wanted: Literal["auto", "torch", "triton"], device: torch.dev
         return "triton"
     warnings.warn(
         "The package triton is not installed. Rows of logits are computed with torch, which reads them several times. "
-        'Install triton, or set `distillation_kernels="torch"`.',
+        'Install triton, or use `kernels="torch"`.',
         stacklevel=2,
     )
     return "torch"

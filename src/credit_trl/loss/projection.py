@@ -124,20 +124,3 @@ def backward_logps(
             tile.mul_(slope)
         support.put(i, tile, column_grads)
         head.backward_block(tile, block, hidden, gradients)
-
-
-def backward_logits(
-    head: LMHead,
-    logits: Float[Tensor, "n V"],
-    logit_grads: Float[Tensor, "n V"],
-    hidden: Float[Tensor, "n H"],
-    gradients: HeadGradients,
-) -> None:
-    """Backpropagate a gradient of all logits, which is overwritten."""
-    for block in head.blocks(hidden):
-        tile, slope = logit_grads[:, block], head.softcap_slope(logits[:, block])
-        if head.scale != head.temperature:
-            tile.mul_(head.scale / head.temperature)
-        if slope is not None:
-            tile.mul_(slope)
-        head.backward_block(tile, block, hidden, gradients)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -14,9 +13,8 @@ from credit_trl import objective
 from credit_trl.loss.blocks import accumulation_dtype, chunks, columns_chunk, logits_chunk, passing_chunk
 from credit_trl.loss.head import LMHead, Projection
 from credit_trl.loss.projection import project
-from credit_trl.objective import Baseline
 
-Support = Literal["teacher_topk", "student_topk", "full", "sampled"]
+Support = Literal["teacher_topk", "sampled"]
 Tail = Literal["bucket", "renormalize"]
 
 
@@ -25,7 +23,7 @@ class SupportConfig:
     """Tokens of the vocabulary that carry the loss.
 
     Args:
-        kind: the teacher's or the student's `topk` most likely tokens, the whole vocabulary, or the sampled token.
+        kind: the teacher's `topk` most likely tokens, or the sampled token.
         topk: K, at most V.
         tail: `"bucket"` adds one bucket for the probability outside a top-K support; `"renormalize"` conditions on the
             support. Other supports ignore it.
@@ -38,12 +36,7 @@ class SupportConfig:
     @property
     def is_topk(self) -> bool:
         """Whether the support is the K most likely tokens."""
-        return self.kind in ("teacher_topk", "student_topk")
-
-    @property
-    def in_step(self) -> bool:
-        """Whether scores depend on the live student, so that they are computed inside the optimizer step."""
-        return self.kind in ("full", "student_topk")
+        return self.kind == "teacher_topk"
 
     @property
     def renormalizes(self) -> bool:
@@ -93,46 +86,16 @@ class Scores:
 
 @dataclass
 class TeacherStates:
-    """Hidden states of the teacher, for supports that are chosen inside the step (`"full"`, `"student_topk"`).
+    """Hidden states of the teacher.
 
     Args:
         hidden: (N, H), under the teacher's prompt.
         contrast_hidden: (C, N, H), under the contrast prompts; C may be 0.
-        baseline: average over the contrasts, see `objective.input_generic`.
     """
 
     hidden: Float[Tensor, "N H"]
     contrast_hidden: Float[Tensor, "C N H"]
     head: LMHead
-    baseline: Baseline = "mean_log"
-
-    def __getitem__(self, rows: slice) -> TeacherStates:
-        return replace(self, hidden=self.hidden[rows], contrast_hidden=self.contrast_hidden[:, rows])
-
-
-class ContrastAverage:
-    """Streaming mean over the contrasts: Ĝ from one contrast at a time."""
-
-    def __init__(self, baseline: Baseline) -> None:
-        self.baseline = baseline
-        self.count = 0
-
-    def add(self, total: Tensor, logps: Tensor) -> None:
-        """Add the log-probabilities of one contrast to `total`, in place; the first one overwrites it."""
-        if not self.count:
-            total.copy_(logps)
-        elif self.baseline == "log_mean":
-            torch.logaddexp(total, logps, out=total)
-        else:
-            total += logps
-        self.count += 1
-
-    def finish(self, total: Tensor) -> None:
-        """Turn the total into Ĝ, in place."""
-        if self.baseline == "log_mean":
-            total -= math.log(self.count)
-        else:
-            total /= self.count
 
 
 @torch.no_grad()
@@ -153,10 +116,8 @@ def score_tokens(
         Scores in fp32, or fp64 for fp64 hidden states, without gradient.
 
     Raises:
-        ValueError: K exceeds the vocabulary, or the support is chosen inside the step.
+        ValueError: K exceeds the vocabulary.
     """
-    if support.in_step:
-        raise ValueError(f"support {support.kind!r} is chosen inside the step: pass `TeacherStates` to `credit_loss`.")
     support.check(states.head.vocabulary_size)
     states = replace(states, head=states.head.gathered().detached().for_products(states.hidden))
     tokens = token_ids.unsqueeze(-1)
@@ -179,31 +140,6 @@ def score_tokens(
             generic = _generic_over_vocabulary(states, scores.support_ids, tokens, support.has_tail, chunk_size, out)
         scores.generic_logps, scores.generic_token_logps = generic
     return scores
-
-
-def score_over_vocabulary(
-    states: TeacherStates, ids: Int[Tensor, "n K"], tokens: Int[Tensor, "n 1"], out: Float[Tensor, "n V"]
-) -> Scores:
-    """Scores of one chunk on a given support with a tail bucket, as true log-probabilities."""
-    teacher = project(states.head, states.hidden, out, tokens, ids)
-    scores = _teacher_scores(teacher, tokens, SupportConfig("student_topk", ids.shape[-1]))
-    if len(states.contrast_hidden):
-        scores.generic_logps, scores.generic_token_logps = _generic_over_vocabulary(
-            states, ids, tokens, True, len(ids), out
-        )
-    return scores
-
-
-def score_within_support(states: TeacherStates, ids: Int[Tensor, "n K"], tokens: Int[Tensor, "n 1"]) -> Scores:
-    """Scores of one chunk conditional on a given support; only its K columns are projected."""
-    columns = states.head.gather_columns(torch.cat([ids, tokens], dim=-1))
-    in_support = (ids == tokens).any(dim=-1)
-    teacher_logps, teacher_token_logps = condition(states.head.column_logits(states.hidden, columns), in_support)
-    generic_logps, generic_token_logps = torch.zeros_like(teacher_logps), torch.zeros_like(teacher_token_logps)
-    if len(states.contrast_hidden):
-        generic_logps, generic_token_logps = _generic_within_support(states, ids, tokens, len(ids))
-    entropy = torch.special.entr(teacher_logps.exp()).sum(dim=-1)
-    return Scores(ids, teacher_logps, generic_logps, teacher_token_logps, generic_token_logps, entropy)
 
 
 def _teacher_scores(teacher: Projection, tokens: Int[Tensor, "n 1"], support: SupportConfig) -> Scores:
@@ -229,15 +165,13 @@ def _generic_over_vocabulary(
     size = chunk_size or passing_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
     size = size if out is None else max(len(out), 1)
     # The last column is the sampled token.
-    generic_logps = states.hidden.new_empty((n, ids.shape[-1] + has_tail + 1), dtype=dtype)
+    generic_logps = states.hidden.new_zeros((n, ids.shape[-1] + has_tail + 1), dtype=dtype)
     for rows in chunks(n, size):
-        average = ContrastAverage(states.baseline)
         buffer = None if out is None else out[: rows.stop - rows.start]
         for hidden in states.contrast_hidden[:, rows]:
             contrast = project(states.head, hidden, buffer, tokens[rows], ids[rows], None, False, False)
             logps = torch.cat([_buckets(contrast, has_tail), contrast.token_logps.unsqueeze(-1)], dim=-1)
-            average.add(generic_logps[rows], logps)
-        average.finish(generic_logps[rows])
+            generic_logps[rows] += logps / len(states.contrast_hidden)
     return generic_logps[:, :-1], generic_logps[:, -1]
 
 
@@ -251,29 +185,13 @@ def _generic_within_support(
     everything, in_support = torch.cat([ids, tokens], dim=-1), (ids == tokens).any(dim=-1)
     hidden_size, dtype = states.hidden.shape[-1], accumulation_dtype(states.hidden)
     size = chunk_size or columns_chunk(*everything.shape, hidden_size, dtype, states.hidden.device)
-    generic_logps = states.hidden.new_empty(everything.shape, dtype=dtype)
+    generic_logps = states.hidden.new_zeros(everything.shape, dtype=dtype)
     for rows in chunks(len(ids), size):
-        columns, average = states.head.gather_columns(everything[rows]), ContrastAverage(states.baseline)
+        columns = states.head.gather_columns(everything[rows])
         for hidden in states.contrast_hidden[:, rows]:
             logps, token_logps = condition(states.head.column_logits(hidden, columns), in_support[rows])
-            average.add(generic_logps[rows], torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1))
-        average.finish(generic_logps[rows])
+            generic_logps[rows] += torch.cat([logps, token_logps.unsqueeze(-1)], dim=-1) / len(states.contrast_hidden)
     return generic_logps[:, :-1], generic_logps[:, -1]
-
-
-def full_generic_logps(
-    states: TeacherStates, out: Float[Tensor, "n V"], scratch: Float[Tensor, "n V"]
-) -> Float[Tensor, "n V"]:
-    """Ĝ over the vocabulary, written to `out`; zeros without contrasts."""
-    average = ContrastAverage(states.baseline)
-    for hidden in states.contrast_hidden:
-        contrast = project(states.head, hidden, scratch if average.count else out, wants_entropy=False)
-        contrast.logits.sub_(contrast.log_normalizer.unsqueeze(-1))
-        average.add(out, contrast.logits)
-    if average.count:
-        average.finish(out)
-        return out
-    return out.zero_()
 
 
 def condition(

@@ -11,16 +11,9 @@ from torch import Tensor
 from credit_trl.loss.blocks import accumulation_dtype, chunks, logits_chunk
 from credit_trl.loss.correction import EngineTokens, clipped_ratio
 from credit_trl.loss.head import HeadGradients, LMHead
-from credit_trl.loss.projection import backward_logits, backward_logps, project
-from credit_trl.loss.scores import (
-    Scores,
-    TeacherStates,
-    condition,
-    full_generic_logps,
-    score_over_vocabulary,
-    score_within_support,
-)
-from credit_trl.loss.target import support_divergence, support_target, vocabulary_divergence, vocabulary_target
+from credit_trl.loss.projection import backward_logps, project
+from credit_trl.loss.scores import Scores, condition
+from credit_trl.loss.target import support_divergence, support_target
 from credit_trl.loss.terms import CreditLoss, LossConfig
 
 
@@ -28,17 +21,16 @@ from credit_trl.loss.terms import CreditLoss, LossConfig
 class StepTokens:
     """N tokens with hidden states and scores, indexable by chunk.
 
-    `support_ids`, `normalizer`, `entropy` and `correction` are set by `project_student`.
+    `normalizer`, `entropy` and `correction` are set by `project_student`.
     """
 
     hidden: Float[Tensor, "N H"]
     ids: Int[Tensor, "N 1"]
     weights: Float[Tensor, " N"]
-    teacher: Scores | TeacherStates
+    teacher: Scores
     contrastive_coef: Float[Tensor, " N"]
     old_logps: Float[Tensor, " N"] | None
     engine: EngineTokens | None = None
-    support_ids: Int[Tensor, "N K"] | None = None
     normalizer: Float[Tensor, " N"] | None = None
     entropy: Float[Tensor, " N"] | None = None
     correction: Float[Tensor, " N"] | None = None
@@ -59,29 +51,25 @@ class StepTokens:
 def project_student(tokens: StepTokens, head: LMHead, config: LossConfig) -> StepTokens:
     """Add what a step needs beforehand of all tokens, from a projection without gradient.
 
-    These are the normaliser, entropy and top K of a loss on K columns, and the ratio of a whole completion.
+    These are the normaliser and entropy of a loss on K columns, and the ratio of a whole completion.
     """
     within = config.support.renormalizes
-    picks = within and config.support.kind == "student_topk"
     corrects = config.correction is not None and tokens.engine is not None
     per_sequence = corrects and config.correction.per_sequence
     has_ratio = corrects or (tokens.old_logps is not None and config.is_clip is not None)
-    if not (picks or per_sequence or (within and has_ratio)):
+    if not (per_sequence or (within and has_ratio)):
         return tokens
     n, dtype = len(tokens.hidden), accumulation_dtype(tokens.hidden)
     size = config.chunk_size or logits_chunk(n, head.vocabulary_size, dtype, tokens.hidden.device)
-    out = tokens.hidden.new_empty((min(size, n), head.vocabulary_size), dtype=dtype) if picks else None
-    topk, parts = config.support.topk if picks else None, []
+    parts = []
     for rows in chunks(n, size):
-        buffer = None if out is None else out[: rows.stop - rows.start]
         sampled = tokens.ids[rows] if per_sequence else None
-        parts.append(replace(project(head, tokens.hidden[rows], buffer, sampled, topk=topk), logits=None))
+        parts.append(replace(project(head, tokens.hidden[rows], None, sampled), logits=None))
     correction = None
     if per_sequence:
         correction = config.correction.ratio(torch.cat([part.token_logps for part in parts]), tokens.engine)
     return replace(
         tokens,
-        support_ids=torch.cat([part.ids for part in parts]) if picks else None,
         normalizer=torch.cat([part.log_normalizer for part in parts]),
         entropy=torch.cat([part.entropy for part in parts]),
         correction=correction,
@@ -89,18 +77,14 @@ def project_student(tokens: StepTokens, head: LMHead, config: LossConfig) -> Ste
 
 
 def step_over_vocabulary(
-    tokens: StepTokens, head: LMHead, config: LossConfig, gradients: HeadGradients | None, buffers: list[Tensor]
+    tokens: StepTokens, head: LMHead, config: LossConfig, gradients: HeadGradients | None, buffer: Tensor
 ) -> CreditLoss:
     """Loss on true log-probabilities: K tokens and a tail bucket, or the sampled token."""
     scores = tokens.teacher
-    if isinstance(scores, TeacherStates):
-        student = project(head, tokens.hidden, buffers[0], tokens.ids, topk=config.support.topk)
-        scores = score_over_vocabulary(scores, student.ids, tokens.ids, buffers[1])
-    else:
-        student = project(head, tokens.hidden, buffers[0], tokens.ids, ids=scores.support_ids)
+    student = project(head, tokens.hidden, buffer, tokens.ids, ids=scores.support_ids)
     logps, log_outside = student.logps, None if config.support.kind == "sampled" else student.log_outside
     ratio = tokens.ratio(student.token_logps, config)
-    target = support_target(scores, tokens.contrastive_coef, config.rule, config.support)
+    target = support_target(scores, tokens.contrastive_coef, config.form, config.support)
     token_loss, kl, grads, outside_grads = support_divergence(
         logps, log_outside, target.logps, config.alpha, config.support
     )
@@ -129,12 +113,10 @@ def step_over_vocabulary(
 
 
 def step_within_support(
-    tokens: StepTokens, head: LMHead, config: LossConfig, gradients: HeadGradients | None, buffers: list[Tensor]
+    tokens: StepTokens, head: LMHead, config: LossConfig, gradients: HeadGradients | None, buffer: Tensor
 ) -> CreditLoss:
     """Loss on a renormalised support: only K columns of the head are used, and the sampled token's for logging."""
-    scores, scored_here = tokens.teacher, isinstance(tokens.teacher, TeacherStates)
-    if scored_here:
-        scores = score_within_support(scores, tokens.support_ids, tokens.ids)
+    scores = tokens.teacher
     columns = head.gather_columns(torch.cat([scores.support_ids, tokens.ids], dim=-1))
     logits = head.column_logits(tokens.hidden, columns)
     logps, token_logps = condition(logits, (scores.support_ids == tokens.ids).any(dim=-1))
@@ -144,7 +126,7 @@ def step_within_support(
         policy_logps = logits[:, -1] - tokens.normalizer
         ratio = tokens.ratio(policy_logps, config)
         entropy, student_mass = tokens.entropy, (logits[:, :-1].logsumexp(dim=-1) - tokens.normalizer).exp()
-    target = support_target(scores, tokens.contrastive_coef, config.rule, config.support)
+    target = support_target(scores, tokens.contrastive_coef, config.form, config.support)
     token_loss, kl, grads, _ = support_divergence(logits[:, :-1], None, target.logps, config.alpha, config.support)
     if gradients is not None:
         grads = _weigh(grads, tokens.weights * ratio, tokens.weights)
@@ -158,7 +140,7 @@ def step_within_support(
         kl_to_target=kl,
         kl_to_teacher=target.kl_to_teacher,
         student_mass=student_mass,
-        teacher_mass=unknown if scored_here else scores.teacher_logps.exp().sum(dim=-1),
+        teacher_mass=scores.teacher_logps.exp().sum(dim=-1),
         teacher_token_logps=scores.teacher_token_logps,
         generic_token_logps=scores.generic_token_logps,
         teacher_entropy=scores.teacher_entropy,
@@ -166,46 +148,6 @@ def step_within_support(
         advantages=target.token_logps - token_logps,
         ratio=ratio,
         policy_logps=policy_logps,
-    )
-
-
-def step_full(
-    tokens: StepTokens, head: LMHead, config: LossConfig, gradients: HeadGradients | None, buffers: list[Tensor]
-) -> CreditLoss:
-    """Loss over the whole vocabulary; the target overwrites the teacher's logits."""
-    states = tokens.teacher
-    teacher = project(states.head, states.hidden, buffers[1], tokens.ids)
-    teacher.logits.sub_(teacher.log_normalizer.unsqueeze(-1))
-    generic = full_generic_logps(states, buffers[2], buffers[0])
-    generic_token_logps = generic.gather(-1, tokens.ids).squeeze(-1)
-    target = vocabulary_target(
-        teacher.logits, generic, tokens.ids, tokens.contrastive_coef, config.rule, scratch=buffers[0]
-    )
-    student = project(head, tokens.hidden, buffers[0], tokens.ids)
-    token_logps = student.token_logps
-    ratio = tokens.ratio(token_logps, config)
-    logps = torch.sub(student.logits, student.log_normalizer.unsqueeze(-1), out=buffers[2])
-    token_loss, kl, grads = vocabulary_divergence(logps, target.logps, config.alpha)
-    if gradients is not None:
-        grads = _weigh(grads, tokens.weights * ratio, tokens.weights)
-        backward_logits(head, student.logits, grads, tokens.hidden, gradients)
-    everything = torch.ones_like(token_logps)
-    return CreditLoss(
-        loss=_weighted_sum(token_loss * ratio, tokens.weights),
-        token_loss=token_loss,
-        token_logps=token_logps,
-        entropy=student.entropy,
-        kl_to_target=kl,
-        kl_to_teacher=target.kl_to_teacher,
-        student_mass=everything,
-        teacher_mass=everything,
-        teacher_token_logps=teacher.token_logps,
-        generic_token_logps=generic_token_logps,
-        teacher_entropy=teacher.entropy,
-        contrastive_coef=target.contrastive_coef,
-        advantages=target.token_logps - token_logps,
-        ratio=ratio,
-        policy_logps=token_logps,
     )
 
 

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from credit_trl.loss.blocks import MAX_LOSS_CHUNK, accumulation_dtype, chunks, columns_chunk, logits_chunk
 from credit_trl.loss.head import HeadGradients, LMHead
-from credit_trl.loss.scores import Scores, TeacherStates
-from credit_trl.loss.steps import StepTokens, project_student, step_full, step_over_vocabulary, step_within_support
+from credit_trl.loss.scores import Scores
+from credit_trl.loss.steps import StepTokens, project_student, step_over_vocabulary, step_within_support
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
 
 
@@ -71,7 +71,7 @@ def credit_loss(
     student_hidden: Float[Tensor, "N H"],
     head: LMHead,
     tokens: LossTokens,
-    teacher: Scores | TeacherStates,
+    teacher: Scores,
     config: LossConfig,
 ) -> CreditLoss:
     """Weighted sum of the divergences from the student to the target a of f and Ĝ.
@@ -83,22 +83,14 @@ def credit_loss(
         student_hidden: (N, H), hidden states at the positions that predict the tokens; receives a gradient.
         head: head of the student; weight and bias receive gradients. A sharded head is gathered once.
         tokens: the sampled tokens, their weights and λ.
-        teacher: `Scores` for `"teacher_topk"` and `"sampled"`, `TeacherStates` for `"full"` and `"student_topk"`.
+        teacher: scores of the tokens.
 
     Raises:
-        TypeError: `teacher` does not match the support.
         ValueError: the weights require a gradient, or K exceeds the vocabulary.
     """
-    needed = TeacherStates if config.support.in_step else Scores
-    if not isinstance(teacher, needed):
-        raise TypeError(
-            f"support {config.support.kind!r} needs a `{needed.__name__}`, got a `{type(teacher).__name__}`."
-        )
     if tokens.weights.requires_grad:
         raise ValueError("`weights` get no gradient: detach them.")
     config.support.check(head.vocabulary_size)
-    if isinstance(teacher, TeacherStates):
-        teacher = replace(teacher, head=teacher.head.gathered().detached())
     head = head.gathered()
     inputs = (student_hidden, head.weight, head.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -150,18 +142,6 @@ def _has_grad(head: LMHead, hidden: Tensor) -> bool:
     return hidden.requires_grad and all(x.is_leaf and x.grad is not None and x.grad.dtype == dtype for x in tensors)
 
 
-_Step = Callable[["StepTokens", LMHead, LossConfig, "HeadGradients | None", "list[Tensor]"], CreditLoss]
-
-
-def _step(tokens: StepTokens, config: LossConfig) -> tuple[_Step, int]:
-    """The function that forms the loss of a chunk, and how many buffers of logits it needs."""
-    if config.support.renormalizes:
-        return step_within_support, 0
-    if config.support.kind == "full":
-        return step_full, 3
-    return step_over_vocabulary, 2 if isinstance(tokens.teacher, TeacherStates) else 1
-
-
 def _chunk_size(tokens: StepTokens, head: LMHead, config: LossConfig) -> int:
     n, (vocabulary, width) = len(tokens.hidden), head.weight.shape
     where = accumulation_dtype(tokens.hidden), tokens.hidden.device
@@ -170,7 +150,7 @@ def _chunk_size(tokens: StepTokens, head: LMHead, config: LossConfig) -> int:
     if config.support.renormalizes:
         gathers = head.fused(tokens.hidden) is None
         return columns_chunk(n, config.support.topk + 1, width, *where) if gathers else max(n, 1)
-    return logits_chunk(n, vocabulary, *where, _step(tokens, config)[1], MAX_LOSS_CHUNK)
+    return logits_chunk(n, vocabulary, *where, 1, MAX_LOSS_CHUNK)
 
 
 def _in_chunks(
@@ -179,11 +159,13 @@ def _in_chunks(
     """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
     hidden, n = tokens.hidden, len(tokens.hidden)
     tokens = project_student(tokens, head, config)
-    step, buffers = _step(tokens, config)
-    workspace = hidden.new_empty((buffers, min(size, n), head.vocabulary_size), dtype=accumulation_dtype(hidden))
+    within = config.support.renormalizes
+    step = step_within_support if within else step_over_vocabulary
+    workspace = hidden.new_empty(
+        (0 if within else min(size, n), head.vocabulary_size), dtype=accumulation_dtype(hidden)
+    )
     parts = []
     for rows in chunks(n, size):
-        buffers_of_chunk = list(workspace[:, : rows.stop - rows.start])
         part = None if gradients is None else gradients.rows(rows)
-        parts.append(step(tokens[rows], head, config, part, buffers_of_chunk))
+        parts.append(step(tokens[rows], head, config, part, workspace[: rows.stop - rows.start]))
     return CreditLoss.joined(parts)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from credit_trl.loss.correction import EngineCorrection, EngineTokens
 from credit_trl.loss.scores import SupportConfig
-from credit_trl.objective import ContrastRule
+from credit_trl.objective import Form
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class LossConfig:
     """How the loss of a token is formed.
 
     Args:
-        rule: form and gate of the contrast; the default is the paper's `a = f − λ Ĝ` at every position.
+        form: see `objective.credit_target`.
         alpha: see `objective.distillation_loss`; `"sampled"` takes 1 only, its loss is `−sg[R_t] log π_θ(y_t)`.
         is_clip: upper bound on the detached ratio `exp(log π_θ − old)` that multiplies the loss of a token; None for
             no ratio.
@@ -35,7 +35,7 @@ class LossConfig:
     """
 
     support: SupportConfig = field(default_factory=SupportConfig)
-    rule: ContrastRule = field(default_factory=ContrastRule)
+    form: Form = "subtract"
     alpha: float = 1.0
     is_clip: float | None = None
     chunk_size: int | None = None
@@ -89,7 +89,7 @@ class CreditLoss:
         teacher_token_logps: (N,), f at the sampled token.
         generic_token_logps: (N,), Ĝ at the sampled token.
         teacher_entropy: (N,), entropy of the teacher, nats.
-        contrastive_coef: (N,), λ as applied: 0 where there is no contrast or the gate is closed.
+        contrastive_coef: (N,), λ as applied: 0 where there is no contrast.
         advantages: (N,), R_t at the sampled token.
         ratio: (N,), importance ratio, that of the engine's correction included; ones where there is none.
         policy_logps: (N,), log π_θ of the sampled token over the whole vocabulary; NaN where the normaliser is not

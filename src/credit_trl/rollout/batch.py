@@ -45,7 +45,6 @@ class GenerationBatch:
         turn_feedback: local, `Verdict.turn_feedback` by turn index.
         turn_starts: local, the first column of each turn of the completion; empty until `with_turns`.
         group_size: rollouts of a row; groups are contiguous in the global batch.
-        corrected: local, `Verdict.corrected`.
     """
 
     rows: list[dict[str, Any]]
@@ -57,7 +56,6 @@ class GenerationBatch:
     turn_feedback: list[dict[int, str]] = field(default_factory=list)
     turn_starts: list[list[int]] = field(default_factory=list)
     group_size: int = 1
-    corrected: list[str | None] = field(default_factory=list)
 
     def with_turns(self, mask: Bool[Tensor, "B T"]) -> GenerationBatch:
         """The batch with the turns of its completions; `mask` is that of `loss_mask`."""

@@ -44,11 +44,9 @@ class Verdict:
             finite counts as missing.
         turn_feedback: text on single turns of a rollout with tools or environments, by turn index from 0. A turn is
             one message of the model with its tool calls.
-        corrected: the completion with the correct answer in place of its own, where the verifier knows both. Never
-            shown to the model: `credit/teacher_prefers_answer` compares the two answers under the teacher.
 
     Raises:
-        TypeError: `reward` is not a number, `feedback` or `corrected` is not text, `metrics` does not map names to
+        TypeError: `reward` is not a number, `feedback` is not text, `metrics` does not map names to
             numbers, or `turn_feedback` does not map turn indices to text.
         ValueError: `metrics` has a name that the trainer or an evaluation logs itself, such as `reward`.
     """
@@ -57,18 +55,12 @@ class Verdict:
     feedback: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     turn_feedback: Mapping[int, str] = field(default_factory=dict)
-    corrected: str | None = None
 
     def __post_init__(self) -> None:
         if self.reward is not None and not _is_number(self.reward):
             raise TypeError(f"Verdict.reward must be a number or None, got {type(self.reward).__name__}.")
-        for name in ("feedback", "corrected"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise TypeError(
-                    f"Verdict.{name} must be text or None, got {type(value).__name__}. Convert it to text, for "
-                    "example with `json.dumps` or `str`."
-                )
+        if self.feedback is not None and not isinstance(self.feedback, str):
+            raise TypeError(f"Verdict.feedback must be text or None, got {type(self.feedback).__name__}.")
         for name in ("metrics", "turn_feedback"):
             if not isinstance(getattr(self, name), Mapping):
                 raise TypeError(f"Verdict.{name} must be a mapping, got {type(getattr(self, name)).__name__}.")
@@ -239,10 +231,6 @@ class VerdictLog:
     def feedback(self, num_samples: int) -> list[str | None]:
         """Feedback of each local sample, or None."""
         return [join_feedback([v.feedback for v in own]) for own in self._of_samples(num_samples)]
-
-    def corrected(self, num_samples: int) -> list[str | None]:
-        """`Verdict.corrected` of each local sample, of the first reward function that has one, or None."""
-        return [next((v.corrected for v in own if v.corrected), None) for own in self._of_samples(num_samples)]
 
     def turn_feedback(self, num_samples: int) -> list[dict[int, str]]:
         """Feedback on the turns of each local sample, by turn index."""

@@ -232,12 +232,7 @@ def verify(response: str, answer: str | Mapping[str, str], *, truncated: bool = 
     right = match is not None and match["tool"] == gold["tool"] and match["city"] == gold["city"]
     shortcut = response.lstrip().startswith(f"Thought: {SHORTCUT_OPENING} ")
     metrics = {"format": float(match is not None), "shortcut": float(shortcut)}
-    corrected = None
-    if match is not None and match["tool"] != gold["tool"]:
-        topic = match["tool"].removesuffix("_api")
-        if topic in TOPICS:  # it is replaced in the thought too
-            corrected = response.replace(topic, gold["tool"].removesuffix("_api"))
-    return Verdict(float(right), f"Correct option: {gold['option']}.", metrics, corrected=corrected)
+    return Verdict(float(right), f"Correct option: {gold['option']}.", metrics)
 
 
 reward = batch_of(verify)

@@ -13,14 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
-from credit_trl.teacher.models import (
-    BASE_NAME,
-    OwnModelTeacher,
-    Teacher,
-    TrustRegionTeacher,
-    check_unsharded,
-    make_teacher,
-)
+from credit_trl.teacher.models import OwnModelTeacher, Teacher, check_unsharded, make_teacher
 from credit_trl.teacher.sharding import full_shape, is_zero3, place_frozen
 
 SOURCE_FILE = "teacher.json"
@@ -32,14 +25,7 @@ def _load_model(config: CreditConfig, accelerator: Accelerator) -> PreTrainedMod
     options |= config.teacher_model_init_kwargs or {}
     if "quantization_config" in options:  # quantised weights cannot be moved between devices
         options.setdefault("device_map", {"": accelerator.device})
-    model = AutoModelForCausalLM.from_pretrained(
-        config.teacher_model_name_or_path, revision=config.teacher_model_revision, **options
-    )
-    if config.teacher_adapter_name_or_path is not None:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, config.teacher_adapter_name_or_path)
-    return model.requires_grad_(False)
+    return AutoModelForCausalLM.from_pretrained(config.teacher_model_name_or_path, **options).requires_grad_(False)
 
 
 class ModelTeacher(OwnModelTeacher):
@@ -53,8 +39,7 @@ class ModelTeacher(OwnModelTeacher):
         model = _load_model(config, accelerator)
         self.identity = {
             "name": config.teacher_model_name_or_path,
-            "revision": config.teacher_model_revision,
-            "adapter": config.teacher_adapter_name_or_path,
+            "revision": (config.teacher_model_init_kwargs or {}).get("revision"),
             "commit": getattr(model.config, "_commit_hash", None),
         }
         # Quantized weights stay where they were loaded.
@@ -80,7 +65,7 @@ class ModelTeacher(OwnModelTeacher):
             if saved[name] != own[name] and (name != "commit" or None not in (saved[name], own[name])):
                 raise ValueError(
                     f"{path} was saved with the teacher's {name} {saved[name]!r}, and this run has {own[name]!r}. "
-                    "Resume with the checkpoint's `teacher_model_name_or_path` and `teacher_model_revision`."
+                    "Resume with the checkpoint's `teacher_model_name_or_path` and its `revision`."
                 )
 
 
@@ -111,7 +96,7 @@ def build_teacher(
 
 def _load_tokenizer(config: CreditConfig) -> PreTrainedTokenizerBase:
     """The tokenizer beside the teacher's weights."""
-    name, revision = config.teacher_model_name_or_path, config.teacher_model_revision
+    name, revision = config.teacher_model_name_or_path, (config.teacher_model_init_kwargs or {}).get("revision")
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -135,15 +120,6 @@ def _check_placement(config: CreditConfig, accelerator: Accelerator) -> None:
             "Under ZeRO-3 transformers loads no quantized model onto a device. Use FSDP2 or ZeRO-2, or remove the "
             "`quantization_config` of `teacher_model_init_kwargs`."
         )
-
-
-def build_base(config: CreditConfig, teacher: Teacher, student: nn.Module, accelerator: Accelerator) -> Teacher | None:
-    """The initial policy that rehearsal reads, that of a trust region where there is one; None without rehearsal."""
-    if not config.teacher_rehearsal:
-        return None
-    if isinstance(teacher, TrustRegionTeacher):
-        return teacher.base
-    return make_teacher("base", student, accelerator, config.teacher_offload, BASE_NAME)
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:

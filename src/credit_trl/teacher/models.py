@@ -1,4 +1,4 @@
-"""Weights of the teacher π_ref: the policy, its initial copy, its exponential moving average (EMA), or a mixture.
+"""Weights of the teacher π_ref: the policy, its initial copy, or its exponential moving average (EMA).
 
 Full fine-tuning stores a second copy of the weights. LoRA stores a frozen adapter `teacher` beside the trained one, on
 the same base. The EMA is stored in fp32, because at a rate of 0.01 a bf16 average rounds the updates away.
@@ -28,8 +28,6 @@ from credit_trl.teacher.sharding import copy_full, frozen_copy, full_tensor, gat
 # Name of stored weights: of the adapter beside the trained one (LoRA), and of the file in a checkpoint.
 ADAPTER_NAME = "teacher"
 TEACHER_FILE = f"{ADAPTER_NAME}.safetensors"
-# That of the initial policy beside the teacher, for a trust region and for rehearsal.
-BASE_NAME = "teacher_base"
 
 
 class Teacher:
@@ -50,14 +48,10 @@ class Teacher:
         with eval_mode(self.student):
             yield self.student
 
-    def parts(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Yield the modules whose hidden states are concatenated; each is ready until the next one is asked for."""
-        yield model
-
     def models(self) -> list[nn.Module]:
         """Return the causal LMs that score."""
         with self.active() as model:
-            return [self.unwrapped(part) for part in self.parts(model)]
+            return [self.unwrapped(model)]
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (teacher, student) pairs of parameters that may differ."""
@@ -128,8 +122,6 @@ class Teacher:
 class _StoredTeacher(Teacher, ABC):
     """A teacher with stored weights."""
 
-    name = ADAPTER_NAME
-
     @abstractmethod
     def named_weights(self) -> dict[str, Tensor]:
         """Return the stored weights by name, as they are saved and loaded."""
@@ -141,11 +133,11 @@ class _StoredTeacher(Teacher, ABC):
             if writes:
                 weights[name] = whole.detach().cpu().contiguous()
         if writes:
-            save_file(weights, Path(directory) / f"{self.name}.safetensors")
+            save_file(weights, Path(directory) / TEACHER_FILE)
 
     @torch.no_grad()
     def load(self, directory: str | Path) -> None:
-        path = Path(directory) / f"{self.name}.safetensors"
+        path = Path(directory) / TEACHER_FILE
         if not path.is_file():
             raise FileNotFoundError(
                 f"The checkpoint {directory} has no {path.name}, so the teacher cannot be restored. Resume from a "
@@ -212,20 +204,19 @@ class AdapterTeacher(_StoredTeacher):
         ValueError: the policy has an adapter of that name.
     """
 
-    def __init__(self, student: nn.Module, accelerator: Accelerator, name: str = ADAPTER_NAME) -> None:
+    def __init__(self, student: nn.Module, accelerator: Accelerator) -> None:
         super().__init__(student, accelerator)
-        self.name = name
         self.trained = student.active_adapter
-        if name in student.peft_config:
+        if ADAPTER_NAME in student.peft_config:
             raise ValueError(
-                f"The policy has an adapter {name!r}, the name of the teacher's, as after another trainer. "
-                f"Remove it first: `model.delete_adapter({name!r})`."
+                f"The policy has an adapter {ADAPTER_NAME!r}, the name of the teacher's, as after another trainer. "
+                f"Remove it first: `model.delete_adapter({ADAPTER_NAME!r})`."
             )
         config = copy.deepcopy(student.peft_config[self.trained])
         if hasattr(config, "init_lora_weights"):
             # PiSSA, OLoRA and others subtract the initial adapter from the base, which must happen only once.
             config.init_lora_weights = True
-        student.add_adapter(name, config)
+        student.add_adapter(ADAPTER_NAME, config)
         self.averages: dict[str, Tensor] = {}
         for teacher, trained in self.pairs():
             teacher.requires_grad_(False)
@@ -237,7 +228,7 @@ class AdapterTeacher(_StoredTeacher):
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        self._switch(self.name)
+        self._switch(ADAPTER_NAME)
         try:
             with eval_mode(self.student):
                 yield self.student
@@ -258,7 +249,7 @@ class AdapterTeacher(_StoredTeacher):
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         parameters = _parameters(self.student)
         for name, teacher in self.named_weights().items():
-            yield teacher, parameters[name.replace(f".{self.name}", f".{self.trained}")]
+            yield teacher, parameters[name.replace(f".{ADAPTER_NAME}", f".{self.trained}")]
 
     def named_weights(self) -> dict[str, Tensor]:
         return self.averages or self._adapter()
@@ -280,73 +271,24 @@ class AdapterTeacher(_StoredTeacher):
             copy_full(adapter[name], self.averages[name])
 
     def _adapter(self) -> dict[str, Tensor]:
-        mark = f".{self.name}"
+        mark = f".{ADAPTER_NAME}"
         named = _parameters(self.student).items()
         return {name: p for name, p in named if name.endswith(mark) or f"{mark}." in name}
 
 
-class TrustRegionTeacher(Teacher):
-    """Log-space mixture of the initial policy and its average, see `objective.trust_region`.
-
-    Both score every sequence; their hidden states lie side by side, the base first.
-
-    Args:
-        student: the unwrapped policy.
-        accelerator: the trainer's accelerator.
-        base: the initial policy.
-        average: the average, which moves and is saved as that of `"ema"`.
-    """
-
-    def __init__(
-        self, student: nn.Module, accelerator: Accelerator, base: _StoredTeacher, average: _StoredTeacher
-    ) -> None:
-        super().__init__(student, accelerator)
-        self.base, self.average = base, average
-
-    @contextmanager
-    def active(self) -> Iterator[nn.Module]:
-        with self.base.active(), self.average.active() as model:
-            yield model
-
-    def parts(self, model: nn.Module) -> Iterator[nn.Module]:
-        for one in (self.base, self.average):
-            if isinstance(one, AdapterTeacher):  # both are the policy, with another adapter
-                with one.active() as part:
-                    yield part
-            else:
-                yield one.model
-
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from self.average.pairs()
-
-    def update(self, rate: float) -> None:
-        self.average.update(rate)
-
-    def save(self, directory: str | Path, writes: bool) -> None:
-        self.base.save(directory, writes)
-        self.average.save(directory, writes)
-
-    def load(self, directory: str | Path) -> None:
-        self.base.load(directory)
-        self.average.load(directory)
-
-
 def make_teacher(
-    kind: Literal["ema", "live", "base", "trust_region"],
+    kind: Literal["ema", "live", "base"],
     student: nn.Module,
     accelerator: Accelerator,
     offload: bool = False,
-    name: str = ADAPTER_NAME,
 ) -> Teacher:
     """Build the teacher π_ref from the policy, before the policy is wrapped for distributed training.
 
     Args:
-        kind: `"live"` shares the policy's weights; `"ema"` and `"base"` start as a copy of them, `"trust_region"` as
-            two.
+        kind: `"live"` shares the policy's weights; `"ema"` and `"base"` start as a copy of them.
         student: a `PreTrainedModel` or a `PeftModel` with tuner adapters.
         accelerator: places or shards the copy in the same way as the policy.
         offload: store the copy in main memory between scoring phases.
-        name: name of the adapter and of the file in a checkpoint.
 
     Raises:
         ValueError: the PEFT method has no tuner layers (prompt or prefix tuning) or trains parameters of the base,
@@ -366,17 +308,12 @@ def make_teacher(
         )
     if kind == "live":
         return Teacher(student, accelerator)
-    if kind == "trust_region":
-        base = make_teacher("base", student, accelerator, offload, BASE_NAME)
-        return TrustRegionTeacher(student, accelerator, base, make_teacher("ema", student, accelerator, offload))
     if is_peft_model(student):
         _check_trains_adapter_only(student)
-        return AdapterTeacher(student, accelerator, name)
+        return AdapterTeacher(student, accelerator)
     precise = kind == "ema"
     own = frozen_copy(student, precise=precise) if offload else sharded_copy(student, accelerator, precise=precise)
-    copied = CopyTeacher(student, accelerator, own, offload)
-    copied.name = name
-    return copied
+    return CopyTeacher(student, accelerator, own, offload)
 
 
 def check_unsharded(accelerator: Accelerator) -> None:

@@ -233,9 +233,7 @@ def enable_packing(model: nn.Module) -> None:
         ValueError: sequences of the model cannot be packed.
     """
     if reason := cannot_pack(model):
-        raise ValueError(
-            f"Sequences of this model cannot be packed: {reason}; or set `scoring_packed=False, update_packed=False`."
-        )
+        raise ValueError(f"Sequences of this model cannot be packed: {reason}; or set `packed=False`.")
     if attention_of(model) == "sdpa":
         unwrap_adapters(model).set_attn_implementation(PACKED_SDPA)
 

@@ -98,7 +98,7 @@ class _Work:
     def forward(self, ids: list[Tensor], shared: SharedRow | None = None) -> Tensor:
         """Hidden states of the sequences, (ΣL, H) packed or (b · longest, H) padded, or of `shared`, (R, H).
 
-        Those of the parts of a teacher stand side by side.
+        Computed in the wrapper's forward, so that a sharded teacher gathers its weights.
         """
         if shared is not None:
             tokens = shared.ids
@@ -106,14 +106,7 @@ class _Work:
             tokens = torch.cat(ids) if self.packed else nn.utils.rnn.pad_sequence(ids, batch_first=True)
         tokens = tokens.to(self.device, non_blocking=True)
         lengths = [len(sequence) for sequence in ids] if shared is None else shared.lengths
-        states = [self._part_states(part, tokens, lengths, shared) for part in self.teacher.parts(self.model)]
-        return torch.cat(states, dim=-1) if len(states) > 1 else states[0]
-
-    def _part_states(
-        self, model: nn.Module, tokens: Tensor, lengths: Sequence[int], shared: SharedRow | None
-    ) -> Tensor:
-        """Hidden states, computed in the wrapper's forward so that a sharded teacher gathers its weights."""
-        unwrapped = self.teacher.unwrapped(model)
+        unwrapped = self.teacher.unwrapped(self.model)
         inputs = packed_inputs(unwrapped, tokens, lengths, shared) if self.packed else padded_inputs(unwrapped, tokens)
 
         def run(input_ids: Tensor) -> Tensor:
@@ -121,7 +114,7 @@ class _Work:
                 outputs = backbone(unwrapped)(**(inputs | {"input_ids": input_ids}), use_cache=False)
                 return head_input(unwrapped, outputs.last_hidden_state)
 
-        return run_in_wrapped_forward(model, unwrapped, run, inputs["input_ids"]).flatten(0, 1)
+        return run_in_wrapped_forward(self.model, unwrapped, run, inputs["input_ids"]).flatten(0, 1)
 
 
 @torch.no_grad()
@@ -147,9 +140,7 @@ def token_states(
     groups = [
         (group, list(passes([s for i in group for s in sequences[i]], config))) for group in _groups(sequences, config)
     ]
-    # Asked once: the parts of a teacher may switch adapters, and the last one has to switch back.
-    sharing = [shares_beginnings(teacher.unwrapped(part)) for part in teacher.parts(model)]
-    shares = config.packed and all(sharing)
+    shares = config.packed and shares_beginnings(teacher.unwrapped(model))
     work = _Work(teacher, model, batch.ids.cpu(), batch.loss_mask.cpu(), batch.ids.device, config.packed, shares)
     count = sum(len(of_group) for _, of_group in groups)
     idle = teacher.most_batches(count) - count  # a collective: every process calls it before its passes

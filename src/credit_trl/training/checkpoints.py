@@ -168,12 +168,11 @@ class EpochRepeatSampler(RepeatSampler):
 class ResumableTrainer(GRPOTrainer):
     """TRL's GRPO trainer with atomic checkpoints from which a run resumes bit for bit.
 
-    The subclass sets `alarms` and, where there is one, the teacher π_ref and the initial policy that rehearsal reads.
+    The subclass sets `alarms` and, where there is one, the teacher π_ref.
     """
 
     alarms: Alarms
     teacher: Teacher | None = None
-    base_teacher: Teacher | None = None
     _save_dir: str | None = None
     _has_push: bool = False
 
@@ -232,8 +231,8 @@ class ResumableTrainer(GRPOTrainer):
         unfinished, finished = output_dir / UNFINISHED / name, output_dir / name
         with self._saving_to(unfinished):
             super()._save_checkpoint(model, trial)
-            for stored in filter(None, (self.teacher, self.base_teacher)):
-                stored.save(unfinished, self.args.should_save)
+            if self.teacher is not None:
+                self.teacher.save(unfinished, self.args.should_save)
             rollouts = self._buffered_inputs if self._step % self._layout.passes != 0 else None
             rank, writes = self.accelerator.process_index, self.args.should_save
             kind = self.args.teacher_model_kind if self.teacher is not None else None
@@ -305,9 +304,8 @@ class ResumableTrainer(GRPOTrainer):
         options = OptimizerOptions(self.optimizer, self.lr_scheduler)
         super()._load_optimizer_and_scheduler(checkpoint)
         options.apply(self.optimizer, self.lr_scheduler)
-        if self._restores_teacher(checkpoint):
-            for stored in filter(None, (self.teacher, self.base_teacher)):
-                stored.load(checkpoint)
+        if self.teacher is not None and self._restores_teacher(checkpoint):
+            self.teacher.load(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
         progress = load_progress(checkpoint, rank, device, self._layout)
         if progress is not None:

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.training_args import OptimizerNames
-from trl import GRPOTrainer
-from trl.trainer.utils import get_callable_name, get_config_model_id
+from trl.trainer.utils import get_callable_name
 
-from credit_trl.config import CreditConfig, unknown_option
+from credit_trl.config import CreditConfig
 from credit_trl.contexts.prompts import has_images, user_text
 from credit_trl.loss.blocks import accumulation_dtype
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.projection import project
-from credit_trl.loss.trust_region import joint_head
-from credit_trl.rollout.verdict import parameters_of, takes_any_keyword
+from credit_trl.rollout.verdict import parameters_of
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
 from credit_trl.teacher.external import ModelTeacher
-from credit_trl.teacher.models import Teacher, TrustRegionTeacher, eval_mode
+from credit_trl.teacher.models import Teacher, eval_mode
 from credit_trl.teacher.packing import enable_packing
 from credit_trl.teacher.sharding import full_shape
 
@@ -50,31 +47,14 @@ def check_vocabulary(args: CreditConfig, model: nn.Module) -> int:
     return vocabulary
 
 
-def check_machine(args: CreditConfig, model: nn.Module, accelerator: Accelerator) -> None:
-    """Check that the distributed wrapper and the configured kernels are supported on this machine.
+def check_machine(accelerator: Accelerator) -> None:
+    """Check that the distributed wrapper is supported.
 
     Raises:
-        ValueError: FSDP has version 1; or Triton kernels are configured without a GPU or for an fp64 model.
+        ValueError: FSDP has version 1.
     """
     if accelerator.distributed_type == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise ValueError("FSDP version 1 is not supported: set `fsdp_version: 2` in the accelerate configuration.")
-    device = accelerator.device
-    if args.distillation_kernels != "triton":
-        return
-    from credit_trl.loss import triton_columns
-
-    fallback = "set `distillation_kernels='torch'`, which runs on every device"
-    if not triton_columns.runs_on(device):
-        raise ValueError(
-            f"`distillation_kernels='triton'` needs a GPU, but the device is {device.type!r}. Train on a GPU, or "
-            f"{fallback}. For tests without a GPU, set TRITON_INTERPRET=1 to run the kernels in Triton's slow "
-            "interpreter."
-        )
-    if model.dtype == torch.float64:
-        raise ValueError(
-            "`distillation_kernels='triton'` computes in fp32, but the model is in fp64: load it in another dtype, or "
-            f"{fallback}."
-        )
 
 
 def check_parts(
@@ -110,36 +90,6 @@ def check_parts(
         raise ValueError(
             "`update_batch_tokens` divides the micro-batch over which the router's load-balancing loss is a mean. "
             f"{remedy}"
-        )
-
-
-def check_arguments(names: Iterable[str]) -> None:
-    """Check the names of arguments that `CreditTrainer` passes on to `GRPOTrainer`.
-
-    Raises:
-        TypeError: an unknown name; the message says what to write.
-    """
-    known = inspect.signature(GRPOTrainer).parameters
-    for name in names:
-        if name not in known:
-            is_option = name in CreditConfig.__dataclass_fields__
-            advice = " It is an option of `CreditConfig`." if is_option else unknown_option(name, known)
-            raise TypeError(f"`CreditTrainer` has no argument `{name}`.{advice}")
-
-
-def check_reference(args: CreditConfig, model: str | nn.Module, trains_adapter: bool) -> None:
-    """Check that TRL finds the reference model of `beta`, which it loads from the path of the policy.
-
-    Raises:
-        ValueError: the policy was built in memory and is trained without an adapter.
-    """
-    if args.beta == 0.0 or trains_adapter or isinstance(model, str) or is_peft_model(model):
-        return
-    if not get_config_model_id(model.config):
-        raise ValueError(
-            f"`beta={args.beta}` needs a reference model, which is loaded from the path of the policy, and the "
-            "`model` that was passed has none. Pass a path or a model that was loaded from one, train an adapter "
-            "(`peft_config`), or set `beta=0.0`."
         )
 
 
@@ -220,15 +170,13 @@ def check_teacher(args: CreditConfig, teacher: Teacher, accelerator: Accelerator
     """Check the model that scores: the logits of an external one, and whether packed passes are correct for it.
 
     Raises:
-        ValueError: see `check_logits`, `teacher.packing.enable_packing` and `loss.trust_region.joint_head`.
+        ValueError: see `check_logits` and `teacher.packing.enable_packing`.
     """
     if isinstance(teacher, ModelTeacher):
         check_logits(teacher.unwrapped(teacher.model), accelerator)
-    if args.scoring_packed:
+    if args.packed:
         for model in teacher.models():
             enable_packing(model)
-    if isinstance(teacher, TrustRegionTeacher):
-        joint_head([lm_head(model, temperature=1.0) for model in teacher.models()])
 
 
 @contextmanager
@@ -320,22 +268,12 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             raise ValueError(f"`{name}` has no rows. Give rows, or set `eval_strategy='no'` without `eval_dataset`.")
         if "prompt" not in columns and environment_factory is None:
             raise ValueError(
-                f"`{name}` has no column `prompt`; its columns are {', '.join(columns)}. {_prompt_remedy(columns)}"
+                f"`{name}` has no column `prompt`; its columns are {', '.join(columns)}. Rename the one that holds the question: dataset.rename_column(..., 'prompt')."
             )
         if args.distillation_weight > 0.0 and {"image", "images"} & set(columns):
             raise ValueError(_NO_IMAGES)
         check_column_names(f"`{name}`", columns)
         _check_types(name, dataset, columns)
-        if contrasts and args.contrastive_source == "same_task" and "task" not in columns:
-            raise ValueError(
-                f"`contrastive_source='same_task'` needs the column `task`, which `{name}` does not have; its columns "
-                f"are {', '.join(columns)}. Add it, or use `contrastive_source='batch'`."
-            )
-    if args.dynamic_sampling_rounds and not isinstance(train_dataset, Dataset):
-        raise ValueError(
-            "`dynamic_sampling_rounds` draws prompts by row, which needs a `datasets.Dataset` for training. Set it to "
-            "0, or load the dataset without streaming."
-        )
     has_rows = isinstance(train_dataset, Dataset) and "prompt" in train_dataset.column_names
     if contrasts and args.contrastive_source == "dataset" and not has_rows:
         raise ValueError(
@@ -343,23 +281,6 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
             "`prompt` column. Use `contrastive_source='batch'` with two prompts or more in a generation batch, or "
             "`contrastive_source='none'`."
         )
-
-
-# Names under which data sets have the question; of the last two only the messages before the answer.
-_QUESTIONS = ("question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
-
-
-def _prompt_remedy(columns: Sequence[str]) -> str:
-    """Say how to make the column `prompt` of the column that seems to hold the question."""
-    held = next((name for name in _QUESTIONS if name in columns), None)
-    if held in ("messages", "conversations"):
-        return (
-            "A prompt is the messages before the answer: "
-            f"dataset.map(lambda row: {{'prompt': row[{held!r}][:-1], 'answer': row[{held!r}][-1]['content']}})."
-        )
-    if held is None:
-        return "Rename the one that holds the question: dataset.rename_column(..., 'prompt')."
-    return f"Rename the column that holds the question: dataset.rename_column({held!r}, 'prompt')."
 
 
 def _check_types(name: str, dataset: Any, columns: Sequence[str]) -> None:
@@ -373,35 +294,6 @@ def _check_types(name: str, dataset: Any, columns: Sequence[str]) -> None:
     feature = (getattr(dataset, "features", None) or {}).get("privileged_context")
     if feature is not None and getattr(feature, "dtype", None) not in ("string", "large_string", "null"):
         raise ValueError(f"`{name}` column `privileged_context` must hold text, but holds {feature}.")
-
-
-def check_progress(args: CreditConfig, warn: Callable[[str, str], None]) -> None:
-    """Warn about settings with which a run starts and learns nothing, or something else than is meant.
-
-    `warn` takes the cause and the message of a warning, here and in `check_prompts`.
-    """
-    if args.learning_rate == 0.0:
-        warn("no_rate", "`learning_rate=0.0` trains nothing. Set it above 0; the paper's is 1e-6.")
-    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
-        name = "max_steps" if args.max_steps == 0 else "num_train_epochs"
-        warn(
-            "no_steps", f"`{name}={getattr(args, name)}` makes no step. `max_steps=-1` trains for `num_train_epochs`."
-        )
-    if args.save_strategy == "steps" and args.save_steps == 0:
-        warn("no_save", "`save_steps=0` saves no checkpoint. Set it to a number of steps, or `save_strategy='no'`.")
-    if 0 < args.max_steps <= args.warmup_steps:
-        warn(
-            "warmup",
-            f"`warmup_steps={args.warmup_steps}` does not end within `max_steps={args.max_steps}`, so the learning "
-            "rate stays below its value. Lower `warmup_steps`.",
-        )
-    rate = args.teacher_update_rate
-    if args.distillation_weight > 0.0 and args.teacher_model_kind == "ema" and 0.9 <= rate < 1.0:
-        warn(
-            "decay",
-            f"`teacher_update_rate={rate}` replaces {rate:.0%} of the teacher at each update. For an average with the "
-            f"decay {rate} set {1.0 - rate:.4g}.",
-        )
 
 
 def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
@@ -443,8 +335,6 @@ def check_prompts(
         step = max(len(dataset) // _MEASURED_ROWS, 1)
         prompts = dataset.select(range(0, len(dataset), step)).select_columns("prompt")["prompt"]
         lengths = [len(str(prompt)) if prompt else 0 for prompt in prompts]
-        if texts := [row for row, prompt in enumerate(prompts) if isinstance(prompt, str)]:
-            _check_all_text(name, prompts, texts[0], step)
         for row in dict.fromkeys((lengths.index(max(lengths)), lengths.index(min(lengths)), 0)):
             place = f"row {row * step} of `{name}`"
             if has_images(prompts[row] or ()):
@@ -458,16 +348,6 @@ def check_prompts(
                     "tokens. Is `processing_class` the tokenizer of another model?"
                 )
             _check_length(args, place, len(ids), positions, warn)
-
-
-def _check_all_text(name: str, prompts: Sequence[Any], text: int, step: int) -> None:
-    """Raise where prompts are messages although that of row `text` is text: TRL takes one form for a whole batch."""
-    other = next((row for row, prompt in enumerate(prompts) if isinstance(prompt, list)), None)
-    if other is not None:
-        raise ValueError(
-            f"The prompt of row {text * step} of `{name}` is text and that of row {other * step} is a list of "
-            "messages. Write all as messages, [{'role': 'user', 'content': text}], or all as text."
-        )
 
 
 def _encoded(args: CreditConfig, place: str, prompt: Any, encode: Callable[[Any], list[int]]) -> list[int]:
@@ -568,7 +448,6 @@ def check_reward_columns(
     if rollout_func is not None:
         return
     funcs = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
-    _check_callable(funcs)
     funcs = [func for func in funcs if callable(func) and not isinstance(func, nn.Module)]
     passed = _PASSED | ({"environments"} if has_environments else set())
     for dataset_name, dataset in datasets.items():
@@ -585,50 +464,13 @@ def check_reward_columns(
                 raise ValueError(
                     f"Reward function `{func_name}` needs the column {', '.join(f'`{m}`' for m in missing)}, which "
                     f"`{dataset_name}` does not have; its columns are {', '.join(columns)}. "
-                    f"{_remedy(columns, missing[0])}"
+                    "Add it, rename the column or the parameter, or give it a default."
                 )
             if remove_unused and (dropped := [name for name in required if name not in _KEPT]):
                 raise ValueError(
                     f"`remove_unused_columns=True` drops the column `{dropped[0]}`, which reward function "
                     f"`{func_name}` needs. Set it to False, TRL's default."
                 )
-            kept = [name for name in columns if name in _KEPT or not remove_unused]
-            _check_takes_all(func, passed - {"truncated"} | set(kept) - _RENAMED.keys())
-
-
-def _check_callable(funcs: Iterable[Any]) -> None:
-    """Raise where a reward function is a class, or neither callable nor the name of a reward model."""
-    for func in funcs:
-        if inspect.isclass(func):
-            raise ValueError(f"Reward function `{func.__name__}` is a class. Give an instance with `__call__`.")
-        if func is not None and not callable(func) and not isinstance(func, str):
-            raise ValueError(
-                f"A reward function is {func!r}, which cannot be called. Give a function of `completions` that "
-                "returns one `Verdict(reward, feedback)` or number for each."
-            )
-
-
-def _check_takes_all(func: Callable[..., Any], passed: Set[str]) -> None:
-    """Raise where a reward function refuses an argument that TRL passes by name."""
-    taken = parameters_of(func)
-    if takes_any_keyword(taken):
-        return
-    if refused := sorted(passed - taken.keys()):
-        raise ValueError(
-            f"Reward function `{get_callable_name(func)}` takes no argument `{refused[0]}`, which it is called with, "
-            "as with every column. Add `**kwargs` to its parameters."
-        )
-
-
-def _remedy(columns: Sequence[str], wanted: str) -> str:
-    """Say how to add the column, or to rename it or the parameter."""
-    spare = [name for name in columns if name not in ("prompt", "id", "task", "privileged_context")]
-    if not spare:
-        return f"Add it (dataset.add_column({wanted!r}, [...])), or give the parameter a default."
-    return (
-        f"Rename the column that holds it (dataset.rename_column({spare[0]!r}, {wanted!r})), rename the parameter to "
-        "that column, or give it a default."
-    )
 
 
 def _required(func: Callable[..., Any]) -> list[str]:

@@ -1,20 +1,14 @@
-"""Alarms for metrics that drift from their first values, and stopping a run on one of them."""
+"""Alarms for metrics that drift from their first values."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from transformers import TrainerCallback
-
-from credit_trl.config import StopCause
 from credit_trl.training.metrics import Alarms
-
-logger = logging.getLogger(__name__)
 
 # Logged values in the window at the start of the run, and in the latest one.
 WINDOW = 5
@@ -30,7 +24,6 @@ NOISE = 6.0
 
 _OBSERVED = (
     "credit/teacher_fidelity",
-    "credit/teacher_prefers_answer",
     "completions/mean_length",
     "completions/clipped_ratio",
     "reward",
@@ -81,7 +74,7 @@ class DriftAlarms:
     def __init__(self, alarms: Alarms, *, frozen_teacher: bool = False) -> None:
         self.alarms = alarms
         self.frozen_teacher = frozen_teacher
-        self.causes: dict[StopCause, str] = {}
+        self.causes: dict[str, str] = {}
         self._windows: dict[str, Window] = defaultdict(Window)
 
     def restore(self, log_history: Sequence[Mapping[str, Any]]) -> None:
@@ -99,19 +92,13 @@ class DriftAlarms:
             """The metric's window with its new value, once its first and latest values are disjoint."""
             return window if (window := self._windows[name]).add(_mean(metrics.get(name, ()))) else None
 
-        fidelity, answers, length, truncated, reward = map(ready, _OBSERVED)
+        fidelity, length, truncated, reward = map(ready, _OBSERVED)
         if fidelity and _has_fallen(fidelity, fidelity.first) and not self.frozen_teacher:
             self._raise(
                 "fidelity",
                 f"The teacher's fidelity (`credit/teacher_fidelity`) fell from {fidelity.first:.3f} to "
                 f"{fidelity.latest:.3f}: with the feedback the teacher prefers successful over failed completions "
                 f"less than before. {_UNREAD}",
-            )
-        if answers and _has_fallen(answers, answers.first) and not self.frozen_teacher:
-            self._raise(
-                "fidelity",
-                "The share of samples whose teacher prefers the answer that the verdict names "
-                f"(`credit/teacher_prefers_answer`) fell from {answers.first:.2f} to {answers.latest:.2f}. {_UNREAD}",
             )
         if length and _has_grown(length, HIGH_RATIO * length.first):
             self._raise("length", _length_message("mean length of completions", length))
@@ -124,7 +111,7 @@ class DriftAlarms:
                 "checkpoint before the fall with a lower learning rate, or see docs/troubleshooting.md.",
             )
 
-    def _raise(self, cause: StopCause, message: str) -> None:
+    def _raise(self, cause: str, message: str) -> None:
         self.causes.setdefault(cause, message)
         self.alarms.raise_once(f"drift_{cause}", message)
 
@@ -161,24 +148,6 @@ def diversity_message(history: Sequence[Mapping[str, Any]]) -> str | None:
         f"{last['step']}), while avg@{k} rose from {first['score']:.3f} to {last['score']:.3f}: the policy loses "
         "answers that it could sample before. Stop at the step with the best trade, or lower the learning rate."
     )
-
-
-class StopOnDrift(TrainerCallback):
-    """Saves a checkpoint and ends the run once a cause has been found."""
-
-    def __init__(self, drift: DriftAlarms, causes: Sequence[StopCause]) -> None:
-        self.drift = drift
-        self.causes = tuple(causes)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for cause in self.causes:
-            if cause in self.drift.causes:
-                logger.warning(
-                    f"`credit_stop_on={cause!r}` ends the run at step {state.global_step} and saves a checkpoint. "
-                    f"{self.drift.causes[cause]}"
-                )
-                control.should_training_stop = control.should_save = True
-                return
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -157,8 +157,8 @@ class Alarms:
             )
 
     def check_tokens(self, metrics: dict[str, float], vocabulary: int) -> None:
-        """Warn about a teacher close to uniform, a support with little probability, a gate that is always closed, and
-        credit that is not input-specific, by the metrics of `token_means`.
+        """Warn about a teacher close to uniform, a support with little probability, and credit
+        that is not input-specific, by the metrics of `token_means`.
         """
         if metrics.get("credit/teacher_entropy", 0.0) > NEARLY_UNIFORM * math.log(vocabulary):
             self.raise_once(
@@ -170,13 +170,7 @@ class Alarms:
             self.raise_once(
                 "low_mass",
                 f"The support holds {metrics['credit/support_mass_student']:.2f} of the student's probability. "
-                "Increase `distillation_topk`, or use `distillation_support='student_topk'` or `'full'`.",
-            )
-        if metrics.get("credit/frac_gated") == 1.0:
-            self.raise_once(
-                "gate_shut",
-                "No position of this batch exceeds `contrastive_gate`, so no position is contrasted. Lower it; "
-                "`credit/frac_gated` logs the share of positions below it.",
+                "Increase `distillation_topk`.",
             )
         specific = metrics.get("credit/s_accepted", math.nan)
         credit = math.hypot(*(metrics.get(f"credit/delta_v_{moment}", math.nan) for moment in ("mean", "std")))
@@ -267,7 +261,7 @@ _PER_TOKEN = (
     *("delta_v_mean", "advantage_mean", "kl_to_target", "support_mass_student", "support_mass_teacher"),
     *("teacher_entropy", "entropy", "distillation_loss"),
 )
-_PER_CONTRAST = ("s_mean", "generic_mean", "frac_gated", "kl_to_teacher")
+_PER_CONTRAST = ("s_mean", "generic_mean", "kl_to_teacher")
 # Not defined for `distillation_support="sampled"`: one token is no distribution.
 _NOT_SAMPLED = ("kl_to_target", "kl_to_teacher", "support_mass_student", "support_mass_teacher")
 
@@ -276,7 +270,7 @@ def token_sums(loss: MicroBatchLoss, reduce: Callable[[Tensor], Tensor]) -> list
     """Sums over the tokens of all processes that carry loss, and numbers of tokens, for `token_means`.
 
     Those of several micro-batches add up, except the teacher's fidelity, the first. Tokens without a contrast do not
-    count in S_t, Ĝ_t, the share of gated positions and the divergence to the teacher.
+    count in S_t, Ĝ_t and the divergence to the teacher.
 
     Args:
         loss: the loss of the N local tokens; N may be 0.
@@ -288,7 +282,7 @@ def token_sums(loss: MicroBatchLoss, reduce: Callable[[Tensor], Tensor]) -> list
         *(f - student, terms.advantages, terms.kl_to_target, terms.student_mass, terms.teacher_mass),
         *(terms.teacher_entropy, terms.entropy, terms.token_loss),
     )
-    per_contrast = (f - generic, generic, (terms.contrastive_coef == 0).to(f.dtype), terms.kl_to_teacher)
+    per_contrast = (f - generic, generic, terms.kl_to_teacher)
     # Not `values[contrasted]`, which waits for the device.
     per_contrast = [torch.where(contrasted, values, 0.0) for values in per_contrast]
     dtype = torch.float32 if f.device.type == "mps" else torch.float64

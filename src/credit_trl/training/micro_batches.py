@@ -39,7 +39,6 @@ _COMPLETION_FIELDS = {
     "sampling_per_token_logps",
     "importance_sampling_ratio",
     "advantages",  # (B,), or (B, T) where tokens are weighted
-    "credit_weights",
     "loss_weights",
     *(f.name for f in fields(Scores)),
 }
@@ -182,7 +181,7 @@ class UnpaddedTrainer(ResumableTrainer):
         """Whether GRPO's part of the loss has an entropy bonus or quantile, which TRL takes over a micro-batch."""
         args = self.args
         has_bonus = args.entropy_coef != 0.0 or args.use_adaptive_entropy
-        return self.args.shares[0] > 0.0 and (has_bonus or args.top_entropy_quantile < 1.0)
+        return self.args.distillation_weight < 1.0 and (has_bonus or args.top_entropy_quantile < 1.0)
 
     def _reduction(self) -> Reduction:
         train = self.model.training  # an evaluation batch is neither split nor accumulated
@@ -205,13 +204,13 @@ class UnpaddedTrainer(ResumableTrainer):
         return replace(loss, loss=terms, packed=self._enable_packing())
 
     def _enable_packing(self) -> bool:
-        """Whether the policy reads packed rows; warns where `update_packed` is ignored."""
-        if not self.args.update_packed:
+        """Whether the policy reads packed rows; warns where `packed` is ignored."""
+        if not self.args.packed:
             return False
         if reason := cannot_pack(self.model):
             self.alarms.raise_once(
                 "not_packed",
-                f"`update_packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
+                f"`packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
                 "(`credit/padding_factor`).",
             )
             return False
@@ -277,7 +276,7 @@ class UnpaddedTrainer(ResumableTrainer):
         """
         aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
         wanted = self.use_vllm and self.vllm_importance_sampling_correction
-        if not (wanted and aligned and self.args.shares[0] == 0.0):
+        if not (wanted and aligned and self.args.distillation_weight == 1.0):
             return None
         self.vllm_importance_sampling_correction = False
         return EngineCorrection(
@@ -303,7 +302,7 @@ class UnpaddedTrainer(ResumableTrainer):
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        if self.args.shares[0] == 0.0 and self.args.distillation_is_clip is None and not corrects:
+        if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
             return None, None, None  # nothing reads them
         prompt = input_ids.shape[1] - logits_to_keep
         batch = {

@@ -22,12 +22,7 @@ _METRICS = {
     "credit/advantage_mean": "R_t, nats",
 }
 # Options of the method that the card states where they differ from their defaults.
-_FURTHER = (
-    *("credit_use", "credit_weight", "credit_weight_form", "contrastive_baseline", "contrastive_gate"),
-    *("contrastive_swap", "distillation_tail", "dynamic_sampling_rounds", "teacher_adapter_name_or_path"),
-    *("teacher_context", "teacher_hint", "teacher_model_name_or_path", "teacher_rehearsal", "teacher_sync_steps"),
-    *("teacher_trust_kl", "teacher_trust_weight"),
-)
+_FURTHER = (*("distillation_tail", "teacher_context", "teacher_model_name_or_path", "teacher_sync_steps"),)
 _VERSIONS = "### Framework versions\n\n"
 
 
@@ -76,7 +71,7 @@ def _credit(args: CreditConfig) -> dict[str, str]:
         "α": f"{args.distillation_alpha:g}",
         "weight of the distillation loss": f"{args.distillation_weight:g}",
         "teacher": args.teacher_model_kind + rate,
-        "privileged context": read if args.teacher_prompt == "privileged" else "none",
+        "privileged context": read,
     }
     if further:
         facts["further options"] = ", ".join(f"`{name}={value}`" for name, value in further.items())

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss.distillation import MicroBatchLoss
-from credit_trl.rollout.batch import GenerationBatch
-from credit_trl.training.completions import CompletionTable
+from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.training.console import print_lines
 from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.metrics import drop_undefined
@@ -40,69 +38,33 @@ class ReportingTrainer(UnpaddedTrainer):
 
     Attributes:
         run_log: writes `run.json` and `log.jsonl`; entries of `run_log.facts` are added to `run.json`.
-        completion_tables: for `"train"` and `"eval"`, columns of the credit for `log_completions`; else empty.
     """
-
-    _generation_batch: GenerationBatch
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.run_log = RunLog()
         self.add_callback(self.run_log)
-        if self.args.console_log == "line":
-            print_lines(self.callback_handler)
-        self.completion_tables: dict[str, CompletionTable] = {}
-        if self.args.log_completions:
-            means_follow = self.args.shares[1] > 0.0
-            for mode, rounds in (("train", self.args.dynamic_sampling_rounds), ("eval", 0)):
-                logs = copy.deepcopy(self._logs)
-                self.completion_tables[mode] = CompletionTable(logs, self.accelerator, means_follow, rounds)
-
-    @property
-    def _table(self) -> CompletionTable | None:
-        """The table of completions of training or of evaluation, whichever runs."""
-        return self.completion_tables.get("train" if self.model.training else "eval")
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self._table is not None:
-            self._table.fill(self._pending_extra_logs, len(prompts))
-        return rewards
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if self._table is None:
-            return super()._generate_and_score_completions(inputs)
-        if self._table.has_ended:
-            self._table.clear()
-        self._logs = self._table.logs
-        output = super()._generate_and_score_completions(inputs)
-        # dynamic sampling may call this several times for one generation batch
-        output["table_rows"] = self._table.number(self._generation_batch)
-        return output
+        print_lines(self.callback_handler)
 
     def _tabulate(
-        self, output: dict[str, Any], batch: GenerationBatch, contexts: Sequence[TokenContexts] | None
+        self, output: dict[str, Tensor], batch: GenerationBatch, contexts: Sequence[TokenContexts] | None
     ) -> None:
-        """Add the columns of a generation batch to the table. Every process must call it."""
-        if self._table is not None:
-            decode = self.processing_class.batch_decode
-            output["table_rows"] = self._table.add(batch, output["table_rows"], contexts, decode)
+        """Add feedback, teacher prompt and the mean of S_t to TRL's table of completions (`log_completions`).
 
-    def _tabulate_update(self, inputs: dict[str, Any], loss: MicroBatchLoss) -> None:
-        """Store the mean credit of a micro-batch for the table."""
-        if self._table is not None:
-            self._table.observe(inputs.get("table_rows"), loss)
+        S_t is 0 for samples without a contrast. Every process must call it.
+        """
+        columns: dict[str, list[Any]] = {"feedback": batch.feedback}
+        if contexts is not None:
+            mask = loss_mask(output) & output["contrast_mask"][:, None]
+            specific = (output["teacher_token_logps"] - output["generic_token_logps"]) * mask
+            columns["teacher_prompt"] = self.processing_class.batch_decode([c.teacher or [] for c in contexts])
+            columns["s_mean"] = (specific.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
+        for name, values in columns.items():
+            self._logs["extra"][name].extend(gather_object(values))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         drop_undefined(self._metrics["train" if self.model.training else "eval"])
-        if self._table is None:
-            super().log(logs, start_time)
-            return
-        self._logs = self._table.updated()
         super().log(logs, start_time)
-        self._table.write_tensorboard(self._logs, self.callback_handler, self.state.global_step)
-        self._logs = self._table.logs
-        self._table.has_ended = not self.model.training
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None

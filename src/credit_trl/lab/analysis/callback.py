@@ -36,7 +36,7 @@ class CreditMapCallback(TrainerCallback):
     """Write token maps to `credit_maps/` in the output directory every few steps.
 
     At the first step and every `every` steps, before the optimizer step, it scores rollouts of the current generation
-    batch with the feedback and contrast prompts of their loss (on a batch of `teacher_rehearsal`: of the usual loss),
+    batch with the feedback and contrast prompts of their loss,
     and writes `step-000050.html` and `step-000050.parquet`. The rollouts of the first step are pinned: later pages
     show them under the first and the current weights, side by side. At the end of training, `summary.md` summarizes
     all maps.
@@ -115,8 +115,7 @@ class CreditMapCallback(TrainerCallback):
         trainer = self.trainer
         student = Teacher(trainer.model, trainer.accelerator)
         teacher, loss = getattr(trainer, "teacher", None) or student, trainer.distillation
-        region = loss and loss.scoring.region
-        checkpoint = Checkpoint(f"step-{step}", self._tokenizer, student, teacher, region=region)
+        checkpoint = Checkpoint(f"step-{step}", self._tokenizer, student, teacher)
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
         chosen = _choose(self._current_rollouts(step), share)
         is_first = self._pinned_step is None

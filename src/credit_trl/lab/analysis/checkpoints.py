@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from credit_trl.contexts.prompts import Prompt
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import encode_prompt, end_of_turn_ids, generate_ids, pad_id
-from credit_trl.loss.trust_region import TrustRegion
 from credit_trl.tasks.model_names import model_path, naming_model
 from credit_trl.teacher.models import ADAPTER_NAME, TEACHER_FILE, CopyTeacher, Teacher
 from credit_trl.training.checks import check_logits
@@ -34,7 +33,6 @@ class Checkpoint:
         student: π_θ.
         teacher: π_ref; the student itself for self-distillation without lag.
         chat_template_kwargs: arguments of the chat template (`{"enable_thinking": False}`).
-        region: how far the teacher of `teacher_model_kind="trust_region"` may leave the initial policy.
     """
 
     name: str
@@ -42,7 +40,6 @@ class Checkpoint:
     student: Teacher
     teacher: Teacher
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    region: TrustRegion | None = None
 
     @classmethod
     def of(

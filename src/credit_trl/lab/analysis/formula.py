@@ -73,7 +73,7 @@ class CreditFormula:
         """Each of the A tokens is a row of its own, with the support of its position."""
         support = ids[..., None]
         if self.support.is_topk:
-            chosen_by = logps.student if self.support.kind == "student_topk" else logps.teacher
+            chosen_by = logps.teacher
             support = chosen_by.topk(self.support.topk, dim=-1).indices[:, None].expand(-1, ids.shape[1], -1)
         teacher_logps, teacher_token = self._gather(logps.teacher, support, ids)
         generic_logps, generic_token = torch.zeros_like(teacher_logps), torch.zeros_like(teacher_token)

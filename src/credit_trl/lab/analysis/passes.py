@@ -16,7 +16,6 @@ from torch import Tensor
 
 from credit_trl.contexts.tokens import CompletionBatch, ContextColumns, TokenContexts
 from credit_trl.loss.head import LMHead, lm_head
-from credit_trl.loss.trust_region import TrustRegion, joint_head, weighted_states
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import PADDING_SHARE, PassConfig, token_states
 
@@ -43,7 +42,6 @@ class Reading:
 
     model: Teacher  # π; a plain `Teacher` is the model as it is
     prompts: TokenContexts  # P = 1 + C of them; none where `prompts.teacher` is None
-    region: TrustRegion | None = None  # of a `TrustRegionTeacher`
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ def credit_logps(
         Reading(
             checkpoint.teacher,
             TokenContexts(contexts.teacher, contexts.contrasts, contexts.columns),
-            checkpoint.region,
         ),
     ]
     for rows, (student, teacher) in conditionals(readings, token_ids, temperature=temperature):
@@ -111,13 +108,12 @@ def _states(
     batch = CompletionBatch(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
     one_pass = PassConfig(round(padded / PADDING_SHARE))  # neither its tokens nor its padding end it
     with reading.model.active() as model:
-        models = map(reading.model.unwrapped, reading.model.parts(model))
-        head = joint_head([lm_head(part, temperature).gathered().detached() for part in models])
+        head = lm_head(reading.model.unwrapped(model), temperature).gathered().detached()
         parts = list(token_states(reading.model, model, [reading.prompts], batch, one_pass))
     if not parts:
         return head.weight.new_zeros(0, 0, head.weight.shape[1]), head
     [states] = parts
-    return weighted_states(torch.cat([states.teacher[None], states.contrasts]), head, reading.region), head
+    return torch.cat([states.teacher[None], states.contrasts]), head
 
 
 def _project(hidden: Float[Tensor, "P n H"], head: LMHead) -> Float[Tensor, "P n V"]:

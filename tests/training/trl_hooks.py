@@ -152,24 +152,3 @@ def _warn_untested(installed: str) -> None:
     )
     warnings.warn_explicit(message, UserWarning, "credit_trl", 0)  # no source line in the output
 
-
-@torch.no_grad()
-def sampled_logps(trainer: GRPOTrainer, batch: dict[str, Any]) -> Float[Tensor, "B T"]:
-    """Log-probabilities of the sampled tokens under the policy that sampled them, as TRL computes them.
-
-    Called before the policy moves. Those that TRL has computed are returned as they are.
-    """
-    if "old_per_token_logps" in batch:
-        return batch["old_per_token_logps"]
-    train, args = trainer.model.training, trainer.args
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    with disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
-        logps, _, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.model,
-            ids,
-            mask,
-            batch["completion_ids"].shape[1],
-            batch_size=args.per_device_train_batch_size if train else args.per_device_eval_batch_size,
-        )
-    return logps
