@@ -8,7 +8,7 @@ OPTIONAL_VENV := .venv-optional
 TRL ?= 1.15.0
 TRL_VENV := .venv-trl
 
-.PHONY: quickstart smollm test test-slow test-faults test-trl test-vllm notebooks docs wheel lint format clean
+.PHONY: quickstart smollm test test-optional test-slow test-faults test-trl test-vllm notebooks docs wheel lint format clean
 
 quickstart: $(INSTALLED)  ## Train on the embedded task with CREDIT on this CPU and show the result
 	$(BIN)/credit-trl credit-quickstart
@@ -20,6 +20,9 @@ smollm: $(INSTALLED)  ## Put SmolLM2-135M-Instruct into the cache, for `--model_
 # Three processes on two cores, since tests of the sandbox and of child processes mostly wait. `make wheel` tests the packaging.
 test: $(INSTALLED)  ## The fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/packaging
+
+test-optional: $(INSTALLED)  ## The tests that use bubblewrap and Chromium where these are installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal tests/sandbox tests/lab
 
 test-slow: $(INSTALLED)  ## The slow tests, and those of DeepSpeed, bitsandbytes and Triton if these can be installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
