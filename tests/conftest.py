@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, by the first of these imports that loads the hub's library
 
@@ -18,6 +19,16 @@ from trl.chat_template_utils import add_response_schema
 from credit_trl import CreditConfig
 from families import build_family
 from tiny import build_model, build_tokenizer
+
+
+OPTIONAL_PROGRAMS = {"bwrap": "the bubblewrap sandbox", "chromium": "pages in a browser"}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print one line for each optional program that is missing."""
+    for program, tested in OPTIONAL_PROGRAMS.items():
+        if shutil.which(program) is None:
+            terminalreporter.write_line(f"{program} is not installed: the tests of {tested} are skipped")
 
 
 @pytest.hookimpl(tryfirst=True)
