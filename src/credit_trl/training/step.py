@@ -143,8 +143,7 @@ class CreditStep:
             engine_correction(config),
             adds_to_grad=config.update_batch_tokens is not None and not is_distributed,
         )
-        text_config = teacher.student.config.get_text_config()
-        self.router_loss = hasattr(text_config, "output_router_logits") and config.router_aux_loss_coef != 0.0
+        self.router_loss = router_coefficient(config, teacher.student) != 0.0
         self.packed = config.packed and cannot_pack(teacher.student) is None
         if config.packed:
             for model in teacher.models():
@@ -295,6 +294,15 @@ class CreditStep:
 
         logps = run_in_wrapped_forward(model, policy, sampled_logps, sequences.chosen)
         return logps.new_zeros(mask.numel()).index_put_((sequences.chosen,), logps).view_as(mask)
+
+
+def router_coefficient(config: CreditConfig, policy: nn.Module) -> float:
+    """Coefficient of the load-balancing loss of a mixture of experts, by default the model's own; 0 for other models."""
+    text_config = policy.config.get_text_config()
+    if not hasattr(text_config, "output_router_logits"):
+        return 0.0
+    own = getattr(text_config, "router_aux_loss_coef", 0.0)
+    return own if config.router_aux_loss_coef is None else config.router_aux_loss_coef
 
 
 def engine_correction(config: CreditConfig) -> EngineCorrection | None:
