@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,12 +17,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
+from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.contexts.prompts import Prompt, Render, user_text, with_user_text
+from credit_trl.contexts.prompts import Prompt, Render, chat_renderer, user_text, with_user_text
 from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.rollout.thinking import decode_with_marks, opens_thinking, thinking_marks
 
 _MARK = re.compile("(\x02[0-9a-f]{32}\x03)")  # stands for untrusted text in a rendered prompt
 _SCAFFOLDS = 4096  # prompts without z whose control tokens are kept; the rollouts of a group share them
+MAX_MISSES = 32  # contrasts that do not fit beside z before a sample has none
 
 
 class ContextBuilder:
@@ -32,13 +35,20 @@ class ContextBuilder:
         tokenizer: tokenizer of the student.
         config: templates and `max_reprompt_len`.
         eos_token_ids: ids that end a turn besides the tokenizer's special tokens.
+        render: see `chat_renderer`; None renders with the tokenizer's own chat template.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, config: CreditConfig, eos_token_ids: Sequence[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: CreditConfig,
+        eos_token_ids: Sequence[int] = (),
+        render: Render | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
+        self.render = render or chat_renderer(tokenizer)
+        self.marks = thinking_marks(tokenizer)
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._control_ids = frozenset(special | set(tokenizer.all_special_ids) | set(eos_token_ids))
         self._scaffold_controls = lru_cache(_SCAFFOLDS)(
@@ -46,40 +56,93 @@ class ContextBuilder:
         )
 
     def build(
-        self, prompt: Prompt, contrasts: Sequence[Prompt], privileged: PrivilegedContext, render: Render
+        self,
+        prompt: Prompt,
+        privileged: PrivilegedContext,
+        contrasts: Iterable[Contrast] = (),
+        *,
+        tools: list[Any] | None = None,
     ) -> TokenContexts:
-        """The teacher's prompt and the contrast prompts of one sample, which share the same z.
+        """The teacher's prompt (x, z) and C contrast prompts (x'_k, z) of one sample.
 
-        Where one of them is longer than `max_reprompt_len`, the middle of the feedback is cut for all of them, then
-        the feedback is dropped, then the same is done to the demonstration. There are no contrasts where nothing of z
-        fits beside a contrast prompt, or where a contrast prompt has no token; z is then fitted to the teacher's
-        prompt alone.
+        z is fitted to x: where the prompt is longer than `max_reprompt_len`, the middle of the feedback is cut, then
+        the feedback is dropped, then the same is done to the demonstration. z' of a contrast is fitted in the same
+        way. A contrast with the same z that does not fit is replaced by the next one, at most `MAX_MISSES` times.
 
         Args:
             prompt: x, conversational or plain text.
-            contrasts: x'_1, …, x'_C.
             privileged: z.
-            render: see `chat_renderer`; unused for plain text.
+            contrasts: in the order of the draw; the first C that fit are taken. With fewer they repeat.
+            tools: tools that the chat template lists.
 
         Raises:
             ValueError: the chat template changes or drops the text of the user turn, or the prompt has none.
         """
-        whole, cut = privileged, 0
-        while privileged:
-            teacher, *others = (self.encode(one, privileged, render) for one in (prompt, *contrasts))
-            if not all(others):  # plain text without its question, and feedback on turns only
-                break
-            excess = max(map(len, (teacher, *others))) - self.config.max_reprompt_len
-            if excess <= 0:
-                return TokenContexts(teacher, others, **_fitted(privileged, whole))
-            privileged, cut = self._shorten(privileged, whole, cut + excess)
-        if contrasts and whole:
-            return self.build(prompt, (), whole, render)
-        return TokenContexts(None, **_fitted(privileged, whole))
+        if self.config.teacher_prompt == "student":
+            teacher, fitted = self.encode(prompt, PrivilegedContext(), tools), PrivilegedContext()
+        else:
+            teacher, fitted = self._fit(prompt, privileged, tools)
+        return TokenContexts(
+            teacher,
+            self._fitting(contrasts, fitted, tools) if teacher is not None else [],
+            privileged=fitted,
+            cut=fitted != privileged,
+            feedback_dropped=privileged.feedback is not None and fitted.feedback is None,
+        )
 
-    def encode(self, prompt: Prompt, privileged: PrivilegedContext, render: Render) -> list[int]:
+    def _fit(
+        self, prompt: Prompt, whole: PrivilegedContext, tools: list[Any] | None
+    ) -> tuple[list[int] | None, PrivilegedContext]:
+        """Ids of the prompt with as much of z as fits, and that z; None where nothing of it fits."""
+        privileged = whole
+        cut = 0
+        while privileged:
+            ids = self.encode(prompt, privileged, tools)
+            excess = len(ids) - self.config.max_reprompt_len
+            if excess <= 0:
+                return ids, privileged
+            privileged, cut = self._shorten(privileged, whole, cut + excess)
+        return None, privileged
+
+    def _fitting(
+        self, contrasts: Iterable[Contrast], privileged: PrivilegedContext, tools: list[Any] | None
+    ) -> list[list[int]]:
+        """Ids of the first C contrasts that fit; with fewer they repeat."""
+        fitting: list[list[int]] = []
+        misses = 0
+        for contrast in contrasts:
+            if contrast.privileged is not None and (privileged.turns or contrast.privileged.turns):
+                raise ValueError(
+                    f"The contrast source {self.config.contrastive_source!r} exchanges whole privileged contexts, and "
+                    "feedback on single turns belongs to one rollout. Use a source of prompts, such as 'batch', or "
+                    "return no `Verdict.turn_feedback`."
+                )
+            if contrast.privileged is None:
+                ids = self.encode(contrast.prompt, privileged, tools)
+            else:
+                ids = self._fit(contrast.prompt, contrast.privileged, tools)[0]
+            if ids and len(ids) <= self.config.max_reprompt_len:
+                fitting.append(ids)
+            else:
+                misses += 1
+            if len(fitting) == self.config.contrastive_count or misses > MAX_MISSES:
+                break
+        return [fitting[k % len(fitting)] for k in range(self.config.contrastive_count)] if fitting else []
+
+    def encode(self, prompt: Prompt, privileged: PrivilegedContext, tools: list[Any] | None = None) -> list[int]:
         """Token ids of one context, of any length."""
-        return self._encode_pieces(self._pieces(prompt, privileged, render), first=isinstance(prompt, str))
+        return self._encode_pieces(self._pieces(prompt, privileged, tools), first=isinstance(prompt, str))
+
+    def decode_completions(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Texts without special tokens, except marks of thinking."""
+        return decode_with_marks(self.tokenizer, ids, self.marks)
+
+    def opens_thinking(self, prompt: Prompt, tools: list[Any] | None = None) -> bool:
+        """Whether the student's prompt ends inside a block of thinking."""
+        return opens_thinking(self._student_text(prompt, tools), self.marks)
+
+    def _student_text(self, prompt: Prompt, tools: list[Any] | None) -> str:
+        return prompt if isinstance(prompt, str) else self.render(prompt, tools=tools)
 
     def encode_turn(self, feedback: str, before: str, after: str, budget: int) -> tuple[list[int], bool]:
         """Token ids of a feedback message in the middle of a conversation, and whether it was cut.
@@ -120,7 +183,9 @@ class ContextBuilder:
             )
         return ids
 
-    def _pieces(self, prompt: Prompt, privileged: PrivilegedContext, render: Render) -> list[tuple[str, bool]]:
+    def _pieces(
+        self, prompt: Prompt, privileged: PrivilegedContext, tools: list[Any] | None
+    ) -> list[tuple[str, bool]]:
         """The prompt's text as (text, trusted) pieces; demonstration and feedback are untrusted.
 
         The chat template renders marks in their place, so that their text cannot change how it renders.
@@ -130,7 +195,7 @@ class ContextBuilder:
             if getattr(privileged, name) is not None:
                 untrusted[f"\x02{secrets.token_hex(16)}\x03"] = _encodable(getattr(privileged, name))
         if not untrusted:  # feedback on turns only: the opening prompt is the student's
-            return [(prompt if isinstance(prompt, str) else render(prompt), True)]
+            return [(self._student_text(prompt, tools), True)]
         marks = iter(untrusted)
         solution = feedback = ""
         if privileged.demonstration is not None:
@@ -138,7 +203,7 @@ class ContextBuilder:
         if privileged.feedback is not None:
             feedback = self._feedback_section(next(marks))
         turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
-        text = turn if isinstance(prompt, str) else render(with_user_text(prompt, turn))
+        text = turn if isinstance(prompt, str) else self.render(with_user_text(prompt, turn), tools=tools)
         parts = [part for part in _MARK.split(text) if part]
         if not {mark for mark in untrusted if mark in turn} <= set(parts):
             raise ValueError(
@@ -187,12 +252,6 @@ class ContextBuilder:
         begin, end = self.tokenizer.decode(head).rstrip("\ufffd"), self.tokenizer.decode(tail).lstrip("\ufffd")
         shorter = begin + mark.format(cut) + end
         return shorter if len(self._tokenize_plain(shorter)) < len(ids) else None
-
-
-def _fitted(privileged: PrivilegedContext, whole: PrivilegedContext) -> dict[str, Any]:
-    """Fields of `TokenContexts` on z and what was cut of it."""
-    dropped = whole.feedback is not None and privileged.feedback is None
-    return {"privileged": privileged, "cut": privileged != whole, "feedback_dropped": dropped}
 
 
 def _encodable(text: str) -> str:
