@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss.distillation import MicroBatchLoss
+from credit_trl.training.step import MicroBatchLoss
 
 # Teacher entropy above this share of log V is close to uniform.
 NEARLY_UNIFORM = 0.9
