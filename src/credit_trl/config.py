@@ -205,21 +205,15 @@ class _OneRollout(int):
 # Options of other trainers, and other names of ours -> what to set here.
 OTHER_NAMES = {
     "distillation_mode": "Set `distillation_support`: 'teacher_topk' or 'sampled'.",
-    "distillation_add_tail": "It is `distillation_tail='bucket'`, the default.",
     "remove_thinking_from_demonstration": "Set `teacher_context`: 'solution' or 'think+solution'.",
     "teacher_model_revision": "Set `teacher_model_init_kwargs={'revision': ...}`.",
-    "gkd_logits_topk": "Set `distillation_topk`.",
     "topk": "Set `distillation_topk`.",
     "alpha": "Set `distillation_alpha`.",
-    "teacher_kl_coef": "Set `distillation_weight`.",
     "lam": "Set `contrastive_coef`.",
     "lambda": "Set `contrastive_coef`.",
-    "contrastive_lambda": "Set `contrastive_coef`.",
     "teacher_model": "Set `teacher_model_kind='model'` and `teacher_model_name_or_path`.",
     "teacher_mode": "Set `teacher_model_kind`.",
-    "teacher_sync_interval": "Set `teacher_sync_steps`.",
     "ema_decay": "Set `teacher_update_rate` to 1 − the decay.",
-    "teacher_prompt_template": "Set `reprompt_template`.",
     "demo_key": "Return a `Verdict` with feedback, or fill the column `privileged_context`.",
     "group_size": "Set `num_generations`.",
     "batch_size": "Set `per_device_train_batch_size`.",
@@ -230,7 +224,6 @@ OTHER_NAMES = {
     "tokenizer": "It is `processing_class`, an argument of `CreditTrainer`.",
     "dataset": "It is `train_dataset`, an argument of `CreditTrainer`.",
     "lmbda": "All completions are sampled from the policy.",
-    "seq_kd": "All completions are sampled from the policy.",
 }
 
 
@@ -321,36 +314,11 @@ def _check_values(config: CreditConfig) -> None:
 
 def _check_combinations(config: CreditConfig) -> None:
     """Raise a `ValueError` where a combination of options cannot train, or an option would have no effect."""
-    cases = _general_cases(config)
-    if config.distillation_weight > 0.0:
-        cases += _teacher_cases(config) + _loss_cases(config)
-    for fails, message in cases:
+    if config.distillation_weight == 0.0:
+        return
+    for fails, message in (*_teacher_cases(config), *_loss_cases(config)):
         if fails:
             raise ValueError(message)
-
-
-def _general_cases(config: CreditConfig) -> list[tuple[bool, str]]:
-    """(whether it fails, message) of combinations that fail for every `distillation_weight`."""
-    kwargs = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
-    timeout = config.verifier_timeout or 0.0
-    return [
-        (
-            config.enable_jit_checkpoint,
-            "`enable_jit_checkpoint=True` saves inside a step, where weights, teacher and generation batch do not "
-            "match. Save often (`save_steps`) instead.",
-        ),
-        (
-            kwargs.get("temperature", config.temperature) != config.temperature,
-            f"`generation_kwargs` has the temperature {kwargs.get('temperature')}, and the loss uses `temperature="
-            f"{config.temperature}`. Set `temperature` instead.",
-        ),
-        (
-            config.world_size > 1 and timeout >= config.ddp_timeout,
-            f"`verifier_timeout={timeout:g}` s is not below `ddp_timeout={config.ddp_timeout}` s: while one process "
-            "waits for its verifier, the collectives of the others time out. Lower `verifier_timeout`, or raise "
-            "`ddp_timeout`.",
-        ),
-    ]
 
 
 def _teacher_cases(config: CreditConfig) -> list[tuple[bool, str]]:
@@ -367,10 +335,6 @@ def _teacher_cases(config: CreditConfig) -> list[tuple[bool, str]]:
         (
             (config.teacher_model_name_or_path is not None) != (kind == "model"),
             "`teacher_model_kind='model'` and `teacher_model_name_or_path` need each other: set both or neither.",
-        ),
-        (
-            config.teacher_sync_steps is not None and kind != "ema",
-            f"`teacher_sync_steps` has no effect with `teacher_model_kind={kind!r}`, which has no average. Remove it.",
         ),
         (
             not reads_z and kind == "live" and not config.contrasts,
@@ -398,12 +362,22 @@ def _teacher_cases(config: CreditConfig) -> list[tuple[bool, str]]:
 
 
 def _loss_cases(config: CreditConfig) -> list[tuple[bool, str]]:
-    """(whether it fails, message) of combinations of options of the losses."""
-    is_pure = config.distillation_weight == 1.0
+    """(whether it fails, message) of combinations of options of rollouts and losses."""
+    kwargs = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
     policy = [name for name, value in _POLICY_LOSS.items() if getattr(config, name) != value]
     if config.loss_type == "luspo" and "importance_sampling_level" in policy:
         policy.remove("importance_sampling_level")  # TRL asks for "sequence" there
     return [
+        (
+            config.enable_jit_checkpoint,
+            "`enable_jit_checkpoint=True` saves inside a step, where weights, teacher and generation batch do not "
+            "match. Save often (`save_steps`) instead.",
+        ),
+        (
+            kwargs.get("temperature", config.temperature) != config.temperature,
+            f"`generation_kwargs` has the temperature {kwargs.get('temperature')}, and the loss uses `temperature="
+            f"{config.temperature}`. Set `temperature` instead.",
+        ),
         (
             config.distillation_support == "sampled" and config.distillation_alpha != 1.0,
             "`distillation_support='sampled'` estimates the reverse KL: set `distillation_alpha=1`.",
@@ -414,12 +388,7 @@ def _loss_cases(config: CreditConfig) -> list[tuple[bool, str]]:
             "`distillation_topk`, or set `distillation_tail='bucket'`.",
         ),
         (
-            config.update_batch_tokens is not None and not is_pure,
-            "`update_batch_tokens` divides the micro-batches of the distillation loss, and this run has GRPO's loss "
-            "too. Remove it and lower `per_device_train_batch_size`, or set `distillation_weight=1`.",
-        ),
-        (
-            is_pure and bool(policy),
+            config.distillation_weight == 1.0 and bool(policy),
             f"`{next(iter(policy), '')}` is an option of GRPO's loss, which `distillation_weight=1` does not compute. "
             "Lower `distillation_weight`, or remove it.",
         ),
@@ -427,19 +396,17 @@ def _loss_cases(config: CreditConfig) -> list[tuple[bool, str]]:
 
 
 def check_template(name: str, template: str, placeholders: tuple[str, ...]) -> None:
-    """Check that a template has each of its placeholders once and no other.
+    """Check that a template, an option called `name`, has each of its placeholders once and no other.
 
     Raises:
-        ValueError: it has not; the message calls it `name`.
+        ValueError: it has not, or it is no format string.
     """
     try:
         found = [field_name for _, field_name, _, _ in string.Formatter().parse(template) if field_name is not None]
-    except ValueError as error:
-        raise ValueError(
-            f"`{name}` is not a format string ({error}); write literal braces as {{{{ and }}}}."
-        ) from None
+    except ValueError:
+        found = []
     if sorted(found) != sorted(placeholders):
         raise ValueError(
-            f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once and no other "
-            f"placeholder: {template!r}."
+            f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once, no other placeholder, "
+            f"and literal braces as {{{{ and }}}}; got {template!r}."
         )
