@@ -21,7 +21,6 @@ from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.contexts.turns import TurnFormat, place_turns, read_turn_format
 from credit_trl.rollout.batch import loss_mask, turn_starts
-from credit_trl.rollout.verdict import VerdictLog
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import token_states
 from credit_trl.training.metrics import CreditWarning
@@ -205,21 +204,6 @@ def test_templates_of_known_models_take_a_message_in_the_middle(tokenizer, templ
     grown = render([*scripted, {"role": "user", "content": "yes"}])
     assert grown.endswith(form.before + "yes" + form.after + form.generation_prompt)
     assert form.generation_prompt
-
-
-def test_turn_feedback_of_several_verifiers_is_joined():
-    log = VerdictLog()
-    log.wrap(lambda **_: [Verdict(0.0, turn_feedback={0: "a", 2: "c"}), 1.0], 0)()
-    log.wrap(lambda **_: [Verdict(0.0, turn_feedback={0: "b"}), Verdict(0.0, turn_feedback={1: " "})], 1)()
-    assert log.turn_feedback(2) == [{0: "a\n\nb", 2: "c"}, {}]
-    log.clear()
-    assert log.turn_feedback(1) == [{}]
-
-
-@pytest.mark.parametrize("turns", [{-1: "x"}, {"0": "x"}, {0: None}])
-def test_feedback_on_a_turn_is_text_by_number(turns):
-    with pytest.raises(TypeError, match="turn indices"):
-        Verdict(0.0, turn_feedback=turns)
 
 
 # ---------------------------------------------------------------------------------------------- within the trainer
