@@ -139,9 +139,10 @@ class ContextBuilder:
 
     def opens_thinking(self, prompt: Prompt, tools: list[Any] | None = None) -> bool:
         """Whether the student's prompt ends inside a block of thinking."""
-        return opens_thinking(self._student_text(prompt, tools), self.marks)
+        return opens_thinking(self.student_text(prompt, tools), self.marks)
 
-    def _student_text(self, prompt: Prompt, tools: list[Any] | None) -> str:
+    def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
+        """Text of the student's prompt with the generation prompt."""
         return prompt if isinstance(prompt, str) else self.render(prompt, tools=tools)
 
     def encode_turn(self, feedback: str, before: str, after: str, budget: int) -> tuple[list[int], bool]:
