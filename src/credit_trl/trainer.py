@@ -75,7 +75,7 @@ class CreditTrainer(ResumableTrainer):
     ```
 
     Args:
-        token_weight: function of the credit of a generation batch that weighs the tokens of the distillation loss or of
+        token_weight: function of a generation batch's credit that weighs the tokens of the distillation loss or of
             GRPO's, see [`TokenCredit`]. With it the teacher scores at `distillation_weight=0` too.
 
     Attributes:
@@ -146,7 +146,13 @@ class CreditTrainer(ResumableTrainer):
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render)
         self._init_reports()
         if not has_environments and kwargs.get("rollout_func") is None:
-            checks.check_prompts(args, datasets, self._encode_prompt, self.eos_token_ids, self.alarms.raise_once)
+            checks.check_prompts(
+                args,
+                datasets,
+                lambda prompt: self._tokenize_prompts([prompt])[0][0],
+                self.eos_token_ids,
+                self.alarms.raise_once,
+            )
         if args.distillation_weight > 0.0 or token_weight is not None:
             self._init_credit(token_weight)
 
@@ -188,10 +194,6 @@ class CreditTrainer(ResumableTrainer):
             compile_layers([self.model, *self.teacher.models()], args)
         if args.teacher_model_kind == "ema":
             self.add_callback(TeacherUpdate(self))
-
-    def _encode_prompt(self, prompt: Any) -> list[int]:
-        """Token ids of a prompt, as in a rollout."""
-        return self._tokenize_prompts([prompt])[0][0]
 
     @property
     def _mode(self) -> str:
@@ -331,10 +333,9 @@ class CreditTrainer(ResumableTrainer):
         if not self.model.training:
             return micro_batches.without_padding(inputs)
         if self._buffered_inputs is not before:
-            exchanged = micro_batches.exchanged_micro_batches(self.args, self.aux_loss_enabled)
-            self._buffered_inputs = micro_batches.even_micro_batches(
-                self._buffered_inputs, exchanged, self.credit_step.packed
-            )
+            exchanged = micro_batches.exchanged_count(self.args, self.aux_loss_enabled)
+            packed = self.credit_step.packed
+            self._buffered_inputs = micro_batches.evened(self._buffered_inputs, exchanged, packed)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -358,9 +359,8 @@ class CreditTrainer(ResumableTrainer):
         if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
             return None, None, None  # nothing reads them
         with self.clock.stage("old_logps"):
-            size = batch_size or len(input_ids)
             logps = micro_batches.rollout_logps(
-                self.credit_step, model, input_ids, attention_mask, logits_to_keep, size
+                self.credit_step, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids)
             )
         return logps, None, None
 
