@@ -196,7 +196,7 @@ class ContextBuilder:
             if getattr(privileged, name) is not None:
                 untrusted[f"\x02{secrets.token_hex(16)}\x03"] = _encodable(getattr(privileged, name))
         if not untrusted:  # feedback on turns only: the opening prompt is the student's
-            return [(self._student_text(prompt, tools), True)]
+            return [(self.student_text(prompt, tools), True)]
         marks = iter(untrusted)
         solution = feedback = ""
         if privileged.demonstration is not None:
