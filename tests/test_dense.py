@@ -22,7 +22,6 @@ CASES = [
     *((1.0, 1, support, {"contrastive_form": "guide", "contrastive_coef": 1.5}) for support in TOPK),
     *((alpha, 1, "K = V", {"distillation_tail": "renormalize"}) for alpha in (0.0, 1.0)),
     *((1.0, 1, support, {"contrastive_coef": 0.0}) for support in TOPK),
-    *((1.0, 1, support, {"packed": True}) for support in TOPK),
     (1.0, 2, "bucket", {"distillation_support": "sampled"}),
     (1.0, 2, "renormalize", {"teacher_prompt": "student"}),
 ]
@@ -67,6 +66,14 @@ def test_loss_and_gradients_are_those_of_algorithm_1(make_problem, alpha, count,
     }
     ours = problem.step.loss(problem.policy, problem.tensors).terms.loss
     same(ours, naive_loss(problem, scoring_model(problem)), problem.policy)
+
+
+@pytest.mark.parametrize("support", TOPK)
+def test_packed_passes_equal_algorithm_1(make_problem, support):
+    """To the rounding of the model's norms, which compute in fp32 and see sums in another order."""
+    problem = make_problem(support=support, packed=True)
+    ours = problem.step.loss(problem.policy, problem.tensors).terms.loss
+    same(ours, naive_loss(problem, scoring_model(problem)), problem.policy, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("support", TOPK)
