@@ -16,6 +16,7 @@ from credit_trl.contexts.privileged import PrivilegedContext, choose_demonstrati
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.contexts.turns import TurnFormat, place_turns, read_turn_format
 from credit_trl.rollout.batch import GenerationBatch, is_successful
+from credit_trl.rollout.thinking import decode_with_marks, opens_thinking
 
 
 def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[TokenContexts]:
@@ -66,11 +67,11 @@ def gather_contrast_batch(
                 f"are {', '.join(batch.rows[0])}. Add it, or remove the parameter."
             )
     tools = batch.tools or [None] * len(batch.prompts)
-    texts = builder.decode_completions(batch.completion_ids)
-    answers = [
-        demonstration_text(text, config.teacher_context, builder.marks, opened=builder.opens_thinking(prompt, own))
-        for text, prompt, own in zip(texts, batch.prompts, tools, strict=True)
-    ]
+    texts = decode_with_marks(builder.tokenizer, batch.completion_ids, builder.marks)
+    answers = []
+    for text, prompt, own in zip(texts, batch.prompts, tools, strict=True):
+        opened = opens_thinking(builder.student_text(prompt, own), builder.marks)
+        answers.append(demonstration_text(text, config.teacher_context, builder.marks, opened=opened))
     rollouts = [PrivilegedContext(answer, text) for answer, text in zip(answers, batch.feedback, strict=True)]
     samples = gather_object(
         list(

@@ -1,8 +1,8 @@
-"""The thinking of a response and its answer: one definition for tasks, demonstrations and reward functions.
+"""Thinking and answer of a response: one definition for tasks, demonstrations and reward functions.
 
 A block of thinking stands between an opening and a closing mark. It is open from the start where the generation prompt
-ends with the opening mark, and its first closing mark ends it. The answer is the text outside the blocks; a response
-whose last block is not closed has none. A mark in quotes or backticks is the text's own.
+ends with an opening mark, and the first closing mark ends it. The answer is the text outside the blocks; a response
+whose last block is not closed has none. A mark in quotes or backticks is part of the text.
 """
 
 from __future__ import annotations
@@ -15,36 +15,27 @@ from transformers import PreTrainedTokenizerBase
 
 ThinkingMarks = tuple[tuple[str, str], ...]  # pairs of opening and closing mark
 
-# Marks of widespread chat templates. The last pair is the harmony format: all channels before the final one.
+# Marks of widespread chat templates; in the harmony format, all channels before the final one are thinking.
 COMMON_MARKS: ThinkingMarks = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ("<|channel>thought", "<channel|>"),
 )
-# Tags that a template or tokenizer declares: `<seed:think>`, `<|START_THINKING|>`, `<|begin_of_thought|>`, …
-_DECLARED = re.compile(r"[<\[◁]\|?\w*:?(?:think|thinking|thought|reasoning)\|?[>\]▷]", re.IGNORECASE)
-_CLOSING = (
-    lambda tag: re.sub(r"^([<\[◁]\|?)", r"\1/", tag),
-    lambda tag: tag.replace("START", "END").replace("start", "end").replace("begin", "end"),
-)
+# Other opening tags that a template or tokenizer may declare: `<seed:think>`, `<|START_THINKING|>`, `◁think▷`, …
+_OPENING_TAG = re.compile(r"[<\[◁]\|?[\w:]*(?:think|thinking|thought|reasoning)\|?[>\]▷]", re.IGNORECASE)
 
 
-def thinking_marks(tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> ThinkingMarks:
-    """The marks of thinking that a chat template or its tokenizer declares; `<think>` and `</think>` without any.
-
-    Args:
-        tokenizer: its added tokens and its own chat template are read.
-        chat_template: template in place of the tokenizer's own.
-    """
+def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
+    """The marks that a tokenizer or its chat template declares; `<think>` and `</think>` without any."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
-    declared = " ".join([template, *added])
-    tags = dict.fromkeys(_DECLARED.findall(declared))
-    pairs = [(tag, close(tag)) for tag in tags for close in _CLOSING if close(tag) != tag]
-    found = [pair for pair in pairs if pair[1] in declared]
-    if "<|channel|>" in declared:
-        found.append(COMMON_MARKS[-1])
-    return tuple(dict.fromkeys(found)) or COMMON_MARKS[:1]
+    declared = " ".join([str(getattr(tokenizer, "chat_template", None)), *added])
+    pairs = list(COMMON_MARKS)
+    for tag in _OPENING_TAG.findall(declared):
+        with_slash = re.sub(r"^([<\[◁]\|?)", r"\1/", tag)
+        pairs += [(tag, with_slash), (tag, tag.replace("START", "END").replace("begin", "end"))]
+    found = [(opening, closing) for opening, closing in pairs if opening != closing]
+    return tuple(dict.fromkeys(p for p in found if p[0] in declared and p[1] in declared)) or COMMON_MARKS[:1]
 
 
 def split_thinking(
@@ -58,34 +49,26 @@ def split_thinking(
         opened: whether the generation prompt opened a block. None reads it from the text: a closing mark comes before
             any opening one.
     """
-    found = [(m.start(), m.end(), m.group()) for m in re.finditer(_any_of(marks), text) if not _is_quoted(text, m)]
-    opening, closing = {pair[0] for pair in marks}, {pair[1] for pair in marks}
-    if opened is None:
-        opened = bool(found) and found[0][2] in closing
-    thinking: list[str] = []
+    found = [mark for mark in re.finditer(_any_of(marks), text) if not _is_quoted(text, mark)]
+    closing = {pair[1] for pair in marks}
+    is_open = opened if opened is not None else bool(found) and found[0].group() in closing
+    blocks: list[str] = []
     answer: list[str] = []
-    is_open = opened
     start = 0
-    for begin, end, mark in found:
-        if is_open and mark in closing:
-            thinking.append(text[start:begin])
-        elif not is_open and mark in opening:
-            answer.append(text[start:begin])
-        elif is_open and not text[start:begin].strip():
-            pass  # the response repeats the opening mark of its prompt
-        else:
-            continue  # part of the thinking or of the answer
-        is_open = mark in opening
-        start = end
-    (thinking if is_open else answer).append(text[start:])
-    return "\n".join(part.strip() for part in thinking), None if is_open else "".join(answer)
+    for mark in found:
+        part = text[start : mark.start()]
+        is_repeated = is_open and not blocks and not part.strip()  # the response repeats its prompt's opening mark
+        if is_open == (mark.group() in closing) or is_repeated:
+            (blocks if is_open else answer).append(part)
+            is_open = mark.group() not in closing
+            start = mark.end()
+    (blocks if is_open else answer).append(text[start:])
+    thinking = "\n".join(block.strip() for block in blocks if block.strip())
+    return thinking, None if is_open else "".join(answer)
 
 
 def answer_part(text: str, marks: ThinkingMarks = COMMON_MARKS, *, opened: bool | None = None) -> str | None:
-    """The answer of a response: what follows its thinking, or None where its thinking is not closed.
-
-    See `split_thinking` for the arguments.
-    """
+    """The answer of a response without its thinking; None where the thinking is not closed. See `split_thinking`."""
     return split_thinking(text, marks, opened=opened)[1]
 
 
@@ -97,14 +80,14 @@ def opens_thinking(prompt: str, marks: ThinkingMarks) -> bool:
 def decode_with_marks(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]], marks: ThinkingMarks
 ) -> list[str]:
-    """Texts without special tokens, except those that marks of thinking consist of."""
+    """Texts without special tokens, except those that the marks consist of."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special = added | set(tokenizer.all_special_ids)
-    parts = "".join(mark for pair in marks for mark in pair)
-    kept = {i for i in special if tokenizer.convert_ids_to_tokens(i) in parts}
-    if not kept:
+    in_marks = " ".join(mark for pair in marks for mark in pair)
+    dropped = {i for i in special if tokenizer.convert_ids_to_tokens(i) not in in_marks}
+    if dropped == special:
         return tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return tokenizer.batch_decode([[i for i in row if i in kept or i not in special] for row in ids])
+    return tokenizer.batch_decode([[i for i in row if i not in dropped] for row in ids])
 
 
 def mark_thinking(
@@ -112,34 +95,33 @@ def mark_thinking(
     completion_ids: Sequence[Sequence[int]],
     tokenizer: PreTrainedTokenizerBase,
     prompt_of: Callable[[int], str],
-    marks: ThinkingMarks,
 ) -> list[Any]:
-    """Completions of one turn in TRL's form, whose text tells thinking from answer.
+    """Completions of one turn in TRL's form whose text tells thinking from answer.
 
-    The marks that decoding drops because they are special tokens are kept, and the opening mark precedes the text of a
-    completion that ends inside the thinking that its prompt opened.
+    Marks that are special tokens, which TRL's decoding drops, are kept. A completion that ends inside the thinking
+    that its prompt opened begins with the opening mark.
 
     Args:
-        completions: texts or conversations of one assistant message; others are returned as they are.
+        completions: texts, or conversations; those of more than one message are returned as they are.
         completion_ids: sampled ids.
         tokenizer: decodes them.
         prompt_of: renders the prompt of a completion, by its index.
-        marks: see `thinking_marks`.
     """
-    marked = list(completions)
-    texts = decode_with_marks(tokenizer, completion_ids, marks)
+    marks = thinking_marks(tokenizer)
     plain = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    for index, (completion, text) in enumerate(zip(completions, texts, strict=True)):
-        is_message = not isinstance(completion, str)
-        if is_message and (len(completion) != 1 or not isinstance(completion[0]["content"], str)):
+    marked = list(completions)
+    for index, text in enumerate(decode_with_marks(tokenizer, completion_ids, marks)):
+        completion = completions[index]
+        is_text = isinstance(completion, str)
+        if not is_text and (len(completion) != 1 or not isinstance(completion[0]["content"], str)):
             continue
-        own = completion[0]["content"] if is_message else completion
-        opening = next((pair[0] for pair in marks if opens_thinking(prompt_of(index), (pair,))), "")
-        if opening and answer_part(text, marks, opened=True) is None:
-            own = opening + (text if text != plain[index] else own)
-        elif text != plain[index]:
-            own = text
-        marked[index] = [{**completion[0], "content": own}] if is_message else own
+        own = completion if is_text else completion[0]["content"]
+        content = own if text == plain[index] else text
+        if answer_part(content, marks, opened=True) is None:
+            prompt = prompt_of(index)
+            content = next((pair[0] for pair in marks if opens_thinking(prompt, (pair,))), "") + content
+        if content != own:
+            marked[index] = content if is_text else [{**completion[0], "content": content}]
     return marked
 
 
@@ -147,6 +129,6 @@ def _any_of(marks: ThinkingMarks) -> str:
     return "|".join(re.escape(mark) for pair in marks for mark in pair)
 
 
-def _is_quoted(text: str, match: re.Match[str]) -> bool:
-    before, after = text[match.start() - 1 : match.start()], text[match.end() : match.end() + 1]
-    return before == after and before in ("'", '"', "`")
+def _is_quoted(text: str, mark: re.Match[str]) -> bool:
+    before = text[mark.start() - 1 : mark.start()]
+    return before in ("'", '"', "`") and text[mark.end() : mark.end() + 1] == before
