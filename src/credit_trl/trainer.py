@@ -9,8 +9,6 @@ This module wires the stages and computes nothing itself:
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +27,6 @@ from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.rollout.batch import (
     EVALUATION_INDEX,
     GenerationBatch,
-    gather_success_weights,
     loss_mask,
     mask_skipped_rewards,
     mask_skipped_tokens,
@@ -44,29 +41,14 @@ from credit_trl.teacher.compilation import compile_layers, keep_models_whole, un
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
-from credit_trl.training import checks
+from credit_trl.training import checks, micro_batches
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
-from credit_trl.training.metrics import (
-    Alarms,
-    context_metrics,
-    drop_undefined,
-    engine_metrics,
-    mean_over_tokens,
-    token_means,
-    token_sums,
-)
-from credit_trl.training.micro_batches import (
-    even_micro_batches,
-    exchanged_micro_batches,
-    loss_in_parts,
-    rollout_logps,
-    without_padding,
-)
+from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, success_weights
 from credit_trl.training.model_card import complete_card
 from credit_trl.training.reporting import ContinueReports, add_completion_columns, print_lines
 from credit_trl.training.run_log import RunLog
-from credit_trl.training.step import CreditStep, MicroBatchLoss
+from credit_trl.training.step import CreditStep
 from credit_trl.training.timing import StageClock
 
 
@@ -93,7 +75,7 @@ class CreditTrainer(ResumableTrainer):
     ```
 
     Args:
-        token_weight: function of the credit of a generation batch that weighs the tokens of the distillation loss or of
+        token_weight: function of a generation batch's credit that weighs the tokens of the distillation loss or of
             GRPO's, see [`TokenCredit`]. With it the teacher scores at `distillation_weight=0` too.
 
     Attributes:
@@ -140,7 +122,6 @@ class CreditTrainer(ResumableTrainer):
         self._verdicts = VerdictLog(VerifierPolicy(args.on_verifier_error, args.verifier_timeout))
         self.clock = StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0
-        self._token_sums: dict[str, list[list[float]]] = defaultdict(list)
         self.credit_step: CreditStep | None = None
         has_environments = kwargs.get("environment_factory") is not None
         checks.check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
@@ -165,12 +146,19 @@ class CreditTrainer(ResumableTrainer):
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render)
         self._init_reports()
         if not has_environments and kwargs.get("rollout_func") is None:
-            checks.check_prompts(args, datasets, self._encode_prompt, self.eos_token_ids, self.alarms.raise_once)
+            checks.check_prompts(
+                args,
+                datasets,
+                lambda prompt: self._tokenize_prompts([prompt])[0][0],
+                self.eos_token_ids,
+                self.alarms.raise_once,
+            )
         if args.distillation_weight > 0.0 or token_weight is not None:
             self._init_credit(token_weight)
 
     def _init_reports(self) -> None:
         self.alarms = Alarms(self.accelerator.is_main_process)
+        self._token_metrics = TokenMetrics(self.args, self._sum_over_processes, self.accelerator.gather)
         self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=self.args.teacher_is_frozen)
         self.run_log = RunLog()
         self.add_callback(self.run_log)
@@ -206,10 +194,6 @@ class CreditTrainer(ResumableTrainer):
             compile_layers([self.model, *self.teacher.models()], args)
         if args.teacher_model_kind == "ema":
             self.add_callback(TeacherUpdate(self))
-
-    def _encode_prompt(self, prompt: Any) -> list[int]:
-        """Token ids of a prompt, as in a rollout."""
-        return self._tokenize_prompts([prompt])[0][0]
 
     @property
     def _mode(self) -> str:
@@ -255,8 +239,7 @@ class CreditTrainer(ResumableTrainer):
                     completions,
                     completion_ids_list,
                     self._tokenizer,
-                    partial(self._prompt_text, prompts),
-                    self.context_builder.marks,
+                    lambda sample: self.context_builder.student_text(prompts[sample]),
                 )
             rewards_per_func = super()._calculate_rewards(inputs, prompts, graded, completion_ids_list)
         if self.args.on_verifier_error == "skip":
@@ -277,11 +260,6 @@ class CreditTrainer(ResumableTrainer):
             tools=self._sample_tools(len(prompts)),
         )
         return rewards_per_func
-
-    def _prompt_text(self, prompts: list, sample: int) -> str:
-        """Text of a local sample's prompt with the generation prompt."""
-        prompt = prompts[sample]
-        return prompt if isinstance(prompt, str) else self.context_builder.render(prompt)
 
     def _stream_position(self) -> tuple[int, Any]:
         """Index of this generation batch, and the dataset that it belongs to."""
@@ -313,8 +291,7 @@ class CreditTrainer(ResumableTrainer):
             checks.check_no_images([output])
             with self.clock.stage("contexts"):
                 contexts = self._build_contexts(batch)
-                has_loss = loss_mask(output).any(dim=1).tolist()
-                output["success_weights"] = self._success_weights(batch, contexts, has_loss)
+                output["success_weights"] = self._weigh_successes(batch, contexts, loss_mask(output))
             with self.clock.stage("scores"):
                 output.update(self.credit_step.prepare(batch, output, contexts))
         if self.args.log_completions:
@@ -335,16 +312,14 @@ class CreditTrainer(ResumableTrainer):
         self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
         return contexts
 
-    def _success_weights(self, batch: GenerationBatch, contexts: list[TokenContexts], has_loss: list[bool]) -> Tensor:
+    def _weigh_successes(self, batch: GenerationBatch, contexts: list[TokenContexts], mask: Tensor) -> Tensor:
         """(B,) weights of the teacher's fidelity, so that its mean over the logged micro-batches is the fidelity."""
-        has_teacher = [c.teacher is not None for c in contexts]
-        is_scored = [one and other for one, other in zip(has_teacher, has_loss, strict=True)]
-        weights, mixed, scored = gather_success_weights(batch, is_scored, self.args.success_reward_threshold)
+        steps = self.args.steps_per_generation if self.model.training else 1
+        weights, mixed, scored = success_weights(batch, contexts, mask, self.args.success_reward_threshold)
         if self.model.training:
-            self.alarms.check_loss_tokens(any(has_teacher), scored)
+            self.alarms.check_loss_tokens(any(c.teacher is not None for c in contexts), scored)
         self._log_values({"credit/fidelity_groups": mixed})
-        own = torch.tensor(weights, device=self.accelerator.device)
-        return own * (self.args.steps_per_generation if self.model.training else 1)
+        return weights * steps
 
     # ------------------------------------------------------------------ micro-batches, loss
 
@@ -355,10 +330,11 @@ class CreditTrainer(ResumableTrainer):
         if not self._distills:
             return inputs
         if not self.model.training:
-            return without_padding(inputs)
+            return micro_batches.without_padding(inputs)
         if self._buffered_inputs is not before:
-            exchanged = exchanged_micro_batches(self.args, self.aux_loss_enabled)
-            self._buffered_inputs = even_micro_batches(self._buffered_inputs, exchanged, self.credit_step.packed)
+            exchanged = micro_batches.exchanged_count(self.args, self.aux_loss_enabled)
+            packed = self.credit_step.packed
+            self._buffered_inputs = micro_batches.evened(self._buffered_inputs, exchanged, packed)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -382,8 +358,9 @@ class CreditTrainer(ResumableTrainer):
         if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
             return None, None, None  # nothing reads them
         with self.clock.stage("old_logps"):
-            size = batch_size or len(input_ids)
-            logps = rollout_logps(self.credit_step, model, input_ids, attention_mask, logits_to_keep, size)
+            logps = micro_batches.rollout_logps(
+                self.credit_step, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids)
+            )
         return logps, None, None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -395,12 +372,15 @@ class CreditTrainer(ResumableTrainer):
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         accumulation = self.current_gradient_accumulation_steps if self.model.training else 1.0
-        result = loss_in_parts(self.credit_step, model, inputs, accumulation, self.accelerator.backward)
+        result = micro_batches.loss_in_parts(self.credit_step, model, inputs, accumulation, self.accelerator.backward)
         loss = result.terms.loss
         if result.aux_loss is not None:
             loss = loss + self.router_aux_loss_coef * result.aux_loss / accumulation
             self._log_values({"aux_loss": self.accelerator.gather_for_metrics(result.aux_loss).mean().item()})
-        self._log_tokens(result)
+        metrics = self._token_metrics.add(self._mode, result)
+        self._log_values(metrics)
+        self.alarms.check_engine(self._metrics[self._mode])
+        self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
         return loss
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
@@ -409,23 +389,6 @@ class CreditTrainer(ResumableTrainer):
 
     # ------------------------------------------------------------------ reports
 
-    def _log_tokens(self, loss: MicroBatchLoss) -> None:
-        """Log the credit of a micro-batch."""
-        sums = token_sums(loss, self._sum_over_processes)
-        self._token_sums[self._mode].append(sums)
-        metrics, _ = token_means(sums, self.args.distillation_support == "sampled")
-        self._log_values(metrics | engine_metrics(loss, self.accelerator.gather))
-        self.alarms.check_engine(self._metrics[self._mode])
-        self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
-
-    def _average_tokens(self) -> None:
-        """Replace the token metrics of the micro-batches since the last log by means over their tokens."""
-        if sums := self._token_sums.pop(self._mode, None):
-            metrics, entropy = mean_over_tokens(sums, self.args.distillation_support == "sampled")
-            if self.args.distillation_weight == 1.0:  # otherwise GRPO logs its own
-                metrics["entropy"] = entropy
-            self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
             self.drift_alarms.observe(self._metrics["train"])
@@ -433,7 +396,8 @@ class CreditTrainer(ResumableTrainer):
             if self.credit_step is not None:
                 lost = self.alarms.check_gradient(logs, self._metrics["train"])
                 self._log_values({"credit/frac_lost_gradient": lost, "credit/teacher_drift": self.teacher.drift()})
-        self._average_tokens()
+        means = self._token_metrics.mean(self._mode)
+        self._metrics[self._mode].update({name: [value] for name, value in means.items()})
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
         drop_undefined(self._metrics[self._mode])
         super().log(logs, start_time)

@@ -12,8 +12,8 @@ from torch import Tensor
 _CPU_LOGITS_BYTES = 160 * 2**20
 _CPU_HEAD_ROWS_BYTES = 16 * 2**20
 _CPU_PASSING_CHUNK = 1024
-# Bytes of one chunk on an accelerator: fp32 logits of 4096 tokens for a vocabulary of 152,000. Fixed, so that the order
-# of summation does not depend on the free memory.
+# Bytes of one chunk on an accelerator: fp32 logits of 4096 tokens for a vocabulary of 152,000. They are fixed, so that
+# the order of summation does not depend on the free memory.
 _ACCELERATOR_BYTES = 5 * 2**29
 _MAX_CHUNK = 4096
 # Tokens of one chunk of the loss at most: each chunk reads the head twice and its gradient once.

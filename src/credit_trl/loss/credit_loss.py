@@ -116,7 +116,7 @@ def _loss_adding_to_grad(
     hidden: Float[Tensor, "N H"],
     head: LMHead,
 ) -> CreditLoss:
-    """The loss whose backward pass forms it again, with gradients. It is linear in the weights, and so in `upstream`."""
+    """The loss whose backward pass forms it again, with gradients: it is linear in the weights, so in `upstream`."""
 
     def backpropagate(upstream: Float[Tensor, ""]) -> Float[Tensor, "N H"]:
         gradients = HeadGradients.adding(hidden.detach(), head)

@@ -71,9 +71,7 @@ def project(
     return Projection(out, log_normalizer, entropy, ids, columns, outside - log_normalizer, token_logits)
 
 
-def token_logps(
-    head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"]
-) -> Float[Tensor, " N"]:
+def token_logps(head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"]) -> Float[Tensor, " N"]:
     """Log-probabilities of N sampled tokens under a head that is not sharded, without gradient; no logits are kept."""
     dtype = accumulation_dtype(hidden)
     size = passing_chunk(len(hidden), head.vocabulary_size, dtype, hidden.device)

@@ -137,7 +137,7 @@ def score_completions(
     with teacher.active() as model:
         head = _teacher_head(teacher, model, head_of, batch.ids.device)
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
-        trailing = {name: () for name in (f.name for f in fields(Scores))}
+        trailing = dict.fromkeys((f.name for f in fields(Scores)), ())
         trailing["support_ids"] = (support.size,)
         trailing["teacher_logps"] = trailing["generic_logps"] = (support.size + support.has_tail,)
         stored = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from credit_trl.loss.correction import EngineCorrection, EngineTokens, clipped_ratio
@@ -138,3 +138,51 @@ class CreditLoss:
         names = [f.name for f in fields(cls) if f.name != "loss"]
         values = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         return cls(loss=torch.stack([part.loss for part in parts]).sum(), **values)
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """Loss of one micro-batch.
+
+    Args:
+        terms: the loss and its per-token values, over the N tokens that carry loss.
+        contrasted: (N,), True where the sample has a contrast.
+        samples: (N,), index of each token's sample in the micro-batch.
+        fidelity: this process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
+            `rollout.batch.success_weights`; NaN where no group is mixed.
+        aux_loss: load-balancing loss of a mixture of experts, or None.
+        read, valid: tokens of the student's forward pass, with padding and without.
+        engine: log-probabilities that the engine reported, where the loss corrects for it.
+    """
+
+    terms: CreditLoss
+    contrasted: Bool[Tensor, " N"]
+    samples: Int[Tensor, " N"]
+    fidelity: Float[Tensor, ""]
+    aux_loss: Float[Tensor, ""] | None
+    read: int
+    valid: int
+    engine: EngineTokens | None
+
+    @classmethod
+    def joined(cls, parts: Sequence[MicroBatchLoss], rows: Sequence[Int[Tensor, " B_k"]]) -> MicroBatchLoss:
+        """The loss of a micro-batch from those of its parts, without a router's.
+
+        Args:
+            rows: samples of each part, as indices into the micro-batch.
+        """
+        samples = torch.cat([of[part.samples] for part, of in zip(parts, rows, strict=True)])
+        engine = None
+        if parts[0].engine is not None:
+            logps = torch.cat([part.engine.logps for part in parts])
+            engine = EngineTokens(logps, samples, sum(map(len, rows)))
+        return cls(
+            CreditLoss.joined([part.terms for part in parts]),
+            torch.cat([part.contrasted for part in parts]),
+            samples,
+            torch.stack([part.fidelity for part in parts]).sum(),
+            None,
+            sum(part.read for part in parts),
+            sum(part.valid for part in parts),
+            engine,
+        )

@@ -145,9 +145,7 @@ class _Reader:
 
         return run_in_wrapped_forward(self.model, self.unwrapped, run, inputs["input_ids"]).flatten(0, 1)
 
-    def states_of(
-        self, group: list[int], of_group: list[list[_Sequence]]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def states_of(self, group: list[int], of_group: list[list[_Sequence]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One group's part of `token_states`. Tokens of one sample are contiguous."""
         samples = torch.tensor(group)
         rows, columns = self.loss_mask[samples].nonzero(as_tuple=True)

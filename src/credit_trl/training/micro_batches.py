@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from credit_trl.config import CreditConfig
 from credit_trl.loss.scores import Scores
+from credit_trl.loss.terms import MicroBatchLoss
 from credit_trl.teacher.packing import SHORTEST_SHARED, shares_prefixes
-from credit_trl.training.step import CreditStep, MicroBatchLoss
+from credit_trl.training.step import CreditStep
 
 # TRL's tensors (B, T, …), and this package's.
 _COMPLETION_FIELDS = {
@@ -41,7 +42,7 @@ _COMPLETION_FIELDS = {
 _DIVIDED_BY_MICRO_BATCH = ("bnpo",)
 
 
-def exchanged_micro_batches(config: CreditConfig, router_loss: bool) -> int:
+def exchanged_count(config: CreditConfig, router_loss: bool) -> int:
     """Consecutive micro-batches between which samples may be exchanged: those of one optimizer step.
 
     1 where an exchange would change the loss, as where GRPO's part has an entropy bonus or quantile, which TRL takes
@@ -57,22 +58,22 @@ def exchanged_micro_batches(config: CreditConfig, router_loss: bool) -> int:
     return min(accumulated, generated)
 
 
-def even_micro_batches(batches: Sequence[dict[str, Any]], exchanged: int, packed: bool) -> list[dict[str, Any]]:
+def evened(batches: Sequence[dict[str, Any]], exchanged: int, packed: bool) -> list[dict[str, Any]]:
     """Micro-batches of a generation batch, evened and without common padding.
 
     Args:
         batches: TRL's micro-batches, all of the same number of samples.
-        exchanged: see `exchanged_micro_batches`.
+        exchanged: see `exchanged_count`.
         packed: the forward pass reads no padding, so that the totals are evened instead of the longest.
     """
-    evened = []
+    result = []
     for start in range(0, len(batches), exchanged):
         inside = batches[start : start + exchanged]
         merged = {name: _join([batch[name] for batch in inside]) for name in inside[0]}
         lengths = (merged["prompt_mask"].sum(dim=1) + merged["completion_mask"].sum(dim=1)).tolist()
         groups = even_groups(lengths, len(inside), packed) if len(inside) > 1 else [list(range(len(lengths)))]
-        evened += [without_padding({name: _take(values, rows) for name, values in merged.items()}) for rows in groups]
-    return evened
+        result += [without_padding({name: _take(values, rows) for name, values in merged.items()}) for rows in groups]
+    return result
 
 
 def even_groups(lengths: Sequence[int], count: int, by_total: bool) -> list[list[int]]:
@@ -222,12 +223,13 @@ def rollout_logps(
     completion_width: int,
     size: int,
 ) -> Float[Tensor, "B T"]:
-    """Log-probabilities of the completions under the policy that sampled them, `size` samples of similar length a pass.
+    """Log-probabilities of the completions under the policy that sampled them, in passes of similar length.
 
     Args:
         ids: prompts, padded on the left, and completions, padded on the right.
         mask: 1 on their tokens.
-        completion_width: T, the last columns.
+        completion_width: T.
+        size: samples of one pass.
     """
     width = ids.shape[1] - completion_width
     batch = {

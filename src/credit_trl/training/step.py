@@ -1,14 +1,13 @@
 """The stages after a rollout, without a trainer: contexts, scores of the teacher, and the loss of the policy.
 
-    rollout ──► contexts ──► teacher ──► loss
-    y, verdict   x,z | x',z    hidden      f, Ĝ, R_t, gradient
-                └───────── prepare ─────┘└─ loss ─┘
+rollout ──► contexts ──► teacher ──► loss
+y, verdict   x,z | x',z    hidden      f, Ĝ, R_t, gradient
+            └───────── prepare ─────┘└─ loss ─┘
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,67 +19,19 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, context_masks
-from credit_trl.loss.correction import EngineCorrection, EngineTokens
+from credit_trl.loss.correction import EngineTokens, engine_correction
 from credit_trl.loss.credit_loss import credit_loss
 from credit_trl.loss.head import LMHead, choose_kernels, lm_head
 from credit_trl.loss.projection import token_logps
 from credit_trl.loss.reduction import loss_shares
 from credit_trl.loss.scores import SupportConfig, score_completions, stored_scores
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
+from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, MicroBatchLoss
 from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import cannot_pack, enable_packing
 from credit_trl.teacher.policy_pass import Sequences, chosen_sequences, policy_states
 from credit_trl.teacher.sharding import run_in_wrapped_forward
-
-
-@dataclass(frozen=True)
-class MicroBatchLoss:
-    """Loss of one micro-batch.
-
-    Args:
-        terms: the loss and its per-token values, over the N tokens that carry loss.
-        contrasted: (N,), True where the sample has a contrast.
-        samples: (N,), index of each token's sample in the micro-batch.
-        fidelity: this process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
-            `rollout.batch.success_weights`; NaN where no group is mixed.
-        aux_loss: load-balancing loss of a mixture of experts, or None.
-        read, valid: tokens of the student's forward pass, with padding and without.
-        engine: log-probabilities that the engine reported, where the loss corrects for it.
-    """
-
-    terms: CreditLoss
-    contrasted: Bool[Tensor, " N"]
-    samples: Int[Tensor, " N"]
-    fidelity: Float[Tensor, ""]
-    aux_loss: Float[Tensor, ""] | None
-    read: int
-    valid: int
-    engine: EngineTokens | None
-
-    @classmethod
-    def joined(cls, parts: Sequence[MicroBatchLoss], rows: Sequence[Int[Tensor, " B_k"]]) -> MicroBatchLoss:
-        """The loss of a micro-batch from those of its parts, without a router's.
-
-        Args:
-            rows: samples of each part, as indices into the micro-batch.
-        """
-        samples = torch.cat([of[part.samples] for part, of in zip(parts, rows, strict=True)])
-        engine = None
-        if parts[0].engine is not None:
-            logps = torch.cat([part.engine.logps for part in parts])
-            engine = EngineTokens(logps, samples, sum(map(len, rows)))
-        return cls(
-            CreditLoss.joined([part.terms for part in parts]),
-            torch.cat([part.contrasted for part in parts]),
-            samples,
-            torch.stack([part.fidelity for part in parts]).sum(),
-            None,
-            sum(part.read for part in parts),
-            sum(part.valid for part in parts),
-            engine,
-        )
 
 
 def _alone(values: Any) -> Any:
@@ -104,8 +55,8 @@ class CreditStep:
         packed: whether the policy reads packed rows; False also where `cannot_pack(policy)`.
 
     Raises:
-        ValueError: the support is larger than the vocabulary, `packed=True` and the teacher cannot read packed rows, or
-            a token weight would read conditional log-probabilities.
+        ValueError: the support is larger than the vocabulary, the teacher cannot read packed rows with `packed=True`,
+            or a token weight would read conditional log-probabilities.
     """
 
     def __init__(
@@ -297,28 +248,12 @@ class CreditStep:
 
 
 def router_coefficient(config: CreditConfig, policy: nn.Module) -> float:
-    """Coefficient of the load-balancing loss of a mixture of experts, by default the model's own; 0 for other models."""
+    """Coefficient of a router's load-balancing loss, by default the model's own; 0 without a mixture of experts."""
     text_config = policy.config.get_text_config()
     if not hasattr(text_config, "output_router_logits"):
         return 0.0
     own = getattr(text_config, "router_aux_loss_coef", 0.0)
     return own if config.router_aux_loss_coef is None else config.router_aux_loss_coef
-
-
-def engine_correction(config: CreditConfig) -> EngineCorrection | None:
-    """The importance correction for vLLM, where the loss can form it from its own log-probabilities.
-
-    One optimizer step then uses the whole generation batch, so that the policy of the step is that of the rollout.
-    """
-    is_wanted = config.use_vllm and config.vllm_importance_sampling_correction and config.distillation_weight == 1.0
-    is_aligned = config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations) == 0
-    if not (is_wanted and is_aligned):
-        return None
-    return EngineCorrection(
-        config.vllm_importance_sampling_mode,
-        config.vllm_importance_sampling_clip_min,
-        config.vllm_importance_sampling_clip_max,
-    )
 
 
 def _fidelity(
