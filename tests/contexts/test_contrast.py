@@ -205,8 +205,8 @@ def test_a_source_in_a_file_may_exchange_z(module, make_config, tokenizer):
     ("name", "message"),
     [
         ("hard", r"must be 'batch', 'dataset', or 'module:function'; got 'hard'"),
-        ("no_such_module:f", r"No module named 'no_such_module'. Install it, or add the folder .* to PYTHONPATH"),
-        ("my_source:f", "has no attribute 'f'. Define it at the top level"),
+        ("no_such_module:f", r"No module named 'no_such_module'.*folder of the module in PYTHONPATH"),
+        ("my_source:f", "has no attribute 'f'. The function must stand at the top level"),
         ("my_source:SIZE", "is a int; it must be a function"),
     ],
 )

@@ -86,14 +86,8 @@ Source = Callable[..., Iterable[Prompt | Contrast]]
 
 
 def find_source(name: str) -> Source:
-    """The source of a registered name or of `"module:function"`.
-
-    Raises:
-        ValueError: there is no such source.
-    """
-    if name in SOURCES:
-        return SOURCES[name]
-    return import_function(name, "contrastive_source", sources())
+    """The source of a registered name or of `"module:function"`; raises a `ValueError` if there is none."""
+    return SOURCES[name] if name in SOURCES else import_function(name, "contrastive_source", sources())
 
 
 def import_function(reference: str, option: str, names: Sequence[str] = ()) -> Callable[..., Any]:
@@ -108,12 +102,11 @@ def import_function(reference: str, option: str, names: Sequence[str] = ()) -> C
         raise ValueError(f"`{option}` must be {choices}{'or ' if names else ''}'module:function'; got {reference!r}.")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(
-            f"`{option}={reference!r}`: {error}. Install it, or add the folder of {module}.py to PYTHONPATH."
+            f"`{option}={reference!r}`: {error}. The function must stand at the top level of the module {module}, and "
+            "the folder of the module in PYTHONPATH."
         ) from error
-    except AttributeError as error:
-        raise ValueError(f"`{option}={reference!r}`: {error}. Define it at the top level of the module.") from error
     if not callable(found):
         raise ValueError(f"`{option}={reference!r}` is a {type(found).__name__}; it must be a function.")
     return found
