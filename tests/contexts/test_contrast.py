@@ -164,8 +164,6 @@ def test_a_source_in_a_file_reads_columns_of_the_dataset(module, make_config, to
     for sample, (_, *contrasts) in enumerate(contexts):
         asked = {int(text[-1]) for text in contrasts}
         assert asked == {i for i in range(6) if i % 2 == sample % 2} - {sample}
-    with pytest.raises(ValueError, match=r"takes the dataset column 'task'; the columns are prompt\. Add it"):
-        contexts_of(tokenizer, config, own)
     check_source(find_source("my_source:same_task"), columns={"task": list("pqq" * 4)})
 
 

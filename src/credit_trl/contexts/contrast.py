@@ -86,29 +86,26 @@ Source = Callable[..., Iterable[Prompt | Contrast]]
 
 
 def find_source(name: str) -> Source:
-    """The source of a registered name or of `"module:function"`; raises a `ValueError` if there is none."""
-    return SOURCES[name] if name in SOURCES else import_function(name, "contrastive_source", sources())
-
-
-def import_function(reference: str, option: str, names: Sequence[str] = ()) -> Callable[..., Any]:
-    """Import `"module:function"`, the value of an option whose other values are `names`.
+    """The source of a registered name or of `"module:function"`.
 
     Raises:
-        ValueError: the module or the function does not exist.
+        ValueError: there is no such source.
     """
-    module, _, attribute = reference.partition(":")
+    if name in SOURCES:
+        return SOURCES[name]
+    module, _, attribute = name.partition(":")
     if not (module and attribute):
-        choices = "".join(f"{name!r}, " for name in names)
-        raise ValueError(f"`{option}` must be {choices}{'or ' if names else ''}'module:function'; got {reference!r}.")
+        known = ", ".join(map(repr, sources()))
+        raise ValueError(f"`contrastive_source` must be {known}, or 'module:function'; got {name!r}.")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(
-            f"`{option}={reference!r}`: {error}. The function must stand at the top level of the module {module}, and "
-            "the folder of the module in PYTHONPATH."
+            f"`contrastive_source={name!r}`: {error}. The function must stand at the top level of the module, and the "
+            "folder of the module in PYTHONPATH."
         ) from error
     if not callable(found):
-        raise ValueError(f"`{option}={reference!r}` is a {type(found).__name__}; it must be a function.")
+        raise ValueError(f"`contrastive_source={name!r}` is a {type(found).__name__}; it must be a function.")
     return found
 
 
