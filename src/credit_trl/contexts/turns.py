@@ -7,51 +7,46 @@ user message right before the turn. The teacher therefore scores turn k with the
     teacher   (x, z) [z_0] turn 0   tool   [z_1] turn 1
     contrast  (x', z) [z_0] turn 0  tool   [z_1] turn 1
 
-Token ids of such a message belong to the prompt, and `ContextColumns` holds the column of the completion before which
-each of them stands (0 for the prompt itself). The scoring pass merges the two; completion columns do not change.
+Token ids of such a message belong to the prompt, and `TokenContexts.insert_at` holds the column of the completion
+before which each of them stands (0 for the prompt itself). The scoring pass merges the two; completion columns do not
+change.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.prompts import Render
-from credit_trl.contexts.tokens import ContextColumns, TokenContexts
+from credit_trl.contexts.tokens import TokenContexts
 
 
-@dataclass(frozen=True)
-class TurnFormat:
-    """Text that a chat template puts around a user message in the middle of a conversation."""
+def read_turn_format(render: Render) -> tuple[str, str, str]:
+    """Text of a chat template around a user message in the middle of a conversation.
 
-    before: str = ""  # text before the message's content
-    after: str = ""  # text after it
-    generation_prompt: str = ""  # text that opens a turn of the policy
+    Returns:
+        The text before the message's content, the text after it, and the one that opens the policy's next turn.
 
-    @classmethod
-    def of(cls, render: Render) -> TurnFormat:
-        """Read the format from a chat template.
-
-        Raises:
-            ValueError: the template rewrites earlier messages when a user message is appended.
-        """
-        answer, message = (f"\x02{secrets.token_hex(16)}\x03" for _ in range(2))
-        dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
-        asked = [*dialogue, {"role": "user", "content": message}]
-        ended = render(dialogue, add_generation_prompt=False).split(answer)[-1]
-        closed = render(asked, add_generation_prompt=False)
-        opened = render(asked)
-        added = closed.split(answer)[-1]
-        if not (added.startswith(ended) and added.count(message) == 1 and opened.startswith(closed)):
-            raise ValueError(
-                "The chat template does not append a user message to the conversation before it, so feedback on "
-                "single turns cannot be placed. Return it as `Verdict.feedback`, which the opening prompt shows, or "
-                "use a chat template whose turns end the same way in every position."
-            )
-        before, after = added[len(ended) :].split(message)
-        return cls(before, after, opened[len(closed) :])
+    Raises:
+        ValueError: the template rewrites earlier messages when a user message is appended.
+    """
+    answer, message = (f"\x02{secrets.token_hex(16)}\x03" for _ in range(2))
+    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
+    asked = [*dialogue, {"role": "user", "content": message}]
+    ended = render(dialogue, add_generation_prompt=False).split(answer)[-1]
+    closed = render(asked, add_generation_prompt=False)
+    opened = render(asked)
+    added = closed.split(answer)[-1]
+    if not (added.startswith(ended) and added.count(message) == 1 and opened.startswith(closed)):
+        raise ValueError(
+            "The chat template does not append a user message to the conversation before it, so feedback on single "
+            "turns cannot be placed. Return it as `Verdict.feedback`, which the opening prompt shows, or use a chat "
+            "template whose turns end the same way in every position."
+        )
+    before, after = added[len(ended) :].split(message)
+    return before, after, opened[len(closed) :]
 
 
 def place_turns(
@@ -59,7 +54,7 @@ def place_turns(
     completion_ids: Sequence[int],
     starts: Sequence[int],
     builder: ContextBuilder,
-    form: TurnFormat,
+    render: Render | None,
 ) -> TokenContexts:
     """Contexts of one completion with its turn feedback before each turn.
 
@@ -70,17 +65,21 @@ def place_turns(
         completion_ids: sampled ids.
         starts: first column of each turn; feedback on later turns is ignored.
         builder: encodes untrusted text.
-        form: format of the conversation; the default adds nothing around the feedback (plain text).
+        render: renders the conversation; None for plain text, which has nothing around the feedback.
 
     Raises:
-        ValueError: a turn does not begin with the template's generation prompt.
+        ValueError: a turn does not begin with the template's generation prompt, or see `read_turn_format`.
     """
     feedback = {turn: text for turn, text in sorted(contexts.privileged.turns.items()) if turn < len(starts)}
-    opening = builder.tokenize(form.generation_prompt)
+    before, after, generation_prompt = ("", "", "") if render is None else read_turn_format(render)
+    opening = builder.tokenize(generation_prompt)
     share = builder.config.max_reprompt_len // max(len(feedback), 1)
-    prompts, inserted, columns, cut = [contexts.teacher, *contexts.contrasts], [], [], contexts.cut
+    prompts = [contexts.teacher, *contexts.contrasts]
+    inserted: list[int] = []
+    columns: list[int] = []
+    cut = contexts.cut
     for turn, text in feedback.items():
-        message, was_cut = builder.encode_turn(text, form.before, form.after, share)
+        message, was_cut = builder.encode_turn(text, before, after, share)
         column = starts[turn] - len(opening)
         if starts[turn] == 0:
             prompts = [_insert_before_opening(prompt, opening, message) for prompt in prompts]
@@ -90,8 +89,8 @@ def place_turns(
             columns += [column] * len(message)
         cut = cut or was_cut
     teacher, *contrasts = (prompt + inserted for prompt in prompts)
-    own, *others = ([0] * len(prompt) + columns for prompt in prompts)
-    return replace(contexts, teacher=teacher, contrasts=contrasts, columns=ContextColumns(own, others), cut=cut)
+    insert_at = [[0] * len(prompt) + columns for prompt in prompts]
+    return replace(contexts, teacher=teacher, contrasts=contrasts, insert_at=insert_at, cut=cut)
 
 
 def _insert_before_opening(prompt: list[int], opening: list[int], message: list[int]) -> list[int]:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss.distillation import MicroBatchLoss
+from credit_trl.loss.terms import MicroBatchLoss
+from credit_trl.rollout.batch import GenerationBatch, gather_success_weights
 
 # Teacher entropy above this share of log V is close to uniform.
 NEARLY_UNIFORM = 0.9
 # Below this student probability of the support the loss ignores most of the student's distribution.
 LOW_SUPPORT_MASS = 0.5
-# Above this share of shortened contexts most samples lack part of their feedback.
-MANY_CUT = 0.5
-# A gradient norm below this share of the loss is tiny.
-TINY_GRADIENT = 1e-6
-# Consecutive logs with a tiny gradient.
-TINY_GRADIENT_LOGS = 5
 # Consecutive generation batches in which the rewards of every group are equal.
 FLAT_REWARD_BATCHES = 5
 # Tokens that the teacher gives at least this probability, in nats, are accepted.
@@ -46,7 +44,6 @@ class Alarms:
         self.enabled = enabled
         self.raised: set[str] = set()
         self._flat = 0
-        self._tiny = 0
         self._generic = 0
 
     def raise_once(self, cause: str, message: str) -> None:
@@ -55,7 +52,7 @@ class Alarms:
             warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
     def check_contexts(self, share: dict[str, float], frac_skipped: float = 0.0) -> None:
-        """Warn where no sample has a teacher, none has a contrast prompt, or most contexts are cut.
+        """Warn where no sample has a teacher, none has a contrast prompt, or all feedback is dropped.
 
         Args:
             share: result of `context_metrics`.
@@ -84,13 +81,6 @@ class Alarms:
                 "feedback_dropped",
                 "No feedback of this generation batch fits `max_reprompt_len`: all of it was dropped "
                 "(`credit/frac_feedback_dropped`). Increase it above the longest prompt, or return shorter feedback.",
-            )
-        elif share["credit/frac_context_cut"] > MANY_CUT:
-            self.raise_once(
-                "contexts_cut",
-                f"{share['credit/frac_context_cut']:.0%} of the teacher's prompts of this generation batch exceed "
-                "`max_reprompt_len` and lost feedback or demonstration (`credit/frac_context_cut`). Increase it, or "
-                "return shorter feedback.",
             )
 
     def check_loss_tokens(self, has_teacher: bool, scored: int) -> None:
@@ -188,7 +178,7 @@ class Alarms:
             )
 
     def check_gradient(self, logs: Mapping[str, float], metrics: Mapping[str, Sequence[float]]) -> float:
-        """Warn where the loss of tokens with an advantage has a gradient of exactly 0, or a tiny one several times.
+        """Warn where the loss of tokens with an advantage has a gradient of exactly 0.
 
         Args:
             logs: `loss` and `grad_norm`, the norm of the last step.
@@ -201,16 +191,6 @@ class Alarms:
         if logs.get("grad_norm") is None or math.isnan(moments[0]) or not logs.get("loss"):
             return math.nan
         is_lost = logs["grad_norm"] == 0.0 and any(moments)
-        is_tiny = any(moments) and 0.0 < logs["grad_norm"] < TINY_GRADIENT * abs(logs["loss"])
-        self._tiny = self._tiny + 1 if is_tiny else 0
-        if self._tiny >= TINY_GRADIENT_LOGS:
-            self.raise_once(
-                "tiny_gradient",
-                f"The gradient norm is {logs['grad_norm']:.1e} at a loss of {logs['loss']:.3g}, and was as small in "
-                f"{self._tiny} logs in a row: almost nothing of the loss reaches the trained weights. Check the dtype "
-                "of the weights and of the gradients (fp16 underflows), which weights train (`target_modules`), and "
-                "`max_grad_norm`.",
-            )
         if is_lost:
             self.raise_once(
                 "lost_gradient",
@@ -354,6 +334,53 @@ def engine_metrics(loss: MicroBatchLoss, gather: Callable[[Tensor], Tensor]) -> 
         "sampling_logp_difference/max": max(columns[2]),
     }
     return {f"sampling/{name}": value for name, value in values.items() if math.isfinite(value)}
+
+
+class TokenMetrics:
+    """Metrics of the credit at the sampled tokens, of each micro-batch and over all of them since the last log.
+
+    Args:
+        config: of the run.
+        reduce: sums a vector over processes. Every process calls it once for each micro-batch.
+        gather: concatenates a tensor over processes, likewise.
+    """
+
+    def __init__(
+        self, config: CreditConfig, reduce: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._is_sampled = config.distillation_support == "sampled"
+        self._logs_entropy = config.distillation_weight == 1.0  # otherwise GRPO logs its own
+        self._reduce = reduce
+        self._gather = gather
+        self._sums: dict[str, list[list[float]]] = defaultdict(list)
+
+    def add(self, mode: str, loss: MicroBatchLoss) -> dict[str, float]:
+        """Metrics of a micro-batch of `"train"` or `"eval"`."""
+        sums = token_sums(loss, self._reduce)
+        self._sums[mode].append(sums)
+        return token_means(sums, self._is_sampled)[0] | engine_metrics(loss, self._gather)
+
+    def mean(self, mode: str) -> dict[str, float]:
+        """Means over the tokens of all micro-batches since the last call; empty without any."""
+        micro_batches = self._sums.pop(mode, None)
+        if micro_batches is None:
+            return {}
+        metrics, entropy = mean_over_tokens(micro_batches, self._is_sampled)
+        return metrics | {"entropy": entropy} if self._logs_entropy else metrics
+
+
+def success_weights(
+    batch: GenerationBatch, contexts: Sequence[TokenContexts], mask: Bool[Tensor, "B T"], threshold: float
+) -> tuple[Float[Tensor, " B"], int, int]:
+    """`rollout.batch.gather_success_weights` of samples with a teacher and with loss. Every process must call it.
+
+    Args:
+        mask: True on the policy's own tokens.
+    """
+    has_loss = mask.any(dim=1).tolist()
+    is_scored = [own.teacher is not None and loss for own, loss in zip(contexts, has_loss, strict=True)]
+    weights, mixed, scored = gather_success_weights(batch, is_scored, threshold)
+    return torch.tensor(weights, device=mask.device), mixed, scored
 
 
 def drop_undefined(metrics: MutableMapping[str, Sequence[float]]) -> None:
