@@ -74,9 +74,7 @@ def test_dataset_draws_are_distinct_and_end(rows, own, count, seed):
 )
 @pytest.mark.parametrize("drawn", [1, 2])
 def test_draws_and_pairs_of_draws_are_uniform(name, own, dataset, count, drawn):
-    counts = Counter(
-        frozenset(draw(name, batch_of(own, dataset, index), 0, drawn, seed=4)) for index in range(2000)
-    )
+    counts = Counter(frozenset(draw(name, batch_of(own, dataset, index), 0, drawn, seed=4)) for index in range(2000))
     assert len(counts) == (count if drawn == 1 else count * (count - 1) // 2)
     assert chisquare(list(counts.values())).pvalue > 0.01
 
@@ -114,9 +112,7 @@ def contexts_of(tokenizer, config, own, dataset=None, rows=None, group_size=1, f
     feedback = [f"On {i}." for i in range(len(own))]
     ids = [tokenizer(f"Answer {i}")["input_ids"] for i in range(len(own))]
     rewards = [float(i % 2 == 0) for i in range(len(own))]
-    batch = GenerationBatch(
-        rows, own, ids, rewards, feedback, first, group_size=group_size, index=3, dataset=dataset
-    )
+    batch = GenerationBatch(rows, own, ids, rewards, feedback, first, group_size=group_size, index=3, dataset=dataset)
     built = build_contexts(batch, ContextBuilder(tokenizer, config))
     return [[tokenizer.decode(context) for context in context_ids(one)] for one in built]
 
@@ -188,7 +184,7 @@ def test_a_source_in_a_file_reads_columns_of_the_dataset(module, make_config, to
         assert asked == {i for i in range(6) if i % 2 == sample % 2} - {sample}
     with pytest.raises(ValueError, match=r"takes the dataset column 'task'; the columns are prompt\. Add it"):
         contexts_of(tokenizer, config, own)
-    check_source(find_source("my_source:same_task"), columns={"task": list("pqpqpqpq")})
+    check_source(find_source("my_source:same_task"), columns={"task": list("pqq" * 4)})
 
 
 def test_a_source_in_a_file_may_exchange_z(module, make_config, tokenizer):

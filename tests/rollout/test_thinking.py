@@ -1,53 +1,126 @@
-"""Completions that end inside the thinking that their prompt opened."""
+"""Thinking and answer of a response, by the marks of the model's chat template."""
 
 from __future__ import annotations
 
-import pytest
+from importlib.resources import files
+from types import SimpleNamespace
 
-from credit_trl.rollout.thinking import open_unclosed_thinking
-from credit_trl.tasks.completions import answer_part, response_text
+import pytest
+import trl
+
+from credit_trl.rollout.thinking import COMMON_MARKS, answer_part, mark_thinking, split_thinking, thinking_marks
 from tiny import build_tokenizer
+
+THINK = COMMON_MARKS[:1]
+HARMONY = COMMON_MARKS[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", ""),
+        ("answer", "answer"),
+        ("<think>draft</think>answer", "answer"),
+        ("draft</think>answer", "answer"),  # the generation prompt opened the block
+        ("<think>one</think>two<think>three</think>\nanswer", "two\nanswer"),
+        ("<think>draft", None),
+        ("before<think>draft", None),
+        ("<think>one</think>two<think>three", None),
+        ("<think>draft</think>", ""),
+        ("<think>draft</think>Close it with </think>.", "Close it with </think>."),
+        ("<think>Is `</think>` the tag?</think>Yes.", "Yes."),
+        ("Write '<think>' and `</think>`.", "Write '<think>' and `</think>`."),
+        ("[THINK]draft[/THINK]answer", "answer"),
+        ("<|channel|>analysis<|message|>draft<|end|><|channel|>final<|message|>answer", "answer"),
+        ("<|channel|>analysis<|message|>draft", None),
+    ],
+)
+def test_answer_is_what_follows_the_thinking(text, answer):
+    assert answer_part(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "expected"),
+    [
+        ("draft", True, ("draft", None)),
+        ("draft</think>answer", True, ("draft", "answer")),
+        ("\n<think>draft</think>answer", True, ("draft", "answer")),  # the response repeats the mark
+        ("Close it with </think>.", False, ("", "Close it with </think>.")),
+        ("<think>one</think>two<think> three </think>", False, ("one\nthree", "two")),
+    ],
+)
+def test_the_generation_prompt_decides_where_thinking_begins(text, opened, expected):
+    assert split_thinking(text, THINK, opened=opened) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "marks"),
+    [
+        (None, [], THINK),
+        ("{{ '<think>' }}{{ '</think>' }}", [], THINK),
+        ("[THINK] and [/THINK]", [], COMMON_MARKS[1:2]),
+        (None, ["<seed:think>", "</seed:think>"], (("<seed:think>", "</seed:think>"),)),
+        (None, ["<|START_THINKING|>", "<|END_THINKING|>"], (("<|START_THINKING|>", "<|END_THINKING|>"),)),
+        (None, ["<|begin_of_thought|>", "<|end_of_thought|>"], (("<|begin_of_thought|>", "<|end_of_thought|>"),)),
+        (None, ["◁think▷", "◁/think▷"], (("◁think▷", "◁/think▷"),)),
+        ("Answer in <reasoning> tags.", [], THINK),  # never closed: no mark
+    ],
+)
+def test_marks_are_those_that_template_or_tokenizer_declare(template, tokens, marks):
+    added = {i: SimpleNamespace(content=token) for i, token in enumerate(tokens)}
+    assert thinking_marks(SimpleNamespace(added_tokens_decoder=added, chat_template=template)) == marks
+
+
+@pytest.mark.parametrize(
+    ("name", "marks"), [("qwen3", THINK), ("gptoss", (HARMONY,)), ("gemma4", COMMON_MARKS[3:]), ("llama3_2", THINK)]
+)
+def test_marks_of_known_templates(name, marks):
+    template = files(trl).joinpath("chat_templates", f"{name}.jinja").read_text("utf-8")
+    assert thinking_marks(SimpleNamespace(added_tokens_decoder={}, chat_template=template)) == marks
+
+
+def marked(tokenizer, text, prompt, as_message):
+    """What reward functions read of a response."""
+    ids = tokenizer(text)["input_ids"]
+    decoded = tokenizer.decode(ids, skip_special_tokens=True)
+    completion = [{"role": "assistant", "content": decoded}] if as_message else decoded
+    [graded] = mark_thinking([completion], [ids], tokenizer, lambda _: prompt, thinking_marks(tokenizer))
+    return graded[0]["content"] if as_message else graded
+
 
 DRAFT = "Perhaps ```python\nprint(1)\n```"
 
 
-@pytest.fixture
-def special():
-    """A tokenizer whose tags of thinking are special tokens, which decoding removes."""
-    tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    return tokenizer
-
-
-def opened(tokenizer, text: str, prompt: str, as_message: bool) -> str:
-    ids = tokenizer(text)["input_ids"]
-    decoded = tokenizer.decode(ids, skip_special_tokens=True)
-    completion = [{"role": "assistant", "content": decoded}] if as_message else decoded
-    [graded] = open_unclosed_thinking([completion], [ids], tokenizer, lambda _: prompt)
-    return response_text(graded)
-
-
 @pytest.mark.parametrize("as_message", [True, False])
 @pytest.mark.parametrize(
-    ("prompt", "text", "answer"),
+    ("prompt", "text", "expected"),
     [
-        ("assistant\n<think>\n", DRAFT, ""),
-        ("assistant\n<think>", DRAFT, ""),
-        ("assistant\n<think>\n", f"{DRAFT}</think>done", "done"),
+        ("assistant\n<think>\n", DRAFT, f"<think>{DRAFT}"),
+        ("assistant\n<think>", "", "<think>"),
+        ("assistant\n<think>\n", f"{DRAFT}</think>done", f"{DRAFT}</think>done"),
         ("assistant\n<think>\n\n</think>\n\n", DRAFT, DRAFT),
         ("assistant\n", DRAFT, DRAFT),
         ("Think in <think> tags.\nassistant\n", DRAFT, DRAFT),
     ],
 )
-def test_unclosed_thinking_of_the_prompt_is_no_answer(tokenizer, prompt, text, answer, as_message):
-    assert answer_part(opened(tokenizer, text, prompt, as_message)) == answer
+def test_unclosed_thinking_of_the_prompt_is_marked(tokenizer, prompt, text, expected, as_message):
+    assert marked(tokenizer, text, prompt, as_message) == expected
 
 
-def test_special_tags_that_decoding_removes_close_the_thinking(special):
-    assert opened(special, "draft</think>done", "assistant\n<think>\n", True) == "draftdone"
-    assert opened(special, "draft", "assistant\n<think>\n", True) == "<think>draft"
+@pytest.mark.parametrize(
+    ("tokens", "text", "expected"),
+    [
+        (["<think>", "</think>"], "draft</think>done<|im_end|>", "draft</think>done"),
+        (["<think>", "</think>"], "draft", "<think>draft"),
+        (["[THINK]", "[/THINK]"], "[THINK]draft[/THINK]done", "[THINK]draft[/THINK]done"),
+    ],
+)
+def test_marks_that_are_special_tokens_are_kept(tokens, text, expected):
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    assert marked(tokenizer, text, f"assistant\n{tokens[0]}\n", True) == expected
 
 
 def test_completions_of_several_turns_are_kept(tokenizer):
     turns = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "result"}]
-    assert open_unclosed_thinking([turns], [[1]], tokenizer, lambda _: "<think>") == [turns]
+    assert mark_thinking([turns], [[1]], tokenizer, lambda _: "<think>", THINK) == [turns]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from functools import partial
 
@@ -13,89 +14,74 @@ import torch
 from credit_trl import Verdict
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy, join_feedback
 
-
-@pytest.mark.parametrize("feedback", [b"bytes", ["a", "list"], 3, {"text": "x"}])
-def test_feedback_that_is_not_text_is_refused(feedback):
-    with pytest.raises(TypeError, match=r"must be text or None.*json.dumps"):
-        Verdict(1.0, feedback)
-
-
-def test_reward_that_is_not_a_number_is_refused():
-    with pytest.raises(TypeError, match="number or None, got str"):
-        Verdict("1.0")
-
-
-@pytest.mark.parametrize("metrics", [{"passed": "half"}, {"passed": None}, {0: 0.5}])
-def test_invalid_metrics_are_refused(metrics):
-    with pytest.raises(TypeError, match=r"names to numbers, as in .*; got "):
-        Verdict(1.0, "x", metrics)
-
-
-@pytest.mark.parametrize("name", ["reward", "truncated", "avg@4", "credit/s_mean", "eval_format"])
-def test_names_that_are_logged_already_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name!r}, a name that the trainer .* Rename it"):
-        Verdict(1.0, "x", {name: 1.0})
-    assert Verdict(1.0, "x", {f"verifier_{name}": 1.0, "rewarding": 0.0})
+REFUSED = [
+    (lambda: Verdict("1.0"), "number or None, got str"),
+    (lambda: Verdict(1.0, b"bytes"), "must be text or None, got bytes"),
+    (lambda: Verdict(1.0, ["a", "list"]), "must be text or None, got list"),
+    (lambda: Verdict(1.0, "x", 0.5), "metrics must be a mapping, got float"),
+    (lambda: Verdict(1.0, "x", {"passed": "half"}), "names to numbers, as in .*; got 'passed': str"),
+    (lambda: Verdict(1.0, "x", {0: 0.5}), "names to numbers, as in .*; got 0: float"),
+    (lambda: Verdict(1.0, turn_feedback=["Look."]), "turn_feedback must be a mapping, got list"),
+    (lambda: Verdict(1.0, turn_feedback={-1: "x"}), "turn indices, from 0, to text"),
+    (lambda: Verdict(1.0, turn_feedback={"0": "x"}), "turn indices, from 0, to text"),
+    (lambda: Verdict(1.0, turn_feedback={0: None}), "turn indices, from 0, to text"),
+    *(
+        (partial(Verdict, 1.0, "x", {name: 1.0}), f"{name!r}, a name that the trainer .* Rename it")
+        for name in ("reward", "truncated", "avg@4", "credit/s_mean", "eval_format")
+    ),
+]
 
 
-def test_metrics_that_are_not_finite_are_not_logged():
-    logged = []
-    verdicts = [Verdict(1.0, None, {"m": math.nan, "n": 1.0}), Verdict(0.0, None, {"m": 0.5})]
-    graded(lambda **_: verdicts, log_metric=lambda *pair: logged.append(pair))
-    assert logged == [("n", 1.0), ("m", 0.5)]
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_a_malformed_verdict_is_refused(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
 
 
-def test_metrics_and_turn_feedback_must_be_mappings():
-    with pytest.raises(TypeError, match=r"Verdict.metrics must be a mapping, got float"):
-        Verdict(1.0, "x", 0.5)
-    with pytest.raises(TypeError, match=r"Verdict.turn_feedback must be a mapping, got list"):
-        Verdict(1.0, "x", turn_feedback=["Look."])
-
-
-def test_verdict_converts_to_its_reward():
+def test_verdict_converts_to_its_reward_and_shows_what_is_set():
     assert float(Verdict(0.5, "x")) == 0.5
     assert math.isnan(float(Verdict(None)))
-
-
-@pytest.mark.parametrize(
-    ("verdict", "shown"),
-    [
-        (Verdict(0.0), "Verdict(reward=0.0)"),
-        (Verdict(None, ""), "Verdict(reward=None)"),
-        (Verdict(1.0, "x", {"n": 0.0}), "Verdict(reward=1.0, feedback='x', metrics={'n': 0.0})"),
-        (Verdict(0.5, turn_feedback={2: "y"}), "Verdict(reward=0.5, turn_feedback={2: 'y'})"),
-    ],
-)
-def test_repr_shows_reward_and_non_empty_fields(verdict, shown):
-    assert repr(verdict) == shown
+    assert Verdict(1.0, "x", {"verifier_reward": 1.0, "rewarding": 0.0})
+    assert repr(Verdict(None, "")) == "Verdict(reward=None)"
+    assert repr(Verdict(1.0, "x", {"n": 0.0})) == "Verdict(reward=1.0, feedback='x', metrics={'n': 0.0})"
 
 
 def test_wrap_returns_floats_and_keeps_feedback_in_order():
     log, logged = VerdictLog(), []
-    graded = log.wrap(lambda **_: [Verdict(1, "first", {"m": 0.5}), Verdict(None), 0.25], 0)
+    verdicts = [Verdict(1, "first", {"m": 0.5, "n": math.nan}), Verdict(None), 0.25]
+    graded = log.wrap(lambda **_: verdicts, 0)
     plain = log.wrap(lambda **_: [Verdict(0, "second"), Verdict(0, "only"), None], 1)
     assert plain() == [0, 0, None]
     assert graded(log_metric=lambda name, value: logged.append((name, value))) == [1, None, 0.25]
     assert log.feedback(3) == ["first\n\nsecond", "only", None]
-    assert logged == [("m", 0.5)]
+    assert logged == [("m", 0.5)]  # without the value that is not finite
     log.clear()
     assert log.feedback(2) == [None, None]
 
 
-def test_wrapped_coroutine_functions_stay_coroutines():
-    class Judge:
-        async def __call__(self, **_):
-            return [Verdict(1, "async")]
+def test_feedback_on_turns_is_joined_by_turn():
+    log = VerdictLog()
+    log.wrap(lambda **_: [Verdict(0.0, turn_feedback={0: "a", 2: "c"}), 1.0], 0)()
+    log.wrap(lambda **_: [Verdict(0.0, turn_feedback={0: "b"}), Verdict(0.0, turn_feedback={1: " "})], 1)()
+    assert log.turn_feedback(2) == [{0: "a\n\nb", 2: "c"}, {}]
 
-    async def judge(**_):
-        return [Verdict(0, "too")]
 
-    for position, func in enumerate((Judge(), judge)):
-        log = VerdictLog()
-        wrapped = log.wrap(func, position)
-        assert asyncio.iscoroutinefunction(wrapped)
-        asyncio.run(wrapped())
-        assert log.feedback(1)[0] in ("async", "too")
+class Judge:
+    async def __call__(self, completions, scale=1.0):
+        return [Verdict(scale, "async")] * len(completions)
+
+
+async def judge(completions):
+    return [Verdict(1.0, "async")] * len(completions)
+
+
+@pytest.mark.parametrize("func", [Judge(), judge, partial(Judge(), scale=1.0)])
+def test_wrapped_coroutine_functions_stay_coroutines(func):
+    log = VerdictLog()
+    wrapped = log.wrap(func, 0)
+    assert asyncio.iscoroutinefunction(wrapped)
+    assert asyncio.run(wrapped(completions=["a", "b"])) == [1.0, 1.0]
+    assert log.feedback(2) == ["async", "async"]
 
 
 def test_join_feedback_drops_blanks_and_repetitions():
@@ -108,57 +94,45 @@ def graded(reward_func, completions=("a", "b"), **columns):
     return VerdictLog().wrap(reward_func, 0)(completions=list(completions), **columns)
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (None, "'func' returned None; is a `return` missing"),
-        (Verdict(1.0), "'func' returned a Verdict instead of a list"),
-        (1.0, "'func' returned a float instead of a list"),
-        ({"a": 1.0, "b": 0.0}, "'func' returned a dict instead of a list"),
-        ("10", "'func' returned a str instead of a list"),
-        ([1.0], "'func' returned 1 elements for 2 completions"),
-        (([1.0, 0.0], ["f", "g"]), "'func' returned a list for completion 0"),
-        ([(1.0, "f"), (0.0, "g")], "'func' returned a tuple for completion 0"),
-        ([1.0, {"reward": 1.0}], "'func' returned a dict for completion 1"),
-        (np.ones((2, 1)), r"'func' returned a ndarray of shape \(1,\) for completion 0.*squeeze"),
-        (torch.ones(2, 3), r"'func' returned a Tensor of shape \(3,\) for completion 0.*squeeze"),
-    ],
-    ids=["None", "Verdict", "float", "dict", "str", "short", "tuple of lists", "tuples", "dicts", "array", "tensor"],
-)
+MALFORMED = {
+    "None": (None, "'func' returned None; is a `return` missing"),
+    "Verdict": (Verdict(1.0), "'func' returned a Verdict instead of a list"),
+    "float": (1.0, "'func' returned a float instead of a list"),
+    "dict": ({"a": 1.0, "b": 0.0}, "'func' returned a dict instead of a list"),
+    "str": ("10", "'func' returned a str instead of a list"),
+    "set": ({0.0, 1.0}, "'func' returned a set instead of a list"),
+    "short": ([1.0], "'func' returned 1 elements for 2 completions"),
+    "endless": (itertools.repeat(1.0), "'func' returned more than 2 elements for 2 completions"),
+    "tuple of lists": (([1.0, 0.0], ["f", "g"]), "'func' returned a list for completion 0"),
+    "tuples": ([(1.0, "f"), (0.0, "g")], "'func' returned a tuple for completion 0"),
+    "dicts": ([1.0, {"reward": 1.0}], "'func' returned a dict for completion 1"),
+    "array": (np.ones((2, 1)), r"'func' returned a ndarray of shape \(1,\) for completion 0.*squeeze"),
+    "tensor": (torch.ones(2, 3), r"'func' returned a Tensor of shape \(3,\) for completion 0.*squeeze"),
+    "infinite": ([1.0, math.inf], "'func' returned the reward inf for completion 1"),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_malformed_results_are_errors_that_name_the_function(result, message, on_error):
+def test_malformed_results_are_errors_that_name_the_function(kind, on_error):
+    result, message = MALFORMED[kind]
+
     def func(**kwargs):
         return result
 
-    log = VerdictLog(VerifierPolicy(on_error))
     with pytest.raises((TypeError, ValueError), match=message):
-        log.wrap(func, 0)(completions=["a", "b"])
+        VerdictLog(VerifierPolicy(on_error)).wrap(func, 0)(completions=["a", "b"])
 
 
-def test_sequences_of_numbers_verdicts_and_none_are_accepted():
-    assert graded(lambda **_: (1.0, None)) == [1.0, None]
-    assert graded(lambda **_: np.array([0.5, 1.0])) == [0.5, 1.0]
-    assert graded(lambda **_: torch.tensor([0.5, 1.0])) == [0.5, 1.0]
-    assert graded(lambda **_: (Verdict(r) for r in (0.0, 1.0))) == [0.0, 1.0]
+@pytest.mark.parametrize(
+    "result", [(0.5, None), np.array([0.5, 1.0]), torch.tensor([0.5, 1.0]), (Verdict(r) for r in (0.5, 1.0))]
+)
+def test_sequences_of_numbers_verdicts_and_none_are_accepted(result):
+    assert graded(lambda **_: result) in ([0.5, 1.0], [0.5, None])
 
 
 def test_truncated_reaches_only_functions_that_accept_it():
-    def strict(completions):
-        return [0.0] * len(completions)
-
-    def named(completions, truncated):
-        return [float(t) for t in truncated]
-
     columns = {"truncated": [True, False]}
-    assert graded(strict, **columns) == [0.0, 0.0]
-    assert graded(named, **columns) == [1.0, 0.0]
+    assert graded(lambda completions: [0.0] * len(completions), **columns) == [0.0, 0.0]
+    assert graded(lambda completions, truncated: [float(t) for t in truncated], **columns) == [1.0, 0.0]
     assert graded(lambda completions, **kw: [float(t) for t in kw["truncated"]], **columns) == [1.0, 0.0]
-
-
-def test_partial_of_an_async_callable_is_awaited():
-    class Judge:
-        async def __call__(self, completions, scale):
-            return [scale] * len(completions)
-
-    wrapped = VerdictLog().wrap(partial(Judge(), scale=2.0), 0)
-    assert asyncio.run(wrapped(completions=["a", "b"])) == [2.0, 2.0]

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import ContrastBatch, draw_contrasts, find_source, source_columns
+from credit_trl.contexts.contrast import ContrastBatch, draw_contrasts, source_columns
 from credit_trl.contexts.privileged import PrivilegedContext, choose_demonstrations, demonstration_text
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.contexts.turns import TurnFormat, place_turns, read_turn_format
@@ -27,15 +27,13 @@ def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[Toke
         builder: turns prompts and z into token ids; its configuration chooses z and the contrasts.
 
     Raises:
-        ValueError: there is no such contrast source, a column that it takes is missing, or turn feedback cannot be
-            placed.
+        ValueError: a column that the contrast source takes is missing, or turn feedback cannot be placed.
     """
-    config = builder.config
-    source = find_source(config.contrastive_source) if config.contrasts else None
+    source = builder.source
     gathered = gather_contrast_batch(batch, builder, source_columns(source) if source else [])
     contexts = []
     for i, sample in enumerate(batch.indices):
-        drawn = draw_contrasts(source, gathered, sample, config.seed) if source else ()
+        drawn = draw_contrasts(source, gathered, sample, builder.config.seed) if source else ()
         tools = batch.tools[i] if batch.tools else None
         built = builder.build(batch.prompts[i], gathered.privileged[sample], drawn, tools=tools)
         if built.teacher is not None and built.privileged.turns:
@@ -73,19 +71,11 @@ def gather_contrast_batch(
         opened = opens_thinking(builder.student_text(prompt, own), builder.marks)
         answers.append(demonstration_text(text, config.teacher_context, builder.marks, opened=opened))
     rollouts = [PrivilegedContext(answer, text) for answer, text in zip(answers, batch.feedback, strict=True)]
-    samples = gather_object(
-        list(
-            zip(
-                batch.prompts,
-                batch.dataset_prompts,
-                rollouts,
-                batch.feedback_by_turn,
-                [[row[name] for name in columns] for row in batch.rows],
-                strict=True,
-            )
-        )
+    values = [[row[name] for name in columns] for row in batch.rows]
+    local = zip(batch.prompts, batch.dataset_prompts, rollouts, batch.feedback_by_turn, values, strict=True)
+    prompts, dataset_prompts, rollouts, turns, values = (
+        list(one) for one in zip(*gather_object([*local]), strict=True)
     )
-    prompts, dataset_prompts, rollouts, turns, values = (list(part) for part in zip(*samples, strict=True))
     successes = is_successful(batch.rewards, config.success_reward_threshold)
     return ContrastBatch(
         index=batch.index,

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
-from credit_trl.contexts.contrast import Contrast
+from credit_trl.contexts.contrast import Contrast, find_source
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, Render, chat_renderer, user_text, with_user_text
 from credit_trl.contexts.tokens import TokenContexts
@@ -42,6 +42,13 @@ class ContextBuilder:
         config: templates, C and `max_reprompt_len`.
         eos_token_ids: ids that end a turn besides the tokenizer's special tokens.
         render: see `chat_renderer`; None renders with the tokenizer's own chat template.
+
+    Attributes:
+        source: the contrast source; None where λ = 0.
+        marks: see `thinking_marks`.
+
+    Raises:
+        ValueError: there is no such contrast source.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class ContextBuilder:
         self.tokenizer = tokenizer
         self.config = config
         self.render = render or chat_renderer(tokenizer)
+        self.source = find_source(config.contrastive_source) if config.contrasts else None
         self.marks = thinking_marks(tokenizer)
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._control_ids = frozenset(special | set(tokenizer.all_special_ids) | set(eos_token_ids))

@@ -1,15 +1,13 @@
 """Contrasts (line 3 of Algorithm 1): the registry of sources, and the draws of one sample.
 
-A source is a pure function of the generation batch, a sample and a random stream. The stream is keyed by
-`(seed, batch.index, sample)`, and `sample` is the index in the global batch, so a draw does not depend on the number
-of processes. A source of one's own is a function in a file:
+A source is a function of the generation batch, a sample and a random stream, with no other state:
 
     def same_length(batch, sample, rng):
         size = len(str(batch.prompts[sample]))
-        others = [p for p in batch.other_prompts(sample) if len(str(p)) == size]
-        return shuffled(others, rng)
+        return shuffled([p for p in batch.other_prompts(sample) if len(str(p)) == size], rng)
 
-and `contrastive_source="my_module:same_length"`. `credit_trl.testing.check_source` checks it.
+`contrastive_source="my_module:same_length"` uses it. Its stream is keyed by `(seed, batch.index, sample)` with the
+sample's index in the global batch, so a draw does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -86,23 +84,6 @@ class ContrastBatch:
 # fewer they repeat; with none the sample has no contrast.
 Source = Callable[..., Iterable[Prompt | Contrast]]
 
-_SOURCES: dict[str, Source] = {}
-
-
-def register(name: str) -> Callable[[Source], Source]:
-    """Decorator that makes a source available under a name."""
-
-    def add(source: Source) -> Source:
-        _SOURCES[name] = source
-        return source
-
-    return add
-
-
-def sources() -> list[str]:
-    """Names of the registered sources."""
-    return list(_SOURCES)
-
 
 def find_source(name: str) -> Source:
     """The source of a registered name or of `"module:function"`.
@@ -110,8 +91,8 @@ def find_source(name: str) -> Source:
     Raises:
         ValueError: there is no such source.
     """
-    if name in _SOURCES:
-        return _SOURCES[name]
+    if name in SOURCES:
+        return SOURCES[name]
     return import_function(name, "contrastive_source", sources())
 
 
@@ -175,13 +156,11 @@ def shuffled(items: Sequence[T], rng: np.random.Generator) -> Iterator[T]:
             yield items[i]
 
 
-@register("batch")
 def from_batch(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
     """The other prompts of the generation batch, uniformly (the paper)."""
     return shuffled(batch.other_prompts(sample), rng)
 
 
-@register("dataset")
 def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
     """The other prompts of the whole dataset, uniformly over its rows, for batches with few prompts."""
     seen = {prompt_key(batch.dataset_prompts[sample])}
@@ -194,3 +173,12 @@ def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) ->
                 if key not in seen:
                     seen.add(key)
                     yield prompt
+
+
+# Registered sources by name.
+SOURCES: dict[str, Source] = {"batch": from_batch, "dataset": from_dataset}
+
+
+def sources() -> list[str]:
+    """Names of the registered sources."""
+    return list(SOURCES)

@@ -1,0 +1,196 @@
+"""Checks for contrast sources, token weights and tasks, built-in or in a file of one's own.
+
+Each check raises an `AssertionError`, or the error that a run would raise.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import replace
+from itertools import islice
+from threading import Barrier
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.trainer.utils import pad
+
+from credit_trl.config import CreditConfig
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.contrast import Contrast, ContrastBatch, Source, draw_contrasts
+from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
+from credit_trl.rollout.batch import GenerationBatch
+from credit_trl.rollout.verdict import Verdict, as_verdicts
+from credit_trl.tasks.model_names import model_path
+from credit_trl.tasks.registry import as_task, load_task
+from credit_trl.teacher.models import make_teacher
+from credit_trl.training.step import CreditStep
+
+_CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name the capital city of France."}]
+_PROMPTS = [_CHAT, "What is 17 times 3? Answer:", [{"role": "user", "content": "Sort 3, 1 and 2."}], "The vowel is"]
+# Responses that no verifier may crash on, take long for, or reward.
+ADVERSARIAL_RESPONSES = (
+    *("", " \n", "\x00", "\ud800", "<|im_end|>", "{prompt} {0} {", "<think>", "</think>", "\\boxed{", "```python\n"),
+    *("(" * 100_000, "9" * 100_000, "\\frac{" * 10_000, "a " * 500_000, "🙂" * 100_000, "<answer>" * 10_000),
+)
+_MAX_SECONDS = 10.0  # of one adversarial response
+
+
+def check_source(source: Source, columns: Mapping[str, Sequence[Any]] | None = None) -> None:
+    """Check a contrast source on a batch of 12 samples: four prompts with three rollouts each, the first successful.
+
+    The draws depend on seed, batch index and sample alone, leave the batch unchanged, are never the sample's own
+    prompt with its own z, and some sample has one. `columns` are dataset columns that it takes, of 12 entries each.
+    """
+    prompts = [prompt for prompt in _PROMPTS for _ in range(3)]
+    rollouts = [PrivilegedContext(f"Answer {i}.", f"Feedback on rollout {i}.") for i in range(12)]
+    shown = [rollouts[i // 3 * 3].demonstration if i % 3 else None for i in range(12)]
+    privileged = [replace(own, demonstration=text) for own, text in zip(rollouts, shown, strict=True)]
+    successes = [i % 3 == 0 for i in range(12)]
+    batch = ContrastBatch(5, 3, prompts, prompts, privileged, rollouts, successes, _PROMPTS, dict(columns or {}))
+    before = deepcopy(batch)
+
+    def drawn(sample: int) -> list[Contrast]:
+        return list(islice(draw_contrasts(source, batch, sample, seed=7), 5))
+
+    first = [drawn(sample) for sample in range(12)]
+    # Another process draws for other samples, in another order.
+    again = [drawn(sample) for sample in reversed(range(12))][::-1]
+    assert first == again, "The source returned another draw for the same sample. Draw from `rng`, and keep no state."
+    assert batch == before, "The source changed the batch. Copy what it changes."
+    assert any(first), "The source returned no contrast for any sample."
+
+
+def check_weight(weight: TokenWeight) -> None:
+    """Check a token weight on the credit of a small model in fp64, with S beyond ±1 and NaN at masked entries.
+
+    Two processes weigh as one does. Loss and gradients of `CreditStep` equal those of dense passes.
+    """
+    model, step = _small_step(weight)
+    tokenizer = step.context_builder.tokenizer
+    answers = [
+        tokenizer(text)["input_ids"] for text in ("Paris it is.", "London", "First 1, then 2", "It is 3, 2 or 1")
+    ]
+    questions = [_PROMPTS[0], _PROMPTS[0], _PROMPTS[2], _PROMPTS[2]]
+    prompts = [step.context_builder.encode(question, PrivilegedContext()) for question in questions]
+    feedback = [f"Rollout {i} is not right." for i in range(4)]
+    batch = GenerationBatch([{}] * 4, questions, answers, [1.0, 0.0, 1.0, 0.0], feedback, first=0, group_size=2)
+    tensors = {"advantages": torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)}
+    for name, rows, side in (("prompt", prompts, "left"), ("completion", answers, "right")):
+        tensors[f"{name}_ids"] = pad([torch.tensor(row) for row in rows], 0, side)
+        tensors[f"{name}_mask"] = pad([torch.ones(len(row), dtype=torch.long) for row in rows], 0, side)
+    inputs = tensors | step.prepare(batch, tensors)
+    loss = step.loss(model, inputs).terms.loss
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+
+    mask = tensors["completion_mask"].bool()
+    divergence = torch.zeros(mask.shape, dtype=torch.float64)
+    f, g, p, entropy = (torch.full(mask.shape, math.nan, dtype=torch.float64) for _ in range(4))
+    for i, contexts in enumerate(step.build_contexts(batch)):
+        own = mask[i]
+        sampled = torch.tensor(answers[i])[:, None]
+        teacher_logps = _dense_logps(step.teacher.model, contexts.teacher, answers[i]).detach()
+        generic_logps = _dense_logps(step.teacher.model, contexts.contrasts[0], answers[i]).detach()
+        logps = _dense_logps(model, prompts[i], answers[i])
+        advantages = logps - teacher_logps + step.config.contrastive_coef * generic_logps
+        divergence[i, own] = (logps.exp() * advantages).sum(-1)
+        entropy[i, own] = -(teacher_logps.exp() * teacher_logps).sum(-1)
+        for values, all_logps in ((f, teacher_logps), (g, generic_logps), (p, logps.detach())):
+            values[i, own] = all_logps.gather(-1, sampled)[:, 0]
+    assert (f - g)[mask].abs().max() > 1.0
+    rewards = torch.tensor(batch.rewards, dtype=torch.float64)
+    credit = TokenCredit(f, g, f - g, f - p, entropy, tensors["advantages"], rewards, mask)
+    weights = weigh_tokens(weight, credit)
+    assert weights, "The token weight returned no loss. Return weights of 'distillation' or of 'grpo'."
+    _check_processes(weight, credit, weights)
+    expected = (divergence * weights.get("distillation", 1.0))[mask].sum() / mask.sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9, msg=lambda m: f"The weighted loss differs: {m}")
+    torch.testing.assert_close(
+        gradients, torch.autograd.grad(expected, list(model.parameters())), rtol=1e-6, atol=1e-9
+    )
+    if "grpo" in weights:
+        weighted = tensors["advantages"][:, None] * weights["grpo"]
+        torch.testing.assert_close(inputs["advantages"][mask], weighted[mask])
+
+
+def _small_step(weight: TokenWeight) -> tuple[torch.nn.Module, CreditStep]:
+    path = model_path("quickstart")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    loss = {"distillation_topk": None, "contrastive_coef": 0.4, "loss_type": "bnpo"}
+    machine = {"use_cpu": True, "bf16": False, "report_to": "none"}
+    config = CreditConfig("unused", **loss, **machine, per_device_train_batch_size=4, num_generations=2)
+    teacher = make_teacher("base", model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in teacher.model.parameters():
+            parameter += 0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator).double()
+    builder = ContextBuilder(AutoTokenizer.from_pretrained(path), config)
+    return model, CreditStep(config, builder, teacher, token_weight=weight)
+
+
+def _dense_logps(model: torch.nn.Module, context: list[int], answer: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([context + answer])).logits[0, len(context) - 1 : -1].log_softmax(-1)
+
+
+def _check_processes(weight: TokenWeight, credit: TokenCredit, whole: Mapping[str, Tensor]) -> None:
+    """Compare weights with those of two processes, which have one sample and the others."""
+    barrier = Barrier(2, timeout=10.0)
+    sums = [torch.zeros(()), torch.zeros(())]
+
+    def weigh(rank: int) -> dict[str, Tensor]:
+        def reduce(values: Tensor) -> Tensor:
+            sums[rank] = values
+            barrier.wait()
+            total = sums[0] + sums[1]
+            barrier.wait()
+            return total
+
+        rows = slice(0, 1) if rank == 0 else slice(1, None)
+        own = {name: value[rows] if isinstance(value, Tensor) else value for name, value in vars(credit).items()}
+        return weigh_tokens(weight, TokenCredit(**own | {"reduce": reduce}))
+
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(weigh, range(2)))
+    for loss, values in whole.items():
+        found = torch.cat([part[loss] for part in parts])
+        torch.testing.assert_close(found, values, msg=lambda m: f"Two processes weigh differently: {m}")
+
+
+def check_task(task: Any, split: str = "train", **options: Any) -> None:
+    """Check a task: a registry name, `"module:name"`, a module, or an object with `build` and `verify`.
+
+    Hostile responses neither crash the verifier nor take long nor succeed; the same holds for an answer inside
+    thinking that is not closed. A verdict does not depend on the other responses of its batch.
+
+    Args:
+        task: the task.
+        split: split to build; the verifier grades responses to its first row.
+        options: options of `build`, such as `path`.
+    """
+    task = load_task(task) if isinstance(task, str) else as_task(task, getattr(task, "__name__", "task"))
+    row = next(iter(task.build(split, **options)), None)
+    assert row is not None, f"The split {split!r} is empty."
+    for name in ("prompt", "answer"):
+        assert name in row, f"`build` returned rows without the column {name!r}; they have {', '.join(row)}."
+
+    def grade(*responses: str) -> list[Verdict]:
+        columns = {name: [value] * len(responses) for name, value in row.items() if name != "prompt"}
+        columns["completions"] = [[{"role": "assistant", "content": response}] for response in responses]
+        return as_verdicts(task.name, task.reward(**columns, truncated=[False] * len(responses)), columns)
+
+    hostile = [*ADVERSARIAL_RESPONSES, f"<think>{row['answer']}", f"<think>So \\boxed{{{row['answer']}}}"]
+    together = grade(*hostile)
+    for response, expected in zip(hostile, together, strict=True):
+        shown = f"The response {response[:20]!r} of {len(response)} characters"
+        started = time.monotonic()
+        (verdict,) = grade(response)
+        seconds = time.monotonic() - started
+        assert seconds < _MAX_SECONDS, f"{shown} took {seconds:.1f} s. Bound what the verifier reads."
+        assert verdict == expected, f"{shown} has another verdict beside other responses."
+        assert not float(verdict) >= 1.0, f"{shown} is successful."
