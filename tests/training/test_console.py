@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from credit_trl.training.console import duration, log_line
 
 from credit_trl import CreditTrainer
-from credit_trl.training.console import duration, log_line
 from tiny import length_verdicts
 
 LOGS = {
