@@ -155,7 +155,7 @@ def test_latest_is_newest_complete_checkpoint_or_none(tmp_path):
     assert checkpoint_to_resume("latest", tmp_path / "nowhere") is None
     for name in ("checkpoint-9", "checkpoint-10", "unfinished/checkpoint-11"):
         (tmp_path / name).mkdir(parents=True)
-        write_manifest(tmp_path / name)
+        write_manifest(tmp_path / name, {})
     assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-10")
     assert checkpoint_to_resume(str(tmp_path / "checkpoint-9"), tmp_path) == str(tmp_path / "checkpoint-9")
     assert checkpoint_to_resume(None, tmp_path) is None

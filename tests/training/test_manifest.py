@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.training.checkpoints import checkpoint_to_resume
-from credit_trl.training.manifest import find_damage, write_manifest
+from credit_trl.training.manifest import find_damage, hash_files, write_manifest
 from tiny import build_model, build_tokenizer, length_verdicts
 
 
@@ -96,8 +96,8 @@ def test_damaged_checkpoints_alone_do_not_start_the_run_again(run, tmp_path):
 def test_manifest_covers_files_in_folders_and_not_itself(tmp_path):
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "0").write_text("weights")
-    write_manifest(tmp_path)
-    write_manifest(tmp_path)
+    for _ in range(2):
+        write_manifest(tmp_path, hash_files(tmp_path))
     assert find_damage(tmp_path) is None
     (tmp_path / "shards" / "0").write_text("weightz")
     assert find_damage(tmp_path).startswith(f"the content of {tmp_path}/shards/0 has changed")

@@ -36,7 +36,7 @@ from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.checks import check_enough_rows
 from credit_trl.training.finite import NonFiniteError, check_weights, first_nonfinite, is_finite, poison, source_of
-from credit_trl.training.manifest import find_damage, write_manifest
+from credit_trl.training.manifest import find_damage, hash_files, write_manifest
 from credit_trl.training.metrics import Alarms
 from credit_trl.training.resuming import (
     OptimizerOptions,
@@ -382,12 +382,12 @@ class ResumableTrainer(GRPOTrainer):
         """
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_local_main_process:
-            with ThreadPoolExecutor(1) as thread:  # hashing takes no time of its own
-                synced = thread.submit(sync_to_disk, unfinished)
-                if self.args.should_save:
-                    write_manifest(unfinished)
-                synced.result()
-            sync_to_disk(unfinished)
+            with ThreadPoolExecutor(1) as thread:  # so that hashing takes no time of its own
+                hashes = thread.submit(hash_files, unfinished) if self.args.should_save else None
+                sync_to_disk(unfinished)
+            if hashes is not None:
+                write_manifest(unfinished, hashes.result())
+                _sync(unfinished)
         self.accelerator.wait_for_everyone()
         with self.accelerator.main_process_first():
             if self.accelerator.is_local_main_process:

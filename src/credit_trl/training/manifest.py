@@ -14,16 +14,20 @@ MANIFEST_FILE = "manifest.json"
 _BLOCK = 2**22  # bytes that are read at once
 
 
-def write_manifest(folder: Path) -> None:
-    """Write sizes and hashes of all files below a folder; the last file that a checkpoint gets."""
+def hash_files(folder: Path) -> dict[str, tuple[int, str]]:
+    """Size in bytes and hash of each file below a folder, by its path in the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
     with ThreadPoolExecutor() as threads:
         digests = list(threads.map(_digest, files))
-    entries = {
-        path.relative_to(folder).as_posix(): [path.stat().st_size, digest]
+    return {
+        path.relative_to(folder).as_posix(): (path.stat().st_size, digest)
         for path, digest in zip(files, digests, strict=True)
     }
-    listed = json.dumps(entries)
+
+
+def write_manifest(folder: Path, hashes: dict[str, tuple[int, str]]) -> None:
+    """Write the manifest, the last file that a checkpoint gets, with a hash of its own."""
+    listed = json.dumps(hashes)
     own = xxhash.xxh3_128(listed.encode()).hexdigest()
     write_atomically(folder / MANIFEST_FILE, json.dumps({"files": listed, "xxh3_128": own}) + "\n")
 
