@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,16 +22,26 @@ from credit_trl.loss import (
     credit_loss,
     score_tokens,
 )
-from credit_trl.objective import ContrastRule
+from credit_trl.loss import blocks
+from credit_trl.objective import Form
 
 SUPPORTS = [
     (support, tail, alpha)
-    for support in ("teacher_topk", "student_topk", "full", "sampled")
+    for support in ("teacher_topk", "sampled")
     for tail in ("bucket", "renormalize")
     for alpha in (0.0, 0.5, 1.0)
     if support != "sampled" or alpha == 1.0
 ]
-PAPER = ContrastRule()
+
+
+@contextmanager
+def chunks_of(size: int | None) -> Iterator[None]:
+    """Take chunks of this many tokens; None for those of the fixed budget of bytes."""
+    if size is None:
+        yield
+        return
+    with patch.object(blocks, "_rows_within", lambda *_: size), patch.object(blocks, "_CPU_PASSING_CHUNK", size):
+        yield
 
 
 @dataclass
@@ -107,20 +120,18 @@ def ours(
     support: str,
     tail: str,
     alpha: float,
-    topk: int,
+    topk: int | None,
     is_clip=None,
     chunk_size=None,
-    rule: ContrastRule = PAPER,
-    baseline: str = "mean_log",
+    form: Form = "subtract",
     adds_to_grad: bool = False,
 ) -> CreditLoss:
     chosen = SupportConfig(support, topk, tail)
     head = case.head(case.reference_weight, case.reference_bias)
-    teacher: Scores | TeacherStates = TeacherStates(case.teacher, case.contrasts, head, baseline)
-    if not chosen.in_step:
-        teacher = score_tokens(teacher, case.token_ids, chosen, chunk_size)
-    config = LossConfig(chosen, rule, alpha, is_clip, chunk_size, adds_to_grad=adds_to_grad)
-    return credit_loss(case.hidden, case.head(case.weight, case.bias), case.tokens(), teacher, config)
+    with chunks_of(chunk_size):
+        scores = score_tokens(TeacherStates(case.teacher, case.contrasts, head), case.token_ids, chosen)
+        config = LossConfig(chosen, form, alpha, is_clip, adds_to_grad=adds_to_grad)
+        return credit_loss(case.hidden, case.head(case.weight, case.bias), case.tokens(), scores, config)
 
 
 def dense_logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, case: Case) -> Tensor:
@@ -141,10 +152,9 @@ def dense(
     support: str,
     tail: str,
     alpha: float,
-    topk: int,
+    topk: int | None,
     is_clip=None,
-    rule: ContrastRule = PAPER,
-    baseline: str = "mean_log",
+    form: Form = "subtract",
 ) -> CreditLoss:
     """The loss from every logit of student, teacher and contrasts, by the definitions of the paper."""
     logp = dense_logps(case.hidden, case.weight, case.bias, case)
@@ -157,33 +167,24 @@ def dense(
 
     values = {"entropy": logp, "teacher_entropy": f}
     values = {name: -(x.exp() * x).sum(-1) for name, x in values.items()}
-    within = tail == "renormalize" and support.endswith("topk")
-    if support == "full":
-        ids = torch.arange(logp.shape[-1]).expand_as(logp)
-    elif support == "sampled":
-        ids = token
-    else:
-        ids = (f if support == "teacher_topk" else logp.detach()).topk(topk, dim=-1).indices
+    is_whole = topk is None or topk == logp.shape[-1]
+    within = tail == "renormalize" and support == "teacher_topk" and not is_whole
+    ids = token if support == "sampled" else f.topk(logp.shape[-1] if topk is None else topk, dim=-1).indices
 
     def buckets(logps: Tensor) -> Tensor:
         columns = logps.gather(-1, ids)
         if within:
             return columns - columns.logsumexp(-1, keepdim=True)
-        return with_tail(columns) if support.endswith("topk") else columns
+        return with_tail(columns) if support == "teacher_topk" and not is_whole else columns
 
     def average(parts: list[Tensor], otherwise: Tensor) -> Tensor:
         if not parts:
             return torch.zeros_like(otherwise)
-        if baseline == "log_mean":
-            return (sum(x.exp() for x in parts) / len(parts)).log()
         return sum(parts) / len(parts)
 
     generic, log_p = average([buckets(x) for x in g], buckets(f)), buckets(logp)
-    moved = buckets(f) - generic if rule.form == "guide" else -generic
-    as_distributions = (with_tail(buckets(f)), with_tail(generic)) if support == "sampled" else (buckets(f), generic)
-    q_f, q_g = (x.exp() / x.exp().sum(-1, keepdim=True) for x in as_distributions)
-    coef = case.coef * ((q_f - q_g).abs().sum(-1) / 2 > rule.gate) if rule.gate else case.coef
-    a = buckets(f) + coef[:, None] * moved
+    moved = buckets(f) - generic if form == "guide" else -generic
+    a = buckets(f) + case.coef[:, None] * moved
     log_q, log_f = (x - x.logsumexp(-1, keepdim=True) for x in (a, buckets(f)))
     if within:
         a = log_q
@@ -207,7 +208,7 @@ def dense(
         return at_token(logps) - logps.masked_fill(~chosen, -torch.inf).logsumexp(-1) * within
 
     f_token, g_token = at_sampled_token(f), average([at_sampled_token(x) for x in g], at_sampled_token(f))
-    token_target = f_token + coef * (f_token - g_token if rule.form == "guide" else -g_token)
+    token_target = f_token + case.coef * (f_token - g_token if form == "guide" else -g_token)
     return CreditLoss(
         loss=(token_loss * ratio * case.weights).sum(),
         token_loss=token_loss,
@@ -218,7 +219,6 @@ def dense(
         kl_to_teacher=(log_q.exp() * (log_q - log_f)).sum(-1),
         teacher_token_logps=f_token,
         generic_token_logps=g_token,
-        contrastive_coef=coef,
         advantages=token_target - at_sampled_token(logp),
         ratio=ratio,
         policy_logps=at_token(logp),

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from credit_trl.config import CreditConfig
+
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -68,6 +70,22 @@ class EngineTokens:
     def difference(self, logps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
         """`logps` minus the engine's; 0 where it reported none."""
         return torch.nan_to_num(logps - self.logps, nan=0.0)
+
+
+def engine_correction(config: CreditConfig) -> EngineCorrection | None:
+    """The importance correction for vLLM, where the loss can form it from its own log-probabilities.
+
+    One optimizer step then uses the whole generation batch, so that the policy of the step is that of the rollout.
+    """
+    is_wanted = config.use_vllm and config.vllm_importance_sampling_correction and config.distillation_weight == 1.0
+    is_aligned = config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations) == 0
+    if not (is_wanted and is_aligned):
+        return None
+    return EngineCorrection(
+        config.vllm_importance_sampling_mode,
+        config.vllm_importance_sampling_clip_min,
+        config.vllm_importance_sampling_clip_max,
+    )
 
 
 def clipped_ratio(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from credit_trl.loss.correction import EngineCorrection, EngineTokens
+from credit_trl.loss.correction import EngineCorrection, EngineTokens, clipped_ratio
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.objective import Form
 
@@ -23,7 +23,6 @@ class LossConfig:
         alpha: see `objective.distillation_loss`; `"sampled"` takes 1 only, its loss is `−sg[R_t] log π_θ(y_t)`.
         is_clip: upper bound on the detached ratio `exp(log π_θ − old)` that multiplies the loss of a token; None for
             no ratio.
-        chunk_size: tokens per logits chunk; None picks from free memory.
         correction: correction for the engine that sampled the tokens, where the policy that sampled them is the
             present one; None for none.
         adds_to_grad: form the gradient in the backward pass and add that of the head to its `.grad`, where this exists
@@ -38,7 +37,6 @@ class LossConfig:
     form: Form = "subtract"
     alpha: float = 1.0
     is_clip: float | None = None
-    chunk_size: int | None = None
     correction: EngineCorrection | None = None
     adds_to_grad: bool = False
 
@@ -52,7 +50,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class LossTokens:
-    """N sampled tokens that carry loss.
+    """N sampled tokens that carry loss, indexable by chunk.
 
     Args:
         ids: (N,), the sampled tokens.
@@ -62,6 +60,8 @@ class LossTokens:
         old_logps: (N,), log-probabilities of the sampled tokens at rollout time; None when on-policy.
         engine: what the engine reported of the tokens, for `LossConfig.correction`; None where it is not corrected
             here.
+        normalizer, entropy: (N,), of the student over the vocabulary, where a loss within the support needs them.
+        correction: (N,), ratio of a whole completion against the engine.
     """
 
     ids: Int[Tensor, " N"]
@@ -69,6 +69,28 @@ class LossTokens:
     contrastive_coef: Float[Tensor, " N"]
     old_logps: Float[Tensor, " N"] | None = None
     engine: EngineTokens | None = None
+    normalizer: Float[Tensor, " N"] | None = None
+    entropy: Float[Tensor, " N"] | None = None
+    correction: Float[Tensor, " N"] | None = None
+
+    def __getitem__(self, rows: slice) -> LossTokens:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return LossTokens(**{name: None if x is None else x[rows] for name, x in values.items()})
+
+    def to(self, dtype: torch.dtype) -> LossTokens:
+        """The tokens with weights, λ and log-probabilities in a dtype."""
+        old_logps = None if self.old_logps is None else self.old_logps.to(dtype)
+        weights = self.weights.to(dtype)
+        return replace(self, weights=weights, contrastive_coef=self.contrastive_coef.to(dtype), old_logps=old_logps)
+
+    def ratio(self, logps: Float[Tensor, " N"], config: LossConfig) -> Float[Tensor, " N"]:
+        """Factor of each token's loss: importance ratio and correction for the engine."""
+        ratio = clipped_ratio(logps, self.old_logps, config.is_clip)
+        if self.correction is not None:
+            return ratio * self.correction
+        if self.engine is not None and config.correction is not None:
+            return ratio * config.correction.ratio(logps, self.engine)
+        return ratio
 
 
 @dataclass
@@ -89,7 +111,6 @@ class CreditLoss:
         teacher_token_logps: (N,), f at the sampled token.
         generic_token_logps: (N,), Ĝ at the sampled token.
         teacher_entropy: (N,), entropy of the teacher, nats.
-        contrastive_coef: (N,), λ as applied: 0 where there is no contrast.
         advantages: (N,), R_t at the sampled token.
         ratio: (N,), importance ratio, that of the engine's correction included; ones where there is none.
         policy_logps: (N,), log π_θ of the sampled token over the whole vocabulary; NaN where the normaliser is not
@@ -107,10 +128,9 @@ class CreditLoss:
     teacher_token_logps: Float[Tensor, " N"]
     generic_token_logps: Float[Tensor, " N"]
     teacher_entropy: Float[Tensor, " N"]
-    contrastive_coef: Float[Tensor, " N"]
     advantages: Float[Tensor, " N"]
-    ratio: Float[Tensor, " N"] | None = None
-    policy_logps: Float[Tensor, " N"] | None = None
+    ratio: Float[Tensor, " N"]
+    policy_logps: Float[Tensor, " N"]
 
     @classmethod
     def joined(cls, parts: Sequence[CreditLoss]) -> CreditLoss:
@@ -118,3 +138,51 @@ class CreditLoss:
         names = [f.name for f in fields(cls) if f.name != "loss"]
         values = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         return cls(loss=torch.stack([part.loss for part in parts]).sum(), **values)
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """Loss of one micro-batch.
+
+    Args:
+        terms: the loss and its per-token values, over the N tokens that carry loss.
+        contrasted: (N,), True where the sample has a contrast.
+        samples: (N,), index of each token's sample in the micro-batch.
+        fidelity: this process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
+            `rollout.batch.success_weights`; NaN where no group is mixed.
+        aux_loss: load-balancing loss of a mixture of experts, or None.
+        read, valid: tokens of the student's forward pass, with padding and without.
+        engine: log-probabilities that the engine reported, where the loss corrects for it.
+    """
+
+    terms: CreditLoss
+    contrasted: Bool[Tensor, " N"]
+    samples: Int[Tensor, " N"]
+    fidelity: Float[Tensor, ""]
+    aux_loss: Float[Tensor, ""] | None
+    read: int
+    valid: int
+    engine: EngineTokens | None
+
+    @classmethod
+    def joined(cls, parts: Sequence[MicroBatchLoss], rows: Sequence[Int[Tensor, " B_k"]]) -> MicroBatchLoss:
+        """The loss of a micro-batch from those of its parts, without a router's.
+
+        Args:
+            rows: samples of each part, as indices into the micro-batch.
+        """
+        samples = torch.cat([of[part.samples] for part, of in zip(parts, rows, strict=True)])
+        engine = None
+        if parts[0].engine is not None:
+            logps = torch.cat([part.engine.logps for part in parts])
+            engine = EngineTokens(logps, samples, sum(map(len, rows)))
+        return cls(
+            CreditLoss.joined([part.terms for part in parts]),
+            torch.cat([part.contrasted for part in parts]),
+            samples,
+            torch.stack([part.fidelity for part in parts]).sum(),
+            None,
+            sum(part.read for part in parts),
+            sum(part.valid for part in parts),
+            engine,
+        )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss.distillation import MicroBatchLoss
+from credit_trl.loss.terms import MicroBatchLoss
+from credit_trl.rollout.batch import GenerationBatch, gather_success_weights
 
 # Teacher entropy above this share of log V is close to uniform.
 NEARLY_UNIFORM = 0.9
@@ -347,6 +351,53 @@ def engine_metrics(loss: MicroBatchLoss, gather: Callable[[Tensor], Tensor]) -> 
         "frac_infinite_logps": _ratio(sum(columns[7]), tokens),
     }
     return {f"sampling/{name}": value for name, value in values.items() if math.isfinite(value)}
+
+
+class TokenMetrics:
+    """Metrics of the credit at the sampled tokens, of each micro-batch and over all of them since the last log.
+
+    Args:
+        config: of the run.
+        reduce: sums a vector over processes. Every process calls it once for each micro-batch.
+        gather: concatenates a tensor over processes, likewise.
+    """
+
+    def __init__(
+        self, config: CreditConfig, reduce: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._is_sampled = config.distillation_support == "sampled"
+        self._logs_entropy = config.distillation_weight == 1.0  # otherwise GRPO logs its own
+        self._reduce = reduce
+        self._gather = gather
+        self._sums: dict[str, list[list[float]]] = defaultdict(list)
+
+    def add(self, mode: str, loss: MicroBatchLoss) -> dict[str, float]:
+        """Metrics of a micro-batch of `"train"` or `"eval"`."""
+        sums = token_sums(loss, self._reduce)
+        self._sums[mode].append(sums)
+        return token_means(sums, self._is_sampled)[0] | engine_metrics(loss, self._gather)
+
+    def mean(self, mode: str) -> dict[str, float]:
+        """Means over the tokens of all micro-batches since the last call; empty without any."""
+        micro_batches = self._sums.pop(mode, None)
+        if micro_batches is None:
+            return {}
+        metrics, entropy = mean_over_tokens(micro_batches, self._is_sampled)
+        return metrics | {"entropy": entropy} if self._logs_entropy else metrics
+
+
+def success_weights(
+    batch: GenerationBatch, contexts: Sequence[TokenContexts], mask: Bool[Tensor, "B T"], threshold: float
+) -> tuple[Float[Tensor, " B"], int, int]:
+    """`rollout.batch.gather_success_weights` of samples with a teacher and with loss. Every process must call it.
+
+    Args:
+        mask: True on the policy's own tokens.
+    """
+    has_loss = mask.any(dim=1).tolist()
+    is_scored = [own.teacher is not None and loss for own, loss in zip(contexts, has_loss, strict=True)]
+    weights, mixed, scored = gather_success_weights(batch, is_scored, threshold)
+    return torch.tensor(weights, device=mask.device), mixed, scored
 
 
 def drop_undefined(metrics: MutableMapping[str, Sequence[float]]) -> None:

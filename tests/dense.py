@@ -1,0 +1,167 @@
+"""Algorithm 1 by plain forward passes over single sequences, every logit, in fp64, without the package's loss.
+
+`step_problem` is a small generation batch; `naive_loss` is the loss of a `CreditStep` on it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from credit_trl import CreditConfig
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.rollout.batch import GenerationBatch
+from credit_trl.teacher.models import make_teacher
+from credit_trl.training.step import CreditStep
+from tiny import build_model
+
+LENGTHS = (3, 5, 2, 6, 4, 1, 5, 3)
+
+
+@dataclass
+class Problem:
+    """A step with its policy, and a generation batch of four prompts with two completions each."""
+
+    step: CreditStep
+    policy: nn.Module
+    batch: GenerationBatch
+    tensors: dict[str, Tensor]
+    contexts: list[TokenContexts]
+
+    def rows(self, rows: list[int]) -> dict[str, Tensor]:
+        """Tensors of some samples."""
+        return {name: x[rows] if x.ndim else x for name, x in self.tensors.items()}
+
+
+def move(parameters: Any, seed: int = 7, scale: float = 0.05) -> None:
+    """Move the teacher away from the policy, so that the two cannot be confused."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+
+def step_problem(tokenizer: PreTrainedTokenizerFast, config: CreditConfig, lora: bool = False, **options) -> Problem:
+    """The problem of a configuration; `options` are those of `CreditStep`."""
+    policy = build_model(tokenizer, dtype=torch.float64)
+    if lora:
+        policy = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    teacher = make_teacher(config.teacher_model_kind, policy)
+    if config.teacher_model_kind != "live":
+        move(teacher.named_weights().values())
+    policy.train()
+    step = CreditStep(config, ContextBuilder(tokenizer, config), teacher, **options)
+    prompts = [[{"role": "user", "content": f"{i // 2}+{7 * (i // 2)}="}] for i in range(8)]
+    generator = torch.Generator().manual_seed(3)
+    completions = [torch.randint(32, 200, (n,), generator=generator).tolist() for n in LENGTHS]
+    batch = GenerationBatch(
+        rows=[{"prompt": prompt} for prompt in prompts],
+        prompts=prompts,
+        completion_ids=completions,
+        rewards=[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0],
+        verdict_feedback=["low", None, "high", None, "odd", "even", None, None],
+        first=0,
+        group_size=2,
+    )
+    encoded = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
+    tensors = padded(encoded, "prompt", left=True) | padded(completions, "completion")
+    tensors["advantages"] = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    contexts = step.build_contexts(batch)
+    return Problem(step, policy, batch, tensors | step.prepare(batch, tensors), contexts)
+
+
+def padded(sequences: list[list[int]], name: str, left: bool = False) -> dict[str, Tensor]:
+    """TRL's ids and mask of some sequences."""
+    width = max(map(len, sequences)) + 1  # a column that is padding in all rows
+    ids, mask = torch.zeros(len(sequences), width, dtype=torch.long), torch.zeros(len(sequences), width).long()
+    for i, sequence in enumerate(sequences):
+        place = slice(width - len(sequence), width) if left else slice(0, len(sequence))
+        ids[i, place], mask[i, place] = torch.tensor(sequence), 1
+    return {f"{name}_ids": ids, f"{name}_mask": mask}
+
+
+def logps(model: nn.Module, prompt: list[int], completion: list[int], temperature: float) -> Tensor:
+    """(t, V) log-probabilities of one completion under one prompt: the plainest forward pass."""
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def buckets(values: Tensor, support: Tensor, tail: str) -> Tensor:
+    """Log-probabilities of the support, with the rest as a bucket or conditional on the support."""
+    inside = values.gather(-1, support)
+    if support.shape[-1] == values.shape[-1]:
+        return inside
+    if tail == "renormalize":
+        return inside.log_softmax(-1)
+    outside = values.scatter(-1, support, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([inside, outside], -1)
+
+
+def divergence(log_p: Tensor, a: Tensor, alpha: float, tail: str, whole: bool) -> Tensor:
+    """(t,) loss of tokens from p and the target a of the paper."""
+    log_q = a.log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+    if alpha == 1.0:
+        return (p * (log_p - (log_q if tail == "renormalize" and not whole else a))).sum(-1)
+    if alpha == 0.0:
+        return (q * (log_q - log_p)).sum(-1)
+    log_m = ((1 - alpha) * p + alpha * q).log()
+    return ((1 - alpha) * p * (log_p - log_m) + alpha * q * (log_q - log_m)).sum(-1)
+
+
+def naive_token_losses(problem: Problem, teacher: nn.Module, sample: int, policy: nn.Module | None = None) -> Tensor:
+    """(t,) losses of one sample: lines 2 to 7 of Algorithm 1."""
+    config, own = problem.step.config, problem.contexts[sample]
+    completion = problem.batch.completion_ids[sample]
+    prompt_mask = problem.tensors["prompt_mask"][sample].bool()
+    prompt = problem.tensors["prompt_ids"][sample][prompt_mask].tolist()
+    p = logps(policy or problem.policy, prompt, completion, config.temperature)
+    if own.teacher is None:
+        return p.new_zeros(len(completion))
+    with problem.step.teacher.active(), torch.no_grad():
+        f = logps(teacher, own.teacher, completion, config.temperature)
+        g = [logps(teacher, ids, completion, config.temperature) for ids in own.contrasts]
+    tokens = torch.tensor(completion)[:, None]
+    if config.distillation_support == "sampled":
+        advantage = (f - config.contrastive_coef * sum(g) / len(g) - p).gather(-1, tokens).detach()
+        return -(advantage * p.gather(-1, tokens)).squeeze(-1)
+    size = p.shape[-1] if config.distillation_topk is None else config.distillation_topk
+    support, tail = f.topk(size).indices, config.distillation_tail
+    target = buckets(f, support, tail)
+    if g:
+        generic = sum(buckets(x, support, tail) for x in g) / len(g)
+        moved = target - generic if config.contrastive_form == "guide" else -generic
+        target = target + config.contrastive_coef * moved
+    return divergence(buckets(p, support, tail), target, config.distillation_alpha, tail, size == p.shape[-1])
+
+
+def naive_loss(problem: Problem, teacher: nn.Module, rows: list[int] | None = None, **options: Any) -> Tensor:
+    """Mean over samples of the mean over tokens, the reduction of `loss_type="grpo"`."""
+    rows = list(range(len(LENGTHS))) if rows is None else rows
+    losses = [naive_token_losses(problem, teacher, i, **options).mean() for i in rows]
+    return torch.stack(losses).mean()
+
+
+def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """Gradients of the trained parameters of a loss."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+
+
+def scoring_model(problem: Problem) -> nn.Module:
+    """The module of the teacher; for LoRA the policy, whose adapter `Teacher.active` switches."""
+    with problem.step.teacher.active() as model:
+        return model
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """A copy without gradients."""
+    return copy.deepcopy(model).requires_grad_(False)

@@ -1,0 +1,227 @@
+"""`CreditStep` against a naive dense implementation of Algorithm 1 in fp64, and a loop of one's own with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.rollout.batch import GenerationBatch
+from credit_trl.teacher.models import make_teacher
+from credit_trl.training.micro_batches import loss_in_parts
+from credit_trl.training.step import CreditStep
+from dense import LENGTHS, gradients, naive_loss, naive_token_losses, padded, scoring_model, step_problem
+
+TOPK = {"bucket": (5, "bucket"), "renormalize": (5, "renormalize"), "K = V": (None, "bucket")}
+# α, C, support and other options.
+CASES = [
+    *((alpha, count, support, {}) for alpha in (0.0, 0.5, 1.0) for count in (1, 2, 4) for support in TOPK),
+    *((1.0, 2, support, {"teacher_model_kind": kind}) for kind in ("base", "live") for support in TOPK),
+    *((0.5, 2, support, {"temperature": 0.7}) for support in TOPK),
+    *((1.0, 1, support, {"contrastive_form": "guide", "contrastive_coef": 1.5}) for support in TOPK),
+    *((alpha, 1, "K = V", {"distillation_tail": "renormalize"}) for alpha in (0.0, 1.0)),
+    *((1.0, 1, support, {"contrastive_coef": 0.0}) for support in TOPK),
+    (1.0, 2, "bucket", {"distillation_support": "sampled"}),
+    (1.0, 2, "renormalize", {"teacher_prompt": "student"}),
+]
+
+
+@pytest.fixture
+def make_problem(tokenizer, make_config):
+    def make(alpha=1.0, count=2, support="bucket", lora=False, token_weight=None, **options):
+        topk, tail = TOPK[support]
+        config = make_config(
+            **{
+                "distillation_alpha": alpha,
+                "contrastive_count": count,
+                "contrastive_coef": 0.3,
+                "distillation_topk": topk,
+                "distillation_tail": tail,
+                "loss_type": "grpo",
+                "num_generations": 2,
+                **options,
+            }
+        )
+        return step_problem(tokenizer, config, lora, token_weight=token_weight)
+
+    return make
+
+
+def same(ours, theirs, model, tolerance=1e-12):
+    """Losses and gradients of all trained parameters agree."""
+    assert_close(ours.detach(), theirs.detach(), rtol=tolerance, atol=tolerance)
+    found, expected = gradients(ours, model), gradients(theirs, model)
+    assert found.keys() == expected.keys()
+    assert any(gradient.abs().max() > 1e-4 for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("alpha", "count", "support", "options"), CASES)
+def test_loss_and_gradients_are_those_of_algorithm_1(make_problem, alpha, count, support, options):
+    problem = make_problem(alpha, count, support, **options)
+    assert {len(own.contrasts) for own in problem.contexts if own.teacher} == {
+        0 if options.get("contrastive_coef") == 0.0 else count
+    }
+    ours = problem.step.loss(problem.policy, problem.tensors).terms.loss
+    same(ours, naive_loss(problem, scoring_model(problem)), problem.policy)
+
+
+@pytest.mark.parametrize("support", TOPK)
+def test_packed_passes_equal_algorithm_1(make_problem, support):
+    """To the rounding of the model's norms, which compute in fp32 and see sums in another order."""
+    problem = make_problem(support=support, packed=True)
+    ours = problem.step.loss(problem.policy, problem.tensors).terms.loss
+    same(ours, naive_loss(problem, scoring_model(problem)), problem.policy, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("support", TOPK)
+@pytest.mark.parametrize("kind", ["ema", "live"])
+def test_lora_equals_algorithm_1(make_problem, support, kind):
+    problem = make_problem(support=support, lora=True, teacher_model_kind=kind)
+    ours = problem.step.loss(problem.policy, problem.tensors).terms.loss
+    same(ours, naive_loss(problem, scoring_model(problem)), problem.policy)
+
+
+def test_accumulated_micro_batches_equal_algorithm_1(make_problem):
+    problem = make_problem()
+    parts = [[0, 3, 5], [1, 2, 4], [6, 7]]
+    ours = sum(problem.step.loss(problem.policy, problem.rows(rows), accumulation=3.0).terms.loss for rows in parts)
+    teacher = scoring_model(problem)
+    theirs = sum(naive_loss(problem, teacher, rows) for rows in parts) / 3
+    same(ours, theirs, problem.policy)
+
+
+def test_parts_of_a_micro_batch_equal_the_whole(make_problem):
+    problem = make_problem(update_batch_tokens=60)
+    whole = gradients(naive_loss(problem, scoring_model(problem)), problem.policy)
+    result = loss_in_parts(problem.step, problem.policy, problem.tensors, 1.0, torch.Tensor.backward)
+    result.terms.loss.backward()
+    for name, parameter in problem.policy.named_parameters():
+        if name in whole:
+            assert_close(parameter.grad, whole[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("support", TOPK)
+def test_two_updates_of_a_batch_use_its_scores_and_ratios(make_problem, support):
+    problem = make_problem(support=support, distillation_is_clip=1.05)
+    step, policy, teacher = problem.step, problem.policy, scoring_model(problem)
+    problem.tensors["old_per_token_logps"] = step.policy_logps(policy, problem.tensors)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
+    for _ in range(2):
+        ratios, losses = [], []
+        for i, length in enumerate(LENGTHS):
+            old = problem.tensors["old_per_token_logps"][i, :length]
+            new = step.policy_logps(policy, problem.tensors)[i, :length]
+            ratios.append((new - old).exp().clamp(max=1.05))
+            losses.append((naive_token_losses(problem, teacher, i) * ratios[-1]).mean())
+        ours = step.loss(policy, problem.tensors).terms.loss
+        found = gradients(ours, policy)
+        expected = gradients(torch.stack(losses).mean(), policy)
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient, rtol=1e-11, atol=1e-12)
+        optimizer.zero_grad()
+        for name, parameter in policy.named_parameters():
+            parameter.grad = expected.get(name)
+        optimizer.step()
+    assert torch.cat(ratios).max() == 1.05
+    assert torch.cat(ratios).min() < 1.0
+
+
+def test_the_average_of_the_teacher_enters_the_next_scores(make_problem):
+    problem = make_problem()
+    before = {name: weight.clone() for name, weight in problem.step.teacher.named_weights().items()}
+    problem.step.teacher.update(0.25)
+    for name, weight in problem.step.teacher.named_weights().items():
+        student = dict(problem.policy.named_parameters())[name]
+        assert_close(weight, 0.75 * before[name] + 0.25 * student, rtol=1e-12, atol=1e-14)
+    problem.tensors |= problem.step.prepare(problem.batch, problem.tensors)
+    ours = problem.step.loss(problem.policy, problem.tensors).terms.loss
+    same(ours, naive_loss(problem, scoring_model(problem)), problem.policy)
+
+
+def test_draws_depend_on_the_index_of_the_batch_alone(make_problem):
+    one, other = make_problem(), make_problem()
+    other.step.prepare(other.batch, other.tensors)  # a call more
+    drawn = [[own.contrasts for own in p.step.build_contexts(p.batch)] for p in (one, other)]
+    assert drawn[0] == drawn[1]
+
+
+def test_token_weights_multiply_the_losses_of_tokens(make_problem):
+    problem = make_problem(token_weight=lambda credit: {"distillation": (-credit.entropy).exp()})
+    losses = []
+    for i, length in enumerate(LENGTHS):
+        weights = problem.tensors["token_weight"][i, :length]
+        losses.append((naive_token_losses(problem, scoring_model(problem), i) * weights).mean())
+    ours = problem.step.loss(problem.policy, problem.tensors).terms.loss
+    same(ours, torch.stack(losses).mean(), problem.policy)
+    assert "token_weight" in problem.tensors
+    assert problem.tensors["token_weight"].std() > 0.01
+
+
+def test_the_credit_of_a_token_weight_is_that_of_plain_passes(make_problem):
+    seen = []
+    problem = make_problem(token_weight=lambda credit: seen.append(credit) or {})
+    (credit,) = seen
+    step, teacher = problem.step, scoring_model(problem)
+    old = step.policy_logps(problem.policy, problem.tensors)
+    mask = problem.tensors["completion_mask"].bool() & problem.tensors["teacher_mask"][:, None]
+    assert torch.equal(credit.mask, mask)
+    with torch.no_grad():
+        for i, own in enumerate(problem.contexts):
+            if own.teacher is None:
+                continue
+            completion = problem.batch.completion_ids[i]
+            at = torch.arange(len(completion)), torch.tensor(completion)
+            f = teacher(input_ids=torch.tensor([own.teacher + completion])).logits[0, len(own.teacher) - 1 : -1]
+            f = f.log_softmax(-1)
+            assert_close(credit.delta_v[i][mask[i]], f[at] - old[i, : len(completion)], rtol=1e-11, atol=1e-12)
+            assert_close(credit.entropy[i][mask[i]], -(f.exp() * f).sum(-1), rtol=1e-11, atol=1e-12)
+    assert credit.rewards.tolist() == problem.batch.rewards
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (lambda credit: {"policy": credit.entropy}, "'distillation' or 'grpo'"),
+        (lambda credit: {"grpo": credit.advantages}, "shape"),
+        (lambda credit: {"distillation": credit.entropy * torch.nan}, "finite"),
+    ],
+)
+def test_unusable_token_weights_are_refused(make_problem, weights, message):
+    with pytest.raises(ValueError, match=message):
+        make_problem(token_weight=weights)
+
+
+def test_token_weights_of_conditional_scores_are_refused(make_problem):
+    with pytest.raises(ValueError, match="distillation_tail"):
+        make_problem(support="renormalize", token_weight=lambda credit: {})
+
+
+def test_a_loop_of_ones_own(make_model, make_config, tokenizer):
+    """The whole method without a trainer: rollouts by `generate`, verdicts by a line, one AdamW step a batch."""
+    config = make_config(num_generations=2)
+    policy = make_model()
+    step = CreditStep(config, ContextBuilder(tokenizer, config), make_teacher("ema", policy))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    prompts = [[{"role": "user", "content": f"{i // 2}+1="}] for i in range(4)]
+    encoded = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
+    start = [parameter.clone() for parameter in policy.parameters()]
+    for index in range(2):
+        inputs = padded(encoded, "prompt", left=True)
+        sampled = policy.generate(
+            inputs["prompt_ids"], attention_mask=inputs["prompt_mask"], do_sample=True, max_new_tokens=5
+        )
+        completions = [row.tolist() for row in sampled[:, inputs["prompt_ids"].shape[1] :]]
+        verdicts = [(float(ids[0] % 2), f"The answer is {i // 2 + 1}.") for i, ids in enumerate(completions)]
+        rewards, feedback = map(list, zip(*verdicts, strict=True))
+        rows = [{"prompt": p} for p in prompts]
+        batch = GenerationBatch(rows, prompts, completions, rewards, feedback, first=0, group_size=2, index=index)
+        tensors = inputs | padded(completions, "completion")
+        tensors |= step.prepare(batch, tensors)
+        step.loss(policy.train(), tensors).terms.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step.teacher.update(config.teacher_update_rate)
+    assert any(not torch.equal(p, q) for p, q in zip(policy.parameters(), start, strict=True))
