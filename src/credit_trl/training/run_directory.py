@@ -64,6 +64,12 @@ def write_atomically(path: str | Path, text: str) -> None:
     os.replace(scratch, path)
 
 
+def remove_scratch_files(folder: Path) -> None:
+    """Remove unfinished files of `write_atomically` by killed processes. Called while nothing else writes there."""
+    for path in folder.rglob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def write_json(path: str | Path, value: Any) -> None:
     """Write a value as JSON with `write_atomically`. NaN and infinities become null, as JSON has neither."""
     write_atomically(path, json.dumps(without_nan(value), indent=2, ensure_ascii=False, sort_keys=True) + "\n")
@@ -75,13 +81,19 @@ def json_line(value: Any) -> str:
 
 
 def append_lines(path: str | Path, *rows: Mapping[str, Any]) -> None:
-    """Append objects to a JSON Lines file. The lines are on disk when this returns."""
+    """Append objects to a JSON Lines file. The lines are on disk when this returns; on an `OSError` none is there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8", newline="\n") as file:
-        file.write("".join(map(json_line, rows)))
-        file.flush()
-        os.fsync(file.fileno())
+    length = path.stat().st_size if path.is_file() else 0
+    try:
+        with path.open("a", encoding="utf-8", newline="\n") as file:
+            file.write("".join(map(json_line, rows)))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        if path.is_file():
+            os.truncate(path, length)  # a full disk may have taken a part
+        raise
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
