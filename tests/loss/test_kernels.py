@@ -167,9 +167,7 @@ def test_chunks_do_not_change_the_result(support, tail, alpha):
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
-@pytest.mark.parametrize(
-    ("support", "tail"), [("teacher_topk", "bucket"), ("teacher_topk", "renormalize")]
-)
+@pytest.mark.parametrize(("support", "tail"), [("teacher_topk", "bucket"), ("teacher_topk", "renormalize")])
 def test_half_precision_inputs_are_accumulated_in_fp32(dtype, precision, support, tail):
     case = make_case(n=64, v=80, h=16, bias=True, softcap=4.0, seed=6, dtype=dtype)
     # λ, weights and the like are not stored in half precision.
@@ -241,7 +239,9 @@ def test_second_backward_pass_raises():
 
 def test_a_second_derivative_raises():
     case = make_case()
-    (gradient,) = torch.autograd.grad(ours(case, "teacher_topk", "bucket", 1.0, None).loss, case.hidden, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        ours(case, "teacher_topk", "bucket", 1.0, None).loss, case.hidden, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="does not require grad"):
         gradient.sum().backward()
 

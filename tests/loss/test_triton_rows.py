@@ -264,9 +264,7 @@ def test_bf16_gradients_equal_the_torch_path(support, tail, alpha, bias, bf16_pr
 
 
 @kernels
-def test_a_training_step_equals_the_torch_path(
-    make_config, make_model, dataset, tokenizer, rows, monkeypatch
-):
+def test_a_training_step_equals_the_torch_path(make_config, make_model, dataset, tokenizer, rows, monkeypatch):
     monkeypatch.setattr(rows, "BLOCK", 512)
     launched = []
     monkeypatch.setattr(rows, "project_rows", lambda *args, of=rows.project_rows: launched.append(1) or of(*args))
@@ -501,9 +499,8 @@ def test_loss_of_8192_tokens_moves_six_gigabytes_beside_logits(chunk_size, most,
         hidden, weight = (torch.empty(x, h, dtype=torch.bfloat16, requires_grad=True) for x in (n, v))
         ids, buckets, values = torch.empty(n, k, dtype=torch.long), torch.empty(n, k + 1), torch.empty(n)
     scores, tokens = Scores(ids, buckets, buckets, values, values, values), LossTokens(ids[:, 0], values, values)
-    with Traffic(chunk_size * v, beside=True) as moved:
-        with chunks_of(chunk_size):
-            credit_loss(hidden, LMHead(weight), tokens, scores, LossConfig(SupportConfig(topk=k)))
+    with Traffic(chunk_size * v, beside=True) as moved, chunks_of(chunk_size):
+        credit_loss(hidden, LMHead(weight), tokens, scores, LossConfig(SupportConfig(topk=k)))
     assert most / 2 < moved.bytes <= most
 
 
