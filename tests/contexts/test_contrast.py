@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -140,25 +141,6 @@ def same_task(batch, sample, rng, task):
             yield batch.prompts[i]
 """
 
-WRONG_FEEDBACK = '''
-"""RLCSD's contrast: x stays, and z is the demonstration and feedback of a failed rollout of the group."""
-from dataclasses import replace
-
-from credit_trl.contexts.contrast import Contrast, shuffled
-
-
-def wrong_feedback(batch, sample, rng):
-    z = batch.privileged[sample]
-    wrong = []
-    for i in batch.group(sample):
-        own = batch.rollouts[i]
-        if i != sample and batch.successes[i] is False:
-            other = replace(own, demonstration=own.demonstration if z.demonstration else None)
-            if bool(other.demonstration) == bool(z.demonstration) and other != z:
-                wrong.append(Contrast(batch.prompts[sample], other))
-    return shuffled(wrong, rng)
-'''
-
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
@@ -182,14 +164,12 @@ def test_a_source_in_a_file_reads_columns_of_the_dataset(module, make_config, to
     for sample, (_, *contrasts) in enumerate(contexts):
         asked = {int(text[-1]) for text in contrasts}
         assert asked == {i for i in range(6) if i % 2 == sample % 2} - {sample}
-    with pytest.raises(ValueError, match=r"takes the dataset column 'task'; the columns are prompt\. Add it"):
-        contexts_of(tokenizer, config, own)
     check_source(find_source("my_source:same_task"), columns={"task": list("pqq" * 4)})
 
 
-def test_a_source_in_a_file_may_exchange_z(module, make_config, tokenizer):
-    module(WRONG_FEEDBACK)
-    config = make_config(contrastive_source="my_source:wrong_feedback")
+def test_a_source_in_a_file_may_exchange_z(monkeypatch, make_config, tokenizer):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "family")
+    config = make_config(contrastive_source="wrong_feedback:wrong_feedback")
     contexts = contexts_of(tokenizer, config, ["ape", "ape", "ape", "owl", "owl", "owl"], group_size=3)
     assert [len(context) for context in contexts] == [2, 1, 2, 2, 2, 2]  # sample 1 is the only failure of its group
     for sample, failed in ((0, 1), (2, 1), (4, None)):
@@ -198,15 +178,15 @@ def test_a_source_in_a_file_may_exchange_z(module, make_config, tokenizer):
         if failed is not None:
             assert f"On {failed}." in other
             assert f"Answer {failed}" in other
-    check_source(find_source("my_source:wrong_feedback"))
+    check_source(find_source("wrong_feedback:wrong_feedback"))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("hard", r"must be 'batch', 'dataset', or 'module:function'; got 'hard'"),
-        ("no_such_module:f", r"No module named 'no_such_module'. Install it, or add the folder .* to PYTHONPATH"),
-        ("my_source:f", "has no attribute 'f'. Define it at the top level"),
+        ("no_such_module:f", r"No module named 'no_such_module'.*folder of the module in PYTHONPATH"),
+        ("my_source:f", "has no attribute 'f'. The function must stand at the top level"),
         ("my_source:SIZE", "is a int; it must be a function"),
     ],
 )

@@ -297,15 +297,8 @@ def test_turn_feedback_reaches_teacher_and_contrast(scripted):
         for ids, columns in built[0].sequences()
     )
     rest = teacher
-    for part in (
-        "Turn 0 added 1.",
-        '"number": 1',
-        "plus 1",
-        "Turn 1 added 3.",
-        '"number": 2',
-        "plus 3",
-        "7<|im_end|>",
-    ):
+    order = ["Turn 0 added 1.", '"number": 1', "plus 1", "Turn 1 added 3.", '"number": 2', "plus 3", "7<|im_end|>"]
+    for part in order:
         assert rest.count(part) == 1, part
         rest = rest.split(part)[1]
     own, other = (trainer._generation_batch.prompts[i][-1]["content"] for i in (0, 4))
@@ -324,10 +317,8 @@ def test_tool_output_and_feedback_carry_no_loss(scripted):
     )
     scored = inputs["teacher_entropy"] != 0
     assert torch.equal(scored, mask)
-    logged = []
-    trainer._log_tokens = lambda loss: logged.append((len(loss.terms.token_logps), len(loss.contrasted)))
-    trainer.compute_loss(trainer.model, inputs)
-    assert logged == [(int(mask.sum()), int(mask.sum()))]
+    loss = trainer.credit_step.loss(trainer.model, inputs)
+    assert len(loss.terms.token_logps) == len(loss.contrasted) == int(mask.sum())
 
 
 @pytest.mark.parametrize("topk", [20, None])
@@ -374,28 +365,6 @@ def test_loss_and_gradient_equal_naive_passes(scripted, topk):
 def with_tail(logps, ids):
     kept = logps.gather(-1, ids)
     return torch.cat([kept, torch.log1p(-kept.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-7))], dim=-1)
-
-
-@pytest.mark.parametrize("topk", [20, None])
-def test_without_turn_feedback_nothing_changes(scripted, topk):
-    class Silent(Counter):
-        def get_reward(self):
-            return Verdict(0.0, f"It is {self.answer}.")
-
-    class Nothing(Counter):
-        def get_reward(self):
-            return Verdict(0.0, f"It is {self.answer}.", turn_feedback={})
-
-    results = []
-    for factory in (Silent, Nothing):
-        trainer = scripted(factory=factory, distillation_topk=topk)
-        inputs, built = batch(trainer)
-        assert all(c.insert_at is None for c in built)
-        results.append((inputs, trainer.compute_loss(trainer.model, inputs)))
-    (one, loss), (other, same) = results
-    assert torch.equal(loss, same)
-    tensors = [name for name in one if isinstance(one[name], torch.Tensor)]
-    assert all(torch.equal(one[name].nan_to_num(), other[name].nan_to_num()) for name in tensors)
 
 
 def test_feedback_on_a_missing_turn_is_reported(scripted):

@@ -27,10 +27,10 @@ def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[Toke
         builder: turns prompts and z into token ids; its configuration chooses z and the contrasts.
 
     Raises:
-        ValueError: a column that the contrast source takes is missing, or turn feedback cannot be placed.
+        ValueError: turn feedback cannot be placed.
     """
     source = builder.source
-    gathered = gather_contrast_batch(batch, builder, source_columns(source) if source else [])
+    gathered = gather_contrast_batch(batch, builder)
     contexts = []
     for i, sample in enumerate(batch.indices):
         drawn = draw_contrasts(source, gathered, sample, builder.config.seed) if source else ()
@@ -44,26 +44,10 @@ def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[Toke
     return contexts
 
 
-def gather_contrast_batch(
-    batch: GenerationBatch, builder: ContextBuilder, columns: list[str] | tuple[str, ...] = ()
-) -> ContrastBatch:
-    """The generation batch of all processes with z of every sample. Every process must call it.
-
-    Args:
-        batch: the generation batch.
-        builder: decodes completions; its configuration chooses the parts of z.
-        columns: dataset columns to gather for the contrast source.
-
-    Raises:
-        ValueError: the dataset has no such column.
-    """
+def gather_contrast_batch(batch: GenerationBatch, builder: ContextBuilder) -> ContrastBatch:
+    """The generation batch of all processes with z of every sample. Every process must call it."""
     config = builder.config
-    for name in columns:
-        if batch.rows and name not in batch.rows[0]:
-            raise ValueError(
-                f"`contrastive_source={config.contrastive_source!r}` takes the dataset column {name!r}; the columns "
-                f"are {', '.join(batch.rows[0])}. Add it, or remove the parameter."
-            )
+    columns = source_columns(builder.source) if builder.source else []
     tools = batch.tools or [None] * len(batch.prompts)
     texts = decode_with_marks(builder.tokenizer, batch.completion_ids, builder.marks)
     answers = []

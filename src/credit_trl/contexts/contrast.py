@@ -93,29 +93,19 @@ def find_source(name: str) -> Source:
     """
     if name in SOURCES:
         return SOURCES[name]
-    return import_function(name, "contrastive_source", sources())
-
-
-def import_function(reference: str, option: str, names: Sequence[str] = ()) -> Callable[..., Any]:
-    """Import `"module:function"`, the value of an option whose other values are `names`.
-
-    Raises:
-        ValueError: the module or the function does not exist.
-    """
-    module, _, attribute = reference.partition(":")
+    module, _, attribute = name.partition(":")
     if not (module and attribute):
-        choices = "".join(f"{name!r}, " for name in names)
-        raise ValueError(f"`{option}` must be {choices}{'or ' if names else ''}'module:function'; got {reference!r}.")
+        known = ", ".join(map(repr, sources()))
+        raise ValueError(f"`contrastive_source` must be {known}, or 'module:function'; got {name!r}.")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(
-            f"`{option}={reference!r}`: {error}. Install it, or add the folder of {module}.py to PYTHONPATH."
+            f"`contrastive_source={name!r}`: {error}. The function must stand at the top level of the module, and the "
+            "folder of the module in PYTHONPATH."
         ) from error
-    except AttributeError as error:
-        raise ValueError(f"`{option}={reference!r}`: {error}. Define it at the top level of the module.") from error
     if not callable(found):
-        raise ValueError(f"`{option}={reference!r}` is a {type(found).__name__}; it must be a function.")
+        raise ValueError(f"`contrastive_source={name!r}` is a {type(found).__name__}; it must be a function.")
     return found
 
 

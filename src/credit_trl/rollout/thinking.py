@@ -95,7 +95,7 @@ def mark_thinking(
     completion_ids: Sequence[Sequence[int]],
     tokenizer: PreTrainedTokenizerBase,
     prompt_of: Callable[[int], str],
-    marks: ThinkingMarks,
+    marks: ThinkingMarks | None = None,
 ) -> list[Any]:
     """Completions of one turn in TRL's form whose text tells thinking from answer.
 
@@ -107,8 +107,9 @@ def mark_thinking(
         completion_ids: sampled ids.
         tokenizer: decodes them.
         prompt_of: renders the prompt of a completion, by its index.
-        marks: see `thinking_marks`.
+        marks: None for those of `thinking_marks`.
     """
+    marks = marks or thinking_marks(tokenizer)
     plain = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     marked = list(completions)
     for index, text in enumerate(decode_with_marks(tokenizer, completion_ids, marks)):

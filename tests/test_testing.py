@@ -1,0 +1,101 @@
+"""Checks for outside weights and tasks: the good ones pass, and each kind of mistake fails. Sources: test_contrast."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+
+from credit_trl import Verdict
+from credit_trl.tasks.task import batch_of
+from credit_trl.testing import check_task, check_weight
+
+
+def confident(credit):
+    return {"distillation": (-credit.entropy).exp()}
+
+
+def over_its_mean(credit):
+    weight = credit.specific.abs().tanh()
+    return {"distillation": weight / credit.mean(weight), "grpo": 1.0 + weight}
+
+
+@pytest.mark.parametrize("weight", [confident, over_its_mean])
+def test_good_weights_pass(weight):
+    check_weight(weight)
+
+
+def over_the_local_mean(credit):
+    weight = (-credit.entropy).exp()
+    return {"distillation": weight / weight[credit.mask].mean()}
+
+
+def over_masked_entries(credit):
+    return {"distillation": credit.entropy / credit.entropy.sum()}
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (over_the_local_mean, "Two processes weigh differently"),
+        (over_masked_entries, "must be finite"),
+        (lambda credit: {"distillation": credit.specific}, "finite and at least 0"),
+        (lambda credit: {"distillation": credit.advantages}, "have shape"),
+        (lambda credit: {"loss": credit.entropy}, "'distillation' or 'grpo', got 'loss'"),
+        (lambda credit: {}, "returned no loss"),
+        (lambda credit: {"distillation": torch.rand(credit.mask.shape)}, "differ"),
+    ],
+)
+def test_a_wrong_weight_fails(weight, message):
+    with pytest.raises((AssertionError, ValueError), match=message):
+        check_weight(weight)
+
+
+def task_with(verify, rows=({"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"},)):
+    return SimpleNamespace(
+        __name__="sums",
+        build=lambda split: Dataset.from_list(list(rows)),
+        verify=lambda response, answer, *, truncated=False: verify(response, answer),
+    )
+
+
+def exact(response, answer):
+    return Verdict(float(response == answer), None if response == answer else f"It is {answer}.")
+
+
+def test_good_tasks_pass():
+    check_task("quickstart")
+    check_task(task_with(exact))
+
+
+def counts_the_batch(completions, answer, **columns):
+    return [Verdict(0.0, f"One of {len(completions)}.")] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "message"),
+    [
+        (
+            task_with(lambda response, answer: exact(response.encode().decode(), answer)),
+            UnicodeEncodeError,
+            "surrogates",
+        ),
+        (task_with(lambda response, answer: Verdict(float(answer in response))), AssertionError, "is successful"),
+        (task_with(lambda response, answer: Verdict(float("nan"))), ValueError, "returned the reward nan"),
+        (task_with(exact, [{"question": "2+2?"}]), ValueError, "no column `prompt`, `answer`"),
+    ],
+)
+def test_a_wrong_task_fails(task, error, message):
+    with pytest.raises(error, match=message):
+        check_task(task)
+
+
+def test_a_verdict_that_depends_on_its_batch_fails():
+    task = task_with(exact)
+    task.reward = counts_the_batch
+    with pytest.raises(AssertionError, match="another verdict beside other responses"):
+        check_task(task)
+    task.reward = batch_of(task.verify)
+    check_task(task)
