@@ -32,12 +32,11 @@ from trl.generation.vllm_client import VLLMClient
 import tiny
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.contexts import build
-from credit_trl.loss import distillation
 from credit_trl.rollout import vllm_client
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.teacher import passes
 from credit_trl.teacher.models import Teacher
-from credit_trl.training import checkpoints
+from credit_trl.training import checkpoints, step
 from credit_trl.training.preemption import SaveOnSigterm
 from distributed import cpu_fsdp2
 
@@ -54,12 +53,12 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
     "verdict, after": (GRPOTrainer, "_calculate_rewards", "after", 1),
     "contexts": (build, "gather_privileged_contexts", "after", 1),
     "contrast draw": (build, "draw_contrasts", "after", 1),
-    "scores, before": (distillation, "score_completions", "before", 1),
+    "scores, before": (step, "score_completions", "before", 1),
     "scores, first pass": (passes, "run_in_wrapped_forward", "before", 1),
     "scores, second pass": (passes, "run_in_wrapped_forward", "after", 2),
-    "scores, after": (distillation, "score_completions", "after", 1),
+    "scores, after": (step, "score_completions", "after", 1),
     "update, before the loss": (CreditTrainer, "_compute_loss", "before", 1),
-    "update, inside the loss": (distillation, "credit_loss", "after", 1),
+    "update, inside the loss": (step, "credit_loss", "after", 1),
     "update, before the backward pass": (CreditTrainer, "_compute_loss", "after", 1),
     "update, inside the optimizer": (torch.optim.AdamW, "step", "before", 1),
     "update, after the optimizer": (torch.optim.AdamW, "step", "after", 1),
