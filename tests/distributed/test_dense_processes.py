@@ -1,4 +1,4 @@
-"""Two processes with half of a batch each equal the dense implementation of Algorithm 1 on the whole batch, in fp64."""
+"""Two processes with half of a batch each equal the dense Algorithm 1 on the whole batch, in fp64."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
     "verdict, before": (GRPOTrainer, "_calculate_rewards", "before", 1),
     "verdict, inside": (sys.modules[__name__], "grade", "before", 3),
     "verdict, after": (GRPOTrainer, "_calculate_rewards", "after", 1),
-    "contexts": (build, "gather_privileged_contexts", "after", 1),
+    "contexts": (build, "gather_contrast_batch", "after", 1),
     "contrast draw": (build, "draw_contrasts", "after", 1),
     "scores, before": (step, "score_completions", "before", 1),
     "scores, first pass": (passes, "run_in_wrapped_forward", "before", 1),
