@@ -20,6 +20,7 @@ def test_two_processes_equal_algorithm_1(tmp_path, make_config, tokenizer, topk,
         "contrastive_coef": 0.3,
         "distillation_topk": topk,
         "loss_type": loss_type,
+        "seed": 5,
     }
     finished(launch(tmp_path, 2, job="dense_run", **options))
     problem = step_problem(tokenizer, make_config(**options))
