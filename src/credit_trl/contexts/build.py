@@ -14,7 +14,7 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import ContrastBatch, draw_contrasts, source_columns
 from credit_trl.contexts.privileged import PrivilegedContext, choose_demonstrations, demonstration_text
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.contexts.turns import TurnFormat, place_turns, read_turn_format
+from credit_trl.contexts.turns import place_turns
 from credit_trl.rollout.batch import GenerationBatch, is_successful
 from credit_trl.rollout.thinking import decode_with_marks, opens_thinking
 
@@ -37,9 +37,8 @@ def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[Toke
         tools = batch.tools[i] if batch.tools else None
         built = builder.build(batch.prompts[i], gathered.privileged[sample], drawn, tools=tools)
         if built.teacher is not None and built.privileged.turns:
-            is_plain = isinstance(batch.prompts[i], str)
-            form = TurnFormat() if is_plain else read_turn_format(partial(builder.render, tools=tools))
-            built = place_turns(built, batch.completion_ids[i], batch.turn_starts[i], builder, form)
+            render = None if isinstance(batch.prompts[i], str) else partial(builder.render, tools=tools)
+            built = place_turns(built, batch.completion_ids[i], batch.turn_starts[i], builder, render)
         contexts.append(built)
     return contexts
 

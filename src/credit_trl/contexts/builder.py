@@ -263,9 +263,9 @@ class ContextBuilder:
         kept = len(ids) - excess - len(self._tokenize_plain(_with_cut(text, "", "")))
         if kept < 2:
             return None
-        head, tail = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
         # A character that is cut in two decodes to the replacement character.
-        begin, end = self.tokenizer.decode(head).rstrip("\ufffd"), self.tokenizer.decode(tail).lstrip("\ufffd")
+        begin = self.tokenizer.decode(ids[: kept - kept // 2]).rstrip("\ufffd")
+        end = self.tokenizer.decode(ids[len(ids) - kept // 2 :]).lstrip("\ufffd")
         shorter = _with_cut(text, begin, end)
         return shorter if len(self._tokenize_plain(_encodable(shorter))) < len(ids) else None
 

@@ -16,24 +16,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.prompts import Render
 from credit_trl.contexts.tokens import TokenContexts
 
 
-@dataclass(frozen=True)
-class TurnFormat:
-    """Text that a chat template puts around a user message in the middle of a conversation; none for plain text."""
+def read_turn_format(render: Render) -> tuple[str, str, str]:
+    """Text of a chat template around a user message in the middle of a conversation.
 
-    before: str = ""  # text before the message's content
-    after: str = ""  # text after it
-    generation_prompt: str = ""  # text that opens a turn of the policy
-
-
-def read_turn_format(render: Render) -> TurnFormat:
-    """Read the format from a chat template.
+    Returns:
+        The text before the message's content, the text after it, and the one that opens the policy's next turn.
 
     Raises:
         ValueError: the template rewrites earlier messages when a user message is appended.
@@ -52,7 +46,7 @@ def read_turn_format(render: Render) -> TurnFormat:
             "template whose turns end the same way in every position."
         )
     before, after = added[len(ended) :].split(message)
-    return TurnFormat(before, after, opened[len(closed) :])
+    return before, after, opened[len(closed) :]
 
 
 def place_turns(
@@ -60,7 +54,7 @@ def place_turns(
     completion_ids: Sequence[int],
     starts: Sequence[int],
     builder: ContextBuilder,
-    form: TurnFormat,
+    render: Render | None,
 ) -> TokenContexts:
     """Contexts of one completion with its turn feedback before each turn.
 
@@ -71,20 +65,21 @@ def place_turns(
         completion_ids: sampled ids.
         starts: first column of each turn; feedback on later turns is ignored.
         builder: encodes untrusted text.
-        form: format of the conversation; the default adds nothing around the feedback (plain text).
+        render: renders the conversation; None for plain text, which has nothing around the feedback.
 
     Raises:
-        ValueError: a turn does not begin with the template's generation prompt.
+        ValueError: a turn does not begin with the template's generation prompt, or see `read_turn_format`.
     """
     feedback = {turn: text for turn, text in sorted(contexts.privileged.turns.items()) if turn < len(starts)}
-    opening = builder.tokenize(form.generation_prompt)
+    before, after, generation_prompt = ("", "", "") if render is None else read_turn_format(render)
+    opening = builder.tokenize(generation_prompt)
     share = builder.config.max_reprompt_len // max(len(feedback), 1)
     prompts = [contexts.teacher, *contexts.contrasts]
     inserted: list[int] = []
     columns: list[int] = []
     cut = contexts.cut
     for turn, text in feedback.items():
-        message, was_cut = builder.encode_turn(text, form.before, form.after, share)
+        message, was_cut = builder.encode_turn(text, before, after, share)
         column = starts[turn] - len(opening)
         if starts[turn] == 0:
             prompts = [_insert_before_opening(prompt, opening, message) for prompt in prompts]

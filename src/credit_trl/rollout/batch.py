@@ -150,7 +150,8 @@ def success_weights(
         has_teacher: global.
     """
     successful = is_successful(rewards, threshold)
-    weights, mixed = [0.0] * len(rewards), 0
+    weights = [0.0] * len(rewards)
+    mixed = 0
     for start in range(0, len(rewards), group_size):
         group = [i for i in range(start, min(start + group_size, len(rewards))) if has_teacher[i]]
         group = [i for i in group if not math.isnan(rewards[i])]

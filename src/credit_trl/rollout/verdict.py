@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _LOGGED = re.compile(
     "(loss|policy_loss|aux_loss|reward|reward_std|frac_reward_zero_std|kl|entropy|entropy_coef|cispo_clip_ratio"
     "|grad_norm|learning_rate|epoch|step|step_time|num_tokens|mean_length|truncated|runtime)$"
-    "|(credit|completions|rewards|sampling|clip_ratio|tools|vespo)/|(avg|pass|maj)@|(eval|train)_"
+    "|(credit|completions|rewards|sampling|clip_ratio|tools|vespo)/|(avg|pass)@|(eval|train)_"
 )
 
 
@@ -85,8 +85,9 @@ class Verdict:
 
     def __repr__(self) -> str:
         """Show the reward and the fields that are not empty."""
-        shown = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) or one.name == "reward"}
-        return f"Verdict({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        shown = [f"{name}={value!r}" for name, value in values.items() if value or name == "reward"]
+        return f"Verdict({', '.join(shown)})"
 
     def __float__(self) -> float:
         return math.nan if self.reward is None else float(self.reward)
@@ -186,7 +187,8 @@ class VerdictLog:
         """Wrap the reward function at `position` of the trainer's list. A coroutine function stays one."""
         from trl.trainer.utils import get_callable_name, is_async_callable  # tasks import this module without TRL
 
-        name, parameters = get_callable_name(reward_func), parameters_of(reward_func)
+        name = get_callable_name(reward_func)
+        parameters = parameters_of(reward_func)
         ignored = () if "truncated" in parameters or takes_any_keyword(parameters) else ("truncated",)
 
         def accepted(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Callable[[], None]]]:
@@ -200,10 +202,10 @@ class VerdictLog:
             for log in held:
                 log()
             self._verdicts[position] = verdicts = as_verdicts(name, output, arguments)
-            if (log_metric := arguments.get("log_metric")) is not None:
-                for metric, value in (pair for verdict in verdicts for pair in verdict.metrics.items()):
-                    if math.isfinite(value):
-                        log_metric(metric, float(value))
+            log_metric = arguments.get("log_metric")
+            for metric, value in (pair for verdict in verdicts for pair in verdict.metrics.items()):
+                if log_metric is not None and math.isfinite(value):
+                    log_metric(metric, float(value))
             return [verdict.reward for verdict in verdicts]
 
         if is_async_callable(reward_func):
@@ -226,8 +228,8 @@ class VerdictLog:
 
     def _of_samples(self, num_samples: int) -> list[list[Verdict]]:
         """Verdicts of each local sample, in the order of the reward functions."""
-        columns = [self._verdicts[position] for position in sorted(self._verdicts)]
-        return [[column[row] for column in columns] for row in range(num_samples)]
+        by_function = [self._verdicts[position] for position in sorted(self._verdicts)]
+        return [[verdicts[sample] for verdicts in by_function] for sample in range(num_samples)]
 
     def feedback(self, num_samples: int) -> list[str | None]:
         """Feedback of each local sample, or None."""
@@ -238,7 +240,8 @@ class VerdictLog:
         merged: list[dict[int, str]] = [{} for _ in range(num_samples)]
         for turns, own in zip(merged, self._of_samples(num_samples), strict=True):
             for turn, text in ((turn, text) for v in own for turn, text in v.turn_feedback.items()):
-                if (joined := join_feedback([turns.get(turn), text])) is not None:
+                joined = join_feedback([turns.get(turn), text])
+                if joined is not None:
                     turns[turn] = joined
         return merged
 

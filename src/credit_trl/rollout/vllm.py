@@ -28,7 +28,8 @@ from trl.import_utils import is_vllm_available
 _WRAPPED = ".base_layer"
 _BASE = f"{_WRAPPED}."
 _SAVED = ".modules_to_save."
-_TOKENS, _TOKENS_DELTA = ".token_adapter", ".trainable_tokens_"  # of `trainable_token_indices`
+_TOKENS = ".token_adapter"  # of `trainable_token_indices`, as the next
+_TOKENS_DELTA = ".trainable_tokens_"
 
 
 def await_engine(args: GRPOConfig) -> None:

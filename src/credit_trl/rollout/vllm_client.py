@@ -39,7 +39,7 @@ _RESTART = (
 
 
 class VLLMServerError(ConnectionError):
-    """The vLLM server is gone, does not answer, or refused a request: `problem` in the message's words."""
+    """The vLLM server is gone, does not answer, or refused a request, as `problem` says."""
 
     def __init__(self, url: str, problem: str, fix: str = _RESTART) -> None:
         super().__init__(f"The vLLM server at {url} {problem}. {fix}")
@@ -133,7 +133,8 @@ class _Health:
         """Send one request. None if the server answers, or if its silence is shorter than `patience`."""
         problem = _ask_health(self.url, min(CONNECT_SECONDS, self.patience))
         if problem is None:
-            self.last_answer, self.refusals = time.monotonic(), 0
+            self.last_answer = time.monotonic()
+            self.refusals = 0
             return None
         self.refusals = self.refusals + 1 if "refused" in problem.lower() else 0
         if self.refusals >= REFUSALS:
