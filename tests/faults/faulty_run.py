@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
-from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 
@@ -72,6 +71,8 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
     "checkpoint, before the teacher": (checkpoints, "save_progress", "before", 1),
     "checkpoint, after the progress": (checkpoints, "save_progress", "after", 1),
     "checkpoint, before it is on disk": (checkpoints, "sync_to_disk", "before", 1),
+    "checkpoint, before its manifest": (checkpoints, "write_manifest", "before", 1),
+    "checkpoint, after its manifest": (checkpoints, "write_manifest", "after", 1),
     "checkpoint, before its name": (checkpoints, "rename_atomically", "before", 1),
     "checkpoint, after its name": (checkpoints, "rename_atomically", "after", 1),
     "checkpoint, before the old ones go": (checkpoints, "rotate_checkpoints", "before", 1),
@@ -208,7 +209,7 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
     assert made.accelerator.num_processes == processes
     if fault is not None and fault.rank == rank:
         schedule(fault, lambda: made.state.global_step)
-    made.train(resume_from_checkpoint=get_last_checkpoint(str(out)))
+    made.train(resume_from_checkpoint="latest")
     finals = digests(made)
     if rank == 0:
         (out / FINAL).write_text(json.dumps(finals))

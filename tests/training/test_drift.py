@@ -129,7 +129,8 @@ def test_masked_samples_have_no_share_of_the_fidelity(make_model, make_config, t
     trainer = build(make_model, make_config, tokenizer, dataset)
     batch = GenerationBatch([{}] * 8, ["x"] * 8, [[1]] * 8, [1.0, 0.0, 0.0, 0.0] * 2, [None] * 8, 0, group_size=4)
     contexts = [SimpleNamespace(teacher=[1])] * 8
-    weights = trainer._success_weights(batch, contexts, [True, True, False, False] * 2)
+    mask = torch.tensor([[True], [True], [False], [False]] * 2)
+    weights = trainer._weigh_successes(batch, contexts, mask)
     assert weights.tolist() == [0.5, -0.5, 0.0, 0.0] * 2
 
 
@@ -155,8 +156,8 @@ def test_fidelity_is_the_gap_of_delta_v_in_mixed_groups(make_model, make_config,
 
     seen = []
     trainer._distillation_loss = recording
-    log = trainer._log_tokens
-    trainer._log_tokens = lambda loss: seen.append(loss) or log(loss)
+    add = trainer._token_metrics.add
+    trainer._token_metrics.add = lambda mode, loss: seen.append(loss) or add(mode, loss)
     trainer.train()
     expected = 0.0
     for inputs, loss in zip(losses, seen, strict=True):

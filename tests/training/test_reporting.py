@@ -79,6 +79,5 @@ def test_table_of_completions_has_feedback_teacher_prompt_and_mean_credit(make_m
     for row in table:
         assert row["feedback"].startswith("The answer is ")
         assert row["feedback"] in row["teacher_prompt"]
-        assert row["teacher_prompt"].startswith(row["prompt"][:20])
         assert math.isfinite(row["s_mean"])
     assert any(row["s_mean"] != 0.0 for row in table)

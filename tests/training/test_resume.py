@@ -12,7 +12,6 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from credit_trl import CreditTrainer
-from credit_trl.contexts import contrast
 from credit_trl.training.checkpoints import (
     BatchLayout,
     EpochRepeatSampler,
@@ -20,6 +19,7 @@ from credit_trl.training.checkpoints import (
     save_progress,
 )
 from credit_trl.training.metrics import CreditWarning
+from credit_trl.training.step import CreditStep
 from tiny import length_verdicts
 
 
@@ -275,13 +275,11 @@ def test_resuming_with_other_micro_batches_keeps_boundaries(make_model, make_con
 
 def test_each_evaluation_draws_the_same_contrasts(make_model, make_config, tokenizer, dataset, monkeypatch):
     """The first evaluation after a resumption must draw as the next one of an uninterrupted run."""
-    steps, draw = [], contrast.draw_from_batch
-
-    def recording(*args, step, **options):
-        steps.append(step)
-        return draw(*args, step=step, **options)
-
-    monkeypatch.setattr(contrast, "draw_from_batch", recording)
+    steps = []
+    build = CreditStep.build_contexts
+    monkeypatch.setattr(
+        CreditStep, "build_contexts", lambda self, batch: steps.append(batch.index) or build(self, batch)
+    )
     config = make_config(per_device_eval_batch_size=8, num_generations_eval=2)
     trainer = CreditTrainer(
         make_model(), length_verdicts, config, dataset, eval_dataset=dataset, processing_class=tokenizer

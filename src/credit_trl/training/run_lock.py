@@ -91,7 +91,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _is_alive(path: Path, holder: dict[str, Any]) -> bool:
     if holder["host"] == socket.gethostname():
         try:
-            return abs(psutil.Process(holder["pid"]).create_time() - holder["started"]) < 1.0
+            process = psutil.Process(holder["pid"])
+            is_same = abs(process.create_time() - holder["started"]) < 1.0
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
     first = _last_beat(path)

@@ -32,7 +32,6 @@ HOOKS: dict[type, dict[str, str | None]] = {
         "_push_from_checkpoint": "checkpoint_folder",
         "_run_epoch": None,  # of transformers
         "_save_checkpoint": "model trial",
-        "_set_signature_columns_if_needed": "",
         "compute_loss": "model inputs return_outputs num_items_in_batch",
         "create_model_card": "model_name dataset_name tags",
         "log": "logs start_time",
