@@ -110,21 +110,17 @@ def save_progress(
 
 def load_progress(
     directory: str | Path, rank: int, device: torch.device, layout: BatchLayout
-) -> tuple[int, list[dict[str, Any]] | None] | None:
-    """Read what `save_progress` wrote: (step, rollouts), or None for a checkpoint of another trainer.
+) -> tuple[int, list[dict[str, Any]] | None]:
+    """Read what `save_progress` wrote: (step, rollouts).
 
     At a generation boundary the layout may differ from the saved one. The run starts the same generation batch, and
     `step` is converted to passes of the new layout.
 
     Raises:
         ValueError: the checkpoint lies inside a generation batch and was saved with another layout.
-        FileNotFoundError: it lies inside a generation batch and this process's part is missing.
     """
-    directory = Path(directory)
-    if not (directory / STATE_FILE).is_file():
-        return None
-    state = json.loads((directory / STATE_FILE).read_text())
-    saved = BatchLayout(**state.get("layout", asdict(layout)))
+    state = json.loads((Path(directory) / STATE_FILE).read_text())
+    saved = BatchLayout(**state["layout"])
     if not state["inside_generation_batch"]:
         return state["step"] // saved.passes * layout.passes, None
     if saved != layout:
@@ -134,12 +130,9 @@ def load_progress(
             f"{layout.rollouts}. Resume with the number of processes and the batch sizes that saved it, or from a "
             "checkpoint at a generation boundary."
         )
-    path = directory / f"rollouts_{rank}.pt"
-    if not path.is_file():
-        raise FileNotFoundError(f"{directory} was saved inside a generation batch and has no {path.name}.")
     # The device may be "cpu:0", but CPU tensors are on "cpu".
     location = torch.device("cpu") if device.type == "cpu" else device
-    return state["step"], torch.load(path, map_location=location, weights_only=True)
+    return state["step"], torch.load(Path(directory) / f"rollouts_{rank}.pt", map_location=location, weights_only=True)
 
 
 def saved_options(directory: str | Path) -> dict[str, Any]:
@@ -405,11 +398,7 @@ class ResumableTrainer(GRPOTrainer):
         if self.teacher is not None and self._restores_teacher(checkpoint):
             self.teacher.load(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
-        progress = load_progress(checkpoint, rank, device, self._layout)
-        if progress is not None:
-            self._step, self._buffered_inputs = progress
-            for batch in self._buffered_inputs or ():
-                batch.pop("table_rows", None)  # rows of the table of completions of the process that saved them
+        self._step, self._buffered_inputs = load_progress(checkpoint, rank, device, self._layout)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
         check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
