@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +47,10 @@ def move(parameters: Any, seed: int = 7, scale: float = 0.05) -> None:
             parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
 
 
-def step_problem(tokenizer: PreTrainedTokenizerFast, config: CreditConfig, lora: bool = False, **options) -> Problem:
-    """The problem of a configuration; `options` are those of `CreditStep`."""
+def step_problem(
+    tokenizer: PreTrainedTokenizerFast, config: CreditConfig, lora: bool = False, samples=range(8), **options
+) -> Problem:
+    """The problem of a configuration, with the samples of one process; `options` are those of `CreditStep`."""
     policy = build_model(tokenizer, dtype=torch.float64)
     if lora:
         policy = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
@@ -61,18 +62,21 @@ def step_problem(tokenizer: PreTrainedTokenizerFast, config: CreditConfig, lora:
     prompts = [[{"role": "user", "content": f"{i // 2}+{7 * (i // 2)}="}] for i in range(8)]
     generator = torch.Generator().manual_seed(3)
     completions = [torch.randint(32, 200, (n,), generator=generator).tolist() for n in LENGTHS]
+    feedback = ["low", None, "high", None, "odd", "even", None, None]
+    prompts, completions = [prompts[i] for i in samples], [completions[i] for i in samples]
     batch = GenerationBatch(
         rows=[{"prompt": prompt} for prompt in prompts],
         prompts=prompts,
         completion_ids=completions,
         rewards=[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0],
-        verdict_feedback=["low", None, "high", None, "odd", "even", None, None],
-        first=0,
+        verdict_feedback=[feedback[i] for i in samples],
+        first=samples[0],
         group_size=2,
     )
     encoded = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
     tensors = padded(encoded, "prompt", left=True) | padded(completions, "completion")
-    tensors["advantages"] = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    tensors["advantages"] = torch.linspace(-1, 1, len(samples), dtype=torch.float64)
+    tensors["num_items_in_batch"] = torch.tensor(float(sum(LENGTHS)))
     contexts = step.build_contexts(batch)
     return Problem(step, policy, batch, tensors | step.prepare(batch, tensors), contexts)
 
@@ -116,13 +120,13 @@ def divergence(log_p: Tensor, a: Tensor, alpha: float, tail: str, whole: bool) -
     return ((1 - alpha) * p * (log_p - log_m) + alpha * q * (log_q - log_m)).sum(-1)
 
 
-def naive_token_losses(problem: Problem, teacher: nn.Module, sample: int, policy: nn.Module | None = None) -> Tensor:
+def naive_token_losses(problem: Problem, teacher: nn.Module, sample: int) -> Tensor:
     """(t,) losses of one sample: lines 2 to 7 of Algorithm 1."""
     config, own = problem.step.config, problem.contexts[sample]
     completion = problem.batch.completion_ids[sample]
     prompt_mask = problem.tensors["prompt_mask"][sample].bool()
     prompt = problem.tensors["prompt_ids"][sample][prompt_mask].tolist()
-    p = logps(policy or problem.policy, prompt, completion, config.temperature)
+    p = logps(problem.policy, prompt, completion, config.temperature)
     if own.teacher is None:
         return p.new_zeros(len(completion))
     with problem.step.teacher.active(), torch.no_grad():
@@ -142,11 +146,13 @@ def naive_token_losses(problem: Problem, teacher: nn.Module, sample: int, policy
     return divergence(buckets(p, support, tail), target, config.distillation_alpha, tail, size == p.shape[-1])
 
 
-def naive_loss(problem: Problem, teacher: nn.Module, rows: list[int] | None = None, **options: Any) -> Tensor:
-    """Mean over samples of the mean over tokens, the reduction of `loss_type="grpo"`."""
+def naive_loss(
+    problem: Problem, teacher: nn.Module, rows: list[int] | None = None, over_tokens: bool = False
+) -> Tensor:
+    """Mean over samples of the mean over tokens, as `loss_type="grpo"`; or over all tokens, as `"dapo"`."""
     rows = list(range(len(LENGTHS))) if rows is None else rows
-    losses = [naive_token_losses(problem, teacher, i, **options).mean() for i in rows]
-    return torch.stack(losses).mean()
+    losses = [naive_token_losses(problem, teacher, i) for i in rows]
+    return torch.cat(losses).mean() if over_tokens else torch.stack([loss.mean() for loss in losses]).mean()
 
 
 def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
@@ -160,8 +166,3 @@ def scoring_model(problem: Problem) -> nn.Module:
     """The module of the teacher; for LoRA the policy, whose adapter `Teacher.active` switches."""
     with problem.step.teacher.active() as model:
         return model
-
-
-def frozen(model: nn.Module) -> nn.Module:
-    """A copy without gradients."""
-    return copy.deepcopy(model).requires_grad_(False)

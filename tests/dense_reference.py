@@ -16,13 +16,12 @@ from credit_trl.loss import (
     LMHead,
     LossConfig,
     LossTokens,
-    Scores,
     SupportConfig,
     TeacherStates,
+    blocks,
     credit_loss,
     score_tokens,
 )
-from credit_trl.loss import blocks
 from credit_trl.objective import Form
 
 SUPPORTS = [

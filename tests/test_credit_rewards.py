@@ -15,7 +15,6 @@ from credit_trl.lab.analysis.pmi import contrastive_pmi
 seeds = st.integers(0, 10_000)
 coefs = st.floats(0, 1.5)
 forms = st.sampled_from(["subtract", "guide"])
-baselines = st.sampled_from(["mean_log", "log_mean"])
 
 
 def draws(seed, *shape):
@@ -24,12 +23,12 @@ def draws(seed, *shape):
         yield -torch.rand(*shape, generator=generator, dtype=torch.float64) * 5
 
 
-@given(seed=seeds, coef=coefs, form=forms, baseline=baselines, beta=st.floats(0.01, 2))
-def test_zero_lambda_is_the_ratio_and_x_itself_cancels_it(seed, coef, form, baseline, beta):
+@given(seed=seeds, coef=coefs, form=forms, beta=st.floats(0.01, 2))
+def test_zero_lambda_is_the_ratio_and_x_itself_cancels_it(seed, coef, form, beta):
     draw = draws(seed, 4)
     policy, reference = next(draw), next(draw)
     plain = beta * (policy - reference)
-    options = {"beta": beta, "form": form, "baseline": baseline}
+    options = {"beta": beta, "form": form}
     others = torch.stack([next(draw) for _ in range(6)]).view(2, 3, 4)
     torch.testing.assert_close(credit_rewards(policy, reference, *others, contrastive_coef=0.0, **options), plain)
     same = policy.expand(3, -1), reference.expand(3, -1)
@@ -70,29 +69,28 @@ def test_generic_part_cancels_at_dpos_optimum(seed, coef, beta, form):
     torch.testing.assert_close(margin(without), margin(expected), rtol=1e-6, atol=1e-9)
 
 
-@given(seed=seeds, coef=coefs, form=forms, baseline=baselines)
-def test_token_rewards_sum_to_the_analysis_contrastive_pmi(seed, coef, form, baseline):
+@given(seed=seeds, coef=coefs, form=forms)
+def test_token_rewards_sum_to_the_analysis_contrastive_pmi(seed, coef, form):
     draw = draws(seed, 2, 7)
     policy, reference = next(draw), next(draw)
     others = torch.stack([next(draw) for _ in range(3)]), torch.stack([next(draw) for _ in range(3)])
-    options = {"form": form, "baseline": baseline}
+    options = {"form": form}
     tokens = credit_rewards(policy, reference, *others, contrastive_coef=coef, **options)
     whole = contrastive_pmi(policy, reference, *others, coef, **options).contrastive_pmi
     torch.testing.assert_close(tokens.sum(-1), whole)
-    if baseline == "mean_log":
-        sums = policy.sum(-1), reference.sum(-1), *(o.sum(-1) for o in others)
-        torch.testing.assert_close(credit_rewards(*sums, contrastive_coef=coef, form=form), whole)
+    sums = policy.sum(-1), reference.sum(-1), *(o.sum(-1) for o in others)
+    torch.testing.assert_close(credit_rewards(*sums, contrastive_coef=coef, form=form), whole)
 
 
-@given(seed=seeds, form=forms, baseline=baselines, per_token=st.booleans())
-def test_numerator_contrast_is_the_papers_advantage(seed, form, baseline, per_token):
+@given(seed=seeds, form=forms, per_token=st.booleans())
+def test_numerator_contrast_is_the_papers_advantage(seed, form, per_token):
     draw = draws(seed, 6, 9)
     teacher, student = next(draw), next(draw)
     contrasts = torch.stack([next(draw) for _ in range(2)])
     coef = torch.linspace(0, 1, 6, dtype=torch.float64) if per_token else 0.3
-    expected = objective.credit_advantages(teacher, contrasts, student, coef, form, baseline)
+    expected = objective.credit_advantages(teacher, contrasts, student, coef, form)
     spread = coef[:, None].expand(6, 9) if per_token else coef
-    found = credit_rewards(teacher, student, contrasts, contrastive_coef=spread, form=form, baseline=baseline)
+    found = credit_rewards(teacher, student, contrasts, contrastive_coef=spread, form=form)
     torch.testing.assert_close(found, expected)
 
 

@@ -24,9 +24,8 @@ from tiny import build_model, build_tokenizer, save_model
 # Options that the loss of an update does not show, or that choose where another teacher is loaded from.
 NOT_WALKED = frozenset(
     """
-    console_log credit_stop_on distillation_chunk_size distillation_is_clip distillation_kernels on_verifier_error
-    scoring_batch_tokens scoring_packed teacher_adapter_name_or_path teacher_model_revision teacher_offload
-    teacher_sync_steps update_batch_tokens update_packed verifier_timeout
+    distillation_is_clip distillation_kernels on_nonfinite on_verifier_error packed scoring_batch_tokens
+    teacher_sync_steps update_batch_tokens verifier_timeout
     """.split()
 )
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
@@ -48,63 +47,35 @@ CHOICES = [
     {"contrastive_coef": 0.4},
     {"contrastive_coef": 0.0},
     {"contrastive_form": "guide"},
-    {"contrastive_gate": 0.015},  # between the positions of these runs, so that it hides no other option
-    {"contrastive_gate": 0.9},  # above all positions, so that it shows itself beside every other option
     {"contrastive_count": 2},
     {"contrastive_source": "dataset"},
-    {"contrastive_source": "same_task"},
-    {"contrastive_source": "none"},
-    {"contrastive_source": "wrong_feedback"},
-    {"contrastive_baseline": "log_mean"},
-    {"contrastive_swap": "hint"},
-    {"contrastive_swap": "self"},
-    {"credit_use": "modulate", "credit_weight_temperature": 6.0},  # few weights are clipped
-    {"credit_use": "route"},
-    {"credit_weight": "s"},
-    {"credit_weight": "entropy"},
-    {"credit_weight_form": "residual"},
-    {"credit_weight_clip": 0.6},
-    {"credit_weight_temperature": 3.0},
-    {"credit_weight_norm": False},
-    {"dynamic_sampling_rounds": 1},
     {"distillation_weight": 0.5},
     {"distillation_weight": 0.0},
     {"distillation_alpha": 0.5},
-    {"distillation_support": "student_topk"},
-    {"distillation_support": "full"},
     {"distillation_support": "sampled"},
     {"distillation_topk": 40},
+    {"distillation_topk": None},
     {"distillation_tail": "renormalize"},
     {"teacher_model_kind": "base"},
     {"teacher_model_kind": "live"},
-    {"teacher_model_kind": "trust_region"},
     {"teacher_model_kind": "model", "teacher_model_name_or_path": "TEACHER"},
     {"teacher_model_init_kwargs": '{"dtype": "bfloat16"}'},
-    {"teacher_trust_weight": 0.8},
-    {"teacher_trust_kl": 0.02},
-    {"teacher_rehearsal": 0.5},
     {"teacher_update_rate": 0.7},
     {"teacher_prompt": "student"},
-    {"teacher_hint": "foreign"},
     {"include_environment_feedback": False},
     {"environment_feedback_only_without_solution": True},
     {"use_successful_as_teacher": False},
     {"success_reward_threshold": 0.4},
     {"dont_reprompt_on_self_success": False},
     {"teacher_context": "think+solution"},
-    {"remove_thinking_from_demonstration": False},
     {"max_reprompt_len": 250},
-    {"reprompt_style": "paper"},
     {"reprompt_template": "{prompt}|{solution}|{feedback}"},
     {"solution_template": "S{successful_previous_attempt}"},
     {"feedback_template": "F{feedback_raw}"},
-    {"success_feedback_template": "W{feedback_raw}"},
 ]
 
 # Options whose effect begins with the second generation batch.
-LATE = {
-    *("teacher_update_rate", "teacher_model_kind", "teacher_rehearsal", "teacher_trust_weight", "teacher_trust_kl"),
-}
+LATE = {"teacher_update_rate", "teacher_model_kind"}
 
 
 def name_of(choice: int) -> str:
@@ -178,7 +149,7 @@ class Walk:
     def is_neutral(self, choice: int, *others: int) -> bool:
         """Whether a choice changes nothing beside others that train."""
         names = {name_of(c) for c in (choice, *others)}
-        batches = 3 if "teacher_rehearsal" in names else 2 if names & LATE else 1  # the second batch rehearses
+        batches = 2 if names & LATE else 1
         changed, unchanged = (self.losses(frozenset(c), batches) for c in ((choice, *others), others))
         if isinstance(changed, str) or isinstance(unchanged, str):
             return False
@@ -198,10 +169,7 @@ class Walk:
 
 def others(choice: int) -> list[int]:
     """Choices beside which a choice must have an effect."""
-    if CHOICES[choice] == {"contrastive_gate": 0.015}:
-        return []
-    hides = {"contrastive_gate": 0.9}
-    return [o for o in range(len(CHOICES)) if name_of(o) != name_of(choice) and CHOICES[o] != hides]
+    return [o for o in range(len(CHOICES)) if name_of(o) != name_of(choice)]
 
 
 def make_trainer(folder: str, options: dict[str, object]) -> CreditTrainer:
@@ -218,12 +186,8 @@ def make_trainer(folder: str, options: dict[str, object]) -> CreditTrainer:
     )
     trainer = CreditTrainer(build_model(TOKENIZER), verdicts, config, ROWS, processing_class=TOKENIZER)
     trainer._decode = lambda ids: [f"<think>since {sum(x)}</think>so {x[0]} {'so ' * (sum(x) % 7 * 16)}" for x in ids]
-    if config.distillation_weight:
-        kind = config.teacher_model_kind
-        if kind == "trust_region":
-            perturb(trainer.teacher.average.model)
-        elif kind in ("ema", "base"):
-            perturb(trainer.teacher.model)
+    if config.distillation_weight and config.teacher_model_kind in ("ema", "base"):
+        perturb(trainer.teacher.model)
     return trainer
 
 
@@ -235,7 +199,7 @@ def train(trainer: CreditTrainer, batches: int) -> list[float]:
         with torch.no_grad():
             for name, parameter in trainer.model.named_parameters():
                 parameter -= 0.5 * gradients[name]
-        if trainer.args.distillation_weight and trainer.args.teacher_model_kind in ("ema", "trust_region"):
+        if trainer.args.distillation_weight and trainer.args.teacher_model_kind == "ema":
             trainer.teacher.update(trainer.args.teacher_update_rate)
     return losses
 

@@ -144,7 +144,7 @@ def test_the_code_that_trains_scores_with_the_papers_r_t(seed, y, x, z, coef):
     others = [o for o in range(X) if o != x]
     f, g, student = rollout(joint, y, x, z, others)
     head, tokens = LMHead(torch.eye(V, dtype=torch.float64)), torch.tensor(y)
-    support = SupportConfig("teacher_topk", V - 1)
+    support = SupportConfig("teacher_topk", None)
     scores = score_tokens(TeacherStates(f, g, head), tokens, support)
     hidden = student.clone().requires_grad_()
     ones = torch.ones(T, dtype=torch.float64)
@@ -153,7 +153,7 @@ def test_the_code_that_trains_scores_with_the_papers_r_t(seed, y, x, z, coef):
     advantages = credit_advantages(f, g, student, coef)
     expected = torch.stack([advantages[t, y[t]] for t in range(T)])
     torch.testing.assert_close(sampled, expected, rtol=1e-9, atol=1e-9)
-    # K = V − 1 tokens and a tail of one token: the loss is the whole divergence, its gradient Algorithm 1's.
+    # K = V: the loss is the whole divergence, its gradient Algorithm 1's.
     loss = (student.exp() * (student - (f - coef * g.mean(0)))).sum()
     torch.testing.assert_close(terms.loss, loss, rtol=1e-6, atol=1e-6)
     terms.loss.backward()

@@ -28,9 +28,11 @@ def train(make_model, make_config, tokenizer, dataset):
         trainer.seen = []
         build = trainer.context_builder.build
 
-        def recording(prompt, contrasts, privileged, render):
-            built = build(prompt, contrasts, privileged, render)
-            trainer.seen.append(([prompt, *contrasts], built))
+        def recording(prompt, privileged, contrasts=(), *, tools=None):
+            drawn = []
+            kept = (drawn.append(one.prompt) or one for one in contrasts)
+            built = build(prompt, privileged, kept, tools=tools)
+            trainer.seen.append(([prompt, *drawn], built))
             return built
 
         trainer.context_builder.build = recording
@@ -72,9 +74,9 @@ def test_plain_text_prompts(train, tokenizer):
 
     trainer = train(verdicts, rows)
     for own, contrast in texts(trainer, tokenizer):
-        assert own.startswith(tuple("01234567"))
+        assert own[-4:] in {f"{i}+1=" for i in range(8)}
         assert "<|im_start|>" not in own
-        assert own.split("+1=")[1] == contrast.split("+1=")[1]
+        assert own[:-4] == contrast[:-4]
 
 
 def test_a_static_column_and_verdicts_both_reach_the_teacher(train, tokenizer, dataset):
@@ -129,7 +131,7 @@ def test_what_of_a_rollout_the_teacher_sees(train, tokenizer, dataset, kept, wan
         trainer_options={"rollout_func": rollouts},
     )
     for own, _ in texts(trainer, tokenizer):
-        section = own.split("Correct solution:")[1].split("Correctly solve")[0]
+        section = own.split("Correct solution:")[1].split("Now solve")[0]
         assert wanted in section
         assert unwanted not in section
 
@@ -167,15 +169,14 @@ def test_unclosed_thinking_of_the_prompt_is_told_to_the_verifier(train, tokenize
 
     def verdicts(completions, completion_ids, **kwargs):
         told.extend((c[-1]["content"], ids) for c, ids in zip(completions, completion_ids, strict=True))
-        return [Verdict(0.0, "x", corrected=c[-1]["content"] + "!") for c in completions]
+        return [Verdict(0.0, "x") for _ in completions]
 
     template = tokenizer.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     assert template != tokenizer.chat_template
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    trainer = train(verdicts)
+    train(verdicts)
     assert told
     assert all(text == "<think>" + tokenizer.decode(ids, skip_special_tokens=True) for text, ids in told)
-    assert trainer._generation_batch.corrected == [None] * 8
 
 
 def test_a_streamed_column_does_not_replace_the_truncation_flag(train, dataset):
@@ -281,8 +282,8 @@ def test_an_environments_reward_may_be_a_verdict(make_model, make_config, tokeni
     seen = []
     build = trainer.context_builder.build
 
-    def recording(prompt, contrasts, privileged, render):
-        seen.append((privileged, build(prompt, contrasts, privileged, render)))
+    def recording(prompt, privileged, contrasts=(), *, tools=None):
+        seen.append((privileged, build(prompt, privileged, contrasts, tools=tools)))
         return seen[-1][1]
 
     trainer.context_builder.build = recording

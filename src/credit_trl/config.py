@@ -124,7 +124,7 @@ class CreditConfig(GRPOConfig):
             Templates of the teacher's user turn, by default those of the paper's appendix. Placeholders:
             `{prompt}{solution}{feedback}`, `{successful_previous_attempt}`, `{feedback_raw}`.
 
-        > Errors of reward functions
+        > Errors
 
         on_verifier_error (`"raise"` or `"skip"`, *optional*, defaults to `"raise"`):
             Policy for a reward function that raises or exceeds `verifier_timeout`: end the run, or mask the rollouts
@@ -132,6 +132,9 @@ class CreditConfig(GRPOConfig):
         verifier_timeout (`float`, *optional*):
             Maximum seconds of one call of a reward function (all rollouts of one process); later results are ignored.
             With a limit the function runs in its own thread. `None`: no limit.
+        on_nonfinite (`"raise"` or `"skip"`, *optional*, defaults to `"raise"`):
+            Policy for an update whose loss or gradient is NaN or infinite: end the run before the optimizer's step,
+            or skip the update; `credit/frac_skipped_updates` logs their share.
 
     Raises:
         ValueError: at construction, where a value is out of range or a combination cannot train.
@@ -175,6 +178,7 @@ class CreditConfig(GRPOConfig):
 
     on_verifier_error: Literal["raise", "skip"] = "raise"
     verifier_timeout: float | None = None
+    on_nonfinite: Literal["raise", "skip"] = "raise"
 
     def __post_init__(self) -> None:
         _check_values(self)  # own options first: TRL checks the machine, and its error would hide theirs

@@ -240,6 +240,7 @@ class CreditTrainer(ResumableTrainer):
                     completion_ids_list,
                     self._tokenizer,
                     lambda sample: self.context_builder.student_text(prompts[sample]),
+                    self.context_builder.marks,
                 )
             rewards_per_func = super()._calculate_rewards(inputs, prompts, graded, completion_ids_list)
         if self.args.on_verifier_error == "skip":

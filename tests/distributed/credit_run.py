@@ -21,7 +21,8 @@ from transformers import TrainerCallback
 
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
-from credit_trl.contexts import contrast
+from credit_trl.contexts import build
+from credit_trl.rollout.batch import prompt_key
 from distributed import cpu_fsdp2
 
 GROUP = 4
@@ -59,14 +60,16 @@ def whole(tensor):
 
 def kept_draws() -> list[tuple[int, list[str]]]:
     """Return a list that gets (sample, prompts drawn for it) of each later draw."""
-    draws, draw = [], contrast.draw_from_batch
+    draws, draw = [], build.draw_contrasts
 
-    def record(keys, samples, *args, **kwargs):
-        drawn = draw(keys, samples, *args, **kwargs)
-        draws.extend((sample, [keys[i] for i in d]) for sample, d in zip(samples, drawn, strict=True))
-        return drawn
+    def record(source, batch, sample, seed):
+        drawn = []
+        draws.append((sample, drawn))
+        for contrast in draw(source, batch, sample, seed):
+            drawn.append(prompt_key(contrast.prompt))
+            yield contrast
 
-    contrast.draw_from_batch = record
+    build.draw_contrasts = record
     return draws
 
 
@@ -118,7 +121,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         processes: number of processes.
         port: a free port.
         limit: seconds until the watchdog ends the process.
-        options: `per_device` (batch size of a process), `lora`, `fsdp2`, `support` and `kind` of the teacher.
+        options: `per_device` (batch size of a process), `lora`, `fsdp2`, `topk` and `kind` of the teacher.
     """
     out = Path(folder)
     begin(out, rank, limit)
@@ -153,7 +156,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         contrastive_coef=0.3,
         teacher_update_rate=0.2,
         teacher_model_kind=options["kind"],
-        distillation_support=options["support"],
+        distillation_topk=options["topk"],
         ddp_find_unused_parameters=False,
     )
     gradients, draws = FirstGradients(), kept_draws()

@@ -25,11 +25,11 @@ import rounding  # noqa: F401, registers a quantizer
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from credit_trl.evaluation import EvaluationCallback
-from credit_trl.loss import distillation
 from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.teacher.external import ModelTeacher
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_shape
+from credit_trl.training import micro_batches, step
 from distributed import cpu_fsdp2, credit_run, standin_engine
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -116,6 +116,14 @@ class LocalLosses(CreditTrainer):
         self.longest: list[int] = []
         self.dtypes: set[str] = set()
         self.parts: list[int] = []
+        parts_of = micro_batches._parts
+
+        def counted(*args: Any) -> list[list[int]]:
+            parts = parts_of(*args)
+            self.parts.append(len(parts))
+            return parts
+
+        micro_batches._parts = counted
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate_single_turn(*args, **kwargs)
@@ -123,25 +131,20 @@ class LocalLosses(CreditTrainer):
         return generated
 
     def _distillation_loss(self, *args: Any) -> torch.Tensor:
-        credit_loss = distillation.credit_loss
+        credit_loss = step.credit_loss
 
         def record(hidden: Any, head: Any, tokens: Any, scores: Any, config: Any) -> Any:
             parts = [*vars(tokens).values(), *vars(scores).values()]
             self.dtypes |= {str(part.dtype) for part in parts if torch.is_tensor(part) and part.is_floating_point()}
             return credit_loss(hidden, head, tokens, scores, config)
 
-        distillation.credit_loss = record
+        step.credit_loss = record
         try:
             loss = super()._distillation_loss(*args)
         finally:
-            distillation.credit_loss = credit_loss
+            step.credit_loss = credit_loss
         self.dtypes.add(str(loss.dtype))
         return loss
-
-    def _parts(self, *args: Any) -> list[list[int]]:
-        parts = super()._parts(*args)
-        self.parts.append(len(parts))
-        return parts
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)

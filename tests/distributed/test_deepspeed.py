@@ -16,7 +16,7 @@ CASES = [
     ("zero3", 2, {}),
     ("zero2", 2, {"lora": True}),
     ("zero3", 2, {"lora": True}),
-    ("zero3", 2, {"distillation_support": "full"}),
+    ("zero3", 2, {"distillation_topk": None}),
     ("zero3", 2, {"teacher_model_kind": "live"}),
     ("zero3", 2, {"distillation_weight": 0.5}),
     ("zero3", 2, {"from_path": True}),

@@ -15,12 +15,12 @@ CASES = [
     ("ddp", PLAIN),
     ("fsdp2", PLAIN),
     ("fsdp2", {}),
-    ("fsdp2", {"distillation_support": "full", **PLAIN}),
+    ("fsdp2", {"distillation_topk": None, **PLAIN}),
     ("fsdp2", {"teacher_model_init_kwargs": rounding.OPTIONS, **PLAIN}),
     ("zero2", PLAIN),
     ("zero3", PLAIN),
     ("zero3", {}),
-    ("zero3", {"distillation_support": "full", **PLAIN}),
+    ("zero3", {"distillation_topk": None, **PLAIN}),
 ]
 
 

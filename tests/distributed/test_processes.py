@@ -10,7 +10,7 @@ import torch
 
 from distributed.launching import finished, launch
 
-DEFAULTS = {"lora": False, "fsdp2": False, "support": "teacher_topk", "kind": "ema"}
+DEFAULTS = {"lora": False, "fsdp2": False, "topk": 20, "kind": "ema"}
 
 
 def run(out: Path, processes: int, per_device: int, **options: Any) -> list[dict]:
@@ -40,15 +40,14 @@ def load(path: Path) -> dict:
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
-        pytest.param(2, {}, id="full-teacher_topk"),
-        pytest.param(2, {"lora": True, "support": "full"}, id="lora-full"),
-        pytest.param(2, {"support": "student_topk", "kind": "live"}, id="student_topk-live", marks=pytest.mark.slow),
-        pytest.param(2, {"fsdp2": True}, id="fsdp2-teacher_topk"),
-        pytest.param(2, {"fsdp2": True, "support": "full"}, id="fsdp2-full", marks=pytest.mark.slow),
+        pytest.param(2, {}, id="full-topk"),
+        pytest.param(2, {"lora": True, "topk": None}, id="lora-whole"),
+        pytest.param(2, {"fsdp2": True}, id="fsdp2-topk"),
+        pytest.param(2, {"fsdp2": True, "topk": None}, id="fsdp2-whole", marks=pytest.mark.slow),
         pytest.param(2, {"fsdp2": True, "lora": True}, id="fsdp2-lora", marks=pytest.mark.slow),
         pytest.param(2, {"fsdp2": True, "kind": "live"}, id="fsdp2-live", marks=pytest.mark.slow),
         pytest.param(4, {"fsdp2": True}, id="fsdp2-four", marks=pytest.mark.slow),
-        pytest.param(4, {"support": "full"}, id="four-full", marks=pytest.mark.slow),
+        pytest.param(4, {"topk": None}, id="four-whole", marks=pytest.mark.slow),
         # Four processes of two rollouts, so that each group spans two processes.
         pytest.param(4, {"lora": True}, id="four-lora", marks=pytest.mark.slow),
     ],

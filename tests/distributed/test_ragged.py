@@ -18,10 +18,11 @@ RAGGED = {
     "completions of one token": {"completions": "one token"},
     "all truncated": {"completions": "truncated", "mask_truncated_completions": True},
 }
-CASES = [(wrapper, ragged, "teacher_topk") for wrapper in TYPES for ragged in RAGGED]
-CASES += [("fsdp2", ragged, support) for ragged in RAGGED for support in ("full", "student_topk")]
-CASES += [("fsdp2", "a process without a teacher", "sampled"), ("zero3", "a process without a teacher", "full")]
-FAST = [CASES[0], ("fsdp2", "all truncated", "teacher_topk")]
+SUPPORTS = {"topk": {}, "whole": {"distillation_topk": None}, "sampled": {"distillation_support": "sampled"}}
+CASES = [(wrapper, ragged, "topk") for wrapper in TYPES for ragged in RAGGED]
+CASES += [("fsdp2", ragged, "whole") for ragged in RAGGED]
+CASES += [("fsdp2", "a process without a teacher", "sampled"), ("zero3", "a process without a teacher", "whole")]
+FAST = [CASES[0], ("fsdp2", "all truncated", "topk")]
 
 
 def case(wrapper, ragged, support):
@@ -43,7 +44,7 @@ def assert_reached_together(facts: list[dict], wrapper: str, steps: int) -> None
 @pytest.mark.parametrize(("wrapper", "ragged", "support"), [case(*c) for c in CASES])
 def test_all_processes_reach_all_collectives(tmp_path, wrapper, ragged, support):
     needs(wrapper)
-    options = {"wrapper": wrapper, "distillation_support": support, "max_steps": 2, **RAGGED[ragged]}
+    options = {"wrapper": wrapper, "max_steps": 2, **SUPPORTS[support], **RAGGED[ragged]}
     facts = finished(launch(tmp_path, 2, **options))
     assert_reached_together(facts, wrapper, steps=2)
     first, second = ([abs(loss) for loss in f["losses"]] for f in facts)
@@ -86,15 +87,15 @@ def test_control_watchdog_ends_hanging_run(tmp_path):
 
 UNPADDED = {
     "ddp-trimmed": ("ddp", {}),
-    "ddp-packed": ("ddp", {"update_packed": True}),
-    "ddp-lora-packed": ("ddp", {"update_packed": True, "lora": True}),
+    "ddp-packed": ("ddp", {"packed": True}),
+    "ddp-lora-packed": ("ddp", {"packed": True, "lora": True}),
     "fsdp2-trimmed": ("fsdp2", {}),
-    "fsdp2-packed": ("fsdp2", {"update_packed": True, "scoring_packed": True}),
-    "fsdp2-iterations": ("fsdp2", {"update_packed": True, "num_iterations": 2}),
-    "fsdp2-checkpointing": ("fsdp2", {"update_packed": True, "gradient_checkpointing": True}),
-    "zero3-packed": ("zero3", {"update_packed": True}),
+    "fsdp2-packed": ("fsdp2", {"packed": True}),
+    "fsdp2-iterations": ("fsdp2", {"packed": True, "num_iterations": 2}),
+    "fsdp2-checkpointing": ("fsdp2", {"packed": True, "gradient_checkpointing": True}),
+    "zero3-packed": ("zero3", {"packed": True}),
     "ddp-parts": ("ddp", {"update_batch_tokens": 58}),
-    "fsdp2-parts": ("fsdp2", {"update_packed": True, "update_batch_tokens": 58}),
+    "fsdp2-parts": ("fsdp2", {"packed": True, "update_batch_tokens": 58}),
 }
 
 
@@ -107,7 +108,7 @@ def test_processes_without_padding_equal_processes_with_it(tmp_path, name):
     steps = 3 if name == "fsdp2-packed" else 8
     common = {"wrapper": wrapper, "optim": "sgd", "learning_rate": 0.02, "max_steps": steps, "batch": 4}
     common |= {"gradient_accumulation_steps": 4, "verdicts": "first process only"}
-    kept = {k: v for k, v in options.items() if k not in ("update_packed", "scoring_packed", "update_batch_tokens")}
+    kept = {k: v for k, v in options.items() if k not in ("packed", "update_batch_tokens")}
     padded = finished(launch(tmp_path / "padded", 2, padded=True, **common, **kept))
     facts = finished(launch(tmp_path / "unpadded", 2, **common, **options))
     assert facts[0]["collectives"] == facts[1]["collectives"]
@@ -119,4 +120,4 @@ def test_processes_without_padding_equal_processes_with_it(tmp_path, name):
     weights, expected = (torch.load(file, weights_only=True)["weights"] for file in files)
     assert max((weights[n] - expected[n]).abs().max() for n in expected) <= 1e-6
     factors = [row["credit/padding_factor"] for row in facts[0]["log"]]
-    assert max(factors) <= 1.0 if "update_packed" in options else min(factors) >= 1.0  # prompts are read once
+    assert max(factors) <= 1.0 if "packed" in options else min(factors) >= 1.0  # prompts are read once

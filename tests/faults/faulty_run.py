@@ -25,19 +25,17 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
-from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 
 import tiny
 from credit_trl import CreditConfig, CreditTrainer
 from credit_trl.contexts import build
-from credit_trl.loss import distillation
 from credit_trl.rollout import vllm_client
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.teacher import passes
 from credit_trl.teacher.models import Teacher
-from credit_trl.training import checkpoints
+from credit_trl.training import checkpoints, step
 from credit_trl.training.preemption import SaveOnSigterm
 from distributed import cpu_fsdp2
 
@@ -52,14 +50,14 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
     "verdict, before": (GRPOTrainer, "_calculate_rewards", "before", 1),
     "verdict, inside": (sys.modules[__name__], "grade", "before", 3),
     "verdict, after": (GRPOTrainer, "_calculate_rewards", "after", 1),
-    "contexts": (build, "gather_privileged_contexts", "after", 1),
+    "contexts": (build, "gather_contrast_batch", "after", 1),
     "contrast draw": (build, "draw_contrasts", "after", 1),
-    "scores, before": (distillation, "score_completions", "before", 1),
+    "scores, before": (step, "score_completions", "before", 1),
     "scores, first pass": (passes, "run_in_wrapped_forward", "before", 1),
     "scores, second pass": (passes, "run_in_wrapped_forward", "after", 2),
-    "scores, after": (distillation, "score_completions", "after", 1),
+    "scores, after": (step, "score_completions", "after", 1),
     "update, before the loss": (CreditTrainer, "_compute_loss", "before", 1),
-    "update, inside the loss": (distillation, "credit_loss", "after", 1),
+    "update, inside the loss": (step, "credit_loss", "after", 1),
     "update, before the backward pass": (CreditTrainer, "_compute_loss", "after", 1),
     "update, inside the optimizer": (torch.optim.AdamW, "step", "before", 1),
     "update, after the optimizer": (torch.optim.AdamW, "step", "after", 1),
@@ -73,6 +71,8 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
     "checkpoint, before the teacher": (checkpoints, "save_progress", "before", 1),
     "checkpoint, after the progress": (checkpoints, "save_progress", "after", 1),
     "checkpoint, before it is on disk": (checkpoints, "sync_to_disk", "before", 1),
+    "checkpoint, before its manifest": (checkpoints, "write_manifest", "before", 1),
+    "checkpoint, after its manifest": (checkpoints, "write_manifest", "after", 1),
     "checkpoint, before its name": (checkpoints, "rename_atomically", "before", 1),
     "checkpoint, after its name": (checkpoints, "rename_atomically", "after", 1),
     "checkpoint, before the old ones go": (checkpoints, "rotate_checkpoints", "before", 1),
@@ -209,7 +209,7 @@ def run(folder: str, variant: str, fault: Fault | None, rank: int, processes: in
     assert made.accelerator.num_processes == processes
     if fault is not None and fault.rank == rank:
         schedule(fault, lambda: made.state.global_step)
-    made.train(resume_from_checkpoint=get_last_checkpoint(str(out)))
+    made.train(resume_from_checkpoint="latest")
     finals = digests(made)
     if rank == 0:
         (out / FINAL).write_text(json.dumps(finals))

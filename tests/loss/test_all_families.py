@@ -107,7 +107,7 @@ def step(make_config, tokenizer, family):
 
     def run(**options) -> list[float]:
         sizes = {"max_steps": 1, "max_completion_length": 16, "max_reprompt_len": 400, "max_grad_norm": 1e9}
-        config = make_config(**sizes, distillation_support="full", **options)
+        config = make_config(**sizes, distillation_topk=None, **options)
         model = build_tiny(family, tokenizer)
         trainer = CreditTrainer(
             model, length_verdicts, config, rows, processing_class=tokenizer, rollout_func=rollouts
@@ -137,4 +137,4 @@ def test_family_trains_alike_in_each_layout_or_is_refused(step, family):
         return
     close = pytest.approx(whole, rel=1e-3, abs=1e-3)
     assert step(per_device_train_batch_size=4, gradient_accumulation_steps=2) == close
-    assert unless_refused(step, "cannot be packed", update_packed=True, scoring_packed=True) in (None, close)
+    assert unless_refused(step, "cannot be packed", packed=True) in (None, close)

@@ -54,7 +54,7 @@ def device_waits():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_micro_batch_waits_three_times_for_the_device(make_model, make_config, tokenizer, dataset, packed):
-    config = make_config(update_packed=packed, contrastive_count=2)
+    config = make_config(packed=packed, contrastive_count=2)
     trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
@@ -101,5 +101,5 @@ def test_scores_of_8192_tokens_take_at_most_five_gigabytes(temperature):
         ids = torch.empty(n, dtype=torch.long)
     chunk = 4096 * vocabulary * 4
     with Held(head.weight, states.hidden, states.contrast_hidden, ids) as held:
-        score_tokens(states, ids, SupportConfig("teacher_topk", 100), 4096)
+        score_tokens(states, ids, SupportConfig("teacher_topk", 100))
     assert chunk < held.peak <= 5.1e9

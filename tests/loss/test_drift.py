@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, TeacherStates, credit_loss
-from credit_trl.objective import ContrastRule
+from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, TeacherStates, credit_loss, score_tokens
 
 A, B = 0, 1
 DELTAS, SPREADS, COEFS = (0.2, 0.93, 3.0, 6.6), (0.5, 4.5, 7.5, 11.4), (0.05, 0.1, 0.2, 0.5)
@@ -74,8 +73,9 @@ class Branch:
         states = TeacherStates(teacher, contrast[None], self.head)
         ids = torch.zeros(len(self.coef), dtype=torch.int64)
         tokens = LossTokens(ids, torch.ones_like(self.coef) if weights is None else weights, self.coef)
-        config = LossConfig(SupportConfig("full"), ContrastRule(form), alpha)
-        return credit_loss(self.logits, self.head, tokens, states, config).loss
+        support = SupportConfig(topk=None)
+        scores = score_tokens(states, ids, support)
+        return credit_loss(self.logits, self.head, tokens, scores, LossConfig(support, form, alpha)).loss
 
     def train(self, form: str, alpha: float = 1.0, steps: int = 120) -> Tensor:
         """Log-odds after training. Rprop converges whatever the scale of the gradient, which is p_A p_B."""

@@ -167,9 +167,7 @@ def test_chunks_do_not_change_the_result(support, tail, alpha):
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
-@pytest.mark.parametrize(
-    ("support", "tail"), [("teacher_topk", "bucket"), ("teacher_topk", "renormalize"), ("sampled", "bucket")]
-)
+@pytest.mark.parametrize(("support", "tail"), [("teacher_topk", "bucket"), ("teacher_topk", "renormalize")])
 def test_half_precision_inputs_are_accumulated_in_fp32(dtype, precision, support, tail):
     case = make_case(n=64, v=80, h=16, bias=True, softcap=4.0, seed=6, dtype=dtype)
     # λ, weights and the like are not stored in half precision.
@@ -241,7 +239,9 @@ def test_second_backward_pass_raises():
 
 def test_a_second_derivative_raises():
     case = make_case()
-    (gradient,) = torch.autograd.grad(ours(case, "teacher_topk", "bucket", 1.0, None).loss, case.hidden, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        ours(case, "teacher_topk", "bucket", 1.0, None).loss, case.hidden, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="does not require grad"):
         gradient.sum().backward()
 
@@ -301,8 +301,7 @@ def test_no_tensor_exceeds_one_chunk_or_the_head(support, tail, alpha):
     case = make_case(n=n, v=v, h=h, contrasts=4)
     with Allocations() as allocations:
         ours(case, support, tail, alpha, 5, 2.0, chunk).loss.backward()
-    buffers = 2
-    assert max(allocations.sizes) <= buffers * chunk * v < n * v / 4
+    assert max(allocations.sizes) <= 2 * chunk * v < n * v / 4
 
 
 def test_the_gradient_of_the_head_is_held_once():
@@ -353,12 +352,13 @@ def test_no_gradient_is_formed_where_none_is_wanted(tail):
 @given(n=st.integers(1, 5), v=st.integers(1, 400), seed=st.integers(0, 2**16), ties=st.booleans(), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_top_columns_are_torchs_topk(n, v, seed, ties, data):
-    k = data.draw(st.integers(1, v))
+    k = data.draw(st.integers(1, max(v - 1, 1)))
     logits = torch.randn(n, v, generator=torch.Generator().manual_seed(seed))
     logits = logits.round() if ties else logits
     ids = top_columns(logits, k)
     assert torch.equal(logits.gather(-1, ids), logits.topk(k, dim=-1).values)
     assert all(len(set(row)) == k for row in ids.tolist())
+    assert top_columns(logits, v).tolist() == [list(range(v))] * n
 
 
 @given(shape=shapes, contrasts=st.integers(0, 4), seed=st.integers(0, 2**16), data=st.data())

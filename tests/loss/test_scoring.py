@@ -18,10 +18,10 @@ from credit_trl import CreditTrainer
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss import SupportConfig, TeacherStates, score_tokens
 from credit_trl.loss.head import lm_head
-from credit_trl.loss.scoring import ScoringConfig, gather_states, score_completions
-from credit_trl.teacher.models import CopyTeacher, Teacher, make_teacher
-from credit_trl.teacher.packing import SHORTEST_SHARED, SharedRow, enable_packing, packed_inputs
-from credit_trl.teacher.passes import PassConfig, _Sequence, passes
+from credit_trl.loss.scores import score_completions
+from credit_trl.teacher.models import Teacher
+from credit_trl.teacher.packing import SHORTEST_SHARED, enable_packing, packed_inputs, shared_row
+from credit_trl.teacher.passes import _Sequence, passes
 from families import FAMILIES, SMALL, build_family
 from tiny import context_ids
 
@@ -60,6 +60,11 @@ def batch():
     return contexts, CompletionBatch(ids, mask, loss_mask)
 
 
+def scored(teacher, batch, support, batch_tokens, packed):
+    """Scores of a batch at the temperature 0.8."""
+    return score_completions(teacher, *batch, support, partial(lm_head, temperature=0.8), batch_tokens, packed)
+
+
 def naive_scores(model, batch, tail):
     """Scores from one unpadded forward pass per context."""
     contexts, completions = batch
@@ -90,8 +95,7 @@ def test_scores_do_not_depend_on_how_sequences_are_batched(make_model, batch, ta
     model = make_model().eval()
     contexts, completions = batch
     loss_mask = completions.loss_mask
-    config = ScoringConfig(SupportConfig("teacher_topk", 6, tail), 0.8, passes=PassConfig(batch_tokens, packed))
-    scores = score_completions(CountingTeacher(model), contexts, completions, config)
+    scores = scored(CountingTeacher(model), batch, SupportConfig("teacher_topk", 6, tail), batch_tokens, packed)
     expected = naive_scores(model, batch, tail)
     for sample in range(len(contexts)):
         for name, values in scores.items():
@@ -102,34 +106,12 @@ def test_scores_do_not_depend_on_how_sequences_are_batched(make_model, batch, ta
                 assert_close(values[sample][wanted], reference, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_states_of_in_step_supports_are_row_major(make_model, batch, packed):
-    model = make_model().eval()
-    contexts, completions = batch
-    ids, loss_mask = completions.ids, completions.loss_mask
-    loss_mask[3] = False  # no teacher
-    config = ScoringConfig(SupportConfig("full"), passes=PassConfig(50, packed))
-    states = gather_states(CountingTeacher(model), contexts, completions, config)
-    assert states.contrast_hidden.shape[:2] == (2, int(loss_mask.sum()))
-    assert not states.head.weight.requires_grad
-    everything = torch.cat([states.hidden[None], states.contrast_hidden])
-    token = 0
-    for sample, own in enumerate(contexts):
-        for column in loss_mask[sample].nonzero()[:, 0].tolist():
-            for context, prompt in enumerate(context_ids(own)):
-                row = torch.tensor([prompt + ids[sample, :column].tolist()])
-                expected = model.base_model(input_ids=row).last_hidden_state[0, -1]
-                assert_close(everything[context, token], expected.detach(), rtol=1e-4, atol=1e-5)
-            token += 1
-
-
 def test_every_prompt_is_read_once_within_the_budget(make_model, batch):
     contexts, completions = batch
     real = sum(len(p) + int(completions.mask[i].sum()) for i, c in enumerate(contexts) for p in context_ids(c) or ())
     for packed in (False, True):
         teacher = CountingTeacher(make_model().eval())
-        config = ScoringConfig(SupportConfig("full"), passes=PassConfig(80, packed))
-        gather_states(teacher, contexts, completions, config)
+        scored(teacher, batch, SupportConfig("sampled"), 80, packed)
         assert all(size <= 80 for size, _ in teacher.tokens)
         assert sum(used for _, used in teacher.tokens) == real
         assert not packed or sum(size for size, _ in teacher.tokens) == real
@@ -142,7 +124,7 @@ sequences = st.lists(st.integers(1, 200), min_size=1, max_size=40).map(
 
 @given(sequences, st.integers(1, 600), st.booleans())
 def test_passes_hold_every_sequence_once_within_the_budget(sequences, batch_tokens, packed):
-    batches = list(passes(sequences, PassConfig(batch_tokens, packed)))
+    batches = list(passes(sequences, batch_tokens, packed))
     assert sorted(s.sample for batch in batches for s in batch) == list(range(len(sequences)))
     for batch in batches:
         tokens = sum(map(len, batch)) if packed else len(batch) * max(map(len, batch))
@@ -155,7 +137,7 @@ def test_sorting_by_length_leaves_little_padding():
     sizes = torch.randint(100, 1000, (256,), generator=generator).tolist()
     arrived = [_Sequence(i, 0, [0] * size, 3) for i, size in enumerate(sizes)]
     real = sum(map(len, arrived))
-    padded = sum(len(batch) * max(map(len, batch)) for batch in passes(arrived, PassConfig(8192)))
+    padded = sum(len(batch) * max(map(len, batch)) for batch in passes(arrived, 8192, False))
     unsorted = sum(8 * max(map(len, arrived[i : i + 8])) for i in range(0, 256, 8))
     assert padded < 1.05 * real < 1.4 * real < unsorted
 
@@ -169,8 +151,8 @@ tokens_of_two = st.lists(st.integers(0, 1), max_size=20).map(lambda ids: torch.t
     )
 )
 def test_shared_row_holds_every_sequence(sequences):
-    row = SharedRow.of([ids.tolist() for ids in sequences])
-    places = row.places.split(list(map(len, sequences)))
+    row = shared_row([ids.tolist() for ids in sequences])
+    places = row.indices.split(list(map(len, sequences)))
     piece_of = torch.repeat_interleave(torch.arange(len(row.lengths)), torch.tensor(row.lengths))
     for ids, own in zip(sequences, places, strict=True):
         assert row.ids[own].tolist() == ids.tolist()
@@ -179,11 +161,11 @@ def test_shared_row_holds_every_sequence(sequences):
         assert row.parents[first] is None
         assert [row.parents[piece] for piece in rest] == [first][: len(rest)]
     assert len(row.ids) <= sum(map(len, sequences))
-    assert sorted(set(row.places.tolist())) == list(range(len(row.ids)))
+    assert sorted(set(row.indices.tolist())) == list(range(len(row.ids)))
 
 
 def tokens_read(sequences):
-    """The fewest tokens of a row, over all divisions of the sorted sequences into groups that share a beginning."""
+    """The fewest tokens of a row, over all divisions of the sorted sequences into groups that share a prefix."""
     if not sequences:
         return 0
     found = []
@@ -203,9 +185,9 @@ def tokens_read(sequences):
     )
 )
 def test_shared_row_reads_as_few_tokens_as_possible(drawn):
-    """Prompts with a common beginning, as a system prompt: few samples of one do not cost the others theirs."""
+    """Prompts with a common prefix, as a system prompt: few samples of one do not cost the others theirs."""
     sequences = [[*prompt, last] for prompt, last in drawn]
-    assert len(SharedRow.of(sequences).ids) == tokens_read(sorted(sequences))
+    assert len(shared_row(sequences).ids) == tokens_read(sorted(sequences))
 
 
 @pytest.mark.parametrize("family", [*sorted(FAMILIES.keys() - {"Gemma2"}), "sliding window"])
@@ -220,12 +202,12 @@ def test_states_of_a_shared_row_are_those_of_its_sequences(make_model, tokenizer
     prompt = draw((30,))
     sequences = [torch.cat([prompt, draw((size,))]) for size in (1, 7, 12, 20)]
     sequences += [torch.cat([prompt[:18], draw((5,))]), sequences[1], prompt, draw((4,))]
-    row = SharedRow.of([ids.tolist() for ids in sequences])
+    row = shared_row([ids.tolist() for ids in sequences])
     assert len(row.ids) == 30 + (1 + 7 + 12 + 20 + 7) + (18 + 5) + 4
     with torch.no_grad():
         inputs = packed_inputs(model, row.ids, row.lengths, row)
         states = model.base_model(**inputs, use_cache=False).last_hidden_state[0]
-        for ids, places in zip(sequences, row.places.split(list(map(len, sequences))), strict=True):
+        for ids, places in zip(sequences, row.indices.split(list(map(len, sequences))), strict=True):
             expected = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
             assert_close(states[places], expected, rtol=1e-4, atol=1e-5)
 
@@ -244,8 +226,8 @@ def test_a_contrast_reads_the_prompt_of_another_sample_once(make_model):
         lambda module, args, output: sizes.append(args[0].numel())
     )
     for packed in (True, False):
-        config = ScoringConfig(SupportConfig("teacher_topk", 6), passes=PassConfig(10_000, packed))
-        scores[packed] = score_completions(CountingTeacher(model), contexts, batch, config)
+        support = SupportConfig("teacher_topk", 6)
+        scores[packed] = scored(CountingTeacher(model), (contexts, batch), support, 10_000, packed)
     hook.remove()
     assert sizes == [2 * 40 + 8 * (9 + 6), 8 * (40 + 9 + 6)]
     for name, values in scores[True].items():
@@ -287,34 +269,4 @@ def test_trainer_refuses_packing_before_generation(make_model, make_config, toke
     model = make_model()
     model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match=r"cannot be packed: .*'eager'"):
-        CreditTrainer(model, lambda **_: [], make_config(scoring_packed=True), dataset, processing_class=tokenizer)
-
-
-def test_offloaded_teacher_is_on_the_device_while_scoring(make_model, monkeypatch):
-    student = make_model()
-    teacher = make_teacher("ema", student, Accelerator(cpu=True), offload=True)
-    assert isinstance(teacher, CopyTeacher)
-    assert teacher.offload
-    moves = []
-    monkeypatch.setattr(type(teacher.model), "to", lambda self, device: moves.append(str(device)) or self)
-    with teacher.active():
-        assert moves == ["cpu"]  # the accelerator's device, here
-    assert moves == ["cpu", "cpu"]
-
-
-def test_offloaded_teacher_averages_like_a_resident_one(make_model):
-    student = make_model()
-    teachers = [make_teacher("ema", student, Accelerator(cpu=True), offload=offload) for offload in (True, False)]
-    with torch.no_grad():
-        for parameter in student.parameters():
-            parameter += 0.1
-    for teacher in teachers:
-        teacher.update(0.25)
-    assert teachers[0].drift() == teachers[1].drift() > 0
-    for (mine, _), (other, _) in zip(teachers[0].pairs(), teachers[1].pairs(), strict=True):
-        assert torch.equal(mine, other)
-
-
-def test_offloading_is_refused_where_there_is_no_copy(make_model):
-    with pytest.raises(ValueError, match="teacher_offload=False"):
-        make_teacher("live", make_model(), Accelerator(cpu=True), offload=True)
+        CreditTrainer(model, lambda **_: [], make_config(packed=True), dataset, processing_class=tokenizer)

@@ -7,11 +7,12 @@ import torch
 import transformers
 
 from credit_trl import CreditTrainer
-from credit_trl.loss import distillation, scoring
+from credit_trl.loss import scores
 from credit_trl.loss.head import lm_head
 from credit_trl.teacher import causal_lm
 from credit_trl.teacher.causal_lm import backbone, head_dtype
-from credit_trl.teacher.policy_pass import Sequences, policy_states
+from credit_trl.teacher.policy_pass import chosen_sequences, policy_states
+from credit_trl.training import step
 from families import SMALL
 from tiny import length_verdicts
 
@@ -49,7 +50,7 @@ def test_fp32_head_reproduces_model_logps(make_model, make_config, tokenizer, da
     batch = {"prompt_ids": ids[:, :6], "completion_ids": ids[:, 6:]}
     batch |= {name.replace("ids", "mask"): torch.ones_like(part) for name, part in batch.items()}
     with torch.no_grad():
-        hidden = policy_states(model, Sequences.of(batch, batch["completion_mask"].bool())).hidden
+        hidden = policy_states(model, chosen_sequences(batch, batch["completion_mask"].bool()))[0]
         expected = model(input_ids=ids).logits[:, 5:-1]
     assert hidden.dtype == expected.dtype == FP32
     actual = lm_head(model, 1.0).logps(hidden).view_as(expected)
@@ -62,18 +63,16 @@ def test_fp32_head_reproduces_model_logps(make_model, make_config, tokenizer, da
     ("options", "expected"),
     [
         ({}, BF16),
-        ({"distillation_support": "full"}, BF16),
         ({"cast_lm_head_to_fp32": True}, FP32),
-        ({"cast_lm_head_to_fp32": True, "distillation_support": "full"}, FP32),
     ],
-    ids=["teacher_topk", "full", "cast to fp32", "cast to fp32-full"],
+    ids=["teacher_topk", "cast to fp32"],
 )
 def test_student_and_teacher_use_same_head_dtype(
     make_model, make_config, tokenizer, dataset, monkeypatch, options, expected
 ):
     """Apply the rule of a GPU on a CPU."""
     entered = {"student": set(), "teacher": set()}
-    loss, states = distillation.credit_loss, scoring.token_states
+    loss, states = step.credit_loss, scores.token_states
 
     def record_loss(hidden, *args, **kwargs):
         entered["student"].add(hidden.dtype)
@@ -81,12 +80,12 @@ def test_student_and_teacher_use_same_head_dtype(
 
     def record_states(*args, **kwargs):
         for part in states(*args, **kwargs):
-            entered["teacher"].add(part.teacher.dtype)
+            entered["teacher"].add(part[2].dtype)
             yield part
 
     monkeypatch.setattr(causal_lm, "head_dtype", lambda h, w, device, autocast: head_dtype(h, w, "cuda", autocast))
-    monkeypatch.setattr(distillation, "credit_loss", record_loss)
-    monkeypatch.setattr(scoring, "token_states", record_states)
+    monkeypatch.setattr(step, "credit_loss", record_loss)
+    monkeypatch.setattr(scores, "token_states", record_states)
     model, config = make_model(), make_config(bf16=True, **options)
     trainer = CreditTrainer(model, length_verdicts, config, dataset, processing_class=tokenizer)
     trainer.train()

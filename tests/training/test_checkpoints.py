@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from credit_trl import CreditTrainer
 from credit_trl.training import checkpoints
 from credit_trl.training.checkpoints import CheckpointError, checkpoint_to_resume, rename_atomically
+from credit_trl.training.manifest import write_manifest
 from tiny import length_verdicts
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ def test_only_complete_checkpoints_within_limit_remain(make_trainer, tmp_path):
     assert names(tmp_path / "run") == ["checkpoint-3"]
     files = {path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir()}
     assert {"model.safetensors", "optimizer.pt", "trainer_state.json", "teacher.safetensors"} <= files
-    assert {"credit_state.json", "rng_state.pth", "scheduler.pt"} <= files
+    assert {"credit_state.json", "rng_state.pth", "scheduler.pt", "manifest.json"} <= files
 
 
 def full_disk(*args, **kwargs):
@@ -66,10 +67,11 @@ def full_disk(*args, **kwargs):
     [
         (torch, "save"),
         (checkpoints, "save_progress"),
+        (checkpoints, "write_manifest"),
         (checkpoints, "sync_to_disk"),
         (checkpoints, "rename_atomically"),
     ],
-    ids=["optimizer", "progress", "sync", "rename"],
+    ids=["optimizer", "progress", "manifest", "sync", "rename"],
 )
 def test_full_disk_keeps_previous_checkpoint(make_trainer, tmp_path, monkeypatch, owner, name):
     trainer, original = make_trainer(), getattr(owner, name)
@@ -153,7 +155,7 @@ def test_latest_is_newest_complete_checkpoint_or_none(tmp_path):
     assert checkpoint_to_resume("latest", tmp_path / "nowhere") is None
     for name in ("checkpoint-9", "checkpoint-10", "unfinished/checkpoint-11"):
         (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "trainer_state.json").touch()
+        write_manifest(tmp_path / name, {})
     assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-10")
     assert checkpoint_to_resume(str(tmp_path / "checkpoint-9"), tmp_path) == str(tmp_path / "checkpoint-9")
     assert checkpoint_to_resume(None, tmp_path) is None
@@ -167,14 +169,17 @@ def test_missing_checkpoint_error_suggests_latest(asked, tmp_path):
 
 @pytest.mark.parametrize(
     ("asked", "message"),
-    [(".", "folder of a run. Give one of its checkpoints"), ("latest", "checkpoint-3.*not written completely")],
+    [
+        (".", "folder of a run. Give one of its checkpoints"),
+        ("checkpoint-3", "manifest.json is missing.*not written completely"),
+    ],
 )
 def test_folder_that_is_no_checkpoint_is_refused(asked, message, tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     for name in ("run.json", "trainer_state.json"):
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=message):
-        checkpoint_to_resume(asked if asked == "latest" else str(tmp_path / asked), tmp_path)
+        checkpoint_to_resume(str(tmp_path / asked), tmp_path)
 
 
 def test_latest_works_before_first_checkpoint(make_trainer):
@@ -188,8 +193,8 @@ def test_latest_works_before_first_checkpoint(make_trainer):
 def test_second_call_of_train_uses_no_rollouts_of_the_first(make_trainer, monkeypatch):
     trainer = make_trainer(max_steps=1, per_device_train_batch_size=4, steps_per_generation=2)
     generated = []
-    rollouts = trainer._rollouts
-    monkeypatch.setattr(trainer, "_rollouts", lambda inputs: generated.append(trainer._step) or rollouts(inputs))
+    generate = trainer._generate
+    monkeypatch.setattr(trainer, "_generate", lambda prompts: generated.append(trainer._step) or generate(prompts))
     trainer.train()  # ends inside a generation batch
     trainer.train()
     assert generated == [0, 0]

@@ -12,13 +12,15 @@ import torch
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss import CreditLoss
-from credit_trl.loss.distillation import MicroBatchLoss
+from credit_trl.loss.correction import EngineTokens
+from credit_trl.loss.terms import CreditLoss, MicroBatchLoss
 from credit_trl.training.metrics import (
     GENERIC_BATCHES,
     Alarms,
     CreditWarning,
+    TokenMetrics,
     context_metrics,
+    engine_metrics,
     mean_over_tokens,
     token_means,
     token_sums,
@@ -33,9 +35,13 @@ def terms(n, seed=0):
     generator = torch.Generator().manual_seed(seed)
     names = (
         "token_loss token_logps entropy kl_to_target student_mass teacher_mass "
-        "teacher_token_logps generic_token_logps teacher_entropy kl_to_teacher contrastive_coef advantages"
+        "teacher_token_logps generic_token_logps teacher_entropy kl_to_teacher advantages ratio policy_logps"
     ).split()
     return CreditLoss(loss=torch.zeros(()), **{name: torch.randn(n, generator=generator) for name in names})
+
+
+def micro_batch(terms, contrasted, fidelity=ZERO, engine=None):
+    return MicroBatchLoss(terms, contrasted, SAMPLES, fidelity, None, len(contrasted), len(contrasted), engine)
 
 
 def token_metrics(loss, is_sampled, reduce):
@@ -44,14 +50,12 @@ def token_metrics(loss, is_sampled, reduce):
 
 def test_token_metrics_are_moments_at_the_sampled_tokens():
     given, contrasted = terms(50), torch.tensor([True, False]).repeat(25)
-    given.contrastive_coef[:20] = 0.0
-    metrics = token_metrics(MicroBatchLoss(given, contrasted, SAMPLES, ZERO, None), False, lambda sums: sums)[0]
+    metrics = token_metrics(micro_batch(given, contrasted), False, lambda sums: sums)[0]
     f, g, p = given.teacher_token_logps, given.generic_token_logps, given.token_logps
     specific = (f - g)[::2]
     expected = {
         "credit/advantage_mean": given.advantages.mean(),
         "credit/advantage_std": given.advantages.std(correction=0),
-        "credit/frac_gated": torch.tensor(10 / 25),
         "credit/kl_to_teacher": given.kl_to_teacher[::2].mean(),
         "credit/s_mean": specific.mean(),
         "credit/s_std": specific.std(correction=0),
@@ -71,16 +75,12 @@ def test_sums_over_processes_give_global_metrics():
     parts, masks = [terms(7, 1), terms(12, 2)], [torch.ones(7, dtype=torch.bool), torch.ones(12, dtype=torch.bool)]
     sums = []
     for part, mask in zip(parts, masks, strict=True):
-        token_metrics(
-            MicroBatchLoss(part, mask, SAMPLES, torch.tensor(0.25), None), False, lambda s: sums.append(s) or s
-        )
+        token_metrics(micro_batch(part, mask, torch.tensor(0.25)), False, lambda s: sums.append(s) or s)
     names = [k for k, v in vars(parts[0]).items() if k != "loss" and v is not None]
     joined = {k: torch.cat([vars(p)[k] for p in parts]) for k in names}
     whole = CreditLoss(loss=torch.zeros(()), **joined)
-    together = token_metrics(
-        MicroBatchLoss(whole, torch.cat(masks), SAMPLES, torch.tensor(0.5), None), False, lambda s: s
-    )
-    apart = token_metrics(MicroBatchLoss(parts[0], masks[0], SAMPLES, ZERO, None), False, lambda s: sums[0] + sums[1])
+    together = token_metrics(micro_batch(whole, torch.cat(masks), torch.tensor(0.5)), False, lambda s: s)
+    apart = token_metrics(micro_batch(parts[0], masks[0]), False, lambda s: sums[0] + sums[1])
     assert apart[0] == pytest.approx(together[0], nan_ok=True)
     assert apart[1] == pytest.approx(together[1])
 
@@ -88,7 +88,7 @@ def test_sums_over_processes_give_global_metrics():
 def test_tokens_of_all_micro_batches_of_a_log_have_one_weight(run, monkeypatch):
     parts = [terms(n, n) for n in (2, 30)]
     sums = [
-        token_sums(MicroBatchLoss(part, torch.ones(n, dtype=torch.bool), SAMPLES, ZERO, None), lambda s: s)
+        token_sums(micro_batch(part, torch.ones(n, dtype=torch.bool)), lambda s: s)
         for part, n in zip(parts, (2, 30), strict=True)
     ]
     means, entropy = mean_over_tokens(sums, False)
@@ -97,8 +97,8 @@ def test_tokens_of_all_micro_batches_of_a_log_have_one_weight(run, monkeypatch):
     assert means["credit/delta_v_std"] == pytest.approx(delta.std(correction=0).item(), rel=1e-5)
     assert entropy == pytest.approx(torch.cat([part.entropy for part in parts]).mean().item(), rel=1e-5)
     seen = []
-    log_tokens = CreditTrainer._log_tokens
-    monkeypatch.setattr(CreditTrainer, "_log_tokens", lambda self, loss: seen.append(loss) or log_tokens(self, loss))
+    add = TokenMetrics.add
+    monkeypatch.setattr(TokenMetrics, "add", lambda self, mode, loss: seen.append(loss) or add(self, mode, loss))
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
     trainer, _ = run(lambda completions, **_: [Verdict(0.0, "no" if i % 3 else None) for i in range(8)], **options)
     delta = torch.cat([loss.terms.teacher_token_logps - loss.terms.token_logps for loss in seen])
@@ -108,7 +108,7 @@ def test_tokens_of_all_micro_batches_of_a_log_have_one_weight(run, monkeypatch):
 
 def test_metrics_without_tokens_are_nan():
     def measure(n, is_sampled=False):
-        loss = MicroBatchLoss(terms(n), torch.zeros(n, dtype=torch.bool), SAMPLES, torch.tensor(math.nan), None)
+        loss = micro_batch(terms(n), torch.zeros(n, dtype=torch.bool), torch.tensor(math.nan))
         return token_metrics(loss, is_sampled, lambda sums: sums)
 
     assert all(math.isnan(value) for value in measure(0)[0].values())
@@ -162,7 +162,7 @@ def run(make_model, make_config, tokenizer, dataset):
 EVERY_STEP = (
     "credit/s_mean credit/s_std credit/delta_v_mean credit/generic_mean credit/advantage_mean credit/advantage_std "
     "credit/kl_to_target credit/support_mass_student credit/support_mass_teacher credit/frac_with_demonstration "
-    "credit/frac_with_feedback credit/frac_without_teacher credit/frac_without_contrast credit/frac_gated "
+    "credit/frac_with_feedback credit/frac_without_teacher credit/frac_without_contrast "
     "credit/kl_to_teacher entropy "
     "completions/mean_length reward"
 ).split()
@@ -267,15 +267,6 @@ def test_credit_that_is_not_input_specific_warns(specific, delta_v, batches, war
     assert ["S_t is near zero on the tokens" in str(w.message) for w in caught] == [True] * warns
 
 
-def test_closed_gate_warns_and_leaves_sdpo(run):
-    trainer, warned = run(contrastive_gate=0.999, max_steps=3)
-    assert len([w for w in warned if "Lower it; `credit/frac_gated`" in w]) == 1
-    for entry in (e for e in trainer.state.log_history if "loss" in e):
-        assert entry["credit/frac_gated"] == 1.0
-        assert entry["credit/advantage_mean"] == pytest.approx(entry["credit/delta_v_mean"])
-        assert entry["credit/s_mean"] is not None
-
-
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0], ids=["clipped", "not clipped"])
 def test_lost_gradient_warns_once_and_is_counted(run, make_model, max_grad_norm):
     model = make_model()
@@ -351,11 +342,6 @@ def test_warnings_print_no_source_line():
     assert shown == "credit_trl:0: CreditWarning: Check the verifier.\n"
 
 
-def test_contexts_that_are_mostly_cut_warn_once(run):
-    _, warned = run(lambda completions, **_: [Verdict(0.0, "x" * 900) for _ in completions], max_reprompt_len=400)
-    assert len([w for w in warned if w.startswith("100% of the teacher's prompts")]) == 1
-
-
 @pytest.mark.parametrize(("positions", "count"), [(120, 1), (4096, 0)])
 def test_sequences_beyond_the_models_positions_warn_once(run, make_model, positions, count):
     _, warned = run(model=make_model(max_position_embeddings=positions))
@@ -368,20 +354,24 @@ def test_feedback_that_nowhere_fits_warns_once(run, tokenizer, dataset):
     def verdicts(completions, **kwargs):
         return [Verdict(float(i % 4 == 0), "x" * 500) for i in range(len(completions))]
 
-    trainer, messages = run(verdicts, max_reprompt_len=longest + 90)
+    trainer, messages = run(verdicts, max_reprompt_len=longest + 60)
     [message] = [m for m in messages if "max_reprompt_len" in m]
     assert "all of it was dropped" in message
     assert trainer.state.log_history[0]["credit/frac_feedback_dropped"] > 0
 
 
-def test_gradient_that_stays_tiny_warns_once():
-    alarms, metrics = Alarms(), {"credit/advantage_mean": [0.5], "credit/advantage_std": [0.1]}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for norm in [1e-9] * 4 + [1.0] + [1e-9] * 4:
-            alarms.check_gradient({"loss": 2.0, "grad_norm": norm}, metrics)
-        assert not caught
-        for _ in range(3):
-            assert alarms.check_gradient({"loss": 2.0, "grad_norm": 1e-9}, metrics) == 0.0
-    assert [str(w.message) for w in caught] == [str(caught[0].message)]
-    assert "1.0e-09 at a loss of 2" in str(caught[0].message)
+@pytest.mark.parametrize(("kind", "value"), [("missing", math.nan), ("infinite", -math.inf)])
+def test_engine_without_log_probabilities_is_no_engine_without_differences(kind, value):
+    given = terms(10)
+    engine = EngineTokens(given.token_logps.clone(), torch.arange(10), 10)
+    loss = micro_batch(given, torch.ones(10, dtype=torch.bool), engine=engine)
+    assert engine_metrics(loss, lambda x: x)[f"sampling/frac_{kind}_logps"] == 0.0
+    engine.logps[:4] = value
+    metrics = {name: [value] for name, value in engine_metrics(loss, lambda x: x).items()}
+    assert metrics[f"sampling/frac_{kind}_logps"] == [0.4]
+    alarms = Alarms(enabled=False)
+    alarms.raise_once = lambda cause, message: raised.append((cause, message))
+    raised = []
+    alarms.check_engine(metrics)
+    assert f"engine_{kind}" in dict(raised)
+    assert "40.0% of the sampled tokens" in dict(raised)[f"engine_{kind}"]

@@ -12,19 +12,20 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from credit_trl import CreditTrainer
-from credit_trl.contexts import contrast
 from credit_trl.training.checkpoints import (
+    BatchLayout,
     EpochRepeatSampler,
-    Layout,
     load_progress,
-    restores_teacher,
     save_progress,
 )
 from credit_trl.training.metrics import CreditWarning
+from credit_trl.training.step import CreditStep
 from tiny import length_verdicts
 
 
-def train(make_model, make_config, tokenizer, dataset, output_dir, resume=None, lora=False, **options):
+def train(
+    make_model, make_config, tokenizer, dataset, output_dir, resume=None, lora=False, changes="refuse", **options
+):
     config = make_config(
         output_dir=str(output_dir), save_strategy="steps", teacher_update_rate=0.2, temperature=0.9, **options
     )
@@ -38,7 +39,7 @@ def train(make_model, make_config, tokenizer, dataset, output_dir, resume=None, 
     )
     trainer.initial = {name: value.detach().clone() for name, value in weights(trainer).items()}
     trainer.add_callback(begun := Begun(trainer))
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=resume, resume_changes=changes)
     trainer.begun = begun.state
     return trainer
 
@@ -130,15 +131,6 @@ def test_resuming_from_last_step_takes_no_step(make_model, make_config, tokenize
         assert torch.equal(value, expected[name]), name
 
 
-def test_checkpoint_without_teacher_is_refused(make_model, make_config, tokenizer, dataset, tmp_path):
-    train(make_model, make_config, tokenizer, dataset, tmp_path, max_steps=1, save_steps=1)
-    (tmp_path / "checkpoint-1" / "teacher.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="teacher_model_kind"):
-        train(
-            make_model, make_config, tokenizer, dataset, tmp_path, resume=str(tmp_path / "checkpoint-1"), max_steps=2
-        )
-
-
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_base_teacher_is_the_initial_policy_after_an_ema_run(
     make_model, make_config, tokenizer, dataset, tmp_path, lora
@@ -146,37 +138,39 @@ def test_base_teacher_is_the_initial_policy_after_an_ema_run(
     """Troubleshooting recommends `"base"` where a run with an average collapses."""
     arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
     train(*arguments, lora=lora, max_steps=2, save_steps=2)
-    with pytest.warns(CreditWarning, match="The teacher of this run is the model that the run was given"):
-        resumed = train(
-            *arguments,
-            lora=lora,
-            resume=str(tmp_path / "checkpoint-2"),
-            teacher_model_kind="base",
-            max_steps=3,
-            save_steps=3,
-        )
+    options = {"teacher_model_kind": "base", "max_steps": 3, "save_steps": 3}
+    resumed = train(*arguments, lora=lora, resume=str(tmp_path / "checkpoint-2"), changes="allow", **options)
     teacher = {name: value for name, value in weights(resumed).items() if name.startswith("teacher.")}
     assert teacher
     assert all(torch.equal(value, resumed.initial[name]) for name, value in teacher.items())
     assert any(not torch.equal(value, resumed.initial[name]) for name, value in resumed.begun.items())
     state = json.loads((tmp_path / "checkpoint-3" / "credit_state.json").read_text())
-    assert state["teacher_model_kind"] == "base"
+    assert state["options"]["teacher_model_kind"] == "base"
 
 
-@pytest.mark.parametrize(("saved", "kind"), [("base", "ema"), ("live", "ema"), ("ema", "trust_region")])
-def test_average_of_another_kind_of_teacher_is_refused(
-    make_model, make_config, tokenizer, dataset, tmp_path, saved, kind
+@pytest.mark.parametrize("saved", ["base", "live"])
+def test_average_of_another_kind_of_teacher_is_refused_even_if_changes_are_allowed(
+    make_model, make_config, tokenizer, dataset, tmp_path, saved
 ):
     arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
     train(*arguments, max_steps=1, save_steps=1, teacher_model_kind=saved)
-    with pytest.raises(ValueError, match=f"saved with `teacher_model_kind='{saved}'`, and this run has .*'{kind}'"):
-        train(*arguments, resume=str(tmp_path / "checkpoint-1"), max_steps=2, teacher_model_kind=kind)
+    with pytest.raises(ValueError, match=f"saved with `teacher_model_kind='{saved}'`, and this run has 'ema'"):
+        train(*arguments, resume=str(tmp_path / "checkpoint-1"), max_steps=2, changes="allow")
 
 
-def test_checkpoint_that_stores_no_kind_of_teacher_is_loaded(tmp_path):
-    (tmp_path / "credit_state.json").write_text('{"step": 1, "inside_generation_batch": false}')
-    assert restores_teacher(tmp_path, "ema")
-    assert restores_teacher(tmp_path, "base")
+def test_changed_objective_is_refused_with_its_list_unless_allowed(
+    make_model, make_config, tokenizer, dataset, tmp_path
+):
+    arguments = (make_model, make_config, tokenizer, dataset, tmp_path)
+    train(*arguments, max_steps=1, save_steps=1)
+    options = {"max_steps": 2, "contrastive_coef": 0.3, "distillation_topk": 10, "num_generations": 2}
+    with pytest.raises(ValueError, match="resume_changes='allow'") as refused:
+        train(*arguments, resume="latest", **options)
+    for difference in ("contrastive_coef`: 0.1 -> 0.3", "distillation_topk`: 20 -> 10", "num_generations`: 4 -> 2"):
+        assert difference in str(refused.value)
+    assert train(*arguments, resume="latest", changes="allow", **options).state.global_step == 2
+    segments = json.loads((tmp_path / "run.json").read_text())["segments"]
+    assert [(one["step"], one["options"]["contrastive_coef"]) for one in segments] == [(0, 0.1), (1, 0.3)]
 
 
 @pytest.mark.parametrize(
@@ -239,19 +233,16 @@ def test_sampler_has_order_of_trl_in_any_epoch():
         assert list(ours) == epochs[start]
 
 
-LAYOUT = Layout(processes=2, rollouts=4, passes=4)
+LAYOUT = BatchLayout(processes=2, rollouts=4, passes=4)
 
 
 def test_progress_round_trips_and_missing_part_is_refused(tmp_path):
-    assert load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT) is None
     rollouts = [{"ids": torch.arange(3), "absent": None}]
-    save_progress(tmp_path, 7, rollouts, rank=0, layout=LAYOUT, writes_state=False)
-    assert load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT) is None
     save_progress(tmp_path, 7, rollouts, rank=0, layout=LAYOUT, writes_state=True)
     step, loaded = load_progress(tmp_path, 0, torch.device("cpu"), LAYOUT)
     assert step == 7
     assert torch.equal(loaded[0]["ids"], rollouts[0]["ids"])
-    with pytest.raises(FileNotFoundError, match=r"has no rollouts_1\.pt"):
+    with pytest.raises(FileNotFoundError, match=r"rollouts_1\.pt"):
         load_progress(tmp_path, 1, torch.device("cpu"), LAYOUT)
 
 
@@ -281,13 +272,11 @@ def test_resuming_with_other_micro_batches_keeps_boundaries(make_model, make_con
 
 def test_each_evaluation_draws_the_same_contrasts(make_model, make_config, tokenizer, dataset, monkeypatch):
     """The first evaluation after a resumption must draw as the next one of an uninterrupted run."""
-    steps, draw = [], contrast.draw_from_batch
-
-    def recording(*args, step, **options):
-        steps.append(step)
-        return draw(*args, step=step, **options)
-
-    monkeypatch.setattr(contrast, "draw_from_batch", recording)
+    steps = []
+    build = CreditStep.build_contexts
+    monkeypatch.setattr(
+        CreditStep, "build_contexts", lambda self, batch: steps.append(batch.index) or build(self, batch)
+    )
     config = make_config(per_device_eval_batch_size=8, num_generations_eval=2)
     trainer = CreditTrainer(
         make_model(), length_verdicts, config, dataset, eval_dataset=dataset, processing_class=tokenizer

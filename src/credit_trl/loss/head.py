@@ -231,14 +231,6 @@ class LMHead:
         """Write raw logits of one block to `out`; `hidden` has the dtype of the product."""
         _multiply(hidden, self.weight[block].to(hidden.dtype).T, out, adds=False)
 
-    def chunk_logps(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        """Log-probabilities of a chunk in the accumulation dtype, without a copy of the weight; no gradient."""
-        logits = hidden.new_empty((len(hidden), self.vocabulary_size), dtype=accumulation_dtype(hidden))
-        factor = hidden.to(matmul_dtype(hidden))
-        for block in self.blocks(hidden):
-            self.multiply_block(factor, block, logits[:, block])
-        return self.finish(logits, self.bias).log_softmax(-1)
-
     def finish(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """Apply bias, scale, soft-cap and temperature, in place."""
         if bias is not None:
@@ -282,16 +274,26 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def choose_kernels(wanted: Literal["auto", "torch", "triton"], device: torch.device) -> Kernels:
-    """The implementation on a device: for `"auto"` Triton on a GPU where it is installed, else torch."""
+    """The implementation on a device: for `"auto"` Triton on a GPU where it is installed, else torch.
+
+    Raises:
+        ValueError: `"triton"` without the package.
+    """
+    is_installed = find_spec("triton") is not None
+    if wanted == "triton" and not is_installed:
+        raise ValueError(
+            "`distillation_kernels='triton'` needs the package triton. Install it (`pip install triton`), or set "
+            "`distillation_kernels='torch'`."
+        )
     if wanted != "auto":
         return wanted
     if device.type != "cuda":
         return "torch"
-    if find_spec("triton") is not None:
+    if is_installed:
         return "triton"
     warnings.warn(
         "The package triton is not installed. Rows of logits are computed with torch, which reads them several times. "
-        'Install triton, or use `kernels="torch"`.',
+        "Install triton, or set `distillation_kernels='torch'`.",
         stacklevel=2,
     )
     return "torch"

@@ -77,7 +77,8 @@ class Scores:
     """Log-probabilities of the teacher for N tokens, on the support. B = K buckets, or K + 1 with a tail bucket.
 
     Args:
-        support_ids: (N, K) token ids, the most likely first; the sampled token for `"sampled"`.
+        support_ids: (N, K) token ids, the most likely first; all ids in their order for K = V; the sampled token for
+            `"sampled"`.
         teacher_logps: (N, B), f; true log-probabilities, the tail bucket last.
         generic_logps: (N, B), Ĝ; with `"renormalize"` each contrast is normalised over the support. Zeros where there
             is no contrast (λ is 0 there).

@@ -1,27 +1,31 @@
 """Atomic checkpoints from which a run resumes bit for bit.
 
-Beside TRL's files, a checkpoint holds the teacher's weights, the count of forward-backward passes and,
-where it lies inside a generation batch, each process's part of that batch.
+Beside TRL's files, a checkpoint holds the teacher's weights, the count of forward-backward passes, the options that
+define the run's objective and, where it lies inside a generation batch, each process's part of that batch.
 
-All processes write a checkpoint into `<output_dir>/unfinished/`. It is synced to disk and then renamed to
-`checkpoint-<step>` in one atomic step. Only then are older checkpoints removed.
+All processes write a checkpoint into `<output_dir>/unfinished/`. A manifest with the hash of each file is added, and
+all is synced to disk and renamed to `checkpoint-<step>` in one atomic step. Only then are older checkpoints removed.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
@@ -29,13 +33,24 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from credit_trl.teacher.models import Teacher
+from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.checks import check_enough_rows
+from credit_trl.training.finite import NonFiniteError, check_weights, first_nonfinite, is_finite, poison, source_of
+from credit_trl.training.manifest import find_damage, hash_files, write_manifest
 from credit_trl.training.metrics import Alarms
-from credit_trl.training.resuming import OptimizerOptions, check_fine_tuning, has_optimizer
-from credit_trl.training.run_directory import RUN_FILE
+from credit_trl.training.resuming import (
+    OptimizerOptions,
+    changed_options,
+    check_fine_tuning,
+    has_optimizer,
+    stored_options,
+)
+from credit_trl.training.run_directory import RUN_FILE, remove_scratch_files
+from credit_trl.training.run_lock import run_lock
 from credit_trl.training.trl_compat import check_trl
 
 check_trl()
+logger = logging.getLogger(__name__)
 
 UNFINISHED = "unfinished"
 LATEST = "latest"
@@ -47,7 +62,7 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """Division of a generation batch into processes and forward-backward passes, of `rollouts` each on one process.
 
     `passes` is the number of passes over a generation batch on one process, `steps_per_generation · num_iterations`.
@@ -63,9 +78,9 @@ def save_progress(
     step: int,
     rollouts: list[dict[str, Any]] | None,
     rank: int,
-    layout: Layout,
+    layout: BatchLayout,
     *,
-    teacher_kind: str | None = None,
+    options: dict[str, Any] | None = None,
     writes_state: bool,
 ) -> None:
     """Write the count of passes and, inside a generation batch, this process's part of the batch.
@@ -76,7 +91,7 @@ def save_progress(
         rollouts: TRL's `_buffered_inputs`, or None at a generation boundary.
         rank: index of this process.
         layout: layout of the run.
-        teacher_kind: `teacher_model_kind` of the run; None without a teacher.
+        options: options that a resumed run must have too.
         writes_state: whether this process writes what all have in common, as one on each file system must.
     """
     directory = Path(directory)
@@ -88,28 +103,24 @@ def save_progress(
             "step": step,
             "inside_generation_batch": rollouts is not None,
             "layout": asdict(layout),
-            "teacher_model_kind": teacher_kind,
+            "options": options or {},
         }
         (directory / STATE_FILE).write_text(json.dumps(state))
 
 
 def load_progress(
-    directory: str | Path, rank: int, device: torch.device, layout: Layout
-) -> tuple[int, list[dict[str, Any]] | None] | None:
-    """Read what `save_progress` wrote: (step, rollouts), or None for a checkpoint of another trainer.
+    directory: str | Path, rank: int, device: torch.device, layout: BatchLayout
+) -> tuple[int, list[dict[str, Any]] | None]:
+    """Read what `save_progress` wrote: (step, rollouts).
 
     At a generation boundary the layout may differ from the saved one. The run starts the same generation batch, and
     `step` is converted to passes of the new layout.
 
     Raises:
         ValueError: the checkpoint lies inside a generation batch and was saved with another layout.
-        FileNotFoundError: it lies inside a generation batch and this process's part is missing.
     """
-    directory = Path(directory)
-    if not (directory / STATE_FILE).is_file():
-        return None
-    state = json.loads((directory / STATE_FILE).read_text())
-    saved = Layout(**state.get("layout", asdict(layout)))
+    state = json.loads((Path(directory) / STATE_FILE).read_text())
+    saved = BatchLayout(**state["layout"])
     if not state["inside_generation_batch"]:
         return state["step"] // saved.passes * layout.passes, None
     if saved != layout:
@@ -119,32 +130,14 @@ def load_progress(
             f"{layout.rollouts}. Resume with the number of processes and the batch sizes that saved it, or from a "
             "checkpoint at a generation boundary."
         )
-    path = directory / f"rollouts_{rank}.pt"
-    if not path.is_file():
-        raise FileNotFoundError(f"{directory} was saved inside a generation batch and has no {path.name}.")
     # The device may be "cpu:0", but CPU tensors are on "cpu".
     location = torch.device("cpu") if device.type == "cpu" else device
-    return state["step"], torch.load(path, map_location=location, weights_only=True)
+    return state["step"], torch.load(Path(directory) / f"rollouts_{rank}.pt", map_location=location, weights_only=True)
 
 
-def restores_teacher(directory: str | Path, own: str) -> bool:
-    """Whether the teacher of a run with `teacher_model_kind=own` has the weights that a checkpoint stores.
-
-    The initial policy and the live policy do not depend on the checkpoint, whatever teacher it was saved with.
-
-    Raises:
-        ValueError: the checkpoint was saved with another kind of teacher, and this run's needs its own state.
-    """
-    path = Path(directory) / STATE_FILE
-    state = json.loads(path.read_text()) if path.is_file() else {}
-    saved = state.get("teacher_model_kind", own)  # version 0.1.0 does not store it
-    if saved != own and own not in ("base", "live"):
-        kept = "without a teacher" if saved is None else f"with `teacher_model_kind={saved!r}`"
-        raise ValueError(
-            f"{directory} was saved {kept}, and this run has `teacher_model_kind={own!r}`. Resume as it was saved, or "
-            "with 'base' or 'live', which need nothing of the checkpoint."
-        )
-    return saved == own
+def saved_options(directory: str | Path) -> dict[str, Any]:
+    """Options of the run that saved a checkpoint, as `save_progress` wrote them."""
+    return json.loads((Path(directory) / STATE_FILE).read_text())["options"]
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -170,7 +163,7 @@ class EpochRepeatSampler(RepeatSampler):
 
 
 class ResumableTrainer(GRPOTrainer):
-    """TRL's GRPO trainer with atomic checkpoints from which a run resumes bit for bit.
+    """TRL's GRPO trainer with atomic checkpoints from which a run resumes bit for bit, and without steps of NaN.
 
     The subclass sets `alarms` and, where there is one, the teacher π_ref.
     """
@@ -179,57 +172,146 @@ class ResumableTrainer(GRPOTrainer):
     teacher: Teacher | None = None
     _save_dir: str | None = None
     _has_push: bool = False
+    _losses_are_finite: Tensor | None = None  # of the micro-batches since the last optimizer step, on this process
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as transformers' `Trainer.train`, which this extends by `"latest"`.
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        *args: Any,
+        resume_changes: Literal["refuse", "allow"] = "refuse",
+        **kwargs: Any,
+    ) -> Any:
+        """Train as transformers' `Trainer.train`, alone in `output_dir`.
 
         Args:
-            resume_from_checkpoint: directory of a checkpoint; True for the newest in `output_dir`, which must exist;
-                or `"latest"` for the newest if there is one.
+            resume_from_checkpoint: directory of a checkpoint; True for the newest undamaged one in `output_dir`, which
+                must exist; or `"latest"` for the newest undamaged one if there is one.
+            resume_changes: whether options of the objective may differ from those of the run that is resumed.
 
         The optimizer's options are those of this run; its moments and the step of the schedule are restored.
 
         Raises:
-            ValueError: the directory is no complete checkpoint, or its run had another fine-tuning method, adapter, or
-                kind of teacher.
+            ValueError: the directory is no complete checkpoint, a file of it is damaged, or its run had another
+                fine-tuning method or adapter, or other options of the objective.
+            RunLockedError: another trainer uses `output_dir`.
         """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
-        if isinstance(resume_from_checkpoint, str | Path):
-            resume_from_checkpoint = checkpoint_to_resume(str(resume_from_checkpoint), self.args.output_dir)
-        if isinstance(resume_from_checkpoint, str):
-            self._check_checkpoint(Path(resume_from_checkpoint))
-        self._step, self._buffered_inputs = 0, None  # of an earlier call
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        output_dir = Path(self.args.output_dir)
+        with run_lock(output_dir) if self.is_world_process_zero() else nullcontext():
+            if self.is_world_process_zero():
+                remove_scratch_files(output_dir)
+            if resume_from_checkpoint:
+                resume_from_checkpoint = self._resolve(resume_from_checkpoint)
+            if isinstance(resume_from_checkpoint, str):
+                self._check_checkpoint(Path(resume_from_checkpoint), resume_changes)
+            self._step = 0
+            self._buffered_inputs = None  # of an earlier call
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _check_checkpoint(self, checkpoint: Path) -> None:
+    def _resolve(self, requested: str | bool) -> str | bool | None:
+        """Find the checkpoint on the main process, which reads all of its files, for every process."""
+        found: list[Any] = [None]
+        if self.is_world_process_zero():
+            try:
+                found[0] = checkpoint_to_resume(LATEST if requested is True else str(requested), self.args.output_dir)
+            except ValueError as error:
+                found[0] = error
+        broadcast_object_list(found)
+        if isinstance(found[0], ValueError):
+            raise found[0]
+        return True if requested is True and found[0] is None else found[0]  # transformers refuses True
+
+    def _check_checkpoint(self, checkpoint: Path, resume_changes: str) -> None:
         """Compare a checkpoint with this run before anything is loaded."""
         check_fine_tuning(checkpoint, self.accelerator.unwrap_model(self.model))
+        differences = changed_options(saved_options(checkpoint), self.args)
+        if differences and resume_changes != "allow":
+            raise ValueError(
+                f"{checkpoint} was saved with other options than this run has: {'; '.join(differences)}. Resume with "
+                "those of the checkpoint, start a new run, or allow the change: `resume_changes='allow'`."
+            )
         if not has_optimizer(checkpoint):
             self.alarms.raise_once(
                 "no_optimizer",
                 f"{checkpoint} holds no optimizer (`save_only_model=True`): its moments and the learning rate's "
-                "schedule start again, so this run differs from an uninterrupted one. Resume from a checkpoint with "
-                "an optimizer, or save later ones with `save_only_model=False`.",
-            )
-        if not self._restores_teacher(checkpoint) and self.args.teacher_model_kind == "base":
-            self.alarms.raise_once(
-                "other_teacher",
-                f"{checkpoint} was saved with another `teacher_model_kind`. The teacher of this run is the model "
-                "that the run was given, not one of the checkpoint.",
+                "schedule start again, so this run differs from an uninterrupted one.",
             )
 
     def _restores_teacher(self, checkpoint: str | Path) -> bool:
-        return self.teacher is None or restores_teacher(checkpoint, self.args.teacher_model_kind)
+        """Whether the teacher has the weights that a checkpoint stores, those of the same kind of teacher.
+
+        Raises:
+            ValueError: this run's needs its own state, and the checkpoint has none.
+        """
+        own = self.args.teacher_model_kind
+        saved = saved_options(checkpoint).get("teacher_model_kind")
+        if saved != own and own not in ("base", "live"):
+            raise ValueError(
+                f"{checkpoint} was saved with `teacher_model_kind={saved!r}`, and this run has {own!r}. Resume as it "
+                "was saved, or with 'base' or 'live', which need nothing of the checkpoint."
+            )
+        return saved == own
 
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> BatchLayout:
         passes = self.args.steps_per_generation * self.num_iterations
-        return Layout(self.accelerator.num_processes, self.args.per_device_train_batch_size, passes)
+        return BatchLayout(self.accelerator.num_processes, self.args.per_device_train_batch_size, passes)
+
+    # ------------------------------------------------------------------ steps of NaN
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if not self.model.training:
+            return loss
+        finite = is_finite(loss, inputs)
+        before = self._losses_are_finite
+        self._losses_are_finite = finite if before is None else before & finite
+        return poison(loss, finite)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The global gradient norm, which decides on every process whether the optimizer may step.
+
+        DeepSpeed has made its step by now.
+
+        Raises:
+            NonFiniteError: it is not finite, unless `on_nonfinite="skip"` or a loss scale of fp16 explains it.
+        """
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = float(full_tensor(grad_norm)) if isinstance(grad_norm, Tensor) else grad_norm
+        losses = self._losses_are_finite is None or bool(self._losses_are_finite)
+        self._losses_are_finite = None
+        skips = self.args.on_nonfinite == "skip" and self.accelerator.distributed_type != "DEEPSPEED"
+        is_bad = self.accelerator.scaler is None and not (losses and math.isfinite(norm))
+        if is_bad and not skips:
+            source = source_of(model, self._teacher_weights(), self._buffered_inputs or (), losses)
+            raise NonFiniteError(
+                f"Step {self.state.global_step + 1} is not finite: the gradient norm is {norm}, from {source}. "
+                f"{self._last_checkpoint()}"
+            )
+        if is_bad:
+            model.zero_grad(set_to_none=True)  # the optimizer changes no weight without a gradient
+        if skips:
+            self._metrics["train"]["credit/frac_skipped_updates"].append(float(is_bad))
+        return grad_norm
+
+    def _teacher_weights(self) -> dict[str, Tensor]:
+        return getattr(self.teacher, "named_weights", dict)()  # none for a live teacher
+
+    def _last_checkpoint(self) -> str:
+        last = get_last_checkpoint(self.args.output_dir) if Path(self.args.output_dir).is_dir() else None
+        return f"The last checkpoint is {last}." if last else "There is no checkpoint yet."
 
     # ------------------------------------------------------------------ writing
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy, as transformers' method, unless one of its weights is not finite."""
+        if weight := first_nonfinite(self.model.named_parameters()):
+            raise NonFiniteError(
+                f"The weight `{weight}` is not finite, so nothing is saved. {self._last_checkpoint()}"
+            )
+        super().save_model(output_dir, _internal_call)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        check_weights(self.accelerator, self.model, self._teacher_weights(), self._last_checkpoint())
         output_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         unfinished, finished = output_dir / UNFINISHED / name, output_dir / name
@@ -239,8 +321,8 @@ class ResumableTrainer(GRPOTrainer):
                 self.teacher.save(unfinished, self.args.should_save)
             rollouts = self._buffered_inputs if self._step % self._layout.passes != 0 else None
             rank, writes = self.accelerator.process_index, self.args.should_save
-            kind = self.args.teacher_model_kind if self.teacher is not None else None
-            save_progress(unfinished, self._step, rollouts, rank, self._layout, teacher_kind=kind, writes_state=writes)
+            options = stored_options(self.args)
+            save_progress(unfinished, self._step, rollouts, rank, self._layout, options=options, writes_state=writes)
             if self.state.best_model_checkpoint == str(unfinished):
                 self.state.best_model_checkpoint = str(finished)
                 if self.args.should_save:
@@ -272,12 +354,12 @@ class ResumableTrainer(GRPOTrainer):
             CheckpointError: a file could not be written; the message names the checkpoint to resume from.
         """
         folder = unfinished.parent
-        if self.accelerator.is_local_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
-            unfinished.mkdir(parents=True, exist_ok=True)
-        self.accelerator.wait_for_everyone()
         self._save_dir = str(folder)
         try:
+            if self.accelerator.is_local_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
+                unfinished.mkdir(parents=True, exist_ok=True)
+            self.accelerator.wait_for_everyone()
             yield
         except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -293,7 +375,12 @@ class ResumableTrainer(GRPOTrainer):
         """
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_local_main_process:
-            sync_to_disk(unfinished)
+            with ThreadPoolExecutor(1) as thread:  # so that hashing takes no time of its own
+                hashes = thread.submit(hash_files, unfinished) if self.args.should_save else None
+                sync_to_disk(unfinished)
+            if hashes is not None:
+                write_manifest(unfinished, hashes.result())
+                _sync(unfinished)
         self.accelerator.wait_for_everyone()
         with self.accelerator.main_process_first():
             if self.accelerator.is_local_main_process:
@@ -311,11 +398,7 @@ class ResumableTrainer(GRPOTrainer):
         if self.teacher is not None and self._restores_teacher(checkpoint):
             self.teacher.load(checkpoint)
         rank, device = self.accelerator.process_index, self.accelerator.device
-        progress = load_progress(checkpoint, rank, device, self._layout)
-        if progress is not None:
-            self._step, self._buffered_inputs = progress
-            for batch in self._buffered_inputs or ():
-                batch.pop("table_rows", None)  # rows of the table of completions of the process that saved them
+        self._step, self._buffered_inputs = load_progress(checkpoint, rank, device, self._layout)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
         check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
@@ -359,13 +442,15 @@ def stream_position(checkpoint: str | Path, accumulation_steps: int) -> tuple[in
 
 
 def checkpoint_to_resume(requested: str | None, output_dir: str | Path) -> str | None:
-    """Resolve `"latest"` to the newest checkpoint of `output_dir`, or None if it has none; return others unchanged.
+    """Resolve `"latest"` to the newest undamaged checkpoint of `output_dir`, or None if it has no checkpoint.
+
+    Returns others unchanged. Reads all files of a checkpoint.
 
     Raises:
-        ValueError: the checkpoint does not exist, or is not complete.
+        ValueError: the checkpoint does not exist or is damaged, or `"latest"` finds damaged ones only.
     """
     if requested == LATEST:
-        requested = get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
+        return _newest_undamaged(Path(output_dir))
     if requested is None:
         return None
     folder, fix = Path(requested), f"or `{LATEST}` for the newest in `output_dir`"
@@ -378,12 +463,27 @@ def checkpoint_to_resume(requested: str | None, output_dir: str | Path) -> str |
         raise ValueError(
             f"`resume_from_checkpoint={requested}`: this is the folder of a run. Give one of its checkpoints, {fix}."
         )
-    if not (folder / TRAINER_STATE_NAME).is_file():
-        raise ValueError(
-            f"`resume_from_checkpoint={requested}`: the folder has no {TRAINER_STATE_NAME}, so it is no checkpoint or "
-            "was not written completely. Remove it, or give another one."
-        )
+    if damage := find_damage(folder):
+        raise ValueError(f"`resume_from_checkpoint={requested}`: {damage}. Give another checkpoint, {fix}.")
     return requested
+
+
+def _newest_undamaged(output_dir: Path) -> str | None:
+    steps = {path.name.partition("-")[2]: path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    damages = []
+    for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True):
+        path = steps[step]
+        if (damage := find_damage(path)) is None:
+            if damages:
+                logger.warning(f"DAMAGED CHECKPOINT: {'; '.join(damages)}. The run resumes from {path} instead.")
+            return str(path)
+        damages.append(damage)
+    if damages:
+        raise ValueError(
+            f"Every checkpoint in {output_dir} is damaged: {'; '.join(damages)}. To start again set another "
+            "`output_dir`, or remove them."
+        )
+    return None
 
 
 def sync_to_disk(folder: Path) -> None:
@@ -426,5 +526,5 @@ def _save_failure(output_dir: Path, step: int, error: Exception) -> str:
     free = shutil.disk_usage(output_dir).free / 2**30
     return (
         f"Step {step} could not be saved ({type(error).__name__}: {error}); {free:.2f} GiB are free in {output_dir}. "
-        f"{kept} once there is room, or set `output_dir` to another disk."
+        f"{kept} once it can be written, or set `output_dir` to another disk."
     )

@@ -17,6 +17,7 @@ from transformers.training_args import OptimizerNames
 from trl.trainer.utils import get_callable_name
 
 from credit_trl.config import CreditConfig
+from credit_trl.contexts.contrast import find_source, source_columns
 from credit_trl.contexts.prompts import has_images, user_text
 from credit_trl.loss.blocks import accumulation_dtype
 from credit_trl.loss.head import lm_head
@@ -209,8 +210,10 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
 
     Raises:
         ValueError: a dataset has no column `prompt`, has images or a column that hides an argument of reward
-            functions, or has no rows to draw contrast prompts from.
+            functions, or has no rows or columns to draw contrast prompts from; or there is no such contrast source.
     """
+    draws = args.distillation_weight > 0.0 and args.contrasts
+    needed = source_columns(find_source(args.contrastive_source)) if draws else []
     for name, dataset in named_datasets(train_dataset, eval_dataset).items():
         columns = getattr(dataset, "column_names", None)
         if columns is None:
@@ -223,9 +226,13 @@ def check_datasets(args: CreditConfig, train_dataset: Any, eval_dataset: Any, en
         if args.distillation_weight > 0.0 and {"image", "images"} & set(columns):
             raise ValueError(_NO_IMAGES)
         check_column_names(f"`{name}`", columns)
+        if missing := [column for column in needed if column not in columns]:
+            raise ValueError(
+                f"`contrastive_source={args.contrastive_source!r}` needs the column `{missing[0]}`, which `{name}` "
+                f"does not have; its columns are {', '.join(columns)}."
+            )
     has_rows = isinstance(train_dataset, Dataset) and "prompt" in train_dataset.column_names
-    draws_rows = args.distillation_weight > 0.0 and args.contrasts and args.contrastive_source == "dataset"
-    if draws_rows and not has_rows:
+    if draws and args.contrastive_source == "dataset" and not has_rows:
         raise ValueError(
             "`contrastive_source='dataset'` draws rows of a `datasets.Dataset` with the column `prompt`. Give one, or "
             "set `contrastive_source='batch'`."

@@ -32,6 +32,9 @@ GENERIC_BATCHES = 10
 # Mean difference between the log-probabilities of vLLM and of the model, in nats; bf16 kernels differ by about 0.01.
 ENGINE_MISMATCH = 0.1
 
+# Share of sampled tokens without a finite log-probability of the engine, above which the engine is at fault.
+FEW_BAD_LOGPS = 0.001
+
 
 class CreditWarning(UserWarning):
     """A sign that the run does not learn what it should."""
@@ -145,6 +148,15 @@ class Alarms:
                 "the engine has the policy's weights, that both compute in the same precision, and that a server runs "
                 "with `--logprobs-mode processed_logprobs`.",
             )
+        for kind in ("missing", "infinite"):
+            share = metrics.get(f"sampling/frac_{kind}_logps", [0.0])[-1]
+            if share > FEW_BAD_LOGPS:
+                self.raise_once(
+                    f"engine_{kind}",
+                    f"The engine's log-probabilities of {share:.1%} of the sampled tokens are {kind} "
+                    f"(`sampling/frac_{kind}_logps`), so these tokens have no ratio, or its bound. "
+                    "Check the engine's weights and precision, and that it returns log-probabilities.",
+                )
 
     def check_tokens(self, metrics: dict[str, float], vocabulary: int) -> None:
         """Warn about a teacher close to uniform, a support with little probability, and credit
@@ -323,7 +335,10 @@ def engine_metrics(loss: MicroBatchLoss, gather: Callable[[Tensor], Tensor]) -> 
     ratio, difference = loss.terms.ratio, loss.engine.difference(loss.terms.policy_logps).abs()
     lowest = -torch.cat([-ratio, ratio.new_full((1,), -math.inf)]).max()
     highest = [torch.cat([x, x.new_full((1,), -math.inf)]).max() for x in (ratio, difference)]
-    local = torch.stack([lowest, *highest, ratio.sum(), difference.sum(), ratio.new_full((), len(ratio))])
+    missing = loss.engine.logps.isnan().sum()
+    infinite = loss.engine.logps.isinf().sum()
+    sums = (ratio.sum(), difference.sum(), ratio.new_full((), len(ratio)), missing, infinite)
+    local = torch.stack([lowest, *highest, *(value.to(ratio) for value in sums)])
     columns = list(zip(*gather(local[None]).tolist(), strict=True))
     tokens = sum(columns[5])
     values = {
@@ -332,6 +347,8 @@ def engine_metrics(loss: MicroBatchLoss, gather: Callable[[Tensor], Tensor]) -> 
         "importance_sampling_ratio/max": max(columns[1]),
         "sampling_logp_difference/mean": _ratio(sum(columns[4]), tokens),
         "sampling_logp_difference/max": max(columns[2]),
+        "frac_missing_logps": _ratio(sum(columns[6]), tokens),
+        "frac_infinite_logps": _ratio(sum(columns[7]), tokens),
     }
     return {f"sampling/{name}": value for name, value in values.items() if math.isfinite(value)}
 

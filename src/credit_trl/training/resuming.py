@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
+from credit_trl.config import CreditConfig
+
 # Fields of an adapter's configuration that determine its parameters and how they change the base.
 _ADAPTER_FIELDS = (
     "peft_type r lora_alpha target_modules target_parameters layers_to_transform modules_to_save rank_pattern "
@@ -20,6 +23,27 @@ _ADAPTER_FIELDS = (
 )
 # Options of the optimizer that the configuration sets, besides the learning rate.
 _OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
+
+
+# Options that define the objective: a resumed run with another value is another run.
+_OBJECTIVE = (
+    *("contrastive_coef", "contrastive_form", "contrastive_count", "contrastive_source"),
+    *("distillation_weight", "distillation_alpha", "distillation_support", "distillation_topk", "distillation_tail"),
+    *("teacher_model_kind", "teacher_model_name_or_path", "teacher_prompt", "num_generations"),
+)
+
+
+def stored_options(args: CreditConfig) -> dict[str, Any]:
+    """Options that a checkpoint stores, for `changed_options`."""
+    return {name: getattr(args, name) for name in _OBJECTIVE}
+
+
+def changed_options(saved: Mapping[str, Any], args: CreditConfig) -> list[str]:
+    """Differences between a checkpoint's options and those of this run, as `name: saved value -> own value`."""
+    own = stored_options(args)
+    return [
+        f"`{name}`: {saved[name]!r} -> {own[name]!r}" for name in own if name in saved and saved[name] != own[name]
+    ]
 
 
 def check_fine_tuning(checkpoint: Path, model: nn.Module) -> None:

@@ -35,7 +35,6 @@ SETTINGS_FILE = "settings.json"
 RESULT_FILE = "result.json"
 BEST_FILE = "best.json"
 SUMMARY_FILE = "summary.json"
-JOB_FILE = "job.json"  # written by a sweep before its run starts
 BASE_EVALUATION = f"{EVALUATIONS_FOLDER}/step-000000"  # before the first step
 
 # Checkpoints come first: if moving them is interrupted, no run resumes from them without their log.
@@ -64,6 +63,12 @@ def write_atomically(path: str | Path, text: str) -> None:
     os.replace(scratch, path)
 
 
+def remove_scratch_files(folder: Path) -> None:
+    """Remove unfinished files of `write_atomically` by killed processes. Called while nothing else writes there."""
+    for path in folder.rglob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def write_json(path: str | Path, value: Any) -> None:
     """Write a value as JSON with `write_atomically`. NaN and infinities become null, as JSON has neither."""
     write_atomically(path, json.dumps(without_nan(value), indent=2, ensure_ascii=False, sort_keys=True) + "\n")
@@ -75,13 +80,19 @@ def json_line(value: Any) -> str:
 
 
 def append_lines(path: str | Path, *rows: Mapping[str, Any]) -> None:
-    """Append objects to a JSON Lines file. The lines are on disk when this returns."""
+    """Append objects to a JSON Lines file. The lines are on disk when this returns; on an `OSError` none is there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8", newline="\n") as file:
-        file.write("".join(map(json_line, rows)))
-        file.flush()
-        os.fsync(file.fileno())
+    length = path.stat().st_size if path.is_file() else 0
+    try:
+        with path.open("a", encoding="utf-8", newline="\n") as file:
+            file.write("".join(map(json_line, rows)))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        if path.is_file():
+            os.truncate(path, length)  # a full disk may have taken a part
+        raise
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
@@ -129,15 +140,13 @@ def set_aside_earlier_run(folder: Path, base: str = "") -> None:
     if not (models or has_steps or (folder / EVALUATIONS_FILE).is_file()):
         return
     is_base = bool(base) and Path(base).resolve() == folder.resolve()
-    aside = _next_aside(folder)
-    moved = [*models, *_paths(folder, _FILES if is_base else _FILES + _FINAL_MODEL)]
-    _move([path for path in moved if not base or path.resolve() != Path(base).resolve()], folder, aside)
+    files = [*models, *_paths(folder, _FILES if is_base else _FILES + _FINAL_MODEL)]
+    moved = [path for path in files if not base or path.resolve() != Path(base).resolve()]
+    aside = _move_aside(
+        folder, moved, "This run starts from the beginning. Log, evaluations and models of an earlier run"
+    )
     if (aside / BASE_EVALUATION).is_dir():
         shutil.copytree(aside / BASE_EVALUATION, folder / BASE_EVALUATION)
-    logger.warning(
-        f"This run starts from the beginning. Log, evaluations and models of an earlier run in {folder} are now in "
-        f"{aside}; `output_dir={aside}` with `resume_from_checkpoint='latest'` goes on with it."
-    )
 
 
 def set_aside_later_steps(folder: Path, step: int) -> None:
@@ -147,20 +156,11 @@ def set_aside_later_steps(folder: Path, step: int) -> None:
     copies of log, settings and evaluations, so it is a run directory too. Nothing is moved where no checkpoint is
     later, as in a run that was interrupted.
     """
-    models, evaluations = (
-        [path for path in _paths(folder, patterns) if _step_of(path) > step] for patterns in (_MODELS, (_EVALUATIONS,))
-    )
-    if not any(path.match(_MODELS[0]) for path in models):
-        return
-    aside = _next_aside(folder)
-    _move(models, folder, aside)
-    for path in _paths(folder, _RECORDS):
-        shutil.copy2(path, aside)
-    _move(evaluations, folder, aside)
-    logger.warning(
-        f"This run resumes from step {step}. Later checkpoints and evaluations in {folder} are now in {aside}; "
-        f"`output_dir={aside}` with `resume_from_checkpoint='latest'` goes on with them."
-    )
+    later = [path for path in _paths(folder, (*_MODELS, _EVALUATIONS)) if _step_of(path) > step]
+    if any(path.match(_MODELS[0]) for path in later):
+        aside = _move_aside(folder, later, f"This run resumes from step {step}. Later checkpoints and evaluations")
+        for path in _paths(folder, _RECORDS):
+            shutil.copy2(path, aside)
 
 
 def _paths(folder: Path, patterns: Iterable[str]) -> list[Path]:
@@ -173,16 +173,19 @@ def _step_of(path: Path) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _next_aside(folder: Path) -> Path:
+def _move_aside(folder: Path, paths: Iterable[Path], what: str) -> Path:
+    """Move files to the next free `previous-<n>`, which is returned, and warn with `what` they are."""
     numbers = (folder / f"previous-{number}" for number in itertools.count(1))
-    return next(aside for aside in numbers if not aside.exists())
-
-
-def _move(paths: Iterable[Path], folder: Path, aside: Path) -> None:
+    aside = next(one for one in numbers if not one.exists())
     for path in paths:
         moved = aside / path.relative_to(folder)
         moved.parent.mkdir(parents=True, exist_ok=True)
         path.rename(moved)
+    logger.warning(
+        f"{what} in {folder} are now in {aside}; `output_dir={aside}` with `resume_from_checkpoint='latest'` goes on "
+        "with them."
+    )
+    return aside
 
 
 def keep_up_to(path: str | Path, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,19 @@ from typing import Any
 from transformers import TrainerCallback
 
 from credit_trl.teacher.sharding import full_shape
+from credit_trl.training.resuming import stored_options
 from credit_trl.training.run_directory import (
     LOG_FILE,
     RUN_FILE,
     append_lines,
     keep_up_to,
+    read_json,
     set_aside_earlier_run,
     set_aside_later_steps,
     write_json,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class RunLog(TrainerCallback):
@@ -26,11 +31,13 @@ class RunLog(TrainerCallback):
 
     Every `CreditTrainer` has one, `trainer.run_log`. A resumed run first removes the lines after the step of its
     checkpoint and sets later checkpoints aside; a run that starts from the beginning first sets aside an earlier one.
+    `segments` in `run.json` has an entry for each step from which the run went on with other options of the objective.
     `facts` are further fields of `run.json`, such as the task.
     """
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
+        self._unwritten: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -41,11 +48,16 @@ class RunLog(TrainerCallback):
             set_aside_earlier_run(folder, name)
         else:
             set_aside_later_steps(folder, state.global_step)
+        options = stored_options(args)
+        segments = read_json(folder / RUN_FILE).get("segments", []) if (folder / RUN_FILE).is_file() else []
+        if not segments or segments[-1]["options"] != options:
+            segments.append({"step": state.global_step, "options": options})
         run = {
             "config": args.to_dict(),
             "seed": args.seed,
             "model": name or type(model).__name__,
             "parameters": sum(full_shape(p).numel() for p in model.parameters()) if model is not None else None,
+            "segments": segments,
             **self.facts,
         }
         write_json(folder / RUN_FILE, json.loads(json.dumps(run, default=str)))
@@ -54,5 +66,14 @@ class RunLog(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        if state.is_world_process_zero and logs:
-            append_lines(Path(args.output_dir) / LOG_FILE, {"step": state.global_step, **logs})
+        if not state.is_world_process_zero or not logs:
+            return
+        path = Path(args.output_dir) / LOG_FILE
+        self._unwritten.append({"step": state.global_step, **logs})
+        try:
+            append_lines(path, *self._unwritten)
+            self._unwritten.clear()
+        except OSError as error:
+            logger.warning(
+                f"{path} could not be written ({error}). {len(self._unwritten)} logs wait for the next try."
+            )

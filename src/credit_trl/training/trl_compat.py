@@ -23,6 +23,7 @@ HOOKS: dict[type, dict[str, str | None]] = {
         "_generate": "prompts",
         "_generate_and_score_completions": "inputs",
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations has_tool_images",
+        "_get_grad_norm": "model grad_norm",  # of transformers
         "_get_output_dir": "trial",
         "_get_per_token_logps_and_entropies": None,
         "_get_train_sampler": "dataset",
@@ -31,9 +32,10 @@ HOOKS: dict[type, dict[str, str | None]] = {
         "_push_from_checkpoint": "checkpoint_folder",
         "_run_epoch": None,  # of transformers
         "_save_checkpoint": "model trial",
-        "_set_signature_columns_if_needed": "",
+        "compute_loss": "model inputs return_outputs num_items_in_batch",
         "create_model_card": "model_name dataset_name tags",
         "log": "logs start_time",
+        "save_model": "output_dir _internal_call",  # of transformers
         "train": None,  # of transformers
         "training_step": "model inputs num_items_in_batch",
     },

@@ -1,4 +1,4 @@
-"""One line per log on the console."""
+"""One line a log on the console, and the columns of the table of completions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from credit_trl import CreditTrainer
-from credit_trl.training.console import duration, log_line
+from credit_trl.training.reporting import duration, log_line
 from tiny import length_verdicts
 
 LOGS = {
@@ -32,14 +33,6 @@ def test_training_line_has_metrics_stages_and_time_left():
         "step   7/100  reward   0.438  length   21.2  s   0.846  ΔV  -0.187  generic -12.020  kl   0.051"
         "  seconds rollout 3.1 update 4.0  left 1m28s"
     )
-
-
-def test_documented_line_is_what_a_log_prints():
-    seconds = {"rollout": 3.1, "verdict": 0.2, "scores": 0.4, "update": 2.0}
-    logs = {name: value for name, value in LOGS.items() if "seconds" not in name}
-    line = log_line(logs | {f"credit/seconds_{name}": value for name, value in seconds.items()}, 12, 100, 500.0)
-    page = Path(__file__).parents[2] / "docs" / "dashboards.md"
-    assert f"\n{line}\n" in page.read_text("utf-8")
 
 
 def test_evaluation_line_has_the_same_columns():
@@ -76,9 +69,15 @@ def test_run_prints_one_line_per_step(make_model, make_config, tokenizer, datase
     assert "{" not in printed
 
 
-def test_full_console_log_prints_the_dictionary(make_model, make_config, tokenizer, dataset, capsys):
-    config = make_config(console_log="full", max_steps=1)
-    CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer).train()
-    printed = capsys.readouterr().out
-    assert "'credit/support_mass_student'" in printed
-    assert "step 1/1" not in printed
+def test_table_of_completions_has_feedback_teacher_prompt_and_mean_credit(make_model, make_config, tokenizer, dataset):
+    config = make_config(log_completions=True, max_steps=1)
+    trainer = CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+    trainer.train()
+    [path] = Path(config.output_dir).glob("completions/*.parquet")
+    table = Dataset.from_parquet(str(path))
+    assert len(table) == 8
+    for row in table:
+        assert row["feedback"].startswith("The answer is ")
+        assert row["feedback"] in row["teacher_prompt"]
+        assert math.isfinite(row["s_mean"])
+    assert any(row["s_mean"] != 0.0 for row in table)

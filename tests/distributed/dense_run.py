@@ -1,0 +1,48 @@
+"""One process of a dense problem: its half of the samples, and the average of gradients over the processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+
+import tiny
+from credit_trl import CreditConfig
+from dense import gradients, step_problem
+from distributed import credit_run
+
+
+def run(folder: str, rank: int, processes: int, port: int, limit: float, options: dict[str, Any]) -> None:
+    """Write `gradients_<rank>.pt`: loss and gradients of `CreditStep`, averaged as DDP does.
+
+    Args:
+        folder: output folder.
+        rank: index of this process.
+        processes: number of processes.
+        port: a free port.
+        limit: seconds until the watchdog ends the process.
+        options: of `CreditConfig`.
+    """
+    out = Path(folder)
+    credit_run.begin(out, rank, limit)
+    credit_run.join(rank, processes, port)
+    dist.init_process_group("gloo", rank=rank, world_size=processes)
+    config = CreditConfig(str(out), use_cpu=True, bf16=False, report_to="none", **options)
+
+    def summed(values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values)
+        return values
+
+    share = 8 // processes
+    samples = range(rank * share, (rank + 1) * share)
+    problem = step_problem(tiny.build_tokenizer(), config, samples=samples, gather=gather_object, reduce=summed)
+    assert problem.step.processes == processes
+    loss = problem.step.loss(problem.policy, problem.tensors).terms.loss
+    found = gradients(loss, problem.policy)
+    found = {name: summed(gradient) / processes for name, gradient in found.items()}
+    torch.save({"loss": summed(loss.detach()) / processes, "gradients": found}, out / f"gradients_{rank}.pt")
+    (out / f"facts_{rank}.json").write_text('{"num_processes": ' + str(processes) + "}")
+    dist.destroy_process_group()

@@ -1,0 +1,138 @@
+"""NaN and infinities never reach weights, teacher or checkpoints."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from credit_trl import CreditTrainer
+from credit_trl.training.finite import NonFiniteError, first_nonfinite, poison
+from tiny import length_verdicts
+
+
+@pytest.fixture
+def make_trainer(make_model, make_config, tokenizer, dataset):
+    def make(**options):
+        config = make_config(**{"save_strategy": "steps", "save_steps": 1, "max_steps": 4, **options})
+        return CreditTrainer(make_model(), length_verdicts, config, dataset, processing_class=tokenizer)
+
+    return make
+
+
+class At(TrainerCallback):
+    """Calls a function at the begin of the step after `step` steps."""
+
+    def __init__(self, step, function):
+        self.step = step
+        self.function = function
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.function()
+
+
+def spoil(tensor, value=math.nan):
+    with torch.no_grad():
+        tensor.view(-1)[0] = value
+
+
+def gradient(trainer, value):
+    parameter = next(trainer.model.parameters())
+    handle = parameter.register_hook(lambda grad: handle.remove() or grad.index_fill(0, torch.tensor([0]), value))
+
+
+def loss(trainer, value):
+    compute = trainer._compute_loss
+
+    def once(model, inputs):
+        trainer._compute_loss = compute
+        return compute(model, inputs).detach() * 0 + value + sum(p.sum() * 0 for p in trainer.model.parameters())
+
+    trainer._compute_loss = once
+
+
+# Fault -> what happens after two steps, and the source that the error names.
+FAULTS = {
+    "NaN in a gradient": (lambda t: gradient(t, math.nan), "the gradient of the update"),
+    "infinite gradient": (lambda t: gradient(t, math.inf), "the gradient of the update"),
+    "NaN loss with a finite gradient": (lambda t: loss(t, math.nan), "the loss of the update"),
+    "infinite loss": (lambda t: loss(t, math.inf), "the loss of the update"),
+    "NaN in the teacher": (
+        lambda t: spoil(t.teacher.named_weights()["model.embed_tokens.weight"]),
+        "the teacher's weight `model.embed_tokens.weight`",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nonfinite_step_ends_the_run_before_the_optimizer(make_trainer, tmp_path, fault):
+    happen, source = FAULTS[fault]
+    trainer = make_trainer()
+    trainer.add_callback(At(2, lambda: happen(trainer)))
+    with pytest.raises(NonFiniteError) as ended:
+        trainer.train()
+    assert str(ended.value).startswith("Step 3 is not finite")
+    assert source in str(ended.value)
+    assert f"The last checkpoint is {tmp_path / 'run' / 'checkpoint-2'}." in str(ended.value)
+    assert first_nonfinite(trainer.model.named_parameters()) is None
+    resumed = make_trainer()
+    resumed.train("latest")
+    whole = make_trainer(output_dir=str(tmp_path / "whole"))
+    whole.train()
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("fault", ["NaN in a gradient", "NaN loss with a finite gradient"])
+def test_skipped_step_changes_no_weight_and_is_counted(make_trainer, fault):
+    trainer = make_trainer(on_nonfinite="skip", learning_rate=1e-2, save_strategy="no")
+    before = {}
+    trainer.add_callback(At(2, lambda: FAULTS[fault][0](trainer)))
+    trainer.add_callback(At(2, lambda: before.update({n: p.clone() for n, p in trainer.model.named_parameters()})))
+
+    class Compare(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+
+    trainer.add_callback(Compare())
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["credit/frac_skipped_updates"] for entry in logs] == [0.0, 0.0, 1.0, 0.0]
+    assert first_nonfinite(trainer.model.named_parameters()) is None
+    assert any(not torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("whose", ["policy", "teacher"])
+def test_nonfinite_weights_are_never_written(make_trainer, tmp_path, whose):
+    trainer = make_trainer()
+
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                weights = trainer.teacher.named_weights() if whose == "teacher" else dict(model.named_parameters())
+                spoil(weights["model.norm.weight"], math.inf)
+
+    model = trainer.model
+    trainer.add_callback(Spoil())
+    with pytest.raises(NonFiniteError, match=f"The {whose}'s weight `model.norm.weight` is not finite, so nothing"):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
+    if whose == "policy":
+        with pytest.raises(NonFiniteError, match="so nothing is saved"):
+            trainer.save_model(str(tmp_path / "final"))
+        assert not (tmp_path / "final").exists()
+
+
+def test_finite_loss_and_its_gradient_are_unchanged_bit_for_bit():
+    x = torch.randn(5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    value = x.exp().sum()
+    (expected,) = torch.autograd.grad(value, x, retain_graph=True)
+    guarded = poison(value, torch.tensor(True))
+    (found,) = torch.autograd.grad(guarded, x)
+    assert torch.equal(guarded, value)
+    assert torch.equal(found, expected)
+    assert poison(x.sum(), torch.tensor(False)).isnan()

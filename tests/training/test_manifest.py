@@ -1,0 +1,103 @@
+"""A damaged checkpoint is never resumed from: `latest` takes an older one, and a path is refused with the file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from credit_trl import CreditConfig, CreditTrainer
+from credit_trl.training.checkpoints import checkpoint_to_resume
+from credit_trl.training.manifest import find_damage, hash_files, write_manifest
+from tiny import build_model, build_tokenizer, length_verdicts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run directory with checkpoints of steps 1 and 2, the last one inside a generation batch."""
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = build_tokenizer()
+    rows = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(8)]
+    )
+    config = CreditConfig(
+        str(folder),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=4,
+        steps_per_generation=2,
+        num_generations=4,
+        max_completion_length=4,
+        max_steps=3,
+        save_steps=1,
+        report_to="none",
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+    )
+    CreditTrainer(build_model(tokenizer), length_verdicts, config, rows, processing_class=tokenizer).train()
+    shutil.rmtree(folder / "checkpoint-2")
+    return folder
+
+
+FILES = (
+    *(
+        "model.safetensors",
+        "teacher.safetensors",
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        "trainer_state.json",
+    ),
+    *("credit_state.json", "rollouts_0.pt", "config.json", "tokenizer.json", "training_args.bin", "manifest.json"),
+)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES = {
+    "flipped bit": flip,
+    "truncated": truncate,
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": Path.unlink,
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+def test_damaged_checkpoint_is_refused_and_latest_takes_an_older_one(run, tmp_path, caplog, file, damage):
+    shutil.copytree(run, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoint-3"
+    DAMAGES[damage](newest / file)
+    with pytest.raises(ValueError, match=f"{newest / file} "):
+        checkpoint_to_resume(str(newest), tmp_path / "run")
+    assert checkpoint_to_resume("latest", tmp_path / "run") == str(tmp_path / "run" / "checkpoint-1")
+    assert f"DAMAGED CHECKPOINT: {newest / file}" in caplog.text.replace("the content of ", "")
+
+
+def test_damaged_checkpoints_alone_do_not_start_the_run_again(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    for folder in (tmp_path / "run").glob("checkpoint-*"):
+        flip(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"Every checkpoint in .* is damaged: .*checkpoint-3.*checkpoint-1"):
+        checkpoint_to_resume("latest", tmp_path / "run")
+
+
+def test_manifest_covers_files_in_folders_and_not_itself(tmp_path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "0").write_text("weights")
+    for _ in range(2):
+        write_manifest(tmp_path, hash_files(tmp_path))
+    assert find_damage(tmp_path) is None
+    (tmp_path / "shards" / "0").write_text("weightz")
+    assert find_damage(tmp_path).startswith(f"the content of {tmp_path}/shards/0 has changed")
