@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trl import GRPOConfig
 
@@ -45,8 +47,9 @@ class CreditConfig(GRPOConfig):
         contrastive_count (`int`, *optional*, defaults to `1`):
             C ≥ 1: contrast prompts per sample. Each costs one forward pass of the teacher.
         contrastive_source (`str`, *optional*, defaults to `"batch"`):
-            Source of the contrast prompts: the global generation batch (`"batch"`, the paper), or the whole
-            `"dataset"`, for batches with few prompts.
+            Source of the contrast prompts: the global generation batch (`"batch"`, the paper), the whole `"dataset"`,
+            for batches with few prompts, or a function of your own, `"module:function"`
+            (`contexts.contrast.sources` lists the registered names).
 
         > The distillation loss
 
@@ -58,13 +61,16 @@ class CreditConfig(GRPOConfig):
             Tokens of the vocabulary that carry the loss: the teacher's K most likely (the paper), or the sampled token
             only (`"sampled"`, α = 1).
         distillation_topk (`int`, *optional*, defaults to `20`):
-            K_v. The paper uses 20 on LiveCodeBench, 100 elsewhere.
+            K_v. The paper uses 20 on LiveCodeBench, 100 elsewhere. `None`: the whole vocabulary.
         distillation_tail (`"bucket"` or `"renormalize"`, *optional*, defaults to `"bucket"`):
             Treatment of the probability outside a top-K support: one more bucket, or conditioning on the support.
             Doing neither collapses and is not supported.
         distillation_is_clip (`float`, *optional*, defaults to `2.0`):
             Upper bound on the importance ratio π_θ / π_rollout of the sampled token, which multiplies its loss when a
             generation batch is used for more than one update. `None`: no ratio.
+        distillation_kernels (`"auto"`, `"torch"` or `"triton"`, *optional*, defaults to `"auto"`):
+            Implementation of the passes over rows of logits. `"auto"` is Triton on a GPU where the package triton is
+            installed, and torch elsewhere.
         scoring_batch_tokens (`int`, *optional*, defaults to `16384`):
             Maximum number of tokens in one forward pass of the teacher, padding included; independent of the
             micro-batch.
@@ -86,14 +92,15 @@ class CreditConfig(GRPOConfig):
             Name or path of a causal LM with the policy's vocabulary, such as a larger or a fine-tuned model. A
             checkpoint stores its name and revision, not its weights.
         teacher_model_init_kwargs (`dict`, *optional*):
-            Keyword arguments of its `from_pretrained`, such as `dtype`, `attn_implementation` or
+            Keyword arguments of its `from_pretrained`, such as `revision`, `dtype`, `attn_implementation` or
             `quantization_config`. The dtype defaults to that of its files. It is sharded as the policy is.
+        teacher_prompt (`"privileged"` or `"student"`, *optional*, defaults to `"privileged"`):
+            Prompt of the teacher: (x, z), or the student's own x. With `"student"` every sample has a teacher, and
+            `teacher_model_kind="model"` is plain on-policy distillation (TRL's `DistillationTrainer`).
         teacher_update_rate (`float`, *optional*, defaults to `0.01`):
             In (0, 1]: `teacher ← (1 − rate) · teacher + rate · student`.
         teacher_sync_steps (`int`, *optional*):
             Optimizer steps between updates of the EMA. `None`: one update per generation batch.
-        teacher_offload (`bool`, *optional*, defaults to `False`):
-            Keep the teacher's weights in main memory between scoring phases. For full fine-tuning without sharding.
 
         > The privileged context z
 
@@ -114,8 +121,8 @@ class CreditConfig(GRPOConfig):
             Maximum number of tokens of a teacher or contrast prompt. A longer one loses the middle of its feedback,
             then of its demonstration; the prompt and the generation prompt are never cut.
         reprompt_template, solution_template, feedback_template (`str`, *optional*):
-            Templates of the teacher's user turn. Placeholders: `{prompt}{solution}{feedback}`,
-            `{successful_previous_attempt}`, `{feedback_raw}`.
+            Templates of the teacher's user turn, by default those of the paper's appendix. Placeholders:
+            `{prompt}{solution}{feedback}`, `{successful_previous_attempt}`, `{feedback_raw}`.
 
         > Errors of reward functions
 
@@ -135,14 +142,15 @@ class CreditConfig(GRPOConfig):
     contrastive_coef: float = 0.1
     contrastive_form: Form = "subtract"
     contrastive_count: int = 1
-    contrastive_source: Literal["batch", "dataset"] = "batch"
+    contrastive_source: str = "batch"
 
     distillation_weight: float = 1.0
     distillation_alpha: float = 1.0
     distillation_support: Literal["teacher_topk", "sampled"] = "teacher_topk"
-    distillation_topk: int = 20
+    distillation_topk: int | None = 20
     distillation_tail: Literal["bucket", "renormalize"] = "bucket"
     distillation_is_clip: float | None = 2.0
+    distillation_kernels: Literal["auto", "torch", "triton"] = "auto"
     scoring_batch_tokens: int = 16384
     packed: bool = False
     update_batch_tokens: int | None = None
@@ -150,9 +158,9 @@ class CreditConfig(GRPOConfig):
     teacher_model_kind: Literal["ema", "live", "base", "model"] = "ema"
     teacher_model_name_or_path: str | None = None
     teacher_model_init_kwargs: dict[str, Any] | str | None = None
+    teacher_prompt: Literal["privileged", "student"] = "privileged"
     teacher_update_rate: float = 0.01
     teacher_sync_steps: int | None = None
-    teacher_offload: bool = False
 
     include_environment_feedback: bool = True
     environment_feedback_only_without_solution: bool = False
@@ -161,9 +169,9 @@ class CreditConfig(GRPOConfig):
     dont_reprompt_on_self_success: bool = True
     teacher_context: Literal["solution", "think", "think+solution"] = "solution"
     max_reprompt_len: int = 10240
-    reprompt_template: str = "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n"
+    reprompt_template: str = "{prompt}{solution}{feedback}\n\nNow solve this problem step by step.\n"
     solution_template: str = "\nCorrect solution:\n\n{successful_previous_attempt}\n\n"
-    feedback_template: str = "\nThe following is feedback from your earlier attempt:\n\n{feedback_raw}\n\n"
+    feedback_template: str = "\nPrevious assessment:\n\n{feedback_raw}\n\n"
 
     on_verifier_error: Literal["raise", "skip"] = "raise"
     verifier_timeout: float | None = None
@@ -194,6 +202,55 @@ class _OneRollout(int):
         return False
 
 
+# Options of other trainers, and other names of ours -> what to set here.
+OTHER_NAMES = {
+    "distillation_mode": "Set `distillation_support`: 'teacher_topk' or 'sampled'.",
+    "remove_thinking_from_demonstration": "Set `teacher_context`: 'solution' or 'think+solution'.",
+    "teacher_model_revision": "Set `teacher_model_init_kwargs={'revision': ...}`.",
+    "topk": "Set `distillation_topk`.",
+    "alpha": "Set `distillation_alpha`.",
+    "lam": "Set `contrastive_coef`.",
+    "lambda": "Set `contrastive_coef`.",
+    "teacher_model": "Set `teacher_model_kind='model'` and `teacher_model_name_or_path`.",
+    "teacher_mode": "Set `teacher_model_kind`.",
+    "ema_decay": "Set `teacher_update_rate` to 1 − the decay.",
+    "demo_key": "Return a `Verdict` with feedback, or fill the column `privileged_context`.",
+    "group_size": "Set `num_generations`.",
+    "batch_size": "Set `per_device_train_batch_size`.",
+    "lr": "Set `learning_rate`.",
+    "max_prompt_length": "Prompts are never truncated: drop long ones with dataset.filter(...).",
+    "max_new_tokens": "Set `max_completion_length`.",
+    "max_length": "Set `max_completion_length`, and `max_reprompt_len` for the teacher's prompt.",
+    "tokenizer": "It is `processing_class`, an argument of `CreditTrainer`.",
+    "dataset": "It is `train_dataset`, an argument of `CreditTrainer`.",
+    "lmbda": "All completions are sampled from the policy.",
+}
+
+
+def unknown_option(name: str, known: Iterable[str]) -> str:
+    """Advice on an option that does not exist: its counterpart, the most similar name, or an empty string."""
+    if name in OTHER_NAMES:
+        return f" {OTHER_NAMES[name]}"
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def _refuse_unknown(init: Callable[..., None]) -> Callable[..., None]:
+    """An initializer that refuses all unknown options at once, with advice."""
+
+    @functools.wraps(init)
+    def checked(self: CreditConfig, *args: Any, **options: Any) -> None:
+        known = [one.name for one in self.__dataclass_fields__.values() if one.init]
+        if unknown := [name for name in options if name not in known]:
+            advice = "".join(f" `{name}`.{unknown_option(name, known)}" for name in unknown)
+            raise TypeError(f"`{type(self).__name__}` has no option{advice}")
+        init(self, *args, **options)
+
+    return checked
+
+
+CreditConfig.__init__ = _refuse_unknown(CreditConfig.__init__)
+
 TEMPLATE_PLACEHOLDERS = {
     "reprompt_template": ("prompt", "solution", "feedback"),
     "solution_template": ("successful_previous_attempt",),
@@ -210,9 +267,12 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "positive or None": (lambda x: x is None or 0.0 < x < math.inf, ("distillation_is_clip", "verifier_timeout")),
     "at least 1": (
         lambda x: x >= 1,
-        ("contrastive_count", "distillation_topk", "max_reprompt_len", "scoring_batch_tokens", "num_iterations"),
+        ("contrastive_count", "max_reprompt_len", "scoring_batch_tokens", "num_iterations"),
     ),
-    "at least 1 or None": (lambda x: x is None or x >= 1, ("teacher_sync_steps", "update_batch_tokens")),
+    "at least 1 or None": (
+        lambda x: x is None or x >= 1,
+        ("distillation_topk", "teacher_sync_steps", "update_batch_tokens"),
+    ),
 }
 
 # Options of GRPO's loss and their values without effect, for `distillation_weight=1`, which does not compute it.
@@ -235,13 +295,13 @@ def _check_values(config: CreditConfig) -> None:
         ValueError: a value is out of range, or a template has wrong placeholders.
     """
     for name, kind in get_type_hints(CreditConfig).items():
-        if getattr(kind, "__origin__", None) is Literal and getattr(config, name) not in get_args(kind):
+        if get_origin(kind) is Literal and getattr(config, name) not in get_args(kind):
             choices = ", ".join(map(str, get_args(kind)))
             raise ValueError(f"`{name}` must be one of {choices}; got {getattr(config, name)!r}.")
-    for words, (holds, names) in _RANGES.items():
+    for words, (is_in_range, names) in _RANGES.items():
         for name in names:
             value = getattr(config, name)
-            if isinstance(value, str) or not holds(value):
+            if isinstance(value, str) or (value is None and "None" not in words) or not is_in_range(value):
                 raise ValueError(f"`{name}` must be {words}, got {value!r}.")
     if config.contrastive_form == "subtract" and config.contrastive_coef > 1.0:
         raise ValueError(
@@ -252,32 +312,71 @@ def _check_values(config: CreditConfig) -> None:
         check_template(name, getattr(config, name), placeholders)
 
 
-def _problem(config: CreditConfig) -> str | None:
-    """What is wrong with a combination of options and how to correct it; None where it can train."""
-    kind, named = config.teacher_model_kind, config.teacher_model_name_or_path is not None
-    sources = config.use_successful_as_teacher or config.include_environment_feedback
+def _check_combinations(config: CreditConfig) -> None:
+    """Raise a `ValueError` where a combination of options cannot train, or an option would have no effect."""
+    if config.distillation_weight == 0.0:
+        return
+    for fails, message in (*_teacher_cases(config), *_loss_cases(config)):
+        if fails:
+            raise ValueError(message)
+
+
+def _teacher_cases(config: CreditConfig) -> list[tuple[bool, str]]:
+    """(whether it fails, message) of combinations of options of the teacher and of what it reads."""
+    kind = config.teacher_model_kind
+    reads_z = config.teacher_prompt == "privileged"
     prompts = config.generation_batch_size // config.num_generations
+    return [
+        (
+            config.use_transformers_continuous_batching,
+            "`use_transformers_continuous_batching=True` casts the teacher's adapter with the model, which rounds its "
+            "average away. Set `use_vllm=True` for fast rollouts.",
+        ),
+        (
+            (config.teacher_model_name_or_path is not None) != (kind == "model"),
+            "`teacher_model_kind='model'` and `teacher_model_name_or_path` need each other: set both or neither.",
+        ),
+        (
+            not reads_z and kind == "live" and not config.contrasts,
+            "`teacher_prompt='student'` with `teacher_model_kind='live'` makes the policy its own target, so nothing "
+            "is learned. Set `teacher_prompt='privileged'` or another teacher.",
+        ),
+        (
+            config.contrasts and config.contrastive_source == "batch" and prompts < 2,
+            f"A generation batch of {config.generation_batch_size} rollouts with `num_generations="
+            f"{config.num_generations}` holds one prompt, so there is no contrast prompt. Increase "
+            "`per_device_train_batch_size`, `gradient_accumulation_steps` or `generation_batch_size`, set "
+            "`contrastive_source='dataset'`, or set `contrastive_coef=0` (SDPO).",
+        ),
+        (
+            reads_z and not (config.use_successful_as_teacher or config.include_environment_feedback),
+            "The teacher would have no privileged context: set `include_environment_feedback=True` or "
+            "`use_successful_as_teacher=True`.",
+        ),
+        (
+            reads_z and config.num_generations == 1 and not config.include_environment_feedback,
+            "`num_generations=1` gives no other rollout to demonstrate with: set `include_environment_feedback=True`, "
+            "or more generations.",
+        ),
+    ]
+
+
+def _loss_cases(config: CreditConfig) -> list[tuple[bool, str]]:
+    """(whether it fails, message) of combinations of options of rollouts and losses."""
+    kwargs = config.generation_kwargs if isinstance(config.generation_kwargs, dict) else {}
     policy = [name for name, value in _POLICY_LOSS.items() if getattr(config, name) != value]
     if config.loss_type == "luspo" and "importance_sampling_level" in policy:
         policy.remove("importance_sampling_level")  # TRL asks for "sequence" there
-    cases = (
+    return [
         (
             config.enable_jit_checkpoint,
             "`enable_jit_checkpoint=True` saves inside a step, where weights, teacher and generation batch do not "
             "match. Save often (`save_steps`) instead.",
         ),
         (
-            config.use_transformers_continuous_batching,
-            "`use_transformers_continuous_batching=True` casts the teacher's adapter with the model, which would round "
-            "its average away. Set `use_vllm=True` for fast rollouts.",
-        ),
-        (
-            named != (kind == "model"),
-            "`teacher_model_kind='model'` and `teacher_model_name_or_path` need each other: set both or neither.",
-        ),
-        (
-            config.teacher_sync_steps is not None and kind != "ema",
-            f"`teacher_sync_steps` has no effect with `teacher_model_kind={kind!r}`, which has no average. Remove it.",
+            kwargs.get("temperature", config.temperature) != config.temperature,
+            f"`generation_kwargs` has the temperature {kwargs.get('temperature')}, and the loss uses `temperature="
+            f"{config.temperature}`. Set `temperature` instead.",
         ),
         (
             config.distillation_support == "sampled" and config.distillation_alpha != 1.0,
@@ -289,56 +388,25 @@ def _problem(config: CreditConfig) -> str | None:
             "`distillation_topk`, or set `distillation_tail='bucket'`.",
         ),
         (
-            config.contrasts and config.contrastive_source == "batch" and prompts < 2,
-            f"A generation batch of {config.generation_batch_size} rollouts with `num_generations="
-            f"{config.num_generations}` holds one prompt, so there is no contrast prompt. Increase "
-            "`per_device_train_batch_size`, `gradient_accumulation_steps` or `generation_batch_size`, set "
-            "`contrastive_source='dataset'`, or set `contrastive_coef=0` (SDPO).",
-        ),
-        (
-            not sources,
-            "The teacher would have no privileged context: set `include_environment_feedback=True` or "
-            "`use_successful_as_teacher=True`.",
-        ),
-        (
-            config.num_generations == 1 and not config.include_environment_feedback,
-            "`num_generations=1` gives no other rollout to demonstrate with: set `include_environment_feedback=True`, "
-            "or more generations.",
-        ),
-        (
-            config.update_batch_tokens is not None and config.distillation_weight < 1.0,
-            "`update_batch_tokens` divides the micro-batches of the distillation loss, and this run has GRPO's loss "
-            "too. Remove it and lower `per_device_train_batch_size`, or set `distillation_weight=1`.",
-        ),
-        (
-            config.distillation_weight == 1.0 and policy,
+            config.distillation_weight == 1.0 and bool(policy),
             f"`{next(iter(policy), '')}` is an option of GRPO's loss, which `distillation_weight=1` does not compute. "
             "Lower `distillation_weight`, or remove it.",
         ),
-    )
-    return next((message for holds, message in cases if holds), None)
-
-
-def _check_combinations(config: CreditConfig) -> None:
-    """Raise a `ValueError` where a combination of options cannot train, or an option would have no effect."""
-    if config.distillation_weight > 0.0 and (problem := _problem(config)):
-        raise ValueError(problem)
+    ]
 
 
 def check_template(name: str, template: str, placeholders: tuple[str, ...]) -> None:
-    """Check that a template has each of its placeholders once and no other.
+    """Check that a template, an option called `name`, has each of its placeholders once and no other.
 
     Raises:
-        ValueError: it has not; the message calls it `name`.
+        ValueError: it has not, or it is no format string.
     """
     try:
         found = [field_name for _, field_name, _, _ in string.Formatter().parse(template) if field_name is not None]
-    except ValueError as error:
-        raise ValueError(
-            f"`{name}` is not a format string ({error}); write literal braces as {{{{ and }}}}."
-        ) from None
+    except ValueError:
+        found = []
     if sorted(found) != sorted(placeholders):
         raise ValueError(
-            f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once and no other "
-            f"placeholder: {template!r}."
+            f"`{name}` must have each of {', '.join('{' + p + '}' for p in placeholders)} once, no other placeholder, "
+            f"and literal braces as {{{{ and }}}}; got {template!r}."
         )

@@ -11,24 +11,23 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from trl.trainer.utils import get_config_model_id
 
 from credit_trl.config import CreditConfig
-from credit_trl.contexts.build import build_contexts
+from credit_trl.contexts.build import ignored_feedback
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import ContrastSource
-from credit_trl.contexts.privileged import decode_completions, ignored_feedback
-from credit_trl.contexts.prompts import Render, chat_renderer
-from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, longest_sequence
-from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss, loss_dtype
-from credit_trl.loss.scores import SupportConfig
-from credit_trl.loss.weights import token_weights
+from credit_trl.contexts.prompts import chat_renderer
+from credit_trl.contexts.tokens import TokenContexts, longest_sequence
+from credit_trl.loss.token_weight import TokenWeight
 from credit_trl.rollout.batch import (
+    EVALUATION_INDEX,
     GenerationBatch,
     gather_success_weights,
     loss_mask,
@@ -37,41 +36,46 @@ from credit_trl.rollout.batch import (
     set_current_turn,
     total_rewards,
 )
-from credit_trl.rollout.thinking import OPEN, open_unclosed_thinking
+from credit_trl.rollout.thinking import mark_thinking
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration, await_engine
-from credit_trl.teacher.causal_lm import (
-    keep_quantized_differentiable,
-    position_embeddings,
-    use_fp32_lm_head,
-)
+from credit_trl.teacher.causal_lm import keep_quantized_differentiable, position_embeddings, use_fp32_lm_head
 from credit_trl.teacher.compilation import compile_layers, keep_models_whole, uncompiled
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
-from credit_trl.teacher.sharding import full_shape
+from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import checks
+from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.metrics import (
     Alarms,
     context_metrics,
+    drop_undefined,
     engine_metrics,
     mean_over_tokens,
     token_means,
     token_sums,
 )
-from credit_trl.training.reporting import ContinueReports, ReportingTrainer
+from credit_trl.training.micro_batches import (
+    even_micro_batches,
+    exchanged_micro_batches,
+    loss_in_parts,
+    rollout_logps,
+    without_padding,
+)
+from credit_trl.training.model_card import complete_card
+from credit_trl.training.reporting import ContinueReports, add_completion_columns, print_lines
+from credit_trl.training.run_log import RunLog
+from credit_trl.training.step import CreditStep, MicroBatchLoss
 from credit_trl.training.timing import StageClock
 
-# Evaluation draws its contrast prompts from random streams beyond those of the training batches.
-_EVAL_STREAM = 2**31
 
-
-class CreditTrainer(ReportingTrainer):
+class CreditTrainer(ResumableTrainer):
     """Train a language model from verdicts with feedback.
 
-    Takes the arguments of [`~trl.GRPOTrainer`]. A reward function may return [`Verdict`]s. Their feedback and a
-    successful rollout of the group form the privileged context under which the model acts as its own teacher. The
-    dataset column `privileged_context` holds feedback that does not depend on the rollout.
+    Takes the arguments of [`~trl.GRPOTrainer`] and `token_weight`. A reward function may return [`Verdict`]s. Their
+    feedback and a successful rollout of the group form the privileged context under which the model acts as its own
+    teacher. The dataset column `privileged_context` holds feedback that does not depend on the rollout.
 
     Example:
 
@@ -87,6 +91,14 @@ class CreditTrainer(ReportingTrainer):
     )
     trainer.train()
     ```
+
+    Args:
+        token_weight: function of the credit of a generation batch that weighs the tokens of the distillation loss or of
+            GRPO's, see [`TokenCredit`]. With it the teacher scores at `distillation_weight=0` too.
+
+    Attributes:
+        run_log: writes `run.json` and `log.jsonl`; entries of `run_log.facts` are added to `run.json`.
+        credit_step: the stages after a rollout; None where nothing reads the credit.
 
     Raises:
         TypeError: `args` is not a `CreditConfig`.
@@ -115,6 +127,8 @@ class CreditTrainer(ReportingTrainer):
         args: CreditConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Any = None,
+        *,
+        token_weight: TokenWeight | None = None,
         **kwargs: Any,
     ) -> None:
         if args is None:
@@ -127,14 +141,17 @@ class CreditTrainer(ReportingTrainer):
         self.clock = StageClock(counts=lambda: self.model.training)
         self._eval_batches = 0
         self._token_sums: dict[str, list[list[float]]] = defaultdict(list)
+        self.credit_step: CreditStep | None = None
+        has_environments = kwargs.get("environment_factory") is not None
         checks.check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
         datasets = checks.named_datasets(train_dataset, eval_dataset)
-        has_environments = kwargs.get("environment_factory") is not None
         checks.check_reward_columns(
             reward_funcs, datasets, kwargs.get("rollout_func"), args.remove_unused_columns, has_environments
         )
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
+        self._set_signature_columns_if_needed()
+        self._signature_columns = list(dict.fromkeys([*self._signature_columns, "privileged_context", "task"]))
         keep_quantized_differentiable(self.model)
         if args.cast_lm_head_to_fp32:
             use_fp32_lm_head(self.model)
@@ -144,59 +161,71 @@ class CreditTrainer(ReportingTrainer):
             func if isinstance(func, nn.Module) else self._verdicts.wrap(func, position)
             for position, func in enumerate(self.reward_funcs)
         ]
-        self.alarms = Alarms(self.accelerator.is_main_process)
-        if self.environment_factories is None and kwargs.get("rollout_func") is None:
-            sizes = full_shape(self.model.get_input_embeddings().weight)[0], position_embeddings(self.model)
-            checks.check_prompts(args, datasets, self._encode_prompt, *sizes, self.alarms.raise_once)
-        checks.check_parts(args, self.accelerator, self.aux_loss_enabled, self.alarms.raise_once)
-        self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=args.teacher_is_frozen)
-        self.add_callback(ContinueReports(self.drift_alarms, self.clock))
-        if self._distills:
-            self._init_distillation()
+        render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
+        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render)
+        self._init_reports()
+        if not has_environments and kwargs.get("rollout_func") is None:
+            checks.check_prompts(args, datasets, self._encode_prompt, self.eos_token_ids, self.alarms.raise_once)
+        if args.distillation_weight > 0.0 or token_weight is not None:
+            self._init_credit(token_weight)
 
-    @property
-    def _distills(self) -> bool:
-        return self.args.distillation_weight > 0.0
+    def _init_reports(self) -> None:
+        self.alarms = Alarms(self.accelerator.is_main_process)
+        self.drift_alarms = DriftAlarms(self.alarms, frozen_teacher=self.args.teacher_is_frozen)
+        self.run_log = RunLog()
+        self.add_callback(self.run_log)
+        self.add_callback(ContinueReports(self.drift_alarms, self.clock))
+        print_lines(self.callback_handler)
+
+    def _init_credit(self, token_weight: TokenWeight | None) -> None:
+        args = self.args
+        checks.check_machine(args, self.accelerator, self.aux_loss_enabled)
+        if args.torch_compile:
+            keep_models_whole(self.accelerator)
+        self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
+        checks.check_model(self.model, self.accelerator)
+        checks.check_teacher(args, self.teacher, self.accelerator)
+        reason = cannot_pack(self.model) if args.packed else None
+        self.credit_step = CreditStep(
+            args,
+            self.context_builder,
+            self.teacher,
+            gather=gather_object,
+            reduce=self._sum_over_processes,
+            token_weight=token_weight,
+        )
+        if reason is not None:
+            self.alarms.raise_once(
+                "not_packed",
+                f"`packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
+                "(`credit/padding_factor`).",
+            )
+        if self.credit_step.loss_config.correction is not None:
+            self.vllm_importance_sampling_correction = False  # TRL's, which costs a forward pass
+        if args.torch_compile:
+            compile_layers([self.model, *self.teacher.models()], args)
+        if args.teacher_model_kind == "ema":
+            self.add_callback(TeacherUpdate(self))
 
     def _encode_prompt(self, prompt: Any) -> list[int]:
         """Token ids of a prompt, as in a rollout."""
         return self._tokenize_prompts([prompt])[0][0]
 
-    def _init_distillation(self) -> None:
-        args = self.args
-        checks.check_machine(self.accelerator)
-        if args.torch_compile:
-            keep_models_whole(self.accelerator)
-        vocabulary = checks.check_vocabulary(args, self.model)
-        support = SupportConfig(args.distillation_support, args.distillation_topk, args.distillation_tail)
-        self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
-        checks.check_model(self.model, self.accelerator)
-        checks.check_teacher(args, self.teacher, self.accelerator)
-        router = self.aux_loss_enabled
-        loss = DistillationLoss.of(args, self.teacher, self.accelerator, support, vocabulary, self.temperature, router)
-        self.distillation = self._without_padding(loss)
-        if args.torch_compile:
-            compile_layers([self.model, *self.teacher.models()], args)
-        self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids)
-        if args.teacher_model_kind == "ema":
-            self.add_callback(TeacherUpdate(self))
-
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        self._signature_columns = list(dict.fromkeys([*self._signature_columns, "privileged_context", "task"]))
-
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
-        checks.check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
-        return super()._get_train_sampler(dataset)
-
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    @property
+    def _distills(self) -> bool:
+        return self.args.distillation_weight > 0.0
 
     def _log_values(self, values: dict[str, float]) -> None:
         """Add values to TRL's metrics, which average them until the next log."""
         for name, value in values.items():
             self._metrics[self._mode][name].append(value)
+
+    def _sum_over_processes(self, values: Tensor) -> Tensor:
+        return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
 
     # ------------------------------------------------------------------ rollout
 
@@ -222,12 +251,18 @@ class CreditTrainer(ReportingTrainer):
         with self.clock.stage("verdict"):
             graded = completions
             if not (self.tools or self.environment_factories):  # whose completions TRL parses
-                rendered = partial(self._rendered, prompts)
-                graded = open_unclosed_thinking(completions, completion_ids_list, self._tokenizer, rendered)
+                graded = mark_thinking(
+                    completions,
+                    completion_ids_list,
+                    self._tokenizer,
+                    partial(self._prompt_text, prompts),
+                    self.context_builder.marks,
+                )
             rewards_per_func = super()._calculate_rewards(inputs, prompts, graded, completion_ids_list)
         if self.args.on_verifier_error == "skip":
             share = mask_skipped_rewards(rewards_per_func, self._verdicts.skipped(len(prompts)), self.accelerator)
             self._log_values({"credit/frac_verifier_skipped": share})
+        index, dataset = self._stream_position()
         self._generation_batch = GenerationBatch(
             rows=inputs,
             prompts=prompts,
@@ -237,38 +272,61 @@ class CreditTrainer(ReportingTrainer):
             turn_feedback=self._verdicts.turn_feedback(len(prompts)),
             first=self.accelerator.process_index * len(prompts),
             group_size=self.num_generations if self.model.training else self.num_generations_eval,
+            index=index,
+            dataset=dataset,
+            tools=self._sample_tools(len(prompts)),
         )
         return rewards_per_func
 
+    def _prompt_text(self, prompts: list, sample: int) -> str:
+        """Text of a local sample's prompt with the generation prompt."""
+        prompt = prompts[sample]
+        return prompt if isinstance(prompt, str) else self.context_builder.render(prompt)
+
+    def _stream_position(self) -> tuple[int, Any]:
+        """Index of this generation batch, and the dataset that it belongs to."""
+        if self.model.training:
+            return self._step // (self.args.steps_per_generation * self.num_iterations), self.train_dataset
+        self._eval_batches += 1
+        has_rows = isinstance(self.eval_dataset, Dataset)
+        return EVALUATION_INDEX + self._eval_batches, self.eval_dataset if has_rows else self.train_dataset
+
+    def _sample_tools(self, count: int) -> list[list[Any] | None]:
+        """Tools that the chat template lists for each local sample; empty without any."""
+        if self.environment_factories is not None:
+            return [self._env_tools[self._batch_environments[sample]] for sample in range(count)]
+        return [self.tools] * count if self.tools else []
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if self._distills:
+        if self.credit_step is not None:
             checks.check_no_images(inputs)
         output = super()._generate_and_score_completions(inputs)
         if self.args.on_verifier_error == "skip":
             mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
-        self._generation_batch = self._generation_batch.with_turns(loss_mask(output))
+        batch = self._generation_batch.with_turns(loss_mask(output))
         metrics = self._metrics[self._mode]
         self.alarms.check_engine(metrics)
         if self.model.training and self.num_generations > 1:
             self.alarms.check_rewards(metrics["frac_reward_zero_std"][-1] == 1.0, metrics["reward"][-1])
         contexts = None
-        if self._distills:
+        if self.credit_step is not None:
             checks.check_no_images([output])
             with self.clock.stage("contexts"):
-                contexts = self._build_contexts(self._generation_batch)
+                contexts = self._build_contexts(batch)
                 has_loss = loss_mask(output).any(dim=1).tolist()
-                output["success_weights"] = self._success_weights(self._generation_batch, contexts, has_loss)
+                output["success_weights"] = self._success_weights(batch, contexts, has_loss)
             with self.clock.stage("scores"):
-                output.update(self._score(output, contexts))
+                output.update(self.credit_step.prepare(batch, output, contexts))
         if self.args.log_completions:
-            self._tabulate(output, self._generation_batch, contexts)
+            decode = self.processing_class.batch_decode
+            add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
         return output
 
-    # ------------------------------------------------------------------ contexts, teacher
+    # ------------------------------------------------------------------ contexts
 
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
         """Teacher and contrast contexts of the local samples."""
-        contexts = build_contexts(batch, self.context_builder, self._renderer, self._contrast_source(), self._decode)
+        contexts = self.credit_step.build_contexts(batch)
         shares = context_metrics(contexts, self.args.contrasts, self._sum_over_processes)
         self._log_values(shares)
         self.alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
@@ -288,42 +346,45 @@ class CreditTrainer(ReportingTrainer):
         own = torch.tensor(weights, device=self.accelerator.device)
         return own * (self.args.steps_per_generation if self.model.training else 1)
 
-    @property
-    def batch_index(self) -> int:
-        """Index of the training generation batch."""
-        return self._step // (self.args.steps_per_generation * self.num_iterations)
+    # ------------------------------------------------------------------ micro-batches, loss
 
-    def _decode(self, ids: list[list[int]]) -> list[str]:
-        return decode_completions(self._tokenizer, ids)
+    def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
+        """Micro-batches with little padding; TRL's own at `distillation_weight=0`."""
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self._distills:
+            return inputs
+        if not self.model.training:
+            return without_padding(inputs)
+        if self._buffered_inputs is not before:
+            exchanged = exchanged_micro_batches(self.args, self.aux_loss_enabled)
+            self._buffered_inputs = even_micro_batches(self._buffered_inputs, exchanged, self.credit_step.packed)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return inputs
 
-    def _contrast_source(self) -> ContrastSource:
-        """Rows and random stream of the contrast prompts of this generation batch."""
-        if self.model.training:
-            return ContrastSource(self.train_dataset, self.batch_index)
-        self._eval_batches += 1
-        has_rows = isinstance(self.eval_dataset, Dataset)
-        return ContrastSource(self.eval_dataset if has_rows else self.train_dataset, _EVAL_STREAM + self._eval_batches)
-
-    def _renderer(self, sample: int) -> Render:
-        """Renderer of a local sample's prompt, as TRL renders it for the student."""
-        has_environments = self.environment_factories is not None
-        tools = self._env_tools[self._batch_environments[sample]] if has_environments else self.tools
-        return chat_renderer(self.processing_class, self._is_vlm, tools, self.chat_template, self.chat_template_kwargs)
-
-    def _rendered(self, prompts: list, sample: int) -> str:
-        """Text of a local sample's prompt with the generation prompt, "" if its template has no thinking."""
-        prompt = prompts[sample]
-        if isinstance(prompt, str):
-            return prompt
-        template = self.chat_template or getattr(self.processing_class, "chat_template", None)
-        return self._renderer(sample)(prompt) if OPEN in str(template) else ""
-
-    def _score(self, output: dict[str, Any], contexts: list[TokenContexts]) -> dict[str, Tensor]:
-        return self.distillation.score(
-            contexts, CompletionBatch(output["completion_ids"], output["completion_mask"], loss_mask(output))
-        )
-
-    # ------------------------------------------------------------------ loss
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Log-probabilities of the policy at rollout time without padding; other calls go to TRL's method."""
+        is_plain = not any(value is not None and value is not False for value in kwargs.values())
+        is_rollout = model is self.model and not torch.is_grad_enabled() and is_plain
+        if not (self._distills and is_rollout):
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
+            )
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
+            return None, None, None  # nothing reads them
+        with self.clock.stage("old_logps"):
+            size = batch_size or len(input_ids)
+            logps = rollout_logps(self.credit_step, model, input_ids, attention_mask, logits_to_keep, size)
+        return logps, None, None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         weight = self.args.distillation_weight
@@ -333,21 +394,20 @@ class CreditTrainer(ReportingTrainer):
         return loss if weight == 1.0 else weight * loss + (1.0 - weight) * super()._compute_loss(model, inputs)
 
     def _distillation_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        mask = loss_mask(inputs)
-        weights = token_weights(inputs, mask, self._reduction(), loss_dtype(self.model))
-        result = self._micro_batch_loss(model, inputs, weights)
+        accumulation = self.current_gradient_accumulation_steps if self.model.training else 1.0
+        result = loss_in_parts(self.credit_step, model, inputs, accumulation, self.accelerator.backward)
         loss = result.terms.loss
         if result.aux_loss is not None:
-            steps = self.current_gradient_accumulation_steps if self.model.training else 1.0
-            loss = loss + self.router_aux_loss_coef * result.aux_loss / steps
+            loss = loss + self.router_aux_loss_coef * result.aux_loss / accumulation
             self._log_values({"aux_loss": self.accelerator.gather_for_metrics(result.aux_loss).mean().item()})
         self._log_tokens(result)
         return loss
 
-    # ------------------------------------------------------------------ logging, time
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        with self.clock.stage("update"):
+            return super().training_step(model, inputs, num_items_in_batch)
 
-    def _sum_over_processes(self, values: Tensor) -> Tensor:
-        return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
+    # ------------------------------------------------------------------ reports
 
     def _log_tokens(self, loss: MicroBatchLoss) -> None:
         """Log the credit of a micro-batch."""
@@ -356,7 +416,7 @@ class CreditTrainer(ReportingTrainer):
         metrics, _ = token_means(sums, self.args.distillation_support == "sampled")
         self._log_values(metrics | engine_metrics(loss, self.accelerator.gather))
         self.alarms.check_engine(self._metrics[self._mode])
-        self.alarms.check_tokens(metrics, full_shape(self.model.get_output_embeddings().weight)[0])
+        self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
 
     def _average_tokens(self) -> None:
         """Replace the token metrics of the micro-batches since the last log by means over their tokens."""
@@ -366,17 +426,23 @@ class CreditTrainer(ReportingTrainer):
                 metrics["entropy"] = entropy
             self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        with self.clock.stage("update"):
-            return super().training_step(model, inputs, num_items_in_batch)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
             self.drift_alarms.observe(self._metrics["train"])
             self._log_values(self.clock.report(self.state.global_step))
-            if self._distills:
+            if self.credit_step is not None:
                 lost = self.alarms.check_gradient(logs, self._metrics["train"])
                 self._log_values({"credit/frac_lost_gradient": lost, "credit/teacher_drift": self.teacher.drift()})
         self._average_tokens()
         self._eval_batches = 0  # so that every evaluation draws the same contrast prompts
+        drop_undefined(self._metrics[self._mode])
         super().log(logs, start_time)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write TRL's card and add how the credit was trained, the metrics, and how to load the model."""
+        super().create_model_card(model_name, dataset_name, tags)
+        if self.is_world_process_zero():
+            data = dataset_name or self.run_log.facts.get("task")
+            complete_card(Path(self.args.output_dir) / "README.md", self, data)

@@ -1,96 +1,274 @@
-"""Draws of contrast prompts: uniform, never the own prompt, independent of the number of processes."""
+"""Contrasts: the registry of sources, and draws that are uniform, never x, and independent of the processes."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from itertools import islice
 
-from hypothesis import given
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from credit_trl.contexts.contrast import draw_from_batch, draw_from_dataset
-from credit_trl.rollout.batch import prompt_key
+from credit_trl.contexts import contrast
+from credit_trl.contexts.build import build_contexts
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.contrast import Contrast, ContrastBatch, draw_contrasts, find_source, shuffled, sources
+from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.rollout.batch import GenerationBatch, prompt_key
+from credit_trl.testing import check_source
+from tiny import context_ids
 
-batches = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24)
-
-
-@given(keys=batches, count=st.integers(1, 9), seed=st.integers(0, 2**40), step=st.integers(0, 2**33))
-def test_a_draw_is_never_the_own_prompt_nor_its_duplicate(keys, count, seed, step):
-    draws = draw_from_batch(keys, range(len(keys)), count, seed=seed, step=step)
-    others = set(keys)
-    for sample, draw in enumerate(draws):
-        others = set(keys) - {keys[sample]}
-        assert len(draw) == (count if others else 0)
-        assert all(keys[i] != keys[sample] for i in draw)
+prompts = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=24)
 
 
-@given(keys=batches, count=st.integers(1, 9), seed=st.integers(0, 99))
-def test_draws_repeat_only_after_all_prompts(keys, count, seed):
-    for sample, draw in enumerate(draw_from_batch(keys, range(len(keys)), count, seed=seed, step=0)):
-        drawn = [keys[i] for i in draw]
-        others = len(set(keys) - {keys[sample]})
-        for start in range(0, len(drawn), max(others, 1)):
-            part = drawn[start : start + others]
-            assert len(set(part)) == len(part)
+def batch_of(own, dataset=(), index=0, group_size=1, columns=None):
+    z = [PrivilegedContext(feedback=f"On {i}.") for i in range(len(own))]
+    return ContrastBatch(
+        index, group_size, own, own, z, z, [i % 2 == 0 for i in range(len(own))], dataset, columns or {}
+    )
 
 
-@given(keys=batches, split=st.integers(1, 23), count=st.integers(1, 4))
-def test_ranks_draw_what_one_process_draws(keys, split, count):
-    whole = draw_from_batch(keys, range(len(keys)), count, seed=3, step=5)
-    parts = [range(0, min(split, len(keys))), range(min(split, len(keys)), len(keys))]
-    assert [d for part in parts for d in draw_from_batch(keys, part, count, seed=3, step=5)] == whole
+def draw(name, batch, sample, count, seed=0):
+    return [drawn.prompt for drawn in islice(draw_contrasts(find_source(name), batch, sample, seed), count)]
 
 
-def test_draws_are_uniform_over_contrast_prompts():
-    keys = [q for q in "abcdefgh" for _ in range(4)]
-    counts: Counter[str] = Counter()
-    for step in range(2000):
-        (draw,) = draw_from_batch(keys, [9], 1, seed=11, step=step)
-        counts[keys[draw[0]]] += 1
-    assert set(counts) == set("abdefgh")
-    assert chisquare(list(counts.values())).pvalue > 0.01
+def test_sources_are_registered_by_name():
+    assert sources() == ["batch", "dataset"]
+    assert find_source("batch") is contrast.from_batch
 
 
-def test_pairs_of_draws_are_uniform_too():
-    counts: Counter[frozenset[int]] = Counter()
-    for step in range(3000):
-        (draw,) = draw_from_batch(list("abcde"), [0], 2, seed=4, step=step)
-        counts[frozenset(draw)] += 1
-    assert len(counts) == 6
-    assert chisquare(list(counts.values())).pvalue > 0.01
+@pytest.mark.parametrize("name", ["batch", "dataset"])
+def test_built_in_sources_pass_the_check_of_outside_ones(name):
+    check_source(find_source(name))
 
 
-def test_samples_and_steps_draw_independently():
-    keys = [q for q in "abcdefgh" for _ in range(8)]
-    first = draw_from_batch(keys, range(64), 1, seed=0, step=0)
-    second = draw_from_batch(keys, range(64), 1, seed=0, step=1)
-    assert len({d[0] for d in first[:8]}) > 2
-    assert first != second
-    assert first == draw_from_batch(keys, range(64), 1, seed=0, step=0)
-    assert first != draw_from_batch(keys, range(64), 1, seed=1, step=0)
+@given(own=prompts, count=st.integers(1, 9), seed=st.integers(0, 2**40), index=st.integers(0, 2**33))
+def test_a_draw_is_never_the_own_prompt_and_repeats_only_after_all(own, count, seed, index):
+    for sample, prompt in enumerate(own):
+        drawn = draw("batch", batch_of(own, index=index), sample, count, seed)
+        others = set(own) - {prompt}
+        assert len(drawn) == (count if others else 0)
+        assert set(drawn) <= others
+        for start in range(0, len(drawn), max(len(others), 1)):
+            assert len(set(drawn[start : start + len(others)])) == len(drawn[start : start + len(others)])
 
 
-@given(rows=batches, own=st.sampled_from("abcdef"), count=st.integers(1, 8), seed=st.integers(0, 50))
-def test_dataset_draws_are_distinct_while_possible(rows, own, count, seed):
-    (draw,) = draw_from_dataset(rows, [own], [0], count, seed=seed, step=1)
+@given(rows=prompts, own=st.sampled_from("abcdef"), count=st.integers(1, 8), seed=st.integers(0, 50))
+def test_dataset_draws_are_distinct_and_end(rows, own, count, seed):
+    drawn = draw("dataset", batch_of([own], rows), 0, count, seed)
     others = set(rows) - {own}
-    assert len(draw) == (count if others else 0)
-    assert own not in {rows[i] for i in draw}
-    assert len({rows[i] for i in draw}) == min(count, len(others))
+    assert len(drawn) == len(set(drawn)) == min(count, len(others))
+    assert set(drawn) <= others
 
 
-def test_dataset_draws_are_uniform_over_rows():
-    rows = list("abcdef")
-    counts = Counter(draw_from_dataset(rows, ["a"], [0], 1, seed=2, step=s)[0][0] for s in range(2000))
-    assert set(counts) == {1, 2, 3, 4, 5}
+@pytest.mark.parametrize(
+    ("name", "own", "dataset", "count"),
+    [
+        ("batch", [q for q in "abcdefgh" for _ in range(4)], [], 7),
+        ("dataset", ["a"], list("abcdefgh"), 7),
+        ("batch", list("abcde"), [], 4),
+    ],
+)
+@pytest.mark.parametrize("drawn", [1, 2])
+def test_draws_and_pairs_of_draws_are_uniform(name, own, dataset, count, drawn):
+    counts = Counter(
+        frozenset(draw(name, batch_of(own, dataset, index), 0, drawn, seed=4)) for index in range(2000)
+    )
+    assert len(counts) == (count if drawn == 1 else count * (count - 1) // 2)
     assert chisquare(list(counts.values())).pvalue > 0.01
 
 
-def test_a_dataset_of_one_repeated_prompt_terminates():
-    assert draw_from_dataset(["a"] * 50, ["a"], [0], 2, seed=0, step=0) == [[]]
+def test_samples_batches_and_seeds_draw_independently():
+    own = [q for q in "abcdefgh" for _ in range(8)]
+    first, second, other, same = (
+        [draw("batch", batch_of(own, index=index), sample, 1, seed) for sample in range(64)]
+        for index, seed in ((0, 0), (1, 0), (0, 1), (0, 0))
+    )
+    assert len({tuple(one) for one in first[:8]}) > 2
+    assert first == same
+    assert second != first != other
+
+
+def test_digits_of_the_stream_are_fixed():
+    """Recorded when draws were keyed by the trainer's step: a run of an earlier version continues with its draws."""
+    own = [q for q in "abcdefgh" for _ in range(2)]
+    assert [draw("batch", batch_of(own, index=5), sample, 3, seed=3) for sample in (0, 7)] == RECORDED["batch"]
+    assert draw("dataset", batch_of(["a"], list("abcdefgh"), index=5), 0, 3, seed=3) == RECORDED["dataset"]
+
+
+RECORDED = {"batch": [["f", "b", "d"], ["f", "b", "c"]], "dataset": ["b", "h", "g"]}
 
 
 def test_prompt_key_ignores_the_order_of_message_keys():
     first = [{"role": "user", "content": "x"}]
     assert prompt_key(first) == prompt_key([{"content": "x", "role": "user"}])
     assert prompt_key(first) != prompt_key([{"role": "user", "content": "x "}])
+
+
+def contexts_of(tokenizer, config, own, dataset=None, rows=None, group_size=1, first=0):
+    """Texts of (x, z) and the contrasts of each sample, every one with feedback."""
+    rows = rows or [{"prompt": prompt} for prompt in own]
+    feedback = [f"On {i}." for i in range(len(own))]
+    ids = [tokenizer(f"Answer {i}")["input_ids"] for i in range(len(own))]
+    rewards = [float(i % 2 == 0) for i in range(len(own))]
+    batch = GenerationBatch(
+        rows, own, ids, rewards, feedback, first, group_size=group_size, index=3, dataset=dataset
+    )
+    built = build_contexts(batch, ContextBuilder(tokenizer, config))
+    return [[tokenizer.decode(context) for context in context_ids(one)] for one in built]
+
+
+def test_completed_prompt_is_not_its_own_contrast(make_config, tokenizer):
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Find {name}."}]} for name in ("ape", "owl")])
+    own = [[{"role": "user", "content": row["prompt"][0]["content"] + " You see a door."}] for row in data]
+    config = make_config(contrastive_source="dataset")
+    contexts = contexts_of(tokenizer, config, own, data, rows=list(data))
+    assert ["owl" in contrast for _, contrast in contexts] == [True, False]
+    assert not any("door" in contrast for _, contrast in contexts)
+
+
+def test_rollouts_of_one_row_do_not_contrast_each_other(make_config, tokenizer):
+    """An environment's `reset` may give each of them another first observation."""
+    own = [f"Find {name}. You are in room {room}." for name in ("ape", "owl") for room in range(4)]
+    contexts = contexts_of(tokenizer, make_config(), own, group_size=4)
+    assert all(("owl" in teacher) == ("ape" in other) for teacher, other in contexts)
+
+
+SAME_TASK = """
+def same_task(batch, sample, rng, task):
+    for i in rng.permutation(len(batch.prompts)):
+        if task[i] == task[sample] and batch.prompts[i] != batch.prompts[sample]:
+            yield batch.prompts[i]
+"""
+
+WRONG_FEEDBACK = '''
+"""RLCSD's contrast: x stays, and z is the demonstration and feedback of a failed rollout of the group."""
+from dataclasses import replace
+
+from credit_trl.contexts.contrast import Contrast, shuffled
+
+
+def wrong_feedback(batch, sample, rng):
+    z = batch.privileged[sample]
+    wrong = []
+    for i in batch.group(sample):
+        own = batch.rollouts[i]
+        if i != sample and batch.successes[i] is False:
+            other = replace(own, demonstration=own.demonstration if z.demonstration else None)
+            if bool(other.demonstration) == bool(z.demonstration) and other != z:
+                wrong.append(Contrast(batch.prompts[sample], other))
+    return shuffled(wrong, rng)
+'''
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes `my_source.py` with a source, as a user's file."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(text):
+        (tmp_path / "my_source.py").write_text(text)
+        sys.modules.pop("my_source", None)
+
+    yield write
+    sys.modules.pop("my_source", None)
+
+
+def test_a_source_in_a_file_reads_columns_of_the_dataset(module, make_config, tokenizer):
+    module(SAME_TASK)
+    own = [f"question {i}" for i in range(6)]
+    rows = [{"prompt": prompt, "task": "pq"[i % 2]} for i, prompt in enumerate(own)]
+    config = make_config(contrastive_source="my_source:same_task", contrastive_count=2)
+    contexts = contexts_of(tokenizer, config, own, rows=rows)
+    for sample, (_, *contrasts) in enumerate(contexts):
+        asked = {int(text[-1]) for text in contrasts}
+        assert asked == {i for i in range(6) if i % 2 == sample % 2} - {sample}
+    with pytest.raises(ValueError, match=r"takes the dataset column 'task'; the columns are prompt\. Add it"):
+        contexts_of(tokenizer, config, own)
+    check_source(find_source("my_source:same_task"), columns={"task": list("pqpqpqpq")})
+
+
+def test_a_source_in_a_file_may_exchange_z(module, make_config, tokenizer):
+    module(WRONG_FEEDBACK)
+    config = make_config(contrastive_source="my_source:wrong_feedback")
+    contexts = contexts_of(tokenizer, config, ["ape", "ape", "ape", "owl", "owl", "owl"], group_size=3)
+    assert [len(context) for context in contexts] == [2, 1, 2, 2, 2, 2]  # sample 1 is the only failure of its group
+    for sample, failed in ((0, 1), (2, 1), (4, None)):
+        teacher, other = contexts[sample]
+        assert teacher[-3:] == other[-3:]  # x
+        if failed is not None:
+            assert f"On {failed}." in other
+            assert f"Answer {failed}" in other
+    check_source(find_source("my_source:wrong_feedback"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hard", r"must be 'batch', 'dataset', or 'module:function'; got 'hard'"),
+        ("no_such_module:f", r"No module named 'no_such_module'. Install it, or add the folder .* to PYTHONPATH"),
+        ("my_source:f", "has no attribute 'f'. Define it at the top level"),
+        ("my_source:SIZE", "is a int; it must be a function"),
+    ],
+)
+def test_a_source_that_cannot_be_imported_names_the_fix(module, name, message):
+    module("SIZE = 3")
+    with pytest.raises(ValueError, match=message):
+        find_source(name)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("a prompt", r"returned a str. Return a list of prompts, or yield them"),
+        (None, "returned a NoneType"),
+        ([{"role": "user", "content": "x"}], r"returned a dict among the prompts.*list of messages"),
+        (["b", "a"], "returned the prompt of sample 0 itself"),
+        ([Contrast("a", PrivilegedContext(feedback="On 0."))], "returned the prompt of sample 0 itself"),
+    ],
+)
+def test_what_a_source_returns_is_checked(returned, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        list(draw_contrasts(lambda batch, sample, rng: returned, batch_of(["a", "b"]), 0, seed=0))
+
+
+def unseeded(batch, sample, rng):
+    import random
+
+    return random.sample(batch.other_prompts(sample), k=3)
+
+
+def reads_a_counter(batch, sample, rng):
+    reads_a_counter.calls = getattr(reads_a_counter, "calls", 0) + 1
+    return [batch.other_prompts(sample)[reads_a_counter.calls % 3]]
+
+
+def own_sibling(batch, sample, rng):
+    return [batch.prompts[batch.group(sample).start]]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (unseeded, "another draw"),
+        (reads_a_counter, "another draw"),
+        (own_sibling, "the prompt of sample 0 itself"),
+        (lambda batch, sample, rng: [], "no contrast for any sample"),
+    ],
+)
+def test_check_source_fails_for(source, message):
+    with pytest.raises((AssertionError, ValueError), match=message):
+        check_source(source)
+
+
+@settings(max_examples=20)
+@given(items=st.lists(st.integers(), max_size=6), rounds=st.integers(1, 3))
+def test_shuffled_yields_whole_rounds(items, rounds):
+    import numpy as np
+
+    drawn = list(islice(shuffled(items, np.random.default_rng(0)), rounds * len(items)))
+    for start in range(0, len(drawn), max(len(items), 1)):
+        assert sorted(drawn[start : start + len(items)]) == sorted(items)

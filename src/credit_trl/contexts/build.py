@@ -1,56 +1,134 @@
-"""Contexts of a generation batch: z and x'_k of every sample, as token ids."""
+"""Contexts of a generation batch: (x, z) and (x'_k, z) of every sample, as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
+from accelerate.utils import gather_object
+from datasets import Dataset
+
+from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import ContrastSource, draw_contrasts
-from credit_trl.contexts.privileged import gather_privileged_contexts
-from credit_trl.contexts.prompts import Render
+from credit_trl.contexts.contrast import ContrastBatch, draw_contrasts, find_source, source_columns
+from credit_trl.contexts.privileged import PrivilegedContext, choose_demonstrations, demonstration_text
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.contexts.turns import TurnFormat, place_turns
-from credit_trl.rollout.batch import GenerationBatch
+from credit_trl.contexts.turns import TurnFormat, place_turns, read_turn_format
+from credit_trl.rollout.batch import GenerationBatch, is_successful
+from credit_trl.rollout.thinking import decode_with_marks, opens_thinking
 
 
-def build_contexts(
-    batch: GenerationBatch,
-    builder: ContextBuilder,
-    renderer: Callable[[int], Render],
-    source: ContrastSource,
-    decode: Callable[[list[list[int]]], list[str]],
-) -> list[TokenContexts]:
+def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[TokenContexts]:
     """Teacher and contrast contexts of the local samples. Every process must call it.
 
     Args:
-        batch: the generation batch.
-        builder: turns prompts and z into token ids; its configuration chooses z and the contrast.
-        renderer: local sample to the renderer of its prompt.
-        source: rows and random stream of the contrast prompts.
-        decode: sampled ids to texts without special tokens.
+        batch: the generation batch, with its turns where rollouts have several.
+        builder: turns prompts and z into token ids; its configuration chooses z and the contrasts.
 
     Raises:
-        ValueError: turn feedback cannot be placed.
+        ValueError: there is no such contrast source, a column that it takes is missing, or turn feedback cannot be
+            placed.
     """
     config = builder.config
-    privileged = gather_privileged_contexts(batch, config, decode)
-    draws = draw_contrasts(batch, config, source)
-    contexts = [
-        builder.build(prompt, others, z, renderer(i))
-        for i, (prompt, others, z) in enumerate(zip(batch.prompts, draws, privileged, strict=True))
-    ]
-    return [_place(batch, i, own, builder, renderer) for i, own in enumerate(contexts)]
+    source = find_source(config.contrastive_source) if config.contrasts else None
+    gathered = gather_contrast_batch(batch, builder, source_columns(source) if source else [])
+    contexts = []
+    for i, sample in enumerate(batch.indices):
+        drawn = draw_contrasts(source, gathered, sample, config.seed) if source else ()
+        tools = batch.tools[i] if batch.tools else None
+        built = builder.build(batch.prompts[i], gathered.privileged[sample], drawn, tools=tools)
+        if built.teacher is not None and built.privileged.turns:
+            is_plain = isinstance(batch.prompts[i], str)
+            form = TurnFormat() if is_plain else read_turn_format(partial(builder.render, tools=tools))
+            built = place_turns(built, batch.completion_ids[i], batch.turn_starts[i], builder, form)
+        contexts.append(built)
+    return contexts
 
 
-def _place(
-    batch: GenerationBatch,
-    sample: int,
-    contexts: TokenContexts,
-    builder: ContextBuilder,
-    renderer: Callable[[int], Render],
-) -> TokenContexts:
-    """Contexts of one sample with its turn feedback, if it has any."""
-    if contexts.teacher is None or not contexts.privileged.turns:
-        return contexts
-    form = TurnFormat() if isinstance(batch.prompts[sample], str) else TurnFormat.of(renderer(sample))
-    return place_turns(contexts, batch.completion_ids[sample], batch.turn_starts[sample], builder, form)
+def gather_contrast_batch(
+    batch: GenerationBatch, builder: ContextBuilder, columns: list[str] | tuple[str, ...] = ()
+) -> ContrastBatch:
+    """The generation batch of all processes with z of every sample. Every process must call it.
+
+    Args:
+        batch: the generation batch.
+        builder: decodes completions; its configuration chooses the parts of z.
+        columns: dataset columns to gather for the contrast source.
+
+    Raises:
+        ValueError: the dataset has no such column.
+    """
+    config = builder.config
+    for name in columns:
+        if batch.rows and name not in batch.rows[0]:
+            raise ValueError(
+                f"`contrastive_source={config.contrastive_source!r}` takes the dataset column {name!r}; the columns "
+                f"are {', '.join(batch.rows[0])}. Add it, or remove the parameter."
+            )
+    tools = batch.tools or [None] * len(batch.prompts)
+    texts = decode_with_marks(builder.tokenizer, batch.completion_ids, builder.marks)
+    answers = []
+    for text, prompt, own in zip(texts, batch.prompts, tools, strict=True):
+        opened = opens_thinking(builder.student_text(prompt, own), builder.marks)
+        answers.append(demonstration_text(text, config.teacher_context, builder.marks, opened=opened))
+    rollouts = [PrivilegedContext(answer, text) for answer, text in zip(answers, batch.feedback, strict=True)]
+    samples = gather_object(
+        list(
+            zip(
+                batch.prompts,
+                batch.dataset_prompts,
+                rollouts,
+                batch.feedback_by_turn,
+                [[row[name] for name in columns] for row in batch.rows],
+                strict=True,
+            )
+        )
+    )
+    prompts, dataset_prompts, rollouts, turns, values = (list(part) for part in zip(*samples, strict=True))
+    successes = is_successful(batch.rewards, config.success_reward_threshold)
+    return ContrastBatch(
+        index=batch.index,
+        group_size=batch.group_size,
+        prompts=prompts,
+        dataset_prompts=dataset_prompts,
+        privileged=_privileged_contexts(rollouts, turns, successes, batch.group_size, config),
+        rollouts=rollouts,
+        successes=[None if reward != reward else ok for reward, ok in zip(batch.rewards, successes, strict=True)],
+        dataset=batch.dataset["prompt"] if isinstance(batch.dataset, Dataset | Mapping) else (),
+        columns={name: [own[k] for own in values] for k, name in enumerate(columns)},
+    )
+
+
+def _privileged_contexts(
+    rollouts: list[PrivilegedContext],
+    turns: list[dict[int, str] | None],
+    successes: list[bool],
+    group_size: int,
+    config: CreditConfig,
+) -> list[PrivilegedContext]:
+    """z of every sample, by the options that choose its parts."""
+    if config.teacher_prompt == "student":
+        return [PrivilegedContext()] * len(rollouts)
+    can_show = [ok and own.demonstration is not None for ok, own in zip(successes, rollouts, strict=True)]
+    chosen = choose_demonstrations(can_show, group_size, exclude_self=config.dont_reprompt_on_self_success)
+    contexts = []
+    for own, by_turn, shown in zip(rollouts, turns, chosen, strict=True):
+        z = replace(own, demonstration=None, turns=by_turn)
+        if config.use_successful_as_teacher and shown is not None:
+            z = replace(z, demonstration=rollouts[shown].demonstration)
+        only_solution = config.environment_feedback_only_without_solution and z.demonstration is not None
+        if only_solution or not config.include_environment_feedback:
+            z = replace(z, feedback=None, turns=None)
+        contexts.append(z)
+    return contexts
+
+
+def ignored_feedback(batch: GenerationBatch, config: CreditConfig) -> tuple[bool, list[int]]:
+    """Whether any process has feedback that `include_environment_feedback` ignores, and `missing_turns` of all.
+
+    Every process must call it.
+    """
+    is_ignored = not config.include_environment_feedback and any(batch.feedback)
+    ignored, missing = zip(*gather_object([(is_ignored, batch.missing_turns)]), strict=True)
+    return any(ignored), [turn for turns in missing for turn in turns]

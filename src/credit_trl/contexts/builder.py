@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,28 +17,44 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
+from credit_trl.contexts.contrast import Contrast
 from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.contexts.prompts import Prompt, Render, user_text, with_user_text
+from credit_trl.contexts.prompts import Prompt, Render, chat_renderer, user_text, with_user_text
 from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.rollout.thinking import thinking_marks
 
 _MARK = re.compile("(\x02[0-9a-f]{32}\x03)")  # stands for untrusted text in a rendered prompt
 _SCAFFOLDS = 4096  # prompts without z whose control tokens are kept; the rollouts of a group share them
+_MAX_MISSES = 32  # contrasts that do not fit beside z before a sample has none
+# Characters of untrusted text for each token of the budget; the middle of a longer text is never tokenised.
+_CHARACTERS_PER_TOKEN = 8
 
 
 class ContextBuilder:
     """Encodes prompts with privileged contexts as token ids, within a budget.
 
+    z stands in the last user turn, in the words of the configuration's templates. A plain-text prompt is continued by
+    the model, so z stands before it: the sections of `solution_template` and `feedback_template`, an empty line, and
+    the student's prompt; `reprompt_template` is not used.
+
     Args:
         tokenizer: tokenizer of the student.
-        config: templates and `max_reprompt_len`.
+        config: templates, C and `max_reprompt_len`.
         eos_token_ids: ids that end a turn besides the tokenizer's special tokens.
+        render: see `chat_renderer`; None renders with the tokenizer's own chat template.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, config: CreditConfig, eos_token_ids: Sequence[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: CreditConfig,
+        eos_token_ids: Sequence[int] = (),
+        render: Render | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
+        self.render = render or chat_renderer(tokenizer)
+        self.marks = thinking_marks(tokenizer)
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._control_ids = frozenset(special | set(tokenizer.all_special_ids) | set(eos_token_ids))
         self._scaffold_controls = lru_cache(_SCAFFOLDS)(
@@ -46,40 +62,85 @@ class ContextBuilder:
         )
 
     def build(
-        self, prompt: Prompt, contrasts: Sequence[Prompt], privileged: PrivilegedContext, render: Render
+        self,
+        prompt: Prompt,
+        privileged: PrivilegedContext,
+        contrasts: Iterable[Contrast] = (),
+        *,
+        tools: list[Any] | None = None,
     ) -> TokenContexts:
-        """The teacher's prompt and the contrast prompts of one sample, which share the same z.
+        """The teacher's prompt (x, z) and C contrast prompts (x'_k, z) of one sample.
 
-        Where one of them is longer than `max_reprompt_len`, the middle of the feedback is cut for all of them, then
-        the feedback is dropped, then the same is done to the demonstration. There are no contrasts where nothing of z
-        fits beside a contrast prompt, or where a contrast prompt has no token; z is then fitted to the teacher's
-        prompt alone.
+        z is fitted to x: where the prompt is longer than `max_reprompt_len`, the middle of the feedback is cut, then
+        the feedback is dropped, then the same is done to the demonstration. z' of a contrast is fitted in the same
+        way. A contrast with the same z that does not fit is replaced by the next one, at most 32 times.
 
         Args:
             prompt: x, conversational or plain text.
-            contrasts: x'_1, …, x'_C.
             privileged: z.
-            render: see `chat_renderer`; unused for plain text.
+            contrasts: in the order of the draw; the first C that fit are taken. With fewer they repeat.
+            tools: tools that the chat template lists.
 
         Raises:
-            ValueError: the chat template changes or drops the text of the user turn, or the prompt has none.
+            ValueError: the chat template changes or drops the text of the user turn, the prompt has none, or a
+                contrast exchanges z where z has feedback on single turns.
         """
-        whole, cut = privileged, 0
-        while privileged:
-            teacher, *others = (self.encode(one, privileged, render) for one in (prompt, *contrasts))
-            if not all(others):  # plain text without its question, and feedback on turns only
-                break
-            excess = max(map(len, (teacher, *others))) - self.config.max_reprompt_len
-            if excess <= 0:
-                return TokenContexts(teacher, others, **_fitted(privileged, whole))
-            privileged, cut = self._shorten(privileged, whole, cut + excess)
-        if contrasts and whole:
-            return self.build(prompt, (), whole, render)
-        return TokenContexts(None, **_fitted(privileged, whole))
+        if self.config.teacher_prompt == "student":
+            privileged = fitted = PrivilegedContext()
+            teacher = self.encode(prompt, fitted, tools)
+        else:
+            teacher, fitted = self._fit(prompt, privileged, tools)
+        return TokenContexts(
+            teacher,
+            self._fit_contrasts(contrasts, fitted, tools) if teacher is not None else [],
+            privileged=fitted,
+            cut=fitted != privileged,
+            feedback_dropped=privileged.feedback is not None and fitted.feedback is None,
+        )
 
-    def encode(self, prompt: Prompt, privileged: PrivilegedContext, render: Render) -> list[int]:
+    def _fit(
+        self, prompt: Prompt, whole: PrivilegedContext, tools: list[Any] | None
+    ) -> tuple[list[int] | None, PrivilegedContext]:
+        """Ids of the prompt with as much of z as fits, and that z; None where nothing of it fits."""
+        privileged = replace(
+            whole, demonstration=self._bounded(whole.demonstration), feedback=self._bounded(whole.feedback)
+        )
+        cut = 0
+        while privileged:
+            ids = self.encode(prompt, privileged, tools)
+            excess = len(ids) - self.config.max_reprompt_len
+            if excess <= 0:
+                return ids, privileged
+            privileged, cut = self._shorten(privileged, whole, cut + excess)
+        return None, privileged
+
+    def _fit_contrasts(
+        self, contrasts: Iterable[Contrast], privileged: PrivilegedContext, tools: list[Any] | None
+    ) -> list[list[int]]:
+        fitting: list[list[int]] = []
+        misses = 0
+        for contrast in contrasts:
+            if contrast.privileged is None:
+                ids = self.encode(contrast.prompt, privileged, tools)
+            elif privileged.turns or contrast.privileged.turns:
+                raise ValueError(
+                    f"`contrastive_source={self.config.contrastive_source!r}` exchanges the whole privileged context, "
+                    "and feedback on single turns belongs to one rollout. Use a source of prompts, such as 'batch', "
+                    "or return no `Verdict.turn_feedback`."
+                )
+            else:
+                ids, _ = self._fit(contrast.prompt, contrast.privileged, tools)
+            if ids and len(ids) <= self.config.max_reprompt_len:
+                fitting.append(ids)
+            else:
+                misses += 1
+            if len(fitting) == self.config.contrastive_count or misses > _MAX_MISSES:
+                break
+        return [fitting[k % len(fitting)] for k in range(self.config.contrastive_count)] if fitting else []
+
+    def encode(self, prompt: Prompt, privileged: PrivilegedContext, tools: list[Any] | None = None) -> list[int]:
         """Token ids of one context, of any length."""
-        return self._encode_pieces(self._pieces(prompt, privileged, render), first=isinstance(prompt, str))
+        return self._encode_pieces(self._pieces(prompt, privileged, tools), first=isinstance(prompt, str))
 
     def encode_turn(self, feedback: str, before: str, after: str, budget: int) -> tuple[list[int], bool]:
         """Token ids of a feedback message in the middle of a conversation, and whether it was cut.
@@ -91,17 +152,21 @@ class ContextBuilder:
             budget: maximum number of tokens; a longer message loses the middle of its feedback, and is dropped where
                 that is not enough.
         """
-        whole, cut = _encodable(feedback), 0
-        text: str | None = whole
+        head, tail = self.config.feedback_template.format(feedback_raw="\x02").strip().split("\x02")
+        text = self._bounded(feedback)
+        cut = 0
         while text is not None:
-            head, tail = self._feedback_section("\x02").strip().split("\x02")
-            pieces = [(before + head, True), (text, False), (tail + after, True)]
+            pieces = [(before + head, True), (_encodable(text), False), (tail + after, True)]
             ids = self._encode_pieces([piece for piece in pieces if piece[0]], first=False)
             if len(ids) <= budget:
-                return ids, text != whole
+                return ids, text != feedback
             cut += len(ids) - budget
-            text = self._cut_middle(whole, cut)
+            text = self._cut_middle(feedback, cut)
         return [], True
+
+    def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
+        """The prompt as the student reads it, with the generation prompt."""
+        return prompt if isinstance(prompt, str) else self.render(prompt, tools=tools)
 
     def _encode_pieces(self, pieces: list[tuple[str, bool]], *, first: bool) -> list[int]:
         ids = self.tokenize("".join(text for text, _ in pieces), first=first)
@@ -120,7 +185,9 @@ class ContextBuilder:
             )
         return ids
 
-    def _pieces(self, prompt: Prompt, privileged: PrivilegedContext, render: Render) -> list[tuple[str, bool]]:
+    def _pieces(
+        self, prompt: Prompt, privileged: PrivilegedContext, tools: list[Any] | None
+    ) -> list[tuple[str, bool]]:
         """The prompt's text as (text, trusted) pieces; demonstration and feedback are untrusted.
 
         The chat template renders marks in their place, so that their text cannot change how it renders.
@@ -130,15 +197,18 @@ class ContextBuilder:
             if getattr(privileged, name) is not None:
                 untrusted[f"\x02{secrets.token_hex(16)}\x03"] = _encodable(getattr(privileged, name))
         if not untrusted:  # feedback on turns only: the opening prompt is the student's
-            return [(prompt if isinstance(prompt, str) else render(prompt), True)]
+            return [(self.student_text(prompt, tools), True)]
         marks = iter(untrusted)
         solution = feedback = ""
         if privileged.demonstration is not None:
             solution = self.config.solution_template.format(successful_previous_attempt=next(marks))
         if privileged.feedback is not None:
-            feedback = self._feedback_section(next(marks))
-        turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
-        text = turn if isinstance(prompt, str) else render(with_user_text(prompt, turn))
+            feedback = self.config.feedback_template.format(feedback_raw=next(marks))
+        if isinstance(prompt, str):
+            text = turn = f"{(solution + feedback).strip()}\n\n{prompt}"
+        else:
+            turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
+            text = self.render(with_user_text(prompt, turn), tools=tools)
         parts = [part for part in _MARK.split(text) if part]
         if not {mark for mark in untrusted if mark in turn} <= set(parts):
             raise ValueError(
@@ -147,9 +217,6 @@ class ContextBuilder:
                 "`message['content']` as it is."
             )
         return [(untrusted.get(part, part), part not in untrusted) for part in parts]
-
-    def _feedback_section(self, feedback: str) -> str:
-        return self.config.feedback_template.format(feedback_raw=feedback)
 
     def tokenize(self, text: str, *, first: bool = False) -> list[int]:
         """Token ids; with `first` the tokenizer adds its special tokens, as for the student's plain prompts."""
@@ -174,25 +241,31 @@ class ContextBuilder:
         text = self._cut_middle(getattr(whole, name), excess)
         return replace(privileged, **{name: text}), 0 if text is None else excess
 
+    def _ends(self, text: str) -> tuple[str, str]:
+        """Beginning and end of a text, together at most `_CHARACTERS_PER_TOKEN` for each token of the budget."""
+        half = _CHARACTERS_PER_TOKEN * self.config.max_reprompt_len // 2
+        return (text, "") if len(text) <= 2 * half else (text[:half], text[-half:])
+
+    def _bounded(self, text: str | None) -> str | None:
+        return text if text is None else _with_cut(text, *self._ends(text))
+
     def _cut_middle(self, text: str, excess: int) -> str | None:
         """The text with a mark in place of `excess` tokens and those of the mark; None where nothing remains."""
-        ids = self._tokenize_plain(text)
-        mark = "\n[… {} tokens cut …]\n"
-        cut = excess + len(self._tokenize_plain(mark.format(10**6)))
-        kept = len(ids) - cut
+        ids = self._tokenize_plain(_encodable("".join(self._ends(text))))
+        kept = len(ids) - excess - len(self._tokenize_plain(_with_cut(text, "", "")))
         if kept < 2:
             return None
         head, tail = ids[: kept - kept // 2], ids[len(ids) - kept // 2 :]
         # A character that is cut in two decodes to the replacement character.
         begin, end = self.tokenizer.decode(head).rstrip("\ufffd"), self.tokenizer.decode(tail).lstrip("\ufffd")
-        shorter = begin + mark.format(cut) + end
-        return shorter if len(self._tokenize_plain(shorter)) < len(ids) else None
+        shorter = _with_cut(text, begin, end)
+        return shorter if len(self._tokenize_plain(_encodable(shorter))) < len(ids) else None
 
 
-def _fitted(privileged: PrivilegedContext, whole: PrivilegedContext) -> dict[str, Any]:
-    """Fields of `TokenContexts` on z and what was cut of it."""
-    dropped = whole.feedback is not None and privileged.feedback is None
-    return {"privileged": privileged, "cut": privileged != whole, "feedback_dropped": dropped}
+def _with_cut(text: str, begin: str, end: str) -> str:
+    """Beginning and end of a text with a mark that states the number of characters between them, if any."""
+    count = len(text) - len(begin) - len(end)
+    return f"{begin}\n[… {count} characters cut …]\n{end}" if count > 0 else text
 
 
 def _encodable(text: str) -> str:

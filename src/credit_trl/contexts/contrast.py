@@ -1,125 +1,196 @@
-"""Draws of the contrast prompts x'_k (line 3 of Algorithm 1).
+"""Contrasts (line 3 of Algorithm 1): the registry of sources, and the draws of one sample.
 
-A draw depends on `(seed, step, sample)` and on the prompts that can be drawn, not on the number of processes: each
-sample has its own random stream, and `sample` is its index in the global generation batch.
+A source is a pure function of the generation batch, a sample and a random stream. The stream is keyed by
+`(seed, batch.index, sample)`, and `sample` is the index in the global batch, so a draw does not depend on the number
+of processes. A source of one's own is a function in a file:
+
+    def same_length(batch, sample, rng):
+        size = len(str(batch.prompts[sample]))
+        others = [p for p in batch.other_prompts(sample) if len(str(p)) == size]
+        return shuffled(others, rng)
+
+and `contrastive_source="my_module:same_length"`. `credit_trl.testing.check_source` checks it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
-from accelerate.utils import gather_object
-from datasets import Dataset
 
-from credit_trl.config import CreditConfig
-from credit_trl.contexts.prompts import Prompt
-from credit_trl.rollout.batch import GenerationBatch, prompt_key
+from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.rollout.batch import Prompt, prompt_key
 
-
-def draw_from_batch(
-    keys: Sequence[str],
-    samples: Sequence[int],
-    count: int,
-    *,
-    seed: int,
-    step: int,
-) -> list[list[int]]:
-    """Draw `count` contrast prompts for each of `samples`, uniformly from the distinct prompts of the batch.
-
-    Args:
-        keys: `prompt_key` of every sample of the global generation batch.
-        samples: global indices of the samples to draw for.
-        count: C.
-        seed: seed of the run.
-        step: index of the generation batch.
-
-    Returns:
-        For each sample, `count` indices into `keys`, never of its own prompt or a duplicate of it: without replacement
-        while enough prompts exist, then from all of them again. Empty where no other prompt exists.
-    """
-    first: dict[str, int] = {}
-    for index, key in enumerate(keys):
-        first.setdefault(key, index)
-    draws = []
-    for sample in samples:
-        others = [i for key, i in first.items() if key != keys[sample]]
-        rng = np.random.default_rng([seed, step, sample])
-        draws.append([others[i] for i in _rounds(rng, len(others), count)])
-    return draws
-
-
-def draw_from_dataset(
-    prompts: Sequence[Any], keys: Sequence[str], samples: Sequence[int], count: int, *, seed: int, step: int
-) -> list[list[int]]:
-    """Draw as `draw_from_batch` does, uniformly from the rows of a dataset.
-
-    Args:
-        prompts: prompt column of the dataset; rows are read as they are drawn.
-        keys: see `draw_from_batch`, as `samples`, `count`, `seed` and `step`.
-
-    Returns:
-        For each sample, `count` row numbers of `prompts`, distinct prompts while the dataset has enough; empty where
-        it has no other prompt.
-    """
-    draws = []
-    for sample in samples:
-        rng = np.random.default_rng([seed, step, sample])
-        rows: dict[str, int] = {}
-        for row in _rows_in_random_order(rng, len(prompts)):
-            key = prompt_key(prompts[row])
-            if key != keys[sample]:
-                rows.setdefault(key, row)
-            if len(rows) == count:
-                break
-        found = list(rows.values())
-        draws.append([found[i % len(found)] for i in range(count)] if found else [])
-    return draws
-
-
-def _rows_in_random_order(rng: np.random.Generator, population: int) -> Iterator[int]:
-    """Yield 16 independent draws, which nearly always suffice, then a permutation of all rows."""
-    if population:
-        yield from (int(row) for row in rng.integers(population, size=16))
-        yield from (int(row) for row in rng.permutation(population))
-
-
-def _rounds(rng: np.random.Generator, population: int, count: int) -> list[int]:
-    """`count` numbers below `population`: concatenated permutations, the last one cut."""
-    picks: list[int] = []
-    while population and len(picks) < count:
-        picks.extend(rng.permutation(population)[: count - len(picks)].tolist())
-    return picks
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ContrastSource:
-    """Where contrast prompts come from besides the generation batch."""
+class Contrast:
+    """One contrast of a sample. A source may return the prompt alone in its place."""
 
-    # A `Dataset`, or a mapping with the column `prompt`, for `contrastive_source="dataset"`; streams have no rows.
-    dataset: Any
-    step: int  # index of the generation batch; selects the random stream
-
-
-def draw_contrasts(batch: GenerationBatch, config: CreditConfig, source: ContrastSource) -> list[list[Prompt]]:
-    """The contrast prompts x'_k of each local sample; empty lists where there are none. Every process must call it."""
-    if not config.contrasts:
-        return [[] for _ in batch.prompts]
-    from_dataset = config.contrastive_source == "dataset"
-    prompts: Sequence[Prompt] = gather_object(batch.dataset_prompts if from_dataset else batch.prompts)
-    keys = _group_keys(prompts, 1 if from_dataset else batch.group_size)
-    options = {"samples": batch.indices, "count": config.contrastive_count, "seed": config.seed, "step": source.step}
-    if from_dataset:
-        prompts = source.dataset["prompt"] if isinstance(source.dataset, Dataset | Mapping) else []
-        draws = draw_from_dataset(prompts, keys, **options)
-    else:
-        draws = draw_from_batch(keys, **options)
-    return [[prompts[i] for i in drawn] for drawn in draws]
+    prompt: Prompt  # x'
+    privileged: PrivilegedContext | None = None  # z'; None for the sample's own z
 
 
-def _group_keys(prompts: Sequence[Prompt], group_size: int) -> list[str]:
-    """`prompt_key` of each sample's group, whose prompts an environment may word differently."""
-    firsts = [prompt_key(prompt) for prompt in prompts[::group_size]]
-    return [firsts[i // group_size] for i in range(len(prompts))]
+@dataclass(frozen=True)
+class ContrastBatch:
+    """The generation batch of all processes, as a source reads it.
+
+    Args:
+        index: ordinal of the generation batch.
+        group_size: rollouts of a dataset row; groups are contiguous.
+        prompts: x of every sample, as an environment may have completed it.
+        dataset_prompts: x of every sample as in the dataset.
+        privileged: z of every sample.
+        rollouts: answer and feedback of every sample's own rollout, in the form of z.
+        successes: whether every sample's reward reaches the threshold; None without a reward.
+        dataset: the prompts of the whole dataset, read as they are indexed; empty for a stream.
+        columns: the dataset columns that the source takes, one entry for each sample.
+    """
+
+    index: int
+    group_size: int
+    prompts: Sequence[Prompt]
+    dataset_prompts: Sequence[Prompt]
+    privileged: Sequence[PrivilegedContext]
+    rollouts: Sequence[PrivilegedContext]
+    successes: Sequence[bool | None]
+    dataset: Sequence[Prompt] = ()
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def group(self, sample: int) -> range:
+        """Indices of the samples of the same dataset row."""
+        start = sample // self.group_size * self.group_size
+        return range(start, min(start + self.group_size, len(self.prompts)))
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Key of every sample's prompt; a group has one, although an environment may word its prompts differently."""
+        return [prompt_key(self.prompts[self.group(i).start]) for i in range(len(self.prompts))]
+
+    def other_prompts(self, sample: int) -> list[Prompt]:
+        """The distinct prompts of the batch besides the sample's own, in the order of the batch."""
+        first: dict[str, Prompt] = {}
+        for key, prompt in zip(self.keys, self.prompts, strict=True):
+            first.setdefault(key, prompt)
+        return [prompt for key, prompt in first.items() if key != self.keys[sample]]
+
+
+# `source(batch, sample, rng)`, with the dataset columns that it reads as further parameters. It returns prompts or
+# `Contrast`s, lazily or as a list, in the order of the draw: the first C whose context fits the budget are taken. With
+# fewer they repeat; with none the sample has no contrast.
+Source = Callable[..., Iterable[Prompt | Contrast]]
+
+_SOURCES: dict[str, Source] = {}
+
+
+def register(name: str) -> Callable[[Source], Source]:
+    """Decorator that makes a source available under a name."""
+
+    def add(source: Source) -> Source:
+        _SOURCES[name] = source
+        return source
+
+    return add
+
+
+def sources() -> list[str]:
+    """Names of the registered sources."""
+    return list(_SOURCES)
+
+
+def find_source(name: str) -> Source:
+    """The source of a registered name or of `"module:function"`.
+
+    Raises:
+        ValueError: there is no such source.
+    """
+    if name in _SOURCES:
+        return _SOURCES[name]
+    return import_function(name, "contrastive_source", sources())
+
+
+def import_function(reference: str, option: str, names: Sequence[str] = ()) -> Callable[..., Any]:
+    """Import `"module:function"`, the value of an option whose other values are `names`.
+
+    Raises:
+        ValueError: the module or the function does not exist.
+    """
+    module, _, attribute = reference.partition(":")
+    if not (module and attribute):
+        choices = "".join(f"{name!r}, " for name in names)
+        raise ValueError(f"`{option}` must be {choices}{'or ' if names else ''}'module:function'; got {reference!r}.")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"`{option}={reference!r}`: {error}. Install it, or add the folder of {module}.py to PYTHONPATH."
+        ) from error
+    except AttributeError as error:
+        raise ValueError(f"`{option}={reference!r}`: {error}. Define it at the top level of the module.") from error
+    if not callable(found):
+        raise ValueError(f"`{option}={reference!r}` is a {type(found).__name__}; it must be a function.")
+    return found
+
+
+def source_columns(source: Source) -> list[str]:
+    """Names of the dataset columns that a source takes: its parameters after the first three."""
+    return list(inspect.signature(source).parameters)[3:]
+
+
+def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int) -> Iterator[Contrast]:
+    """Yield the contrasts of one sample in the order of the draw.
+
+    Raises:
+        TypeError: the source does not return prompts or `Contrast`s.
+        ValueError: a contrast has the sample's own prompt and privileged context.
+    """
+    rng = np.random.default_rng([seed, batch.index, sample])
+    name = f"The contrast source {getattr(source, '__name__', source)!r}"
+    drawn = source(batch, sample, rng, **batch.columns)
+    if isinstance(drawn, str | Contrast) or not isinstance(drawn, Iterable):
+        raise TypeError(f"{name} returned a {type(drawn).__name__}. Return a list of prompts, or yield them.")
+    for one in drawn:
+        contrast = one if isinstance(one, Contrast) else Contrast(one)
+        if not isinstance(contrast.prompt, str | list):
+            raise TypeError(
+                f"{name} returned a {type(one).__name__} among the prompts. A prompt is a text or a list of messages; "
+                "`Contrast(prompt, privileged)` also exchanges the privileged context."
+            )
+        own = (batch.prompts[sample], batch.dataset_prompts[sample])
+        if contrast.privileged in (None, batch.privileged[sample]) and contrast.prompt in own:
+            raise ValueError(f"{name} returned the prompt of sample {sample} itself. Draw another prompt.")
+        yield contrast
+
+
+def shuffled(items: Sequence[T], rng: np.random.Generator) -> Iterator[T]:
+    """Yield every item once in random order, then all again in another order, without end; nothing of no items."""
+    while len(items):
+        for i in rng.permutation(len(items)):
+            yield items[i]
+
+
+@register("batch")
+def from_batch(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
+    """The other prompts of the generation batch, uniformly (the paper)."""
+    return shuffled(batch.other_prompts(sample), rng)
+
+
+@register("dataset")
+def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
+    """The other prompts of the whole dataset, uniformly over its rows, for batches with few prompts."""
+    seen = {prompt_key(batch.dataset_prompts[sample])}
+    if len(batch.dataset):
+        # 16 independent draws nearly always suffice; a permutation of all rows follows.
+        for order in (lambda: rng.integers(len(batch.dataset), size=16), lambda: rng.permutation(len(batch.dataset))):
+            for row in order():
+                prompt = batch.dataset[int(row)]
+                key = prompt_key(prompt)
+                if key not in seen:
+                    seen.add(key)
+                    yield prompt

@@ -9,30 +9,34 @@ from trl.data_utils import prepare_multimodal_messages
 
 from credit_trl.rollout.batch import Prompt
 
-Render = Callable[..., str]  # conversation to text; takes `add_generation_prompt`, True by default
+Render = Callable[..., str]  # conversation to text; takes `tools` and `add_generation_prompt`, True by default
 
 
 def chat_renderer(
-    processor: Any, is_multimodal: bool, tools: list[Any] | None, chat_template: str | None, options: dict[str, Any]
+    processor: Any,
+    is_multimodal: bool = False,
+    chat_template: str | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Render:
     """Function that renders a conversation with the chat template, as TRL renders the student's prompts.
 
     Args:
         processor: tokenizer, or processor of a multimodal model.
         is_multimodal: whether messages are converted to lists of parts.
-        tools: tools of the sample's environment, or None.
         chat_template: None for the tokenizer's own.
         options: `chat_template_kwargs`.
     """
 
-    def render(messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        messages: list[dict[str, Any]], *, tools: list[Any] | None = None, add_generation_prompt: bool = True
+    ) -> str:
         return processor.apply_chat_template(
             prepare_multimodal_messages(messages) if is_multimodal else messages,
             tools=tools or None,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
-            **options,
+            **(options or {}),
         )
 
     return render

@@ -13,37 +13,26 @@ from credit_trl.contexts.privileged import PrivilegedContext
 
 
 @dataclass(frozen=True)
-class ContextColumns:
-    """Positions of context tokens that lie inside the completion (feedback on single turns).
-
-    Each list has one entry for each token of its prompt: the column of the completion before which the token stands,
-    in ascending order; 0 for tokens before the completion.
-    """
-
-    teacher: list[int]
-    contrasts: list[list[int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class TokenContexts:
-    """Token ids of the prompts under which the teacher reads one completion."""
+    """Token ids of the prompts under which the teacher reads one completion.
+
+    Feedback on single turns lies inside the completion. `insert_at` then has a list for the teacher's prompt and one
+    for each contrast prompt, with an entry for each of its tokens: the column of the completion before which the token
+    stands, in ascending order; 0 for tokens before the completion.
+    """
 
     teacher: list[int] | None  # the prompt (x, z); None where the sample has no teacher
     contrasts: list[list[int]] = field(default_factory=list)  # the contrast prompts (x'_k, z), C of them; C may be 0
-    columns: ContextColumns | None = None  # of tokens inside the completion; None where every prompt precedes it
+    insert_at: list[list[int]] | None = None  # None where every prompt precedes the completion
     privileged: PrivilegedContext = field(default_factory=PrivilegedContext)  # z, as far as it fits the budget
     cut: bool = False  # whether z was shortened to fit the budget
     feedback_dropped: bool = False  # whether z had feedback and nothing of it fits the budget
 
     def sequences(self) -> Iterator[tuple[list[int], list[int] | None]]:
-        """Yield (ids, columns) of the teacher's prompt and of each contrast prompt; nothing without a teacher."""
-        if self.teacher is None:
-            return
-        if self.columns is None:
-            yield from ((ids, None) for ids in (self.teacher, *self.contrasts))
-        else:
-            yield self.teacher, self.columns.teacher
-            yield from zip(self.contrasts, self.columns.contrasts, strict=True)
+        """Yield (ids, columns of `insert_at`) of the teacher's prompt and of each contrast prompt, if any."""
+        if self.teacher is not None:
+            prompts = [self.teacher, *self.contrasts]
+            yield from zip(prompts, self.insert_at or [None] * len(prompts), strict=True)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ user message right before the turn. The teacher therefore scores turn k with the
     teacher   (x, z) [z_0] turn 0   tool   [z_1] turn 1
     contrast  (x', z) [z_0] turn 0  tool   [z_1] turn 1
 
-Token ids of such a message belong to the prompt, and `ContextColumns` holds the column of the completion before which
-each of them stands (0 for the prompt itself). The scoring pass merges the two; completion columns do not change.
+Token ids of such a message belong to the prompt, and `TokenContexts.insert_at` holds the column of the completion
+before which each of them stands (0 for the prompt itself). The scoring pass merges the two; completion columns do not
+change.
 """
 
 from __future__ import annotations
@@ -19,39 +20,39 @@ from dataclasses import dataclass, replace
 
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.prompts import Render
-from credit_trl.contexts.tokens import ContextColumns, TokenContexts
+from credit_trl.contexts.tokens import TokenContexts
 
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """Text that a chat template puts around a user message in the middle of a conversation."""
+    """Text that a chat template puts around a user message in the middle of a conversation; none for plain text."""
 
     before: str = ""  # text before the message's content
     after: str = ""  # text after it
     generation_prompt: str = ""  # text that opens a turn of the policy
 
-    @classmethod
-    def of(cls, render: Render) -> TurnFormat:
-        """Read the format from a chat template.
 
-        Raises:
-            ValueError: the template rewrites earlier messages when a user message is appended.
-        """
-        answer, message = (f"\x02{secrets.token_hex(16)}\x03" for _ in range(2))
-        dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
-        asked = [*dialogue, {"role": "user", "content": message}]
-        ended = render(dialogue, add_generation_prompt=False).split(answer)[-1]
-        closed = render(asked, add_generation_prompt=False)
-        opened = render(asked)
-        added = closed.split(answer)[-1]
-        if not (added.startswith(ended) and added.count(message) == 1 and opened.startswith(closed)):
-            raise ValueError(
-                "The chat template does not append a user message to the conversation before it, so feedback on "
-                "single turns cannot be placed. Return it as `Verdict.feedback`, which the opening prompt shows, or "
-                "use a chat template whose turns end the same way in every position."
-            )
-        before, after = added[len(ended) :].split(message)
-        return cls(before, after, opened[len(closed) :])
+def read_turn_format(render: Render) -> TurnFormat:
+    """Read the format from a chat template.
+
+    Raises:
+        ValueError: the template rewrites earlier messages when a user message is appended.
+    """
+    answer, message = (f"\x02{secrets.token_hex(16)}\x03" for _ in range(2))
+    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
+    asked = [*dialogue, {"role": "user", "content": message}]
+    ended = render(dialogue, add_generation_prompt=False).split(answer)[-1]
+    closed = render(asked, add_generation_prompt=False)
+    opened = render(asked)
+    added = closed.split(answer)[-1]
+    if not (added.startswith(ended) and added.count(message) == 1 and opened.startswith(closed)):
+        raise ValueError(
+            "The chat template does not append a user message to the conversation before it, so feedback on single "
+            "turns cannot be placed. Return it as `Verdict.feedback`, which the opening prompt shows, or use a chat "
+            "template whose turns end the same way in every position."
+        )
+    before, after = added[len(ended) :].split(message)
+    return TurnFormat(before, after, opened[len(closed) :])
 
 
 def place_turns(
@@ -78,7 +79,10 @@ def place_turns(
     feedback = {turn: text for turn, text in sorted(contexts.privileged.turns.items()) if turn < len(starts)}
     opening = builder.tokenize(form.generation_prompt)
     share = builder.config.max_reprompt_len // max(len(feedback), 1)
-    prompts, inserted, columns, cut = [contexts.teacher, *contexts.contrasts], [], [], contexts.cut
+    prompts = [contexts.teacher, *contexts.contrasts]
+    inserted: list[int] = []
+    columns: list[int] = []
+    cut = contexts.cut
     for turn, text in feedback.items():
         message, was_cut = builder.encode_turn(text, form.before, form.after, share)
         column = starts[turn] - len(opening)
@@ -90,8 +94,8 @@ def place_turns(
             columns += [column] * len(message)
         cut = cut or was_cut
     teacher, *contrasts = (prompt + inserted for prompt in prompts)
-    own, *others = ([0] * len(prompt) + columns for prompt in prompts)
-    return replace(contexts, teacher=teacher, contrasts=contrasts, columns=ContextColumns(own, others), cut=cut)
+    insert_at = [[0] * len(prompt) + columns for prompt in prompts]
+    return replace(contexts, teacher=teacher, contrasts=contrasts, insert_at=insert_at, cut=cut)
 
 
 def _insert_before_opening(prompt: list[int], opening: list[int], message: list[int]) -> list[int]:

@@ -8,21 +8,21 @@ Both entry points take the N unmasked tokens of a batch:
   hidden states, head weight and head bias are computed in the same pass, so that nothing else is kept for `backward`.
 
 One chunk of (tokens × vocabulary) exists at a time. With the tail `"renormalize"` normalisers cancel, so contrasts and
-student project only the K columns of the support, and some values are conditional on the support:
+student project only the K tokens of the support, and some values are conditional on the support:
 
 - f, Ĝ and log p at the sampled token are conditional on the support and that token;
 - an entropy without normaliser is that of the distribution on the support, and the probability of the support is NaN.
 
 Importance ratios always use true log-probabilities; the student's normaliser is then computed without gradient.
 
-bf16 and fp16 inputs are accumulated in fp32, fp64 inputs are computed in fp64. Chunk sizes depend on the free memory
-of the device (CUDA) or on a fixed number of bytes (CPU), unless given.
+bf16 and fp16 inputs are accumulated in fp32, fp64 inputs are computed in fp64. A chunk takes a fixed number of bytes.
 """
 
+from credit_trl.loss.credit_loss import credit_loss
 from credit_trl.loss.head import Kernels, LMHead
 from credit_trl.loss.scores import Scores, Support, SupportConfig, Tail, TeacherStates, score_tokens
-from credit_trl.loss.student import credit_loss
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
+from credit_trl.loss.token_weight import TokenCredit, TokenWeight
 
 __all__ = [
     "CreditLoss",
@@ -35,6 +35,8 @@ __all__ = [
     "SupportConfig",
     "Tail",
     "TeacherStates",
+    "TokenCredit",
+    "TokenWeight",
     "credit_loss",
     "score_tokens",
 ]

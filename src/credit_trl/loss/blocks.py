@@ -10,10 +10,11 @@ from torch import Tensor
 
 # Bytes of one chunk on the CPU: of logits, and of gathered head rows, which should stay in cache.
 _CPU_LOGITS_BYTES = 160 * 2**20
-_CPU_COLUMNS_BYTES = 16 * 2**20
+_CPU_HEAD_ROWS_BYTES = 16 * 2**20
 _CPU_PASSING_CHUNK = 1024
-# Share of the free memory for one chunk on CUDA.
-_CUDA_SHARE = 1 / 8
+# Bytes of one chunk on an accelerator: fp32 logits of 4096 tokens for a vocabulary of 152,000. Fixed, so that the order
+# of summation does not depend on the free memory.
+_ACCELERATOR_BYTES = 5 * 2**29
 _MAX_CHUNK = 4096
 # Tokens of one chunk of the loss at most: each chunk reads the head twice and its gradient once.
 MAX_LOSS_CHUNK = 8192
@@ -48,17 +49,13 @@ def passing_chunk(n: int, vocabulary_size: int, dtype: torch.dtype, device: torc
 
 def columns_chunk(n: int, columns: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """Tokens per chunk where `columns` rows of the head are gathered for each token."""
-    return _rows_within(_CPU_COLUMNS_BYTES, n, columns * hidden_size * dtype.itemsize, device)
+    return _rows_within(_CPU_HEAD_ROWS_BYTES, n, columns * hidden_size * dtype.itemsize, device)
 
 
 def _rows_within(cpu_bytes: int, n: int, bytes_per_row: int, device: torch.device, most: int = _MAX_CHUNK) -> int:
-    budget = cpu_bytes
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        budget = int((torch.cuda.mem_get_info(device)[0] + unused) * _CUDA_SHARE)
+    budget = cpu_bytes if device.type == "cpu" else _ACCELERATOR_BYTES
     rows = min(max(budget // max(bytes_per_row, 1), 1), most, max(n, 1))
-    # A power of two, so that small changes of free memory do not change the order of summation.
-    return 1 << (rows.bit_length() - 1)
+    return 1 << (rows.bit_length() - 1)  # the largest power of two
 
 
 def accumulation_dtype(hidden: Tensor) -> torch.dtype:
@@ -122,12 +119,14 @@ class ByBlock:
 
 
 def top_columns(logits: Float[Tensor, "n V"], k: int) -> Int[Tensor, "n K"]:
-    """Ids of the k largest logits of each row, the largest first.
+    """Ids of the k largest logits of each row, the largest first; all ids in their order for k = V.
 
     The k largest lie in the k groups of columns with the largest maxima, so that only the maxima and the columns of
     these groups are searched.
     """
     size = logits.shape[-1]
+    if k == size:
+        return torch.arange(size, device=logits.device).repeat(len(logits), 1)
     grouped = size - size % _TOPK_GROUP
     if grouped // _TOPK_GROUP <= k:
         return logits.topk(k, dim=-1).indices

@@ -72,14 +72,11 @@ def project(
 
 
 def token_logps(
-    head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"], chunk_size: int | None = None
+    head: LMHead, hidden: Float[Tensor, "N H"], tokens: Int[Tensor, "N 1"]
 ) -> Float[Tensor, " N"]:
-    """Log-probabilities of N sampled tokens under a head that is not sharded, without gradient; no logits are kept.
-
-    `chunk_size` is the number of tokens per logits chunk; None picks from free memory.
-    """
+    """Log-probabilities of N sampled tokens under a head that is not sharded, without gradient; no logits are kept."""
     dtype = accumulation_dtype(hidden)
-    size = chunk_size or passing_chunk(len(hidden), head.vocabulary_size, dtype, hidden.device)
+    size = passing_chunk(len(hidden), head.vocabulary_size, dtype, hidden.device)
     parts = [project(head, hidden[r], None, tokens[r], wants_entropy=False) for r in chunks(len(hidden), size)]
     return torch.cat([part.token_logps for part in parts])
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from credit_trl import objective
+from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.blocks import accumulation_dtype, chunks, columns_chunk, logits_chunk, passing_chunk
-from credit_trl.loss.head import LMHead, Projection
+from credit_trl.loss.head import LMHead, Projection, matmul_dtype
 from credit_trl.loss.projection import project
+from credit_trl.teacher.causal_lm import head_input
+from credit_trl.teacher.models import Teacher
+from credit_trl.teacher.passes import token_states
 
 Support = Literal["teacher_topk", "sampled"]
 Tail = Literal["bucket", "renormalize"]
@@ -24,14 +29,27 @@ class SupportConfig:
 
     Args:
         kind: the teacher's `topk` most likely tokens, or the sampled token.
-        topk: K, at most V.
+        topk: K, at most V; None for the whole vocabulary.
         tail: `"bucket"` adds one bucket for the probability outside a top-K support; `"renormalize"` conditions on the
-            support. Other supports ignore it.
+            support. None where nothing lies outside, see `resolved`. `"sampled"` ignores it.
     """
 
     kind: Support = "teacher_topk"
-    topk: int = 20
-    tail: Tail = "bucket"
+    topk: int | None = 20
+    tail: Tail | None = "bucket"
+
+    def resolved(self, vocabulary: int) -> SupportConfig:
+        """The support for a vocabulary of V tokens; one with K = V has no tail.
+
+        Raises:
+            ValueError: K exceeds V.
+        """
+        if not self.is_topk:
+            return self
+        topk = vocabulary if self.topk is None else self.topk
+        if not 1 <= topk <= vocabulary:
+            raise ValueError(f"topk must lie between 1 and the vocabulary size {vocabulary}, got {topk}.")
+        return SupportConfig(self.kind, topk, None if topk == vocabulary else self.tail)
 
     @property
     def is_topk(self) -> bool:
@@ -50,13 +68,8 @@ class SupportConfig:
 
     @property
     def size(self) -> int:
-        """Token ids that are stored for each position."""
+        """Token ids that are stored for each position; of a resolved support."""
         return self.topk if self.is_topk else 1
-
-    def check(self, vocabulary: int) -> None:
-        """Raise a `ValueError` where K exceeds the vocabulary."""
-        if self.is_topk and not 1 <= self.topk <= vocabulary:
-            raise ValueError(f"topk must lie between 1 and the vocabulary size {vocabulary}, got {self.topk}.")
 
 
 @dataclass
@@ -98,10 +111,70 @@ class TeacherStates:
     head: LMHead
 
 
+def score_completions(
+    teacher: Teacher,
+    contexts: Sequence[TokenContexts],
+    batch: CompletionBatch,
+    support: SupportConfig,
+    head_of: Callable[[nn.Module], LMHead],
+    batch_tokens: int,
+    packed: bool,
+) -> dict[str, Tensor]:
+    """Score a generation batch, without gradient. Every process must call it.
+
+    Args:
+        teacher: π_ref.
+        contexts: contexts of the local samples.
+        batch: their completions.
+        support: resolved for the policy's vocabulary.
+        head_of: a causal LM to its `LMHead`, of the policy's vocabulary.
+        batch_tokens: see `token_states`, as `packed`.
+
+    Returns:
+        The fields of `Scores`, each (B, T, …), zero at positions that are not scored. Ids take 4 bytes, and
+        log-probabilities have the dtype of the teacher's head, fp32 at least.
+    """
+    with teacher.active() as model:
+        head = _teacher_head(teacher, model, head_of, batch.ids.device)
+        dtype = torch.promote_types(head.weight.dtype, torch.float32)
+        trailing = {name: () for name in (f.name for f in fields(Scores))}
+        trailing["support_ids"] = (support.size,)
+        trailing["teacher_logps"] = trailing["generic_logps"] = (support.size + support.has_tail,)
+        stored = {
+            name: batch.ids.new_zeros(*batch.ids.shape, *sizes, dtype=torch.int32 if name == "support_ids" else dtype)
+            for name, sizes in trailing.items()
+        }
+        for samples, positions, hidden, contrast_hidden in token_states(
+            teacher, model, contexts, batch, batch_tokens, packed
+        ):
+            at = (samples, positions)
+            part = score_tokens(TeacherStates(hidden, contrast_hidden, head), batch.ids[at], support)
+            for name, values in stored.items():
+                values[at] = getattr(part, name).to(values.dtype)
+    return stored
+
+
+def _teacher_head(
+    teacher: Teacher, model: nn.Module, head_of: Callable[[nn.Module], LMHead], device: torch.device
+) -> LMHead:
+    """The teacher's head, gathered once, in the dtype of its products, on the device of the batch."""
+    unwrapped = teacher.unwrapped(model)
+    head = head_of(unwrapped)
+    with teacher.autocast():
+        hidden = head_input(unwrapped, torch.empty(0, dtype=head.weight.dtype, device=device))
+    # More rows than the policy's vocabulary are padding of a larger model of the family.
+    return head.gathered(matmul_dtype(hidden)).detached().on(device).first(teacher.vocabulary_size)
+
+
+def stored_scores(inputs: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -> Scores:
+    """The scores of N tokens, from what `score_completions` returned; `pick` takes them from (B, T, …)."""
+    picked = {f.name: pick(inputs[f.name]) for f in fields(Scores)}
+    picked["support_ids"] = picked["support_ids"].long()
+    return Scores(**picked)
+
+
 @torch.no_grad()
-def score_tokens(
-    states: TeacherStates, token_ids: Int[Tensor, " N"], support: SupportConfig, chunk_size: int | None = None
-) -> Scores:
+def score_tokens(states: TeacherStates, token_ids: Int[Tensor, " N"], support: SupportConfig) -> Scores:
     """Score N sampled tokens under the teacher's prompt and C contrast prompts (lines 4 to 6 of Algorithm 1).
 
     Args:
@@ -110,7 +183,6 @@ def score_tokens(
         token_ids: (N,), the sampled tokens y_t.
         support: `"teacher_topk"` or `"sampled"`. With `"renormalize"` the contrasts are projected on the K columns and
             the sampled token only.
-        chunk_size: tokens per logits chunk; None picks from free memory.
 
     Returns:
         Scores in fp32, or fp64 for fp64 hidden states, without gradient.
@@ -118,11 +190,11 @@ def score_tokens(
     Raises:
         ValueError: K exceeds the vocabulary.
     """
-    support.check(states.head.vocabulary_size)
+    support = support.resolved(states.head.vocabulary_size)
     states = replace(states, head=states.head.gathered().detached().for_products(states.hidden))
     tokens = token_ids.unsqueeze(-1)
     n, dtype = len(token_ids), accumulation_dtype(states.hidden)
-    size = chunk_size or logits_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
+    size = logits_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
     buffer = states.hidden.new_empty((min(size, n), states.head.vocabulary_size), dtype=dtype)
     parts = []
     for rows in chunks(n, size):
@@ -133,11 +205,11 @@ def score_tokens(
     scores = concatenate(parts)
     if len(states.contrast_hidden):
         if support.renormalizes:
-            generic = _generic_within_support(states, scores.support_ids, tokens, chunk_size)
+            generic = _generic_within_support(states, scores.support_ids, tokens)
         else:
             # The buffer of the teacher's logits serves again; a CPU takes narrow blocks of more rows.
             out = None if buffer.device.type == "cpu" else buffer
-            generic = _generic_over_vocabulary(states, scores.support_ids, tokens, support.has_tail, chunk_size, out)
+            generic = _generic_over_vocabulary(states, scores.support_ids, tokens, support.has_tail, out)
         scores.generic_logps, scores.generic_token_logps = generic
     return scores
 
@@ -157,12 +229,11 @@ def _generic_over_vocabulary(
     ids: Int[Tensor, "N K"],
     tokens: Int[Tensor, "N 1"],
     has_tail: bool,
-    chunk_size: int | None,
     out: Float[Tensor, "n V"] | None,
 ) -> tuple[Float[Tensor, "N B"], Float[Tensor, " N"]]:
     """Ĝ on the support and at the sampled token, from true log-probabilities; overwrites `out`, a chunk of logits."""
     n, dtype = len(ids), accumulation_dtype(states.hidden)
-    size = chunk_size or passing_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
+    size = passing_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
     size = size if out is None else max(len(out), 1)
     # The last column is the sampled token.
     generic_logps = states.hidden.new_zeros((n, ids.shape[-1] + has_tail + 1), dtype=dtype)
@@ -179,12 +250,11 @@ def _generic_within_support(
     states: TeacherStates,
     ids: Int[Tensor, "N K"],
     tokens: Int[Tensor, "N 1"],
-    chunk_size: int | None,
 ) -> tuple[Float[Tensor, "N K"], Float[Tensor, " N"]]:
     """Ĝ conditional on the support. The rows of the head are gathered once for all C contrasts."""
     everything, in_support = torch.cat([ids, tokens], dim=-1), (ids == tokens).any(dim=-1)
     hidden_size, dtype = states.hidden.shape[-1], accumulation_dtype(states.hidden)
-    size = chunk_size or columns_chunk(*everything.shape, hidden_size, dtype, states.hidden.device)
+    size = columns_chunk(*everything.shape, hidden_size, dtype, states.hidden.device)
     generic_logps = states.hidden.new_zeros(everything.shape, dtype=dtype)
     for rows in chunks(len(ids), size):
         columns = states.head.gather_columns(everything[rows])

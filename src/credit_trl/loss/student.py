@@ -1,171 +1,117 @@
-"""Loss of the student; the gradients of its hidden states and head are computed in the forward pass.
-
-Where a micro-batch is computed in parts, the backward pass may add the gradient of the head to `.grad` instead.
-"""
+"""The student's distribution at one chunk of tokens, over the vocabulary or within the support."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from credit_trl.loss.blocks import MAX_LOSS_CHUNK, accumulation_dtype, chunks, columns_chunk, logits_chunk
+from credit_trl.loss.blocks import accumulation_dtype, chunks, logits_chunk
 from credit_trl.loss.head import HeadGradients, LMHead
-from credit_trl.loss.scores import Scores
-from credit_trl.loss.steps import StepTokens, project_student, step_over_vocabulary, step_within_support
-from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
+from credit_trl.loss.projection import backward_logps, project
+from credit_trl.loss.scores import SupportConfig, condition
+from credit_trl.loss.terms import LossConfig, LossTokens
 
 
-class _FormedGradients(torch.autograd.Function):
-    """Autograd function whose gradients are computed in the forward pass."""
+class VocabularyStudent:
+    """True log-probabilities: of K tokens and of the rest of the vocabulary, or of the sampled token.
 
-    @staticmethod
-    def forward(ctx, loss: Tensor, gradients: list[Tensor | None], *inputs: Tensor | None) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "An earlier backward pass released the gradient of this `credit_loss`. Call `credit_loss` again, or "
-                "add the losses that share it and call `backward` once."
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *(None if gradient is None else gradient.mul_(upstream) for gradient in gradients)
-
-
-class _AddedGradients(torch.autograd.Function):
-    """Autograd function that adds the gradient of the head to `.grad` and returns that of the hidden states."""
-
-    @staticmethod
-    def forward(ctx, loss: Tensor, backpropagate: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        ctx.backpropagate = backpropagate
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.backpropagate(upstream)
-
-
-def with_gradients(loss: Tensor, gradients: HeadGradients, inputs: tuple[Tensor | None, ...]) -> Tensor:
-    """Connect the loss to its inputs. The gradient of the head is stored once, in the parameter's dtype."""
-    buffers = [gradients.hidden, gradients.weight, gradients.bias]
-    del gradients
-    for i, tensor in enumerate(inputs):
-        # Gradients of fp16 inputs stay in fp32 until the loss scale is applied.
-        if buffers[i] is not None and tensor.dtype != torch.float16:
-            buffers[i] = buffers[i].to(tensor.dtype)
-    with torch.enable_grad():
-        return _FormedGradients.apply(loss, buffers, *inputs)
-
-
-def credit_loss(
-    student_hidden: Float[Tensor, "N H"],
-    head: LMHead,
-    tokens: LossTokens,
-    teacher: Scores,
-    config: LossConfig,
-) -> CreditLoss:
-    """Weighted sum of the divergences from the student to the target a of f and Ĝ.
-
-    The gradient is computed here and the backward pass only scales it, so `backward` can be called once; for
-    `config.adds_to_grad` see `LossConfig`. No gradient is computed where none is required.
-
-    Args:
-        student_hidden: (N, H), hidden states at the positions that predict the tokens; receives a gradient.
-        head: head of the student; weight and bias receive gradients. A sharded head is gathered once.
-        tokens: the sampled tokens, their weights and λ.
-        teacher: scores of the tokens.
-
-    Raises:
-        ValueError: the weights require a gradient, or K exceeds the vocabulary.
-    """
-    if tokens.weights.requires_grad:
-        raise ValueError("`weights` get no gradient: detach them.")
-    config.support.check(head.vocabulary_size)
-    head = head.gathered()
-    inputs = (student_hidden, head.weight, head.bias)
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    dtype = accumulation_dtype(student_hidden)
-    chunkable = StepTokens(
-        student_hidden.detach(),
-        tokens.ids.unsqueeze(-1),
-        tokens.weights.to(dtype),
-        teacher,
-        tokens.contrastive_coef.to(dtype),
-        None if tokens.old_logps is None else tokens.old_logps.to(dtype),
-        tokens.engine,
-    )
-    size = _chunk_size(chunkable, head, config)
-    form = partial(_in_chunks, head=head.detached().for_products(student_hidden), config=config, size=size)
-    if wanted and config.adds_to_grad and _has_grad(head, student_hidden):
-        return _loss_adding_to_grad(form, chunkable, student_hidden, head)
-    gradients = HeadGradients.of(student_hidden, head, len(student_hidden) <= size) if wanted else None
-    with torch.no_grad():
-        terms = form(chunkable, gradients=gradients)
-        if wanted:
-            terms.loss = with_gradients(terms.loss, gradients, inputs)
-    return terms
-
-
-def _loss_adding_to_grad(
-    form: Callable[..., CreditLoss], tokens: StepTokens, hidden: Float[Tensor, "N H"], head: LMHead
-) -> CreditLoss:
-    """The loss whose backward pass forms it again, with gradients. It is linear in the weights, and so in `upstream`.
-
-    Args:
-        form: `_in_chunks` with all arguments but tokens and gradients.
+    Attributes:
+        values: (n, K), log-probabilities of the support.
+        log_outside: (n,), log-probability outside the support; None where that is no bucket.
+        token_logps: (n,), log-probability of the sampled token.
+        policy_logps: (n,), the same over the whole vocabulary; NaN where it is not computed.
+        entropy: (n,), nats.
+        mass: (n,), probability of the support; NaN where it is not computed.
     """
 
-    def backpropagate(upstream: Float[Tensor, ""]) -> Float[Tensor, "N H"]:
-        gradients = HeadGradients.adding(tokens.hidden, head)
-        form(replace(tokens, weights=tokens.weights * upstream), gradients=gradients)
-        return gradients.hidden.to(tokens.hidden.dtype)
+    def __init__(
+        self,
+        hidden: Float[Tensor, "n H"],
+        tokens: LossTokens,
+        support_ids: Int[Tensor, "n K"],
+        support: SupportConfig,
+        head: LMHead,
+        buffer: Float[Tensor, "n V"],
+    ) -> None:
+        self._hidden = hidden
+        self._head = head
+        self._projection = project(head, hidden, buffer, tokens.ids.unsqueeze(-1), ids=support_ids)
+        self.values = self._projection.logps
+        self.log_outside = self._projection.log_outside if support.has_tail else None
+        self.token_logps = self._projection.token_logps
+        self.policy_logps = self.token_logps
+        self.entropy = self._projection.entropy
+        self.mass = self.values.exp().sum(dim=-1)
 
-    with torch.no_grad():
-        terms = form(tokens, gradients=None)
-    terms.loss = _AddedGradients.apply(terms.loss, backpropagate, hidden)
-    return terms
-
-
-def _has_grad(head: LMHead, hidden: Tensor) -> bool:
-    """Whether the gradient of the head can be added to its `.grad`, and the hidden states require one too."""
-    dtype, tensors = accumulation_dtype(hidden), [x for x in (head.weight, head.bias) if x is not None]
-    return hidden.requires_grad and all(x.is_leaf and x.grad is not None and x.grad.dtype == dtype for x in tensors)
-
-
-def _chunk_size(tokens: StepTokens, head: LMHead, config: LossConfig) -> int:
-    n, (vocabulary, width) = len(tokens.hidden), head.weight.shape
-    where = accumulation_dtype(tokens.hidden), tokens.hidden.device
-    if config.chunk_size:
-        return config.chunk_size
-    if config.support.renormalizes:
-        gathers = head.fused(tokens.hidden) is None
-        return columns_chunk(n, config.support.topk + 1, width, *where) if gathers else max(n, 1)
-    return logits_chunk(n, vocabulary, *where, 1, MAX_LOSS_CHUNK)
+    def backward(
+        self, grads: Float[Tensor, "n K"], outside_grads: Float[Tensor, " n"] | None, gradients: HeadGradients
+    ) -> None:
+        """Backpropagate the gradients of `values` and `log_outside`, which overwrites the logits."""
+        backward_logps(self._head, self._projection, grads, outside_grads, self._hidden, gradients)
 
 
-def _in_chunks(
-    tokens: StepTokens, head: LMHead, config: LossConfig, gradients: HeadGradients | None, size: int
-) -> CreditLoss:
-    """Form the loss in chunks of `size` tokens, with buffers that all chunks share."""
-    hidden, n = tokens.hidden, len(tokens.hidden)
-    tokens = project_student(tokens, head, config)
-    within = config.support.renormalizes
-    step = step_within_support if within else step_over_vocabulary
-    workspace = hidden.new_empty(
-        (0 if within else min(size, n), head.vocabulary_size), dtype=accumulation_dtype(hidden)
-    )
+class SupportStudent:
+    """Logits of K tokens and of the sampled one, for a renormalised support: nothing else of the head is used.
+
+    The attributes are those of `VocabularyStudent`, but `values` are logits, `token_logps` is conditional on support
+    and token, and `entropy` is that of the distribution on the support where no normaliser is computed.
+    """
+
+    log_outside = None
+
+    def __init__(
+        self, hidden: Float[Tensor, "n H"], tokens: LossTokens, support_ids: Int[Tensor, "n K"], head: LMHead
+    ) -> None:
+        self._hidden = hidden
+        self._head = head
+        self._size = support_ids.shape[-1]
+        ids = tokens.ids.unsqueeze(-1)
+        self._columns = head.gather_columns(torch.cat([support_ids, ids], dim=-1))
+        logits = head.column_logits(hidden, self._columns)
+        self.values = logits[:, :-1]
+        logps, self.token_logps = condition(logits, (support_ids == ids).any(dim=-1))
+        if tokens.normalizer is None:
+            self.policy_logps = torch.full_like(self.token_logps, torch.nan)
+            self.mass = self.policy_logps
+            self.entropy = torch.special.entr(logps.exp()).sum(dim=-1)
+        else:
+            self.policy_logps = logits[:, -1] - tokens.normalizer
+            self.mass = (self.values.logsumexp(dim=-1) - tokens.normalizer).exp()
+            self.entropy = tokens.entropy
+
+    def backward(self, grads: Float[Tensor, "n K"], outside_grads: None, gradients: HeadGradients) -> None:
+        """Backpropagate the gradient of the logits."""
+        columns = self._columns.first(self._size)
+        self._head.backward_columns(columns, self.values, grads, self._hidden, gradients)
+
+
+def with_normalizer(
+    tokens: LossTokens, hidden: Float[Tensor, "N H"], head: LMHead, support: SupportConfig, config: LossConfig
+) -> LossTokens:
+    """The tokens with what a loss needs beforehand of all of them, from a projection without gradient.
+
+    These are the normaliser and entropy of a loss within the support with an importance ratio, and the ratio of a
+    whole completion.
+    """
+    corrects = config.correction is not None and tokens.engine is not None
+    per_sequence = corrects and config.correction.per_sequence
+    has_ratio = corrects or (tokens.old_logps is not None and config.is_clip is not None)
+    if not (per_sequence or (support.renormalizes and has_ratio)):
+        return tokens
+    size = logits_chunk(len(hidden), head.vocabulary_size, accumulation_dtype(hidden), hidden.device)
     parts = []
-    for rows in chunks(n, size):
-        part = None if gradients is None else gradients.rows(rows)
-        parts.append(step(tokens[rows], head, config, part, workspace[: rows.stop - rows.start]))
-    return CreditLoss.joined(parts)
+    for rows in chunks(len(hidden), size):
+        sampled = tokens.ids[rows].unsqueeze(-1) if per_sequence else None
+        parts.append(replace(project(head, hidden[rows], None, sampled), logits=None))
+    correction = None
+    if per_sequence:
+        correction = config.correction.ratio(torch.cat([part.token_logps for part in parts]), tokens.engine)
+    return replace(
+        tokens,
+        normalizer=torch.cat([part.log_normalizer for part in parts]),
+        entropy=torch.cat([part.entropy for part in parts]),
+        correction=correction,
+    )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from credit_trl.loss.correction import EngineCorrection, EngineTokens
+from credit_trl.loss.correction import EngineCorrection, EngineTokens, clipped_ratio
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.objective import Form
 
@@ -23,7 +23,6 @@ class LossConfig:
         alpha: see `objective.distillation_loss`; `"sampled"` takes 1 only, its loss is `−sg[R_t] log π_θ(y_t)`.
         is_clip: upper bound on the detached ratio `exp(log π_θ − old)` that multiplies the loss of a token; None for
             no ratio.
-        chunk_size: tokens per logits chunk; None picks from free memory.
         correction: correction for the engine that sampled the tokens, where the policy that sampled them is the
             present one; None for none.
         adds_to_grad: form the gradient in the backward pass and add that of the head to its `.grad`, where this exists
@@ -38,7 +37,6 @@ class LossConfig:
     form: Form = "subtract"
     alpha: float = 1.0
     is_clip: float | None = None
-    chunk_size: int | None = None
     correction: EngineCorrection | None = None
     adds_to_grad: bool = False
 
@@ -52,7 +50,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class LossTokens:
-    """N sampled tokens that carry loss.
+    """N sampled tokens that carry loss, indexable by chunk.
 
     Args:
         ids: (N,), the sampled tokens.
@@ -62,6 +60,8 @@ class LossTokens:
         old_logps: (N,), log-probabilities of the sampled tokens at rollout time; None when on-policy.
         engine: what the engine reported of the tokens, for `LossConfig.correction`; None where it is not corrected
             here.
+        normalizer, entropy: (N,), of the student over the vocabulary, where a loss within the support needs them.
+        correction: (N,), ratio of a whole completion against the engine.
     """
 
     ids: Int[Tensor, " N"]
@@ -69,6 +69,28 @@ class LossTokens:
     contrastive_coef: Float[Tensor, " N"]
     old_logps: Float[Tensor, " N"] | None = None
     engine: EngineTokens | None = None
+    normalizer: Float[Tensor, " N"] | None = None
+    entropy: Float[Tensor, " N"] | None = None
+    correction: Float[Tensor, " N"] | None = None
+
+    def __getitem__(self, rows: slice) -> LossTokens:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return LossTokens(**{name: None if x is None else x[rows] for name, x in values.items()})
+
+    def to(self, dtype: torch.dtype) -> LossTokens:
+        """The tokens with weights, λ and log-probabilities in a dtype."""
+        old_logps = None if self.old_logps is None else self.old_logps.to(dtype)
+        weights = self.weights.to(dtype)
+        return replace(self, weights=weights, contrastive_coef=self.contrastive_coef.to(dtype), old_logps=old_logps)
+
+    def ratio(self, logps: Float[Tensor, " N"], config: LossConfig) -> Float[Tensor, " N"]:
+        """Factor of each token's loss: importance ratio and correction for the engine."""
+        ratio = clipped_ratio(logps, self.old_logps, config.is_clip)
+        if self.correction is not None:
+            return ratio * self.correction
+        if self.engine is not None and config.correction is not None:
+            return ratio * config.correction.ratio(logps, self.engine)
+        return ratio
 
 
 @dataclass
@@ -89,7 +111,6 @@ class CreditLoss:
         teacher_token_logps: (N,), f at the sampled token.
         generic_token_logps: (N,), Ĝ at the sampled token.
         teacher_entropy: (N,), entropy of the teacher, nats.
-        contrastive_coef: (N,), λ as applied: 0 where there is no contrast.
         advantages: (N,), R_t at the sampled token.
         ratio: (N,), importance ratio, that of the engine's correction included; ones where there is none.
         policy_logps: (N,), log π_θ of the sampled token over the whole vocabulary; NaN where the normaliser is not
@@ -107,10 +128,9 @@ class CreditLoss:
     teacher_token_logps: Float[Tensor, " N"]
     generic_token_logps: Float[Tensor, " N"]
     teacher_entropy: Float[Tensor, " N"]
-    contrastive_coef: Float[Tensor, " N"]
     advantages: Float[Tensor, " N"]
-    ratio: Float[Tensor, " N"] | None = None
-    policy_logps: Float[Tensor, " N"] | None = None
+    ratio: Float[Tensor, " N"]
+    policy_logps: Float[Tensor, " N"]
 
     @classmethod
     def joined(cls, parts: Sequence[CreditLoss]) -> CreditLoss:

@@ -22,6 +22,9 @@ from credit_trl.rollout.verdict import join_feedback
 
 Prompt = str | list[dict[str, Any]]
 
+# `GenerationBatch.index` of evaluation batches starts beyond that of training batches.
+EVALUATION_INDEX = 2**31
+
 # Relative tolerance of the success threshold.
 _REWARD_ROUNDING = 1e-6
 
@@ -45,6 +48,11 @@ class GenerationBatch:
         turn_feedback: local, `Verdict.turn_feedback` by turn index.
         turn_starts: local, the first column of each turn of the completion; empty until `with_turns`.
         group_size: rollouts of a row; groups are contiguous in the global batch.
+        index: ordinal of the generation batch in the data stream, which keys the draws of contrasts. The n-th batch
+            of an evaluation has `EVALUATION_INDEX + n`, n from 1.
+        dataset: what `contrastive_source="dataset"` draws from: a `Dataset` or a mapping with the column `prompt`;
+            None, or a stream, has no rows to draw.
+        tools: local, the tools that the chat template lists for each sample; empty where no sample has any.
     """
 
     rows: list[dict[str, Any]]
@@ -56,6 +64,9 @@ class GenerationBatch:
     turn_feedback: list[dict[int, str]] = field(default_factory=list)
     turn_starts: list[list[int]] = field(default_factory=list)
     group_size: int = 1
+    index: int = 0
+    dataset: Any = None
+    tools: list[list[Any] | None] = field(default_factory=list)
 
     def with_turns(self, mask: Bool[Tensor, "B T"]) -> GenerationBatch:
         """The batch with the turns of its completions; `mask` is that of `loss_mask`."""

@@ -1,44 +1,134 @@
-"""Thinking that the generation prompt opens, with `<think>` at its end, and that a completion does not close.
+"""Thinking and answer of a response: one definition for tasks, demonstrations and reward functions.
 
-The text of such a completion, which was cut off inside its thinking, has no tag that tells it from an answer.
+A block of thinking stands between an opening and a closing mark. It is open from the start where the generation prompt
+ends with an opening mark, and the first closing mark ends it. The answer is the text outside the blocks; a response
+whose last block is not closed has none. A mark in quotes or backticks is part of the text.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-OPEN, CLOSE = "<think>", "</think>"
+ThinkingMarks = tuple[tuple[str, str], ...]  # pairs of opening and closing mark
+
+# Marks of widespread chat templates; in the harmony format, all channels before the final one are thinking.
+COMMON_MARKS: ThinkingMarks = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ("<|channel>thought", "<channel|>"),
+)
+# Other opening tags that a template or tokenizer may declare: `<seed:think>`, `<|START_THINKING|>`, `◁think▷`, …
+_OPENING_TAG = re.compile(r"[<\[◁]\|?[\w:]*(?:think|thinking|thought|reasoning)\|?[>\]▷]", re.IGNORECASE)
 
 
-def opens_thinking(prompt: str) -> bool:
-    """Whether a rendered prompt ends inside a block of thinking."""
-    return prompt.rstrip().endswith(OPEN)
+def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
+    """The marks that a tokenizer or its chat template declares; `<think>` and `</think>` without any."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    declared = " ".join([str(getattr(tokenizer, "chat_template", None)), *added])
+    pairs = list(COMMON_MARKS)
+    for tag in _OPENING_TAG.findall(declared):
+        with_slash = re.sub(r"^([<\[◁]\|?)", r"\1/", tag)
+        pairs += [(tag, with_slash), (tag, tag.replace("START", "END").replace("begin", "end"))]
+    found = [(opening, closing) for opening, closing in pairs if opening != closing]
+    return tuple(dict.fromkeys(p for p in found if p[0] in declared and p[1] in declared)) or COMMON_MARKS[:1]
 
 
-def closes_thinking(tokenizer: PreTrainedTokenizerBase, completion_ids: Sequence[int]) -> bool:
-    """Whether a completion has the end of a block of thinking, also as a special token, which its text lacks."""
-    return CLOSE in tokenizer.decode(list(completion_ids), skip_special_tokens=False)
+def split_thinking(
+    text: str, marks: ThinkingMarks = COMMON_MARKS, *, opened: bool | None = None
+) -> tuple[str, str | None]:
+    """The thinking of a response, its blocks joined by line breaks, and its answer; None where a block is open.
+
+    Args:
+        text: decoded response.
+        marks: see `thinking_marks`.
+        opened: whether the generation prompt opened a block. None reads it from the text: a closing mark comes before
+            any opening one.
+    """
+    found = [mark for mark in re.finditer(_any_of(marks), text) if not _is_quoted(text, mark)]
+    closing = {pair[1] for pair in marks}
+    is_open = opened if opened is not None else bool(found) and found[0].group() in closing
+    blocks: list[str] = []
+    answer: list[str] = []
+    start = 0
+    for mark in found:
+        part = text[start : mark.start()]
+        is_repeated = is_open and not blocks and not part.strip()  # the response repeats its prompt's opening mark
+        if is_open == (mark.group() in closing) or is_repeated:
+            (blocks if is_open else answer).append(part)
+            is_open = mark.group() not in closing
+            start = mark.end()
+    (blocks if is_open else answer).append(text[start:])
+    thinking = "\n".join(block.strip() for block in blocks if block.strip())
+    return thinking, None if is_open else "".join(answer)
 
 
-def open_unclosed_thinking(
+def answer_part(text: str, marks: ThinkingMarks = COMMON_MARKS, *, opened: bool | None = None) -> str | None:
+    """The answer of a response without its thinking; None where the thinking is not closed. See `split_thinking`."""
+    return split_thinking(text, marks, opened=opened)[1]
+
+
+def opens_thinking(prompt: str, marks: ThinkingMarks) -> bool:
+    """Whether a rendered prompt ends with an opening mark."""
+    return prompt.rstrip().endswith(tuple(opening for opening, _ in marks))
+
+
+def decode_with_marks(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]], marks: ThinkingMarks
+) -> list[str]:
+    """Texts without special tokens, except those that the marks consist of."""
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = added | set(tokenizer.all_special_ids)
+    in_marks = " ".join(mark for pair in marks for mark in pair)
+    dropped = {i for i in special if tokenizer.convert_ids_to_tokens(i) not in in_marks}
+    if dropped == special:
+        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return tokenizer.batch_decode([[i for i in row if i not in dropped] for row in ids])
+
+
+def mark_thinking(
     completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]],
     tokenizer: PreTrainedTokenizerBase,
     prompt_of: Callable[[int], str],
 ) -> list[Any]:
-    """Completions of one turn in TRL's form, with `<think>` before the text of those that end inside their thinking.
+    """Completions of one turn in TRL's form whose text tells thinking from answer.
 
-    `prompt_of` renders the prompt of a completion, by its index.
+    Marks that are special tokens, which TRL's decoding drops, are kept. A completion that ends inside the thinking
+    that its prompt opened begins with the opening mark.
+
+    Args:
+        completions: texts, or conversations; those of more than one message are returned as they are.
+        completion_ids: sampled ids.
+        tokenizer: decodes them.
+        prompt_of: renders the prompt of a completion, by its index.
     """
-    opened = list(completions)
-    for index, (completion, ids) in enumerate(zip(completions, completion_ids, strict=True)):
-        if closes_thinking(tokenizer, ids) or not opens_thinking(prompt_of(index)):
+    marks = thinking_marks(tokenizer)
+    plain = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    marked = list(completions)
+    for index, text in enumerate(decode_with_marks(tokenizer, completion_ids, marks)):
+        completion = completions[index]
+        is_text = isinstance(completion, str)
+        if not is_text and (len(completion) != 1 or not isinstance(completion[0]["content"], str)):
             continue
-        if isinstance(completion, str):
-            opened[index] = OPEN + completion
-        elif len(completion) == 1 and isinstance(completion[0]["content"], str):
-            opened[index] = [{**completion[0], "content": OPEN + completion[0]["content"]}]
-    return opened
+        own = completion if is_text else completion[0]["content"]
+        content = own if text == plain[index] else text
+        if answer_part(content, marks, opened=True) is None:
+            prompt = prompt_of(index)
+            content = next((pair[0] for pair in marks if opens_thinking(prompt, (pair,))), "") + content
+        if content != own:
+            marked[index] = content if is_text else [{**completion[0], "content": content}]
+    return marked
+
+
+def _any_of(marks: ThinkingMarks) -> str:
+    return "|".join(re.escape(mark) for pair in marks for mark in pair)
+
+
+def _is_quoted(text: str, mark: re.Match[str]) -> bool:
+    before = text[mark.start() - 1 : mark.start()]
+    return before in ("'", '"', "`") and text[mark.end() : mark.end() + 1] == before

@@ -11,11 +11,12 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import wait
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 from credit_trl.rollout.deadline import deadline_in
@@ -266,14 +267,13 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
     fix = "Return a list with one `Verdict(reward, feedback)`, number or None for each completion."
     if output is None:
         raise TypeError(f"The reward function {name!r} returned None; is a `return` missing? {fix}")
-    if isinstance(output, Verdict | Mapping | str | bytes) or not isinstance(output, Iterable):
+    if isinstance(output, Verdict | Mapping | Set | str | bytes) or not isinstance(output, Iterable):
         raise TypeError(f"The reward function {name!r} returned a {type(output).__name__} instead of a list. {fix}")
-    elements = list(output)
-    expected = len(arguments["completions"]) if "completions" in arguments else len(elements)
-    if len(elements) != expected:
-        raise ValueError(
-            f"The reward function {name!r} returned {len(elements)} elements for {expected} completions. {fix}"
-        )
+    expected = len(arguments["completions"]) if "completions" in arguments else None
+    elements = list(islice(output, None if expected is None else expected + 1))  # an iterator may have no end
+    if expected is not None and len(elements) != expected:
+        count = f"more than {expected}" if len(elements) > expected else len(elements)
+        raise ValueError(f"The reward function {name!r} returned {count} elements for {expected} completions. {fix}")
     for index, element in enumerate(elements):
         if not (element is None or isinstance(element, Verdict) or _is_number(element)):
             shape = getattr(element, "shape", None)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
-from credit_trl.teacher.models import OwnModelTeacher, Teacher, check_unsharded, make_teacher
+from credit_trl.teacher.models import OwnModelTeacher, Teacher, make_teacher
 from credit_trl.teacher.sharding import full_shape, is_zero3, place_frozen
 
 SOURCE_FILE = "teacher.json"
@@ -42,13 +42,12 @@ class ModelTeacher(OwnModelTeacher):
             "revision": (config.teacher_model_init_kwargs or {}).get("revision"),
             "commit": getattr(model.config, "_commit_hash", None),
         }
-        # Quantized weights stay where they were loaded.
-        stays = config.teacher_offload or getattr(model, "is_quantized", False)
-        model = model if stays else place_frozen(model, accelerator)
-        super().__init__(student, accelerator, model, config.teacher_offload)
+        if not getattr(model, "is_quantized", False):  # quantized weights stay where they were loaded
+            model = place_frozen(model, accelerator)
+        super().__init__(student, accelerator, model)
 
     def autocast(self) -> AbstractContextManager[None]:
-        return torch.autocast(self.accelerator.device.type, enabled=False)
+        return torch.autocast(self.device.type, enabled=False)
 
     def drift(self) -> float:
         """NaN: the parameters of another model have no counterpart in the policy."""
@@ -78,17 +77,20 @@ def build_teacher(
         ValueError: see `make_teacher` and `check_same_vocabulary`.
     """
     if config.teacher_model_kind != "model":
-        return make_teacher(config.teacher_model_kind, student, accelerator, config.teacher_offload)
-    _check_placement(config, accelerator)
+        return make_teacher(config.teacher_model_kind, student, accelerator)
+    if "quantization_config" in (config.teacher_model_init_kwargs or {}) and is_zero3(accelerator):
+        raise ValueError(
+            "Under ZeRO-3 transformers loads no quantized model onto a device. Use FSDP2 or ZeRO-2, or remove the "
+            "`quantization_config` of `teacher_model_init_kwargs`."
+        )
     name = config.teacher_model_name_or_path
     check_same_vocabulary(tokenizer, _load_tokenizer(config), name)
     teacher = ModelTeacher(student, accelerator, config)
-    own, others = (
-        full_shape(m.get_output_embeddings().weight)[0] for m in (student, teacher.unwrapped(teacher.model))
-    )
-    if others < own:
+    rows = full_shape(teacher.unwrapped(teacher.model).get_output_embeddings().weight)[0]
+    if rows < teacher.vocabulary_size:
         raise ValueError(
-            f"The teacher {name!r} has {others} rows in its output embeddings, fewer than the policy's {own}. "
+            f"The teacher {name!r} has {rows} rows in its output embeddings, fewer than the policy's "
+            f"{teacher.vocabulary_size}. "
             "Use a teacher with at least the policy's vocabulary."
         )
     return teacher
@@ -104,22 +106,6 @@ def _load_tokenizer(config: CreditConfig) -> PreTrainedTokenizerBase:
             f"The teacher {name!r} has no tokenizer that loads ({error}), so its vocabulary cannot be compared with "
             "the policy's. Save the tokenizer beside its weights."
         ) from error
-
-
-def _check_placement(config: CreditConfig, accelerator: Accelerator) -> None:
-    is_quantized = "quantization_config" in (config.teacher_model_init_kwargs or {})
-    if config.teacher_offload:
-        check_unsharded(accelerator)
-    if config.teacher_offload and is_quantized:
-        raise ValueError(
-            "`teacher_offload=True` moves the teacher's weights between devices, and quantized weights cannot be "
-            "moved. Remove one of `teacher_offload` and the `quantization_config` of `teacher_model_init_kwargs`."
-        )
-    if is_quantized and is_zero3(accelerator):
-        raise ValueError(
-            "Under ZeRO-3 transformers loads no quantized model onto a device. Use FSDP2 or ZeRO-2, or remove the "
-            "`quantization_config` of `teacher_model_init_kwargs`."
-        )
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:

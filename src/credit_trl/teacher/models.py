@@ -16,14 +16,23 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import fsdp2_canonicalize_names, is_peft_model
+from accelerate.utils import extract_model_from_parallel, fsdp2_canonicalize_names, is_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from credit_trl.teacher.sharding import copy_full, frozen_copy, full_tensor, gathered, is_zero3, reshard, sharded_copy
+from credit_trl.teacher.sharding import (
+    copy_full,
+    frozen_copy,
+    full_shape,
+    full_tensor,
+    gathered,
+    is_zero3,
+    reshard,
+    sharded_copy,
+)
 
 # Name of stored weights: of the adapter beside the trained one (LoRA), and of the file in a checkpoint.
 ADAPTER_NAME = "teacher"
@@ -35,12 +44,18 @@ class Teacher:
 
     Args:
         student: the unwrapped policy.
-        accelerator: the trainer's accelerator.
+        accelerator: the trainer's accelerator; None on one process without mixed precision.
     """
 
-    def __init__(self, student: nn.Module, accelerator: Accelerator) -> None:
+    def __init__(self, student: nn.Module, accelerator: Accelerator | None = None) -> None:
         self.student = student
         self.accelerator = accelerator
+        self.vocabulary_size = full_shape(student.get_output_embeddings().weight)[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the passes; FSDP2 may keep the weights in main memory."""
+        return self.student.device if self.accelerator is None else self.accelerator.device
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
@@ -69,7 +84,7 @@ class Teacher:
     def drift(self) -> float:
         """Return ‖θ_ref − θ‖ / ‖θ‖ over the parameters that may differ; 0 for a live teacher."""
         reshard(self.student)
-        difference = norm = torch.zeros((), device=self.accelerator.device)
+        difference = norm = torch.zeros((), device=self.device)
         for teacher, student in self.pairs():
             with gathered([teacher, student]):
                 own, trained = _local(teacher), _local(student.to(teacher.device, teacher.dtype))
@@ -94,25 +109,29 @@ class Teacher:
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the causal LM inside the module that `active` yields."""
-        return self.accelerator.unwrap_model(model)
+        return extract_model_from_parallel(model)
+
+    def mixed_precision(self) -> AbstractContextManager[None]:
+        """Return a context with the accelerator's mixed precision, in which the policy computes."""
+        return nullcontext() if self.accelerator is None else self.accelerator.autocast()
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return a context with the student's precision: mixed precision, or that of its half-precision weights.
 
         DeepSpeed trains in mixed precision without autocast, because it casts the student's weights.
         """
-        if self.accelerator.native_amp:
-            return self.accelerator.autocast()
+        if self.accelerator is not None and self.accelerator.native_amp:
+            return self.mixed_precision()
         dtype = _layers_dtype(self.student)
         if dtype in (torch.bfloat16, torch.float16):
-            return torch.autocast(self.accelerator.device.type, dtype=dtype)
+            return torch.autocast(self.device.type, dtype=dtype)
         return nullcontext()
 
     def most_batches(self, count: int) -> int:
         """Return the number of forward passes of every process: with sharded weights, the largest `count` of all."""
         if not (is_zero3(self.accelerator) or self._is_fsdp2()):
             return count
-        counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
+        counts = self.accelerator.gather(torch.tensor([count], device=self.device))
         return int(counts.max())
 
     def _is_fsdp2(self) -> bool:
@@ -159,27 +178,22 @@ class OwnModelTeacher(Teacher):
 
     Args:
         student: the unwrapped policy.
-        accelerator: the trainer's accelerator.
+        accelerator: the trainer's accelerator, or None.
         model: the model that scores, placed or sharded.
-        offload: keep the model in main memory except while it scores.
     """
 
-    def __init__(self, student: nn.Module, accelerator: Accelerator, model: nn.Module, offload: bool = False) -> None:
+    def __init__(self, student: nn.Module, accelerator: Accelerator | None, model: nn.Module) -> None:
         super().__init__(student, accelerator)
-        self.model, self.offload = model.to("cpu") if offload else model, offload
+        self.model = model
         self.model.requires_grad_(False)
         self.model.eval()  # not chained: DeepSpeed's `eval` returns None
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        if self.offload:
-            self.model.to(self.accelerator.device)
         try:
             yield self.model
         finally:
             reshard(self.model)
-            if self.offload:
-                self.model.to("cpu")
 
 
 class CopyTeacher(OwnModelTeacher, _StoredTeacher):
@@ -191,7 +205,7 @@ class CopyTeacher(OwnModelTeacher, _StoredTeacher):
             yield teacher, student[name]
 
     def named_weights(self) -> dict[str, Tensor]:
-        return _parameters(self.accelerator.unwrap_model(self.model))
+        return _parameters(self.unwrapped(self.model))
 
 
 class AdapterTeacher(_StoredTeacher):
@@ -204,7 +218,7 @@ class AdapterTeacher(_StoredTeacher):
         ValueError: the policy has an adapter of that name.
     """
 
-    def __init__(self, student: nn.Module, accelerator: Accelerator) -> None:
+    def __init__(self, student: nn.Module, accelerator: Accelerator | None) -> None:
         super().__init__(student, accelerator)
         self.trained = student.active_adapter
         if ADAPTER_NAME in student.peft_config:
@@ -221,7 +235,7 @@ class AdapterTeacher(_StoredTeacher):
         for teacher, trained in self.pairs():
             teacher.requires_grad_(False)
             teacher.data = trained.detach().to(torch.promote_types(trained.dtype, torch.float32), copy=True)
-        if accelerator.distributed_type == "DEEPSPEED":
+        if accelerator is not None and accelerator.distributed_type == "DEEPSPEED":
             self.averages = {name: adapter.clone() for name, adapter in self._adapter().items()}
         # `save_pretrained` saves the student only; checkpoints store the teacher in a separate file.
         student.save_pretrained = partial(student.save_pretrained, selected_adapters=[self.trained])
@@ -267,7 +281,7 @@ class AdapterTeacher(_StoredTeacher):
         """Copy the averages stored outside the model into the adapter."""
         adapter = self._adapter()
         for name, average in self.averages.items():
-            self.averages[name] = average.to(self.accelerator.device)
+            self.averages[name] = average.to(self.device)
             copy_full(adapter[name], self.averages[name])
 
     def _adapter(self) -> dict[str, Tensor]:
@@ -277,30 +291,19 @@ class AdapterTeacher(_StoredTeacher):
 
 
 def make_teacher(
-    kind: Literal["ema", "live", "base"],
-    student: nn.Module,
-    accelerator: Accelerator,
-    offload: bool = False,
+    kind: Literal["ema", "live", "base"], student: nn.Module, accelerator: Accelerator | None = None
 ) -> Teacher:
     """Build the teacher π_ref from the policy, before the policy is wrapped for distributed training.
 
     Args:
         kind: `"live"` shares the policy's weights; `"ema"` and `"base"` start as a copy of them.
         student: a `PreTrainedModel` or a `PeftModel` with tuner adapters.
-        accelerator: places or shards the copy in the same way as the policy.
-        offload: store the copy in main memory between scoring phases.
+        accelerator: places or shards the copy in the same way as the policy; None leaves it beside the policy.
 
     Raises:
         ValueError: the PEFT method has no tuner layers (prompt or prefix tuning) or trains parameters of the base,
-            which the teacher shares; or `offload` is set without an unsharded copy.
+            which the teacher shares.
     """
-    if offload:
-        check_unsharded(accelerator)
-        if kind == "live" or is_peft_model(student):
-            raise ValueError(
-                "`teacher_offload=True` needs a second copy of the policy, and a live teacher and adapters share its "
-                "weights. Set `teacher_offload=False`."
-            )
     if is_peft_model(student) and student.peft_config[student.active_adapter].is_prompt_learning:
         raise ValueError(
             "Prompt-learning adapters change the model's inputs: the loss, which calls the backbone, would not see "
@@ -312,17 +315,9 @@ def make_teacher(
         _check_trains_adapter_only(student)
         return AdapterTeacher(student, accelerator)
     precise = kind == "ema"
-    own = frozen_copy(student, precise=precise) if offload else sharded_copy(student, accelerator, precise=precise)
-    return CopyTeacher(student, accelerator, own, offload)
-
-
-def check_unsharded(accelerator: Accelerator) -> None:
-    """Check that a teacher can be moved to main memory, which a sharded one cannot."""
-    if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
-        raise ValueError(
-            "`teacher_offload=True` needs an unsharded teacher, and FSDP and DeepSpeed shard it (use their "
-            "configuration to offload it). Set `teacher_offload=False`."
-        )
+    if accelerator is None:
+        return CopyTeacher(student, None, frozen_copy(student, precise=precise))
+    return CopyTeacher(student, accelerator, sharded_copy(student, accelerator, precise=precise))
 
 
 def _check_trains_adapter_only(student: nn.Module) -> None:

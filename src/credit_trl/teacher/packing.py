@@ -2,7 +2,7 @@
 
 Attention implementations with variable lengths (FlashAttention) read `cu_seq_lens`, FlexAttention reads the position
 ids. PyTorch's attention has no variable lengths here: `PACKED_SDPA` calls it once for every sequence, so that no mask
-of the square of the row is formed. It also reads a beginning that several sequences share once (`SharedRow`): the
+of the square of the row is formed. It also reads a prefix that several sequences share once (`SharedRow`): the
 rollouts of a group have one prompt, which is also the contrast prompt of others.
 """
 
@@ -27,7 +27,7 @@ from credit_trl.teacher.models import eval_mode
 # Name of PyTorch's attention with support for packed rows, as an `attn_implementation` of transformers.
 PACKED_SDPA = "packed_sdpa"
 _PROBE = "packed_probe"
-# Length from which a shared beginning is read once. Each piece of a row is another call of the attention.
+# Length from which a shared prefix is read once. Each piece of a row is another call of the attention.
 SHORTEST_SHARED = 16
 # Layer types that keep packed sequences apart; a recurrent layer would carry its state across them.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -35,50 +35,50 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True)
 class SharedRow:
-    """Sequences in one row that holds a beginning which several of them share once.
+    """Sequences in one row that holds a prefix which several of them share once.
 
     Args:
         ids: (R,), tokens of the row: its pieces, one after the other.
         positions: (R,), position of each token in its sequence.
         lengths: tokens of each piece.
         parents: the piece that precedes each piece in its sequence, or None at the start of a sequence.
-        places: (ΣL,), place in the row of each token of the sequences, one sequence after the other.
+        indices: (ΣL,), index in the row of each token of the sequences, one sequence after the other.
     """
 
     ids: Int[Tensor, " R"]
     positions: Int[Tensor, " R"]
     lengths: tuple[int, ...]
     parents: tuple[int | None, ...]
-    places: Int[Tensor, " S"]
-
-    @classmethod
-    def of(cls, sequences: Sequence[list[int]]) -> SharedRow:
-        """The row of some sequences, in main memory, whose hidden states in a causal model are those of the sequences.
-
-        Sequences with a common beginning of at least `SHORTEST_SHARED` tokens share it where this saves most.
-        """
-        pieces: list[tuple[list[int], int | None, int]] = []  # tokens, parent, position of the first token
-        own: list[list[int]] = [[] for _ in sequences]  # pieces of each sequence
-        for group, common in _sharing(sequences):
-            parent = len(pieces) if common else None
-            if common:
-                pieces.append((sequences[group[0]][:common], None, 0))
-            for i in group:
-                rest = sequences[i][common:]
-                own[i] = [] if parent is None else [parent]
-                if rest:
-                    own[i].append(len(pieces))
-                    pieces.append((rest, parent, common))
-        ids, parents, starts = zip(*pieces, strict=True)
-        lengths = tuple(map(len, ids))
-        positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-        places = torch.arange(sum(lengths)).split(lengths)
-        places = torch.cat([places[piece] for of_sequence in own for piece in of_sequence])
-        return cls(torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), lengths, parents, places)
+    indices: Int[Tensor, " S"]
 
 
-def _sharing(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]]:
-    """Groups of sequences, as indices, and the length of the beginning that each shares; 0 for a single sequence.
+def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
+    """The row of some sequences, in main memory, whose hidden states in a causal model are those of the sequences.
+
+    Sequences with a common prefix of at least `SHORTEST_SHARED` tokens share it where this saves most.
+    """
+    pieces: list[tuple[list[int], int | None, int]] = []  # tokens, parent, position of the first token
+    own: list[list[int]] = [[] for _ in sequences]  # pieces of each sequence
+    for group, common in _prefix_groups(sequences):
+        parent = len(pieces) if common else None
+        if common:
+            pieces.append((sequences[group[0]][:common], None, 0))
+        for i in group:
+            rest = sequences[i][common:]
+            own[i] = [] if parent is None else [parent]
+            if rest:
+                own[i].append(len(pieces))
+                pieces.append((rest, parent, common))
+    ids, parents, starts = zip(*pieces, strict=True)
+    lengths = tuple(map(len, ids))
+    positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    of_piece = torch.arange(sum(lengths)).split(lengths)
+    indices = torch.cat([of_piece[piece] for of_sequence in own for piece in of_sequence])
+    return SharedRow(torch.tensor(list(itertools.chain(*ids))), torch.cat(positions), lengths, parents, indices)
+
+
+def _prefix_groups(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+    """Groups of sequences, as indices, and the length of the prefix that each shares; 0 for a single sequence.
 
     Groups are consecutive in the order of the tokens, and chosen by dynamic programming to save the most tokens.
     """
@@ -250,7 +250,7 @@ def packed_inputs(
         model: reads them; `enable_packing` was called for it.
         input_ids: the sequences, one after the other, or the tokens of `shared`.
         lengths: their lengths, at least 1 each; those of the pieces of `shared`.
-        shared: the layout, where `shares_beginnings(model)` and it is not one sequence after the other.
+        shared: the layout, where `shares_prefixes(model)` and it is not one sequence after the other.
     """
     ends = [0, *itertools.accumulate(lengths)]
     bounds = torch.tensor(ends, dtype=torch.int32).to(input_ids.device, non_blocking=True)
@@ -264,7 +264,7 @@ def packed_inputs(
     return inputs | (_flash_lengths(bounds, max(lengths)) if "flash" in implementation else {})
 
 
-def shares_beginnings(model: nn.Module) -> bool:
+def shares_prefixes(model: nn.Module) -> bool:
     """Whether packed rows of the model may be a `SharedRow`."""
     return attention_of(model) == PACKED_SDPA
 

@@ -4,7 +4,7 @@ Each prompt of each sample is read once, followed by the completion; only the hi
 are kept. Samples are processed in *groups*, whose hidden states are held at once. Within a group the sequences of all
 prompts are sorted and cut into *passes*, calls of the backbone with at most `batch_tokens` tokens, padded or packed.
 Padded passes are sorted by length and end early where padding would cost more than another pass. Packed ones are
-sorted by prompt, so that a beginning that several prompts share is read once (`packing.SharedRow`).
+sorted by prompt, so that a prefix that several prompts share is read once (`packing.SharedRow`).
 """
 
 from __future__ import annotations
@@ -14,37 +14,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.teacher.causal_lm import backbone, head_input
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.packing import SharedRow, packed_inputs, padded_inputs, shares_beginnings
+from credit_trl.teacher.packing import SharedRow, packed_inputs, padded_inputs, shared_row, shares_prefixes
 from credit_trl.teacher.sharding import run_in_wrapped_forward
 
 # Maximum size of a group, in passes. A larger group sorts better, a smaller one holds fewer hidden states.
 PASSES_PER_GROUP = 4
 # Padding at which a padded pass ends, as a share of `batch_tokens`: another pass costs less time than more of it.
 PADDING_SHARE = 1 / 16
-
-
-@dataclass(frozen=True)
-class PassConfig:
-    """Size and layout of the teacher's forward passes."""
-
-    batch_tokens: int = 16384  # maximum number of tokens in one pass, padding included
-    packed: bool = False  # concatenate sequences without padding, see `packing.enable_packing`
-
-
-@dataclass
-class TokenStates:
-    """Hidden states that predict n scored tokens, under the teacher's prompt and under C contrast prompts."""
-
-    rows: Int[Tensor, " n"]  # sample of each token
-    columns: Int[Tensor, " n"]  # position of each token in its completion
-    teacher: Float[Tensor, "n H"]
-    contrasts: Float[Tensor, "C n H"]
 
 
 @dataclass(frozen=True)
@@ -79,21 +61,66 @@ class _Sequence:
         return whole
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What every pass of a scoring phase needs."""
+@torch.no_grad()
+def token_states(
+    teacher: Teacher,
+    model: nn.Module,
+    contexts: Sequence[TokenContexts],
+    batch: CompletionBatch,
+    batch_tokens: int,
+    packed: bool = False,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Run the teacher over every prompt of every sample.
 
-    teacher: Teacher
-    model: nn.Module  # that `teacher.active()` yields
-    completion_ids: Int[Tensor, "B T"]  # in main memory, so that a pass copies its ids to the device at once
-    loss_mask: Bool[Tensor, "B T"]  # in main memory
-    device: torch.device  # of the passes
-    packed: bool
-    shares: bool  # packed rows are a `SharedRow`
+    Samples without a teacher and samples without scored tokens are skipped. Where the teacher is sharded, every
+    process makes as many passes as the busiest one, so that collectives match.
 
-    def shared(self, ids: list[Tensor]) -> SharedRow | None:
-        """The layout of a packed row whose sequences share beginnings, if the teacher reads it."""
-        return SharedRow.of([sequence.tolist() for sequence in ids]) if self.shares else None
+    Args:
+        model: what `teacher.active()` yields.
+        batch_tokens: maximum number of tokens in one pass, padding included.
+        packed: concatenate sequences without padding, see `packing.enable_packing`.
+
+    Yields:
+        Of n scored tokens of one group: sample (n,) and column of the completion (n,) of each, and the hidden states
+        that predict them, (n, H) under the teacher's prompt and (C, n, H) under C contrast prompts.
+    """
+    lengths = batch.lengths()
+    is_scored = batch.loss_mask.any(dim=1).tolist()
+    sequences = {
+        i: [_Sequence(i, k, ids, lengths[i], columns) for k, (ids, columns) in enumerate(own.sequences())]
+        for i, own in enumerate(contexts)
+        if own.teacher is not None and is_scored[i]
+    }
+    groups = [
+        (group, list(passes([s for i in group for s in sequences[i]], batch_tokens, packed)))
+        for group in _groups(sequences, batch_tokens, packed)
+    ]
+    reader = _Reader(teacher, model, batch, packed)
+    count = sum(len(of_group) for _, of_group in groups)
+    idle = teacher.most_batches(count) - count  # a collective: every process calls it before its passes
+    for group, of_group in groups:
+        yield reader.states_of(group, of_group)
+    for _ in range(idle):
+        reader.forward([reader.completion_ids[0, :1]])
+
+
+class _Reader:
+    """Runs the passes of a scoring phase. Ids are in main memory, so that a pass copies its own to the device at once.
+
+    Args:
+        model: what `teacher.active()` yields.
+        packed: see `token_states`.
+    """
+
+    def __init__(self, teacher: Teacher, model: nn.Module, batch: CompletionBatch, packed: bool) -> None:
+        self.teacher = teacher
+        self.model = model
+        self.unwrapped = teacher.unwrapped(model)
+        self.completion_ids = batch.ids.cpu()
+        self.loss_mask = batch.loss_mask.cpu()
+        self.device = batch.ids.device
+        self.packed = packed
+        self.shares = packed and shares_prefixes(self.unwrapped)
 
     def forward(self, ids: list[Tensor], shared: SharedRow | None = None) -> Tensor:
         """Hidden states of the sequences, (ΣL, H) packed or (b · longest, H) padded, or of `shared`, (R, H).
@@ -105,57 +132,56 @@ class _Work:
         else:
             tokens = torch.cat(ids) if self.packed else nn.utils.rnn.pad_sequence(ids, batch_first=True)
         tokens = tokens.to(self.device, non_blocking=True)
-        lengths = [len(sequence) for sequence in ids] if shared is None else shared.lengths
-        unwrapped = self.teacher.unwrapped(self.model)
-        inputs = packed_inputs(unwrapped, tokens, lengths, shared) if self.packed else padded_inputs(unwrapped, tokens)
+        if self.packed:
+            lengths = [len(sequence) for sequence in ids] if shared is None else shared.lengths
+            inputs = packed_inputs(self.unwrapped, tokens, lengths, shared)
+        else:
+            inputs = padded_inputs(self.unwrapped, tokens)
 
         def run(input_ids: Tensor) -> Tensor:
             with self.teacher.autocast():
-                outputs = backbone(unwrapped)(**(inputs | {"input_ids": input_ids}), use_cache=False)
-                return head_input(unwrapped, outputs.last_hidden_state)
+                outputs = backbone(self.unwrapped)(**(inputs | {"input_ids": input_ids}), use_cache=False)
+                return head_input(self.unwrapped, outputs.last_hidden_state)
 
-        return run_in_wrapped_forward(self.model, unwrapped, run, inputs["input_ids"]).flatten(0, 1)
+        return run_in_wrapped_forward(self.model, self.unwrapped, run, inputs["input_ids"]).flatten(0, 1)
 
-
-@torch.no_grad()
-def token_states(
-    teacher: Teacher,
-    model: nn.Module,
-    contexts: Sequence[TokenContexts],
-    batch: CompletionBatch,
-    config: PassConfig,
-) -> Iterator[TokenStates]:
-    """Run the teacher over every prompt of every sample and yield the hidden states of one group after the other.
-
-    Samples without a teacher and samples without scored tokens are skipped. Where the teacher is sharded, every
-    process makes as many passes as the busiest one, so that collectives match. `model` is what `teacher.active()`
-    yields.
-    """
-    lengths, is_scored = batch.lengths(), batch.loss_mask.any(dim=1).tolist()
-    sequences = {
-        i: [_Sequence(i, k, ids, lengths[i], columns) for k, (ids, columns) in enumerate(own.sequences())]
-        for i, own in enumerate(contexts)
-        if own.teacher is not None and is_scored[i]
-    }
-    groups = [
-        (group, list(passes([s for i in group for s in sequences[i]], config))) for group in _groups(sequences, config)
-    ]
-    shares = config.packed and shares_beginnings(teacher.unwrapped(model))
-    work = _Work(teacher, model, batch.ids.cpu(), batch.loss_mask.cpu(), batch.ids.device, config.packed, shares)
-    count = sum(len(of_group) for _, of_group in groups)
-    idle = teacher.most_batches(count) - count  # a collective: every process calls it before its passes
-    for group, of_group in groups:
-        yield _states_of(group, of_group, work)
-    for _ in range(idle):
-        work.forward([work.completion_ids[0, :1]])
+    def states_of(
+        self, group: list[int], of_group: list[list[_Sequence]]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One group's part of `token_states`. Tokens of one sample are contiguous."""
+        samples = torch.tensor(group)
+        rows, columns = self.loss_mask[samples].nonzero(as_tuple=True)
+        ends = torch.bincount(rows, minlength=len(group)).cumsum(0).tolist()
+        span = {sample: slice(start, end) for sample, start, end in zip(group, [0, *ends], ends, strict=False)}
+        count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
+        kept: Tensor | None = None
+        for of_pass in of_group:
+            ids = [sequence.ids(self.completion_ids) for sequence in of_pass]
+            shared = shared_row([sequence.tolist() for sequence in ids]) if self.shares else None
+            hidden = self.forward(ids, shared)
+            if kept is None:
+                kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
+            width = max(map(len, of_pass))
+            firsts = itertools.accumulate((len(s) if self.packed else width for s in of_pass), initial=0)
+            read, written = [], []
+            for sequence, first in zip(of_pass, firsts, strict=False):
+                tokens = span[sequence.sample]
+                read.append(first + sequence.positions(columns[tokens]) - 1)
+                written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
+            indices = torch.cat(read) if shared is None else shared.indices[torch.cat(read)]
+            at = torch.stack([torch.cat(written), indices]).to(self.device, non_blocking=True)
+            kept[at[0]] = hidden[at[1]]
+        states = kept.view(count, len(rows), -1)
+        at = torch.stack([samples[rows], columns]).to(self.device, non_blocking=True)
+        return at[0], at[1], states[0], states[1:]
 
 
-def _groups(sequences: dict[int, list[_Sequence]], config: PassConfig) -> Iterator[list[int]]:
+def _groups(sequences: dict[int, list[_Sequence]], batch_tokens: int, packed: bool) -> Iterator[list[int]]:
     """Samples with equally many prompts, in groups of at most `PASSES_PER_GROUP` passes."""
     sizes = {i: sum(map(len, own)) for i, own in sequences.items()}
-    tokens = PASSES_PER_GROUP * config.batch_tokens
+    tokens = PASSES_PER_GROUP * batch_tokens
     group: list[int] = []
-    in_order = {i: own[0].prompt if config.packed else [sizes[i]] for i, own in sequences.items()}
+    in_order = {i: own[0].prompt if packed else [sizes[i]] for i, own in sequences.items()}
     for sample in sorted(sequences, key=lambda i: (len(sequences[i]), in_order[i])):
         same_count = not group or len(sequences[group[0]]) == len(sequences[sample])
         if group and (not same_count or sum(sizes[i] for i in [*group, sample]) > tokens):
@@ -166,46 +192,17 @@ def _groups(sequences: dict[int, list[_Sequence]], config: PassConfig) -> Iterat
         yield group
 
 
-def passes(sequences: Sequence[_Sequence], config: PassConfig) -> Iterator[list[_Sequence]]:
+def passes(sequences: Sequence[_Sequence], batch_tokens: int, packed: bool) -> Iterator[list[_Sequence]]:
     """Sequences in passes of at most `batch_tokens` tokens; a pass has at least one sequence."""
     batch: list[_Sequence] = []
     real = 0
-    for sequence in sorted(sequences, key=lambda own: own.prompt if config.packed else [len(own)]):
-        tokens = real + len(sequence) if config.packed else (len(batch) + 1) * len(sequence)
+    for sequence in sorted(sequences, key=lambda own: own.prompt if packed else [len(own)]):
+        tokens = real + len(sequence) if packed else (len(batch) + 1) * len(sequence)
         padding = tokens - real - len(sequence)
-        if batch and (tokens > config.batch_tokens or padding > PADDING_SHARE * config.batch_tokens):
+        if batch and (tokens > batch_tokens or padding > PADDING_SHARE * batch_tokens):
             yield batch
             batch, real = [], 0
         batch.append(sequence)
         real += len(sequence)
     if batch:
         yield batch
-
-
-def _states_of(group: list[int], of_group: list[list[_Sequence]], work: _Work) -> TokenStates:
-    """Hidden states of one group. Tokens of one sample are contiguous."""
-    samples = torch.tensor(group)
-    rows, columns = work.loss_mask[samples].nonzero(as_tuple=True)
-    ends = torch.bincount(rows, minlength=len(group)).cumsum(0).tolist()
-    span = {sample: slice(start, end) for sample, start, end in zip(group, [0, *ends], ends, strict=False)}
-    count = 1 + max(sequence.context for of_pass in of_group for sequence in of_pass)
-    kept: Tensor | None = None
-    for of_pass in of_group:
-        ids = [sequence.ids(work.completion_ids) for sequence in of_pass]
-        shared = work.shared(ids)
-        hidden = work.forward(ids, shared)
-        if kept is None:
-            kept = hidden.new_empty(count * len(rows), hidden.shape[-1])
-        width = max(map(len, of_pass))
-        firsts = itertools.accumulate((len(s) if work.packed else width for s in of_pass), initial=0)
-        read, written = [], []
-        for sequence, first in zip(of_pass, firsts, strict=False):
-            tokens = span[sequence.sample]
-            read.append(first + sequence.positions(columns[tokens]) - 1)
-            written.append(sequence.context * len(rows) + torch.arange(tokens.start, tokens.stop))
-        places = torch.cat(read) if shared is None else shared.places[torch.cat(read)]
-        at = torch.stack([torch.cat(written), places]).to(work.device, non_blocking=True)
-        kept[at[0]] = hidden[at[1]]
-    states = kept.view(count, len(rows), -1)
-    at = torch.stack([samples[rows], columns]).to(work.device, non_blocking=True)
-    return TokenStates(at[0], at[1], states[0], states[1:])

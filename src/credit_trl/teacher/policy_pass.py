@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from credit_trl.teacher.causal_lm import backbone, head_input
-from credit_trl.teacher.packing import SharedRow, packed_inputs, padded_inputs, shares_beginnings
+from credit_trl.teacher.packing import packed_inputs, padded_inputs, shared_row, shares_prefixes
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,6 @@ class Sequences:
     lengths: tuple[int, ...]  # valid tokens of each sample
     chosen: Int[Tensor, " N"]  # indices of the chosen completion tokens in the flattened (B, T), ascending
 
-    @classmethod
-    def of(cls, batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Sequences:
-        """Sequences of TRL's micro-batch, with completion tokens chosen where `mask` is True; waits for the device."""
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        valid = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).bool()
-        *lengths, count = torch.cat([valid.sum(dim=1), mask.sum()[None]]).tolist()
-        first = _first(mask.flatten()[None], count)[0]
-        return cls(ids, valid, batch["prompt_ids"].shape[1], tuple(lengths), first)
-
     @property
     def rows(self) -> Int[Tensor, " N"]:
         """Sample of each chosen token."""
@@ -48,18 +39,18 @@ class Sequences:
         return values.flatten(0, 1)[self.chosen]
 
 
-@dataclass(frozen=True)
-class PolicyStates:
-    """Result of the policy's pass."""
-
-    hidden: Float[Tensor, "N H"]  # states that predict the chosen tokens, in the dtype of the LM head's product
-    read: int  # tokens that the pass read, padding included
-    aux_loss: Float[Tensor, ""] | None  # load-balancing loss of a mixture of experts
+def chosen_sequences(batch: dict[str, Any], mask: Bool[Tensor, "B T"]) -> Sequences:
+    """Sequences of TRL's micro-batch, with completion tokens chosen where `mask` is True; waits for the device."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    valid = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).bool()
+    *lengths, count = torch.cat([valid.sum(dim=1), mask.sum()[None]]).tolist()
+    chosen = _first(mask.flatten()[None], count)[0]
+    return Sequences(ids, valid, batch["prompt_ids"].shape[1], tuple(lengths), chosen)
 
 
 def policy_states(
     model: nn.Module, sequences: Sequences, *, packed: bool = False, router_loss: bool = False
-) -> PolicyStates:
+) -> tuple[Float[Tensor, "N H"], int, Float[Tensor, ""] | None]:
     """Run the policy's backbone over a micro-batch.
 
     Args:
@@ -67,17 +58,21 @@ def policy_states(
         sequences: the micro-batch; each prompt has at least one token.
         packed: read one packed row, see `packing.enable_packing`.
         router_loss: also compute the load-balancing loss of a mixture of experts.
+
+    Returns:
+        The hidden states that predict the chosen tokens, in the dtype of the LM head's product; the number of tokens
+        that the pass read, padding included; and the load-balancing loss or None.
     """
     ids, valid, lengths = sequences.ids, sequences.valid, sequences.lengths
-    places = None
+    index_in_row = None
     if packed:
         order = _first(valid.flatten()[None], sum(lengths))[0]
         # Not for a router's loss, which is a mean over the tokens of every sequence.
-        if shares_beginnings(model) and not router_loss:
+        if shares_prefixes(model) and not router_loss:
             read = ids.flatten()[order].tolist()  # waits for the device once
-            row = SharedRow.of([read[end - n : end] for n, end in zip(lengths, accumulate(lengths), strict=True)])
+            row = shared_row([read[end - n : end] for n, end in zip(lengths, accumulate(lengths), strict=True)])
             inputs = packed_inputs(model, row.ids.to(ids.device, non_blocking=True), row.lengths, row)
-            places = row.places.to(ids.device, non_blocking=True)
+            index_in_row = row.indices.to(ids.device, non_blocking=True)
         else:
             inputs = packed_inputs(model, ids.flatten()[order], lengths)
         starts = valid.sum(dim=1).cumsum(0) - valid.sum(dim=1)
@@ -95,9 +90,9 @@ def policy_states(
     # Counted from 1 by `cumsum`, and a token is predicted at the position before its own.
     before = valid.cumsum(dim=1)[rows, columns + sequences.prompt_width] - 2
     at = starts[rows] + before
-    hidden = outputs.last_hidden_state.flatten(0, 1)[at if places is None else places[at]]
+    hidden = outputs.last_hidden_state.flatten(0, 1)[at if index_in_row is None else index_in_row[at]]
     aux_loss = _router_loss(model, outputs, sequences, packed) if router_loss else None
-    return PolicyStates(head_input(model, hidden), inputs["input_ids"].numel(), aux_loss)
+    return head_input(model, hidden), inputs["input_ids"].numel(), aux_loss
 
 
 def _first(mask: Bool[Tensor, "B L"], count: int) -> Int[Tensor, "B n"]:

@@ -25,9 +25,9 @@ from credit_trl.teacher.causal_lm import use_fp32_lm_head, uses_fp32_lm_head
 T = TypeVar("T")
 
 
-def is_zero3(accelerator: Accelerator) -> bool:
+def is_zero3(accelerator: Accelerator | None) -> bool:
     """Whether DeepSpeed partitions the parameters over the processes."""
-    plugin = accelerator.state.deepspeed_plugin
+    plugin = None if accelerator is None else accelerator.state.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
 
 

@@ -29,9 +29,13 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from credit_trl.teacher.models import Teacher
+from credit_trl.training.checks import check_enough_rows
 from credit_trl.training.metrics import Alarms
 from credit_trl.training.resuming import OptimizerOptions, check_fine_tuning, has_optimizer
 from credit_trl.training.run_directory import RUN_FILE
+from credit_trl.training.trl_compat import check_trl
+
+check_trl()
 
 UNFINISHED = "unfinished"
 LATEST = "latest"
@@ -314,6 +318,7 @@ class ResumableTrainer(GRPOTrainer):
                 batch.pop("table_rows", None)  # rows of the table of completions of the process that saved them
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
+        check_enough_rows(self.args, self.train_dataset if dataset is None else dataset)
         return EpochRepeatSampler(
             data_source=self.train_dataset if dataset is None else dataset,
             mini_repeat_count=self.num_generations,

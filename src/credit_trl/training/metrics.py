@@ -10,18 +10,12 @@ import torch
 from torch import Tensor
 
 from credit_trl.contexts.tokens import TokenContexts
-from credit_trl.loss.distillation import MicroBatchLoss
+from credit_trl.training.step import MicroBatchLoss
 
 # Teacher entropy above this share of log V is close to uniform.
 NEARLY_UNIFORM = 0.9
 # Below this student probability of the support the loss ignores most of the student's distribution.
 LOW_SUPPORT_MASS = 0.5
-# Above this share of shortened contexts most samples lack part of their feedback.
-MANY_CUT = 0.5
-# A gradient norm below this share of the loss is tiny.
-TINY_GRADIENT = 1e-6
-# Consecutive logs with a tiny gradient.
-TINY_GRADIENT_LOGS = 5
 # Consecutive generation batches in which the rewards of every group are equal.
 FLAT_REWARD_BATCHES = 5
 # Tokens that the teacher gives at least this probability, in nats, are accepted.
@@ -46,7 +40,6 @@ class Alarms:
         self.enabled = enabled
         self.raised: set[str] = set()
         self._flat = 0
-        self._tiny = 0
         self._generic = 0
 
     def raise_once(self, cause: str, message: str) -> None:
@@ -55,7 +48,7 @@ class Alarms:
             warnings.warn_explicit(message, CreditWarning, "credit_trl", 0)  # no source line in the output
 
     def check_contexts(self, share: dict[str, float], frac_skipped: float = 0.0) -> None:
-        """Warn where no sample has a teacher, none has a contrast prompt, or most contexts are cut.
+        """Warn where no sample has a teacher, none has a contrast prompt, or all feedback is dropped.
 
         Args:
             share: result of `context_metrics`.
@@ -84,13 +77,6 @@ class Alarms:
                 "feedback_dropped",
                 "No feedback of this generation batch fits `max_reprompt_len`: all of it was dropped "
                 "(`credit/frac_feedback_dropped`). Increase it above the longest prompt, or return shorter feedback.",
-            )
-        elif share["credit/frac_context_cut"] > MANY_CUT:
-            self.raise_once(
-                "contexts_cut",
-                f"{share['credit/frac_context_cut']:.0%} of the teacher's prompts of this generation batch exceed "
-                "`max_reprompt_len` and lost feedback or demonstration (`credit/frac_context_cut`). Increase it, or "
-                "return shorter feedback.",
             )
 
     def check_loss_tokens(self, has_teacher: bool, scored: int) -> None:
@@ -188,7 +174,7 @@ class Alarms:
             )
 
     def check_gradient(self, logs: Mapping[str, float], metrics: Mapping[str, Sequence[float]]) -> float:
-        """Warn where the loss of tokens with an advantage has a gradient of exactly 0, or a tiny one several times.
+        """Warn where the loss of tokens with an advantage has a gradient of exactly 0.
 
         Args:
             logs: `loss` and `grad_norm`, the norm of the last step.
@@ -201,16 +187,6 @@ class Alarms:
         if logs.get("grad_norm") is None or math.isnan(moments[0]) or not logs.get("loss"):
             return math.nan
         is_lost = logs["grad_norm"] == 0.0 and any(moments)
-        is_tiny = any(moments) and 0.0 < logs["grad_norm"] < TINY_GRADIENT * abs(logs["loss"])
-        self._tiny = self._tiny + 1 if is_tiny else 0
-        if self._tiny >= TINY_GRADIENT_LOGS:
-            self.raise_once(
-                "tiny_gradient",
-                f"The gradient norm is {logs['grad_norm']:.1e} at a loss of {logs['loss']:.3g}, and was as small in "
-                f"{self._tiny} logs in a row: almost nothing of the loss reaches the trained weights. Check the dtype "
-                "of the weights and of the gradients (fp16 underflows), which weights train (`target_modules`), and "
-                "`max_grad_norm`.",
-            )
         if is_lost:
             self.raise_once(
                 "lost_gradient",

@@ -2,7 +2,7 @@
 
 TRL pads a generation batch to its longest sample, shuffles it and splits it. Here each micro-batch is cut to its own
 longest prompt and completion, and the samples of one optimizer step are exchanged between its micro-batches so that
-these are even. The gradient is that of the same samples. The arranged batch is the one that a checkpoint stores. With
+these are even. The gradient is that of the same samples. The evened batch is the one that a checkpoint stores. With
 `update_batch_tokens` a micro-batch is computed in parts, each with its own forward and backward pass.
 """
 
@@ -10,24 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from credit_trl.loss.correction import EngineCorrection
-from credit_trl.loss.distillation import DistillationLoss, MicroBatchLoss
+from credit_trl.config import CreditConfig
 from credit_trl.loss.scores import Scores
-from credit_trl.loss.weights import Reduction
-from credit_trl.rollout.batch import loss_mask
-from credit_trl.teacher.packing import SHORTEST_SHARED, cannot_pack, enable_packing, shares_beginnings
-from credit_trl.training.checkpoints import ResumableTrainer
-from credit_trl.training.metrics import Alarms
-from credit_trl.training.timing import StageClock
+from credit_trl.teacher.packing import SHORTEST_SHARED, shares_prefixes
+from credit_trl.training.step import CreditStep, MicroBatchLoss
 
 # TRL's tensors (B, T, …), and this package's.
 _COMPLETION_FIELDS = {
@@ -39,29 +33,46 @@ _COMPLETION_FIELDS = {
     "sampling_per_token_logps",
     "importance_sampling_ratio",
     "advantages",  # (B,), or (B, T) where tokens are weighted
-    "loss_weights",
+    "token_weight",
+    "loss_shares",
     *(f.name for f in fields(Scores)),
 }
 # Loss types with a divisor that depends on which samples share a micro-batch.
 _DIVIDED_BY_MICRO_BATCH = ("bnpo",)
 
 
-def arrange(batches: Sequence[dict[str, Any]], window: int, packed: bool) -> list[dict[str, Any]]:
-    """Micro-batches of a generation batch, evened and trimmed.
+def exchanged_micro_batches(config: CreditConfig, router_loss: bool) -> int:
+    """Consecutive micro-batches between which samples may be exchanged: those of one optimizer step.
+
+    1 where an exchange would change the loss, as where GRPO's part has an entropy bonus or quantile, which TRL takes
+    over a micro-batch.
+    """
+    accumulated = config.gradient_accumulation_steps
+    generated = config.steps_per_generation
+    is_aligned = generated % accumulated == 0 or accumulated % generated == 0
+    has_bonus = config.entropy_coef != 0.0 or config.use_adaptive_entropy or config.top_entropy_quantile < 1.0
+    averages_entropy = config.distillation_weight < 1.0 and has_bonus
+    if not is_aligned or config.loss_type in _DIVIDED_BY_MICRO_BATCH or router_loss or averages_entropy:
+        return 1
+    return min(accumulated, generated)
+
+
+def even_micro_batches(batches: Sequence[dict[str, Any]], exchanged: int, packed: bool) -> list[dict[str, Any]]:
+    """Micro-batches of a generation batch, evened and without common padding.
 
     Args:
         batches: TRL's micro-batches, all of the same number of samples.
-        window: number of consecutive micro-batches between which samples may be exchanged.
+        exchanged: see `exchanged_micro_batches`.
         packed: the forward pass reads no padding, so that the totals are evened instead of the longest.
     """
-    arranged = []
-    for start in range(0, len(batches), window):
-        inside = batches[start : start + window]
+    evened = []
+    for start in range(0, len(batches), exchanged):
+        inside = batches[start : start + exchanged]
         merged = {name: _join([batch[name] for batch in inside]) for name in inside[0]}
         lengths = (merged["prompt_mask"].sum(dim=1) + merged["completion_mask"].sum(dim=1)).tolist()
-        rows = even_groups(lengths, len(inside), packed) if len(inside) > 1 else [list(range(len(lengths)))]
-        arranged += [trim({name: _take(values, own) for name, values in merged.items()}) for own in rows]
-    return arranged
+        groups = even_groups(lengths, len(inside), packed) if len(inside) > 1 else [list(range(len(lengths)))]
+        evened += [without_padding({name: _take(values, rows) for name, values in merged.items()}) for rows in groups]
+    return evened
 
 
 def even_groups(lengths: Sequence[int], count: int, by_total: bool) -> list[list[int]]:
@@ -102,26 +113,26 @@ def cut_rows(rows: list[int], tokens_of: Callable[[list[int]], int], budget: int
     return parts
 
 
-def trim(batch: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch without the columns that are padding in all of its rows; at least one column is kept."""
+def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch without the positions that are padding in all of its rows; at least one is kept."""
     prompt = max(int(batch["prompt_mask"].any(dim=0).sum()), 1)
     used = batch["completion_mask"].any(dim=0).nonzero()
     completion = int(used[-1]) + 1 if len(used) else 1
-    trimmed = dict(batch)
+    cut = dict(batch)
     for name, values in batch.items():
         if values is None:
             continue
         if name in ("prompt_ids", "prompt_mask"):
-            trimmed[name] = values[:, -prompt:].contiguous()
+            cut[name] = values[:, -prompt:].contiguous()
         elif name in _COMPLETION_FIELDS and values.ndim > 1:
-            trimmed[name] = values[:, :completion].contiguous()
-    return trimmed
+            cut[name] = values[:, :completion].contiguous()
+    return cut
 
 
-def _join(parts: list[Any]) -> Any:
-    if isinstance(parts[0], Tensor):
-        return parts[0] if parts[0].ndim == 0 or len(parts) == 1 else torch.cat(parts)
-    return None if parts[0] is None else [value for part in parts for value in part]
+def _join(values: list[Any]) -> Any:
+    if isinstance(values[0], Tensor):
+        return values[0] if values[0].ndim == 0 or len(values) == 1 else torch.cat(values)
+    return None if values[0] is None else [value for part in values for value in part]
 
 
 def _take(values: Any, rows: list[int]) -> Any:
@@ -145,179 +156,92 @@ def _without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
-class UnpaddedTrainer(ResumableTrainer):
-    """TRL's GRPO trainer with micro-batches of little padding; TRL's own batches at `distillation_weight=0`.
+def loss_in_parts(
+    step: CreditStep,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    accumulation: float,
+    backward: Callable[[Tensor], None],
+) -> MicroBatchLoss:
+    """The loss of a micro-batch, in parts of `update_batch_tokens`.
 
-    The subclass sets `alarms`, `clock` and, unless it is None, `distillation`.
+    In training the gradients of all parts but the last are formed here, so that the activations of one part are held
+    at a time. The loss that is returned has the value of all and the gradient of the last.
+
+    Args:
+        backward: backpropagates a loss.
     """
+    if step.config.update_batch_tokens is None:
+        return step.loss(model, inputs, accumulation)
+    inputs = inputs | {"loss_shares": step.loss_shares(model, inputs, accumulation)}
+    parts = _parts(step, inputs)
+    losses = []
+    for rows in parts:
+        part = without_padding({name: _take(values, rows) for name, values in inputs.items()})
+        is_last = rows is parts[-1]
+        without_sync = not is_last and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if without_sync else nullcontext(), _without_autocast_cache():
+            loss = step.loss(model, part, accumulation)
+            if not is_last and torch.is_grad_enabled():
+                backward(loss.terms.loss)
+                loss.terms.loss = loss.terms.loss.detach()
+        losses.append(loss)
+    device = inputs["completion_ids"].device
+    return MicroBatchLoss.joined(losses, [torch.tensor(rows, device=device) for rows in parts])
 
-    distillation: DistillationLoss | None = None
-    alarms: Alarms
-    clock: StageClock
 
-    def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        if self.distillation is None:
-            return inputs
-        if not self.model.training:
-            return trim(inputs)
-        if self._buffered_inputs is not before:
-            self._buffered_inputs = arrange(self._buffered_inputs, self._exchange_window, self.distillation.packed)
-            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
-        return inputs
+def _parts(step: CreditStep, inputs: dict[str, Any]) -> list[list[int]]:
+    """Rows of each part, the same number on every process. Rollouts of a prompt that is read once are together."""
+    prompts = inputs["prompt_mask"].sum(dim=1).tolist()
+    completions = inputs["completion_mask"].sum(dim=1).tolist()
+    rows = list(range(len(prompts)))
+    prompt_of = list(rows)
+    if not step.packed:
+        # Evened micro-batches are in this order already, others are not.
+        rows.sort(key=lambda i: prompts[i] + completions[i], reverse=True)
+    elif shares_prefixes(step.teacher.student):
+        ids = list(map(tuple, inputs["prompt_ids"].tolist()))
+        prompt_of = [ids.index(ids[i]) if prompts[i] >= SHORTEST_SHARED else i for i in rows]
+        rows.sort(key=prompt_of.__getitem__)
 
-    @property
-    def _exchange_window(self) -> int:
-        """Micro-batches of a generation batch that belong to one optimizer step; 1 where they must not be changed."""
-        accumulated, generated = self.args.gradient_accumulation_steps, self.args.steps_per_generation
-        aligned = generated % accumulated == 0 or accumulated % generated == 0
-        if not aligned or self.loss_type in _DIVIDED_BY_MICRO_BATCH or self.aux_loss_enabled or self._averages_entropy:
-            return 1
-        return min(accumulated, generated)
+    def tokens_of(part: list[int]) -> int:
+        if not step.packed:
+            return len(part) * max(prompts[i] + completions[i] for i in part)
+        return sum(completions[i] for i in part) + sum(prompts[i] for i in {prompt_of[i] for i in part})
 
-    @property
-    def _averages_entropy(self) -> bool:
-        """Whether GRPO's part of the loss has an entropy bonus or quantile, which TRL takes over a micro-batch."""
-        args = self.args
-        has_bonus = args.entropy_coef != 0.0 or args.use_adaptive_entropy
-        return self.args.distillation_weight < 1.0 and (has_bonus or args.top_entropy_quantile < 1.0)
+    budget = step.config.update_batch_tokens
+    needed = max(step.gather([len(cut_rows(rows, tokens_of, budget))]))
+    return cut_rows(rows, tokens_of, budget, needed)
 
-    def _reduction(self) -> Reduction:
-        train = self.model.training  # an evaluation batch is neither split nor accumulated
-        return Reduction(
-            self.loss_type,
-            accumulation=self.current_gradient_accumulation_steps if train else 1.0,
-            max_completion_length=self.max_completion_length,
-            num_processes=self.accelerator.num_processes,
-            steps_per_generation=self.args.steps_per_generation if train else 1,
-        )
 
-    def _without_padding(self, loss: DistillationLoss) -> DistillationLoss:
-        """The loss with this trainer's layout of the student's passes and its correction for the engine."""
-        in_parts = self.args.update_batch_tokens is not None
-        terms = replace(
-            loss.loss,
-            correction=self._engine_correction(),
-            adds_to_grad=in_parts and self.accelerator.distributed_type == DistributedType.NO,
-        )
-        return replace(loss, loss=terms, packed=self._enable_packing())
+def rollout_logps(
+    step: CreditStep,
+    model: nn.Module,
+    ids: Int[Tensor, "B L"],
+    mask: Int[Tensor, "B L"],
+    completion_width: int,
+    size: int,
+) -> Float[Tensor, "B T"]:
+    """Log-probabilities of the completions under the policy that sampled them, `size` samples of similar length a pass.
 
-    def _enable_packing(self) -> bool:
-        """Whether the policy reads packed rows; warns where `packed` is ignored."""
-        if not self.args.packed:
-            return False
-        if reason := cannot_pack(self.model):
-            self.alarms.raise_once(
-                "not_packed",
-                f"`packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
-                "(`credit/padding_factor`).",
-            )
-            return False
-        enable_packing(self.model)
-        return True
-
-    # ------------------------------------------------------------------ parts of a micro-batch
-
-    def _micro_batch_loss(
-        self, model: nn.Module, inputs: dict[str, Any], weights: Float[Tensor, "B T"]
-    ) -> MicroBatchLoss:
-        """The loss of a micro-batch, in parts of `update_batch_tokens`.
-
-        In training the gradients of all parts but the last are formed here, so that the activations of one part are
-        held at a time. The loss that is returned has the value of all and the gradient of the last.
-        """
-        assert self.distillation is not None
-        budget, coefficient = self.args.update_batch_tokens, self.args.contrastive_coef
-        if budget is None:
-            return self.distillation(model, inputs, loss_mask(inputs), weights, coefficient)
-        parts, losses = self._parts(inputs, budget), []
-        for i, rows in enumerate(parts):
-            part = trim({name: _take(values, rows) for name, values in (inputs | {"loss_weights": weights}).items()})
-            is_last = i == len(parts) - 1
-            without_sync = not is_last and isinstance(model, DistributedDataParallel)
-            with model.no_sync() if without_sync else nullcontext(), _without_autocast_cache():
-                loss = self.distillation(model, part, loss_mask(part), part["loss_weights"], coefficient)
-                if not is_last and torch.is_grad_enabled():
-                    self.accelerator.backward(loss.terms.loss)
-                    loss.terms.loss = loss.terms.loss.detach()
-            losses.append(loss)
-        return MicroBatchLoss.joined(losses, [torch.tensor(rows, device=weights.device) for rows in parts])
-
-    def _parts(self, inputs: dict[str, Any], budget: int) -> list[list[int]]:
-        """Rows of each part, the same number on every process. Rollouts of a prompt that is read once are together."""
-        prompts, completions = (inputs[f"{name}_mask"].sum(dim=1).tolist() for name in ("prompt", "completion"))
-        rows, packed, prompt_of = list(range(len(prompts))), self.distillation.packed, list(range(len(prompts)))
-        if not packed:
-            rows.sort(key=lambda i: prompts[i] + completions[i], reverse=True)  # not where `arrange` had one window
-        elif shares_beginnings(self.accelerator.unwrap_model(self.model)):
-            ids = list(map(tuple, inputs["prompt_ids"].tolist()))
-            prompt_of = [ids.index(ids[i]) if prompts[i] >= SHORTEST_SHARED else i for i in rows]
-            rows.sort(key=prompt_of.__getitem__)
-
-        def tokens_of(part: list[int]) -> int:
-            if not packed:
-                return len(part) * max(prompts[i] + completions[i] for i in part)
-            return sum(completions[i] for i in part) + sum(prompts[i] for i in {prompt_of[i] for i in part})
-
-        needed = len(cut_rows(rows, tokens_of, budget))
-        if self.accelerator.num_processes > 1:
-            counts = self.accelerator.gather(torch.tensor([needed], device=self.accelerator.device))
-            needed = int(counts.max())
-        return cut_rows(rows, tokens_of, budget, needed)
-
-    # ------------------------------------------------------------------ log-probabilities at rollout time
-
-    def _engine_correction(self) -> EngineCorrection | None:
-        """The importance correction for vLLM, where the loss can form it from its own log-probabilities.
-
-        One optimizer step then uses the whole generation batch, so that the policy of the step is that of the rollout.
-        TRL's correction, which costs a forward pass, is turned off.
-        """
-        aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
-        wanted = self.use_vllm and self.vllm_importance_sampling_correction
-        if not (wanted and aligned and self.args.distillation_weight == 1.0):
-            return None
-        self.vllm_importance_sampling_correction = False
-        return EngineCorrection(
-            self.vllm_importance_sampling_mode,
-            self.vllm_importance_sampling_clip_min,
-            self.vllm_importance_sampling_clip_max,
-        )
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Log-probabilities of the policy at rollout time without padding; other calls go to TRL's method."""
-        is_plain = not any(value is not None and value is not False for value in kwargs.values())
-        is_old = model is self.model and not torch.is_grad_enabled() and is_plain
-        if self.distillation is None or not is_old:
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
-            )
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
-            return None, None, None  # nothing reads them
-        prompt = input_ids.shape[1] - logits_to_keep
-        batch = {
-            "prompt_ids": input_ids[:, :prompt],
-            "prompt_mask": attention_mask[:, :prompt],
-            "completion_ids": input_ids[:, prompt:],
-            "completion_mask": attention_mask[:, prompt:],
-        }
-        lengths, size = attention_mask.sum(dim=1).tolist(), batch_size or len(input_ids)
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        logps = None
-        with self.clock.stage("old_logps"):
-            for start in range(0, len(order), size):
-                rows = order[start : start + size]
-                part = self.distillation.policy_logps(model, {name: x[rows] for name, x in batch.items()})
-                logps = part.new_zeros(len(order), logits_to_keep) if logps is None else logps
-                logps[rows] = part
-        return logps, None, None
+    Args:
+        ids: prompts, padded on the left, and completions, padded on the right.
+        mask: 1 on their tokens.
+        completion_width: T, the last columns.
+    """
+    width = ids.shape[1] - completion_width
+    batch = {
+        "prompt_ids": ids[:, :width],
+        "prompt_mask": mask[:, :width],
+        "completion_ids": ids[:, width:],
+        "completion_mask": mask[:, width:],
+    }
+    lengths = mask.sum(dim=1).tolist()
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    logps = None
+    for start in range(0, len(order), size):
+        rows = order[start : start + size]
+        of_rows = step.policy_logps(model, {name: values[rows] for name, values in batch.items()})
+        logps = of_rows.new_zeros(len(order), completion_width) if logps is None else logps
+        logps[rows] = of_rows
+    return logps

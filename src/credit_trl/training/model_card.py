@@ -1,4 +1,4 @@
-"""The credit's part of a model card: method, data, metrics before and after, and how to load the model."""
+"""The credit's part of a model card: method, data, and metrics before and after."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
 from transformers import Trainer
+from trl import GRPOConfig
 
-from credit_trl.config import CreditConfig
 from credit_trl.training.run_directory import write_atomically
 
 # Names in the log, without `eval_`, and what the card calls them. Scores of avg@k are added.
@@ -21,8 +20,11 @@ _METRICS = {
     "credit/delta_v_mean": "ΔV_t, nats",
     "credit/advantage_mean": "R_t, nats",
 }
-# Options of the method that the card states where they differ from their defaults.
-_FURTHER = (*("distillation_tail", "teacher_context", "teacher_model_name_or_path", "teacher_sync_steps"),)
+# Options that the card states even at their defaults.
+_STATED = (
+    *("contrastive_form", "contrastive_coef", "contrastive_count", "contrastive_source", "distillation_support"),
+    *("distillation_topk", "distillation_alpha", "distillation_weight", "teacher_model_kind", "teacher_update_rate"),
+)
 _VERSIONS = "### Framework versions\n\n"
 
 
@@ -32,17 +34,13 @@ def complete_card(path: Path, trainer: Trainer, data: str | None) -> None:
     card = path.read_text(encoding="utf-8").replace('model="None"', f'model="{name}"')
     card = card.replace("[None](https://huggingface.co/None)", "a local model")
     before, marker, after = card.partition(_VERSIONS)
-    sections = [
-        _method(trainer, data),
-        _metrics(trainer.state.log_history),
-        _loading(name, isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)),
-    ]
+    sections = (_method(trainer, data), _metrics(trainer.state.log_history))
     own = f"- credit_trl: {version('credit-trl')}\n"
     write_atomically(path, before + "".join(f"{text}\n\n" for text in sections if text) + marker + own + after)
 
 
 def _method(trainer: Trainer, data: str | None) -> str:
-    args: CreditConfig = trainer.args
+    args = trainer.args
     rows = f"{len(trainer.train_dataset)} rows" if hasattr(trainer.train_dataset, "__len__") else "a stream of rows"
     facts = {
         "data": f"{data}, {rows}" if data else rows,
@@ -52,30 +50,12 @@ def _method(trainer: Trainer, data: str | None) -> str:
         "seed": str(args.seed),
     }
     if args.distillation_weight > 0.0:
-        facts = _credit(args) | facts
-    return "### Credit\n\n" + _table(("", ""), [(name, value) for name, value in facts.items()])
-
-
-def _credit(args: CreditConfig) -> dict[str, str]:
-    parts = [("feedback", args.include_environment_feedback), ("demonstration", args.use_successful_as_teacher)]
-    is_topk = args.distillation_support.endswith("_topk")
-    rate = f", rate {args.teacher_update_rate:g}" if args.teacher_model_kind == "ema" else ""
-    read = " and ".join(name for name, is_used in parts if is_used)
-    defaults = CreditConfig.__dataclass_fields__
-    further = {name: value for name in _FURTHER if (value := getattr(args, name)) != defaults[name].default}
-    facts = {
-        "form of the target": f"`contrastive_form={args.contrastive_form}`",
-        "λ": f"{args.contrastive_coef:g}",
-        "C": f"{args.contrastive_count}, `contrastive_source={args.contrastive_source}`",
-        "support": args.distillation_support + (f", K = {args.distillation_topk}" if is_topk else ""),
-        "α": f"{args.distillation_alpha:g}",
-        "weight of the distillation loss": f"{args.distillation_weight:g}",
-        "teacher": args.teacher_model_kind + rate,
-        "privileged context": read,
-    }
-    if further:
-        facts["further options"] = ", ".join(f"`{name}={value}`" for name, value in further.items())
-    return facts
+        options = {
+            name: one for name, one in args.__dataclass_fields__.items() if name not in GRPOConfig.__dataclass_fields__
+        }
+        changed = [name for name, one in options.items() if getattr(args, name) != one.default]
+        facts = {f"`{name}`": repr(getattr(args, name)) for name in dict.fromkeys((*_STATED, *changed))} | facts
+    return "### Credit\n\n" + _table(("", ""), list(facts.items()))
 
 
 def _metrics(history: Sequence[Mapping[str, Any]]) -> str:
@@ -93,16 +73,7 @@ def _metrics(history: Sequence[Mapping[str, Any]]) -> str:
     return "### Metrics\n\n" + _table(("", "before", "after"), rows) if rows else ""
 
 
-def _loading(name: str, is_adapter: bool) -> str:
-    library, model_class = ("peft", "AutoPeftModel") if is_adapter else ("transformers", "AutoModel")
-    return (
-        f"### Load\n\n```python\nfrom {library} import {model_class}ForCausalLM\n"
-        f"from transformers import AutoTokenizer\n\n"
-        f'model = {model_class}ForCausalLM.from_pretrained("{name}", dtype="auto")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```'
-    )
-
-
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    cells = [[cell.replace("|", "\\|").replace("\n", "\\n") for cell in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)

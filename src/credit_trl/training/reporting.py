@@ -1,24 +1,99 @@
-"""What a run leaves for its reader: console lines, run directory, table of completions and model card."""
+"""What a run leaves for its reader: one console line a log, columns of the table of completions, alarms that go on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import TrainerCallback
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
-from credit_trl.training.console import print_lines
 from credit_trl.training.drift import DriftAlarms
-from credit_trl.training.metrics import drop_undefined
-from credit_trl.training.micro_batches import UnpaddedTrainer
-from credit_trl.training.model_card import complete_card
-from credit_trl.training.run_log import RunLog
 from credit_trl.training.timing import StageClock
+
+# Column of the console line -> names in the log, the first that is there; GRPO logs `kl` with a reference model.
+FIELDS = {
+    "reward": ("reward",),
+    "length": ("completions/mean_length",),
+    "s": ("credit/s_mean",),
+    "ΔV": ("credit/delta_v_mean",),
+    "generic": ("credit/generic_mean",),
+    "kl": ("credit/kl_to_target", "kl"),
+}
+_SECONDS = "credit/seconds_"
+
+
+def log_line(logs: Mapping[str, Any], step: int, last_step: int, seconds_left: float = math.nan) -> str:
+    """One line for a training or evaluation log: step, the columns of `FIELDS`, seconds by stage and the time left.
+
+    A log without any of these columns, such as that of avg@k, is shown with all its numbers.
+
+    Args:
+        logs: what the trainer logs. Names of an evaluation begin with `eval_`.
+        seconds_left: estimate for the rest of the run; NaN where there is none.
+    """
+    is_eval = any(name.startswith("eval_") for name in logs)
+    values = {name.removeprefix("eval_"): value for name, value in logs.items() if isinstance(value, int | float)}
+    parts = [f"{'eval at ' if is_eval else ''}step {step:{len(str(last_step))}}/{last_step}"]
+    for column, names in FIELDS.items():
+        found = [values[name] for name in names if name in values]
+        if found:
+            parts.append(f"{column} {found[0]:{'6.1f' if column == 'length' else '7.3f'}}")
+    if len(parts) == 1:
+        parts += [f"{name} {value:.4g}" for name, value in values.items() if name not in ("epoch", "total_flos")]
+    stages = {name.removeprefix(_SECONDS): value for name, value in values.items() if name.startswith(_SECONDS)}
+    if stages:
+        parts.append("seconds " + " ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items()))
+    if not math.isnan(seconds_left):
+        parts.append(f"left {duration(seconds_left)}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `42s`, `3m20s` or `5h07m`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+class LogLines(TrainerCallback):
+    """Prints one line a log, above a progress bar if there is one."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._started = time.monotonic()
+        self._first_step = state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        left = math.nan
+        done = state.global_step - getattr(self, "_first_step", state.global_step)
+        if "loss" in logs and done > 0:
+            left = (state.max_steps - state.global_step) * (time.monotonic() - self._started) / done
+        tqdm.write(log_line(logs, state.global_step, state.max_steps, left))
+
+
+class _SilentProgress(ProgressCallback):
+    """transformers' progress bar, which prints no logs."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        pass
+
+
+def print_lines(handler: CallbackHandler) -> None:
+    """Replace transformers' callbacks that print dictionaries. The progress table of notebooks stays."""
+    replaced = {PrinterCallback: LogLines, ProgressCallback: _SilentProgress}
+    has_bar = any(type(one) is ProgressCallback for one in handler.callbacks)
+    handler.callbacks = [replaced[type(one)]() if type(one) in replaced else one for one in handler.callbacks]
+    if has_bar:
+        handler.add_callback(LogLines)
 
 
 class ContinueReports(TrainerCallback):
@@ -33,44 +108,28 @@ class ContinueReports(TrainerCallback):
         self.clock.start(state.global_step)
 
 
-class ReportingTrainer(UnpaddedTrainer):
-    """TRL's GRPO trainer with the credit in its reports.
+def add_completion_columns(
+    table: dict[str, Any],
+    output: Mapping[str, Tensor],
+    batch: GenerationBatch,
+    contexts: Sequence[TokenContexts] | None,
+    decode: Callable[[list[list[int]]], list[str]],
+) -> None:
+    """Add feedback, teacher prompt and the mean of S_t to TRL's table of completions (`log_completions`).
 
-    Attributes:
-        run_log: writes `run.json` and `log.jsonl`; entries of `run_log.facts` are added to `run.json`.
+    S_t is 0 for samples without a contrast. Every process must call it.
+
+    Args:
+        table: the trainer's `_logs["extra"]`: deques by column.
+        output: tensors (B, T) of the generation batch with the stored scores.
+        contexts: contexts of the local samples; None without a distillation loss.
+        decode: token ids to texts with their special tokens.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.run_log = RunLog()
-        self.add_callback(self.run_log)
-        print_lines(self.callback_handler)
-
-    def _tabulate(
-        self, output: dict[str, Tensor], batch: GenerationBatch, contexts: Sequence[TokenContexts] | None
-    ) -> None:
-        """Add feedback, teacher prompt and the mean of S_t to TRL's table of completions (`log_completions`).
-
-        S_t is 0 for samples without a contrast. Every process must call it.
-        """
-        columns: dict[str, list[Any]] = {"feedback": batch.feedback}
-        if contexts is not None:
-            mask = loss_mask(output) & output["contrast_mask"][:, None]
-            specific = (output["teacher_token_logps"] - output["generic_token_logps"]) * mask
-            columns["teacher_prompt"] = self.processing_class.batch_decode([c.teacher or [] for c in contexts])
-            columns["s_mean"] = (specific.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
-        for name, values in columns.items():
-            self._logs["extra"][name].extend(gather_object(values))
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        drop_undefined(self._metrics["train" if self.model.training else "eval"])
-        super().log(logs, start_time)
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """Write TRL's card and add how the credit was trained, the metrics, and how to load the model."""
-        super().create_model_card(model_name, dataset_name, tags)
-        if self.is_world_process_zero():
-            data = dataset_name or self.run_log.facts.get("task")
-            complete_card(Path(self.args.output_dir) / "README.md", self, data)
+    columns: dict[str, list[Any]] = {"feedback": batch.feedback}
+    if contexts is not None:
+        mask = loss_mask(output) & output["contrast_mask"][:, None]
+        specific = (output["teacher_token_logps"] - output["generic_token_logps"]) * mask
+        columns["teacher_prompt"] = decode([one.teacher or [] for one in contexts])
+        columns["s_mean"] = (specific.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
+    for name, values in columns.items():
+        table[name].extend(gather_object(values))

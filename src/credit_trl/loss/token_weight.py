@@ -1,0 +1,79 @@
+"""Token weights: a function of the credit that weighs the tokens of the distillation loss or of GRPO's.
+
+The argument `token_weight` of `CreditTrainer` is such a function. It is called once for each generation batch:
+
+    def confident_only(credit: TokenCredit) -> dict[str, Tensor]:
+        return {"distillation": (-credit.entropy).exp()}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def _identity(values: Tensor) -> Tensor:
+    return values
+
+
+@dataclass(frozen=True)
+class TokenCredit:
+    """Credit of the sampled tokens of a generation batch, in nats, without gradient.
+
+    Args:
+        teacher_logps: (B, T), f.
+        generic_logps: (B, T), Ĝ; 0 where a sample has no contrast prompt.
+        specific: (B, T), S = f − Ĝ; 0 where a sample has no contrast prompt.
+        delta_v: (B, T), ΔV = f − log p, with the policy that sampled the tokens.
+        entropy: (B, T), entropy of the teacher.
+        advantages: (B,), GRPO's advantage of each sample.
+        rewards: (B,), weighted sums over the reward functions; NaN where none applied.
+        mask: (B, T), True on tokens that the teacher scored; other entries above have no meaning.
+        reduce: sums a tensor over processes, for `mean`.
+    """
+
+    teacher_logps: Float[Tensor, "B T"]
+    generic_logps: Float[Tensor, "B T"]
+    specific: Float[Tensor, "B T"]
+    delta_v: Float[Tensor, "B T"]
+    entropy: Float[Tensor, "B T"]
+    advantages: Float[Tensor, " B"]
+    rewards: Float[Tensor, " B"]
+    mask: Bool[Tensor, "B T"]
+    reduce: Callable[[Tensor], Tensor] = _identity
+
+    def mean(self, values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"] | None = None) -> Float[Tensor, ""]:
+        """Mean over the tokens of all processes where `mask` (by default the scored ones) is True; 0 without any."""
+        mask = self.mask if mask is None else mask & self.mask
+        total, count = self.reduce(torch.stack([values[mask].sum(), mask.sum().to(values.dtype)]))
+        return total / count.clamp(min=1.0)
+
+
+# Returns weights (B, T) of the loss "distillation", of the loss "grpo", or of both; a loss without weights keeps ones.
+TokenWeight = Callable[[TokenCredit], Mapping[str, Tensor]]
+
+
+def weigh_tokens(token_weight: TokenWeight, credit: TokenCredit) -> dict[str, Float[Tensor, "B T"]]:
+    """Weights of the losses by name; ones where the teacher did not score a token.
+
+    Raises:
+        ValueError: a loss has another name, or weights have another shape or are not finite and at least 0.
+    """
+    weights = {}
+    for loss, values in token_weight(credit).items():
+        if loss not in ("distillation", "grpo"):
+            raise ValueError(f"A token weight returns weights of 'distillation' or 'grpo', got {loss!r}.")
+        if values.shape != credit.mask.shape:
+            raise ValueError(
+                f"The token weights of {loss!r} have shape {tuple(values.shape)}; return one for each token, "
+                f"{tuple(credit.mask.shape)}."
+            )
+        values = values.detach().to(credit.teacher_logps.dtype).masked_fill(~credit.mask, 1.0)
+        if not bool((torch.isfinite(values) & (values >= 0)).all()):
+            raise ValueError(f"The token weights of {loss!r} must be finite and at least 0.")
+        weights[loss] = values
+    return weights

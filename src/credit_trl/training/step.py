@@ -1,0 +1,335 @@
+"""The stages after a rollout, without a trainer: contexts, scores of the teacher, and the loss of the policy.
+
+    rollout ──► contexts ──► teacher ──► loss
+    y, verdict   x,z | x',z    hidden      f, Ĝ, R_t, gradient
+                └───────── prepare ─────┘└─ loss ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, distributed, nn
+
+from credit_trl.config import CreditConfig
+from credit_trl.contexts.build import build_contexts
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, context_masks
+from credit_trl.loss.correction import EngineCorrection, EngineTokens
+from credit_trl.loss.credit_loss import credit_loss
+from credit_trl.loss.head import LMHead, choose_kernels, lm_head
+from credit_trl.loss.projection import token_logps
+from credit_trl.loss.reduction import loss_shares
+from credit_trl.loss.scores import SupportConfig, score_completions, stored_scores
+from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens
+from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
+from credit_trl.rollout.batch import GenerationBatch, loss_mask
+from credit_trl.teacher.models import Teacher
+from credit_trl.teacher.packing import cannot_pack, enable_packing
+from credit_trl.teacher.policy_pass import Sequences, chosen_sequences, policy_states
+from credit_trl.teacher.sharding import run_in_wrapped_forward
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """Loss of one micro-batch.
+
+    Args:
+        terms: the loss and its per-token values, over the N tokens that carry loss.
+        contrasted: (N,), True where the sample has a contrast.
+        samples: (N,), index of each token's sample in the micro-batch.
+        fidelity: this process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
+            `rollout.batch.success_weights`; NaN where no group is mixed.
+        aux_loss: load-balancing loss of a mixture of experts, or None.
+        read, valid: tokens of the student's forward pass, with padding and without.
+        engine: log-probabilities that the engine reported, where the loss corrects for it.
+    """
+
+    terms: CreditLoss
+    contrasted: Bool[Tensor, " N"]
+    samples: Int[Tensor, " N"]
+    fidelity: Float[Tensor, ""]
+    aux_loss: Float[Tensor, ""] | None
+    read: int
+    valid: int
+    engine: EngineTokens | None
+
+    @classmethod
+    def joined(cls, parts: Sequence[MicroBatchLoss], rows: Sequence[Int[Tensor, " B_k"]]) -> MicroBatchLoss:
+        """The loss of a micro-batch from those of its parts, without a router's.
+
+        Args:
+            rows: samples of each part, as indices into the micro-batch.
+        """
+        samples = torch.cat([of[part.samples] for part, of in zip(parts, rows, strict=True)])
+        engine = None
+        if parts[0].engine is not None:
+            logps = torch.cat([part.engine.logps for part in parts])
+            engine = EngineTokens(logps, samples, sum(map(len, rows)))
+        return cls(
+            CreditLoss.joined([part.terms for part in parts]),
+            torch.cat([part.contrasted for part in parts]),
+            samples,
+            torch.stack([part.fidelity for part in parts]).sum(),
+            None,
+            sum(part.read for part in parts),
+            sum(part.valid for part in parts),
+            engine,
+        )
+
+
+def _alone(values: Any) -> Any:
+    return values
+
+
+class CreditStep:
+    """From a generation batch to the loss of its micro-batches. Every process must call each method.
+
+    Args:
+        config: options of contexts, scores and loss.
+        context_builder: encodes (x, z) and the contrast prompts.
+        teacher: π_ref, which knows the policy.
+        head: function of a causal LM, policy or teacher, that returns its `LMHead` at the rollout's temperature; None
+            for `lm_head` with `config.temperature`.
+        gather: concatenates a list over processes, in the order of their ranks. The default serves one process.
+        reduce: sums a tensor over processes. The default serves one process.
+        token_weight: weighs the tokens of each generation batch, see `loss.token_weight`.
+
+    Attributes:
+        packed: whether the policy reads packed rows; False also where `cannot_pack(policy)`.
+
+    Raises:
+        ValueError: the support is larger than the vocabulary, `packed=True` and the teacher cannot read packed rows, or
+            a token weight would read conditional log-probabilities.
+    """
+
+    def __init__(
+        self,
+        config: CreditConfig,
+        context_builder: ContextBuilder,
+        teacher: Teacher,
+        head: Callable[[nn.Module], LMHead] | None = None,
+        gather: Callable[[list], list] = _alone,
+        reduce: Callable[[Tensor], Tensor] = _alone,
+        token_weight: TokenWeight | None = None,
+    ) -> None:
+        self.config = config
+        self.context_builder = context_builder
+        self.teacher = teacher
+        kernels = choose_kernels(config.distillation_kernels, teacher.device)
+        self.head = head or partial(lm_head, temperature=config.temperature, kernels=kernels)
+        self.gather = gather
+        self.reduce = reduce
+        self.token_weight = token_weight
+        self.processes = len(gather([None]))
+        support = SupportConfig(config.distillation_support, config.distillation_topk, config.distillation_tail)
+        self.support = support.resolved(teacher.vocabulary_size)
+        if token_weight is not None and self.support.renormalizes:
+            raise ValueError(
+                "`distillation_tail='renormalize'` conditions f and Ĝ on the support, so that a `token_weight` would "
+                "compare them with other log-probabilities. Set `distillation_tail='bucket'`."
+            )
+        is_distributed = distributed.is_available() and distributed.is_initialized()
+        self.loss_config = LossConfig(
+            self.support,
+            config.contrastive_form,
+            config.distillation_alpha,
+            config.distillation_is_clip,
+            engine_correction(config),
+            adds_to_grad=config.update_batch_tokens is not None and not is_distributed,
+        )
+        self.router_loss = router_coefficient(config, teacher.student) != 0.0
+        self.packed = config.packed and cannot_pack(teacher.student) is None
+        if config.packed:
+            for model in teacher.models():
+                enable_packing(model)
+        if self.packed:
+            enable_packing(teacher.student)
+
+    # ------------------------------------------------------------------ a generation batch
+
+    def build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
+        """Teacher and contrast contexts of the local samples."""
+        return build_contexts(batch, self.context_builder)
+
+    @torch.no_grad()
+    def prepare(
+        self, batch: GenerationBatch, tensors: dict[str, Any], contexts: Sequence[TokenContexts] | None = None
+    ) -> dict[str, Tensor]:
+        """Score a generation batch under the teacher.
+
+        Args:
+            batch: its prompts, completions, rewards and feedback.
+            tensors: TRL's tensors of the batch: `prompt_ids` and `prompt_mask` (B, P), padded on the left,
+                `completion_ids` and `completion_mask` (B, T), padded on the right. For a token weight also
+                `advantages` (B,).
+            contexts: of `build_contexts`; None builds them.
+
+        Returns:
+            Tensors to add to `tensors`, to shuffle and to split with them: `teacher_mask` and `contrast_mask` (B,),
+            and the fields of `Scores` (B, T, …). With a token weight also `token_weight` (B, T) of the distillation
+            loss, or GRPO's `advantages` (B, T), weighted.
+        """
+        contexts = self.build_contexts(batch) if contexts is None else contexts
+        masks = context_masks(contexts, tensors["completion_ids"].device)
+        mask = loss_mask(tensors) & masks["teacher_mask"][:, None]
+        completions = CompletionBatch(tensors["completion_ids"], tensors["completion_mask"], mask)
+        prepared = masks | score_completions(
+            self.teacher,
+            contexts,
+            completions,
+            self.support,
+            self.head,
+            self.config.scoring_batch_tokens,
+            self.config.packed,
+        )
+        if self.token_weight is not None:
+            prepared |= self._weigh(batch, tensors | prepared, mask)
+        return prepared
+
+    def _weigh(
+        self, batch: GenerationBatch, tensors: dict[str, Any], mask: Bool[Tensor, "B T"]
+    ) -> dict[str, Float[Tensor, "B T"]]:
+        """Tensors of the generation batch that the token weight adds or replaces."""
+        logps = tensors.get("old_per_token_logps")
+        if logps is None:
+            logps = self.policy_logps(self.teacher.student, tensors)
+        teacher_logps = tensors["teacher_token_logps"]
+        generic_logps = tensors["generic_token_logps"]
+        has_contrast = tensors["contrast_mask"][:, None]
+        rewards = [batch.rewards[i] for i in batch.indices]
+        credit = TokenCredit(
+            teacher_logps=teacher_logps,
+            generic_logps=generic_logps,
+            specific=(teacher_logps - generic_logps).masked_fill(~has_contrast, 0.0),
+            delta_v=teacher_logps - logps.to(teacher_logps.dtype),
+            entropy=tensors["teacher_entropy"],
+            advantages=tensors["advantages"],
+            rewards=torch.tensor(rewards, device=mask.device),
+            mask=mask,
+            reduce=self.reduce,
+        )
+        weights = weigh_tokens(self.token_weight, credit)
+        weighted = {}
+        if "distillation" in weights:
+            weighted["token_weight"] = weights["distillation"]
+        if "grpo" in weights:
+            advantages = tensors["advantages"]
+            weighted["advantages"] = advantages[:, None] * weights["grpo"].to(advantages.dtype)
+        return weighted
+
+    # ------------------------------------------------------------------ a micro-batch
+
+    def loss(self, model: nn.Module, inputs: dict[str, Any], accumulation: float = 1.0) -> MicroBatchLoss:
+        """Loss of one micro-batch, with tokens or without.
+
+        Args:
+            model: the policy as it is wrapped for distributed training.
+            inputs: TRL's micro-batch with the tensors of `prepare`. `loss_shares` (B, T) replaces the share of each
+                token in the loss.
+            accumulation: micro-batches of the optimizer step; 1 in evaluation.
+        """
+        mask = loss_mask(inputs) & inputs["teacher_mask"][:, None]
+        weights = inputs["loss_shares"] if "loss_shares" in inputs else self.loss_shares(model, inputs, accumulation)
+        if "token_weight" in inputs:
+            weights = weights * inputs["token_weight"]
+        sequences = chosen_sequences(inputs, mask)
+        contrasted = inputs["contrast_mask"][sequences.rows]
+        old_logps = inputs.get("old_per_token_logps")
+        tokens = LossTokens(
+            sequences.pick(inputs["completion_ids"]),
+            sequences.pick(weights),
+            contrasted.to(weights.dtype) * self.config.contrastive_coef,
+            None if old_logps is None else sequences.pick(old_logps),
+            self._engine_tokens(inputs, sequences),
+        )
+        scores = stored_scores(inputs, sequences.pick)
+        policy = self.teacher.unwrapped(model)
+
+        def policy_loss(_: Int[Tensor, " N"]) -> tuple[Tensor, dict[str, Tensor], int, Tensor | None]:
+            with self.teacher.mixed_precision():
+                hidden, read, aux_loss = policy_states(
+                    policy, sequences, packed=self.packed, router_loss=self.router_loss
+                )
+            terms = credit_loss(hidden, self.head(policy), tokens, scores, self.loss_config)
+            others = {name: value for name, value in vars(terms).items() if name != "loss"}
+            return terms.loss, others, read, aux_loss
+
+        # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used.
+        loss, others, read, aux_loss = run_in_wrapped_forward(model, policy, policy_loss, sequences.chosen)
+        terms = CreditLoss(loss=loss, **others)
+        fidelity = _fidelity(terms, inputs.get("success_weights"), sequences.rows, mask)
+        valid = sum(sequences.lengths)
+        return MicroBatchLoss(terms, contrasted, sequences.rows, fidelity, aux_loss, read, valid, tokens.engine)
+
+    def loss_shares(self, model: nn.Module, inputs: dict[str, Any], accumulation: float) -> Float[Tensor, "B T"]:
+        """Share of each token in the loss of a micro-batch, in fp32, or fp64 for a policy in fp64."""
+        dtype = torch.promote_types(self.teacher.student.dtype, torch.float32)
+        steps = self.config.steps_per_generation if model.training else 1
+        return loss_shares(inputs, loss_mask(inputs), self.config, accumulation, steps, self.processes, dtype)
+
+    def _engine_tokens(self, inputs: dict[str, Any], sequences: Sequences) -> EngineTokens | None:
+        if self.loss_config.correction is None or "sampling_per_token_logps" not in inputs:
+            return None
+        logps = sequences.pick(inputs["sampling_per_token_logps"])
+        return EngineTokens(logps, sequences.rows, len(sequences.lengths))
+
+    @torch.no_grad()
+    def policy_logps(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, "B T"]:
+        """Log-probabilities of the completion tokens under the policy; 0 on padding."""
+        mask = inputs["completion_mask"].bool()
+        sequences = chosen_sequences(inputs, mask)
+        ids = sequences.pick(inputs["completion_ids"]).unsqueeze(-1)
+        policy = self.teacher.unwrapped(model)
+
+        def sampled_logps(_: Int[Tensor, " N"]) -> Tensor:
+            with self.teacher.mixed_precision():
+                hidden, _, _ = policy_states(policy, sequences, packed=self.packed)
+            return token_logps(self.head(policy).gathered().detached(), hidden, ids)
+
+        logps = run_in_wrapped_forward(model, policy, sampled_logps, sequences.chosen)
+        return logps.new_zeros(mask.numel()).index_put_((sequences.chosen,), logps).view_as(mask)
+
+
+def router_coefficient(config: CreditConfig, policy: nn.Module) -> float:
+    """Coefficient of the load-balancing loss of a mixture of experts, by default the model's own; 0 for other models."""
+    text_config = policy.config.get_text_config()
+    if not hasattr(text_config, "output_router_logits"):
+        return 0.0
+    own = getattr(text_config, "router_aux_loss_coef", 0.0)
+    return own if config.router_aux_loss_coef is None else config.router_aux_loss_coef
+
+
+def engine_correction(config: CreditConfig) -> EngineCorrection | None:
+    """The importance correction for vLLM, where the loss can form it from its own log-probabilities.
+
+    One optimizer step then uses the whole generation batch, so that the policy of the step is that of the rollout.
+    """
+    is_wanted = config.use_vllm and config.vllm_importance_sampling_correction and config.distillation_weight == 1.0
+    is_aligned = config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations) == 0
+    if not (is_wanted and is_aligned):
+        return None
+    return EngineCorrection(
+        config.vllm_importance_sampling_mode,
+        config.vllm_importance_sampling_clip_min,
+        config.vllm_importance_sampling_clip_max,
+    )
+
+
+def _fidelity(
+    terms: CreditLoss,
+    success_weights: Float[Tensor, " B"] | None,
+    samples: Int[Tensor, " N"],
+    mask: Bool[Tensor, "B T"],
+) -> Float[Tensor, ""]:
+    """Σ_i w_i mean_t ΔV_t over the local samples; NaN without weights."""
+    if success_weights is None:
+        return terms.loss.new_full((), torch.nan)
+    delta_v = (terms.teacher_token_logps - terms.token_logps).to(success_weights.dtype)
+    sums = torch.zeros_like(success_weights).index_add_(0, samples, delta_v)
+    return (success_weights * sums / mask.sum(dim=1).clamp(min=1)).sum()

@@ -1,0 +1,62 @@
+"""Comparison of TRL's private methods that this package overrides with those of the tested versions."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from functools import cache
+from importlib.metadata import version
+
+from packaging.version import Version
+from trl import GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import RepeatSampler
+
+TESTED_TRL = ("1.15", "1.16")
+
+# Class of TRL -> overridden method -> its parameters after `self`; None for any.
+HOOKS: dict[type, dict[str, str | None]] = {
+    GRPOTrainer: {
+        "_calculate_rewards": "inputs prompts completions completion_ids_list",
+        "_compute_loss": "model inputs",
+        "_generate": "prompts",
+        "_generate_and_score_completions": "inputs",
+        "_generate_single_turn": "prompt_ids images multimodal_fields num_generations has_tool_images",
+        "_get_output_dir": "trial",
+        "_get_per_token_logps_and_entropies": None,
+        "_get_train_sampler": "dataset",
+        "_load_optimizer_and_scheduler": "checkpoint",
+        "_prepare_inputs": "generation_batch",
+        "_push_from_checkpoint": "checkpoint_folder",
+        "_run_epoch": None,  # of transformers
+        "_save_checkpoint": "model trial",
+        "_set_signature_columns_if_needed": "",
+        "create_model_card": "model_name dataset_name tags",
+        "log": "logs start_time",
+        "train": None,  # of transformers
+        "training_step": "model inputs num_items_in_batch",
+    },
+    RepeatSampler: {"__iter__": ""},
+    VLLMGeneration: {"_iter_named_params": ""},
+    VLLMClient: {"generate": None, "reset_prefix_cache": "", "update_named_params": "metadata named_params"},
+}
+
+
+@cache
+def check_trl(installed: str | None = None) -> None:
+    """Raise an `ImportError` where an overridden method is missing or changed; warn once of an untested minor."""
+    installed = installed or version("trl")
+    for owner, methods in HOOKS.items():
+        for name, expected in methods.items():
+            method = getattr(owner, name, None)
+            found = " ".join(list(inspect.signature(method).parameters)[1:]) if callable(method) else "missing"
+            if not callable(method) or expected not in (None, found):
+                raise ImportError(
+                    f"`{owner.__name__}.{name}` of TRL {installed}, which credit_trl overrides, has the parameters "
+                    f'"{found}" instead of "{expected}". Install a tested version: '
+                    f'pip install "trl=={TESTED_TRL[-1]}.*".'
+                )
+    if "{0.major}.{0.minor}".format(Version(installed)) not in TESTED_TRL:
+        message = f"TRL {installed} is installed, and credit_trl is tested with {' and '.join(TESTED_TRL)}."
+        warnings.warn_explicit(message, UserWarning, "credit_trl", 0)  # no source line in the output
