@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.completions import answer_part, response_text
+from credit_trl.tasks.responses import answer_part, response_text
 from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer
 from credit_trl.tasks.lcb_checker import same_output, same_value
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
-from credit_trl.tasks.printable import printable
+from credit_trl.tasks.escaping import printable
 from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows, task_folder
 from credit_trl.tasks.task import TaskOption
 

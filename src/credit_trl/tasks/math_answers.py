@@ -75,7 +75,7 @@ MODULUS = re.compile(
     r"(?P<unit> ?\d+| ?[A-Za-z]|\([^()]*\)|\{(?:[^{}]|\{[^{}]*\})*\})\)?"
 )
 UNIT = re.compile(
-    r"(?P<value>-?(?:[\d.,/^{}+()-]|\\frac|\\sqrt|\\pi|\\cdot)*[\d)}i])"
+    r"(?P<value>-?(?:[\d.,/^{}+()-]|\\frac|\\sqrt|\\pi|\\cdot)*(?:[\d)}i]|\\pi))"
     r"(?P<unit>(?:\^\\circ ?)?(?:\\text ?\{[^{}]*\}|\\?%|(?<=\\circ )[A-Z]|(?<=\\circ)[A-Z])?(?:/\\text ?\{[^{}]*\})?"
     r"(?:\^\{?-?\d\}?)?|_\d|_\{\d+\}| [A-Za-z]{2,})"
 )
@@ -116,7 +116,7 @@ def _read(text: str) -> Reading:
         return _read(found[1].strip())
     if (found := MODULUS.fullmatch(text)) is not None and (r"\equiv" in text or "(" in text or r"\pmod" in text):
         left, _, residue = found["value"].rpartition(r"\equiv")
-        value = residue if re.fullmatch(r"[\d^{}]+|[A-Za-z]", left) else found["value"]
+        value = residue if re.fullmatch(r"(?:[\d^{}]|\\equiv)+|[A-Za-z]", left) else found["value"]
         return ("marked", "modulus", found["unit"].strip("{} ()"), _read(value))
     if text.startswith(r"\in", 1) and (found := NAME.fullmatch(text)) is not None:
         return ("marked", "name", found["name"], _read(found["value"]))
@@ -344,7 +344,7 @@ def _value(text: str) -> Any:
     config = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
     try:
         value = latex2sympy(text, normalization_config=None, conversion_config=config)
-        value = value.subs({I: Symbol("I"), Symbol("i"): I}, simultaneous=True)
+        value = value.subs({I: Symbol("I"), Symbol("i"): I}, simultaneous=True).doit()
         return value if isinstance(value, Expr) else None
     except Exception:  # its errors are plain `Exception`s
         return None
