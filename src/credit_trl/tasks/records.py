@@ -63,7 +63,7 @@ def read_rows(task: str, split: str, path: str | Path | None, hub: str, names: S
         ValueError: `datasets` cannot read the files.
     """
     if path is None:
-        return _load(hub, hub, split=split)
+        return load_rows(hub, hub, split=split)
     path = Path(path)
     if not path.is_dir():
         return _read_files([path])
@@ -86,10 +86,11 @@ def _read_files(files: Sequence[Path]) -> Iterator[Row]:
             raise FileNotFoundError(f"No file {file}; pass a {', '.join(FORMATS)} file or a folder of such files.")
         if file.suffix not in FORMATS:
             raise ValueError(f"{file}: rows are read from {', '.join(FORMATS)}, not from {file.suffix or 'this'}.")
-        yield from _load(str(file), FORMATS[file.suffix], data_files=[str(file)], split="train")
+        yield from load_rows(str(file), FORMATS[file.suffix], data_files=[str(file)], split="train")
 
 
-def _load(source: str, builder: str, **options: Any) -> Iterator[Row]:
+def load_rows(source: str, builder: str, **options: Any) -> Iterator[Row]:
+    """Rows by the arguments of `datasets.load_dataset`; `source` is their name in messages."""
     from datasets import load_dataset
 
     try:
