@@ -94,7 +94,10 @@ def build(
     if split not in ("train", "test"):
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
     OPTION.check(release, "LiveCodeBench")
-    first, end = (datetime.fromisoformat(day).date() for day in (since, until))
+    try:
+        first, end = (datetime.fromisoformat(day).date() for day in (since, until))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`since` and `until` are dates such as '2025-02-01', got {since!r}, {until!r}.") from error
     seen: set[str] = set()
     problems = []
     for row in _rows(path, release, hub):
@@ -255,6 +258,8 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
     folder = Path(hub if path is None else path)
     if path is None and not files:
         folder = EXAMPLES
+    if folder.is_dir() and (missing := set(files) - {file.name for file in folder.rglob("*.jsonl")}):
+        raise FileNotFoundError(f"{folder} lacks {', '.join(sorted(missing))} for {release}. Add them, or pass one file.")
     return read_rows("livecodebench", release, folder, hub, [Path(file).stem for file in files])
 
 
@@ -278,7 +283,7 @@ def _half(count: int, identity: str, seed: int) -> list[int]:
 def _problem(row: Row, identity: str, split: str, seed: int) -> dict[str, Any]:
     """The row of the data set: the problem's text with the form of its programs, and its tests."""
     try:
-        tests = decode_cases(row.get("private_test_cases"))
+        tests = decode_cases(row.text("private_test_cases"))
         if split == "train":
             tests = [tests[index] for index in _half(len(tests), identity, seed)]
         metadata = row.get("metadata") or {}
