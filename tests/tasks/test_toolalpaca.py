@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from credit_trl.tasks import load_task, toolalpaca
+
+GOLD = [{"Action": "get", "Action_Input": '{"city": "Rome", "days": 2}'}]
+TWO = [*GOLD, {"Action": "put", "Action_Input": '{"x": true}'}]
+RIGHT = 'Thought: t\nAction: get\nAction Input: {"city": "Rome", "days": 2}'
+
+# reason: (response, golden calls, reward by SDPO's rule)
+RESPONSES = {
+    "right": (RIGHT, GOLD, 1),
+    "keys in another order": ('Action: get\nAction Input: {"days": 2, "city": "Rome"}', GOLD, 1),
+    "equal as Python values": ('Action: get\nAction Input: {"days": 2.0, "city": "Rome"}', GOLD, 1),
+    "another name": (RIGHT.replace("get", "set"), GOLD, 0),
+    "another value": (RIGHT.replace("Rome", "Oslo"), GOLD, 0),
+    "one call twice": (f"{RIGHT}\n{RIGHT}", GOLD, 0),
+    "two calls in another order": (f'Action: put\nAction Input: {{"x": 1}}\n{RIGHT}', TWO, 1),
+    "one call of two": (RIGHT, TWO, 0),
+    "inputs swapped between calls": (
+        'Action: get\nAction Input: {"x": true}\nAction: put\nAction Input: {"city": "Rome", "days": 2}',
+        TWO,
+        1,
+    ),
+    "a nested object counts as no input": (
+        'Action: get\nAction Input: {"a": {"b": 1}}',
+        [{"Action": "get", "Action_Input": '{"a": {"b": 1}}'}],
+        0,
+    ),
+    "no JSON": ("Action: get\nAction Input: {city: Rome}", [{"Action": "get", "Action_Input": "{}"}], 1),
+    "no call": ("It is sunny.", GOLD, 0),
+    "empty": ("", GOLD, 0),
+}
+
+
+@pytest.mark.parametrize(("response", "golden", "reward"), RESPONSES.values(), ids=RESPONSES)
+def test_calls_are_compared_by_the_published_rule(response, golden, reward):
+    verdict = toolalpaca.verify(response, json.dumps(golden))
+    assert verdict.reward == reward
+    assert (verdict.feedback is None) == bool(reward)
+    assert verdict.metrics == {"answer_format": float("Action:" in response)}
+
+
+def test_feedback_names_the_expected_calls():
+    verdict = toolalpaca.verify(RIGHT.replace("get", "set").replace("Rome", "Oslo"), GOLD)
+    assert verdict.feedback == (
+        "Actions mismatch: predicted [set], expected [get]; Action inputs mismatch: "
+        'predicted {"city": "Oslo", "days": 2}, expected {"city": "Rome", "days": 2}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("response", "is_named"),
+    [
+        (json.dumps({"name": "get"}) + "\n", False),
+        ('get({"city": "Rome", "days": 2})', True),
+        ('Action: get\nInput: {"city": "Rome", "days": 2}', True),
+        ('get({"city": "Oslo", "days": 2})', False),
+    ],
+)
+def test_feedback_names_a_wrong_form_of_the_right_calls(response, is_named):
+    verdict = toolalpaca.verify(response, GOLD)
+    assert verdict.reward == 0.0
+    assert verdict.feedback.startswith(toolalpaca.FORM) == is_named
+
+
+def test_raw_simulated_set_gives_the_68_published_records(shared_data):
+    folder = shared_data / "toolalpaca"
+    built = load_task("toolalpaca").build("test", folder)
+    assert built["id"][:] == [f"toolalpaca-{4046 + place}" for place in range(68)]
+    published = toolalpaca.build("test", folder / "test-first-10.jsonl")
+    assert built["prompt"][:10] == published["prompt"][:]
+    assert [json.loads(a) for a in built["answer"][:10]] == [json.loads(a) for a in published["answer"]]
+    with pytest.raises(ValueError, match="test data"):
+        toolalpaca.build("train", folder / "eval_simulated.json")
+
+
+def test_file_of_both_parts_is_split_by_idx(write_jsonl):
+    rows = [{"prompt": f"q{n}", "answer": json.dumps(GOLD), "idx": n} for n in (0, 4045, 4046, 4113)]
+    path = write_jsonl(rows)
+    assert toolalpaca.build("train", path)["id"][:] == ["toolalpaca-0", "toolalpaca-4045"]
+    assert toolalpaca.build("test", path)["id"][:] == ["toolalpaca-4046", "toolalpaca-4113"]
+    assert len(toolalpaca.build("all", path)) == 4
+
+
+def test_golden_responses_to_all_records_earn_the_reward(shared_data):
+    for file in ("eval_simulated.json", "real-78.jsonl"):
+        built = toolalpaca.build("test", shared_data / "toolalpaca" / file)
+        for row in built:
+            calls = json.loads(row["answer"])
+            text = "\n".join(f"Action: {c['Action']}\nAction Input: {c['Action_Input']}" for c in calls)
+            is_flat = all("{" not in str(c["Action_Input"])[1:] for c in calls)
+            assert not is_flat or toolalpaca.verify(text, row["answer"]).reward == 1.0
+
+
+@pytest.mark.parametrize("answer", ["{", '{"a": 1}', '[{"Action": 1}]', '[{"Action": "f"}]', "[[]]"])
+def test_answer_that_is_no_list_of_calls_raises(answer, write_jsonl):
+    with pytest.raises(ValueError, match="ToolAlpaca answer must be|Call 0"):
+        toolalpaca.verify("", answer)
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 1, field 'answer'"):
+        toolalpaca.build("train", write_jsonl([{"prompt": "q", "answer": answer}]))
+
+
+def test_unknown_split_and_missing_path_raise():
+    with pytest.raises(ValueError, match="no split 'dev'"):
+        toolalpaca.build("dev")
+    with pytest.raises(ValueError, match="not loaded from the hub"):
+        toolalpaca.build("train")
