@@ -33,6 +33,7 @@ def test_answers_that_were_graded_wrong_are_graded_right():
     assert wrong == []
 
 
+# ruff: noqa: E501
 # Lists of pairwise different answers.
 DIFFERENT = {
     "letters": ["R - r", "r - R", "R + r", "0", "R", "r", "2R", "2r", "Rr", "R^2", "r^2", r"\frac{R}{r}", r"\frac{r}{R}"],
@@ -105,3 +106,130 @@ def test_at_most_five_percent_of_equal_answers_are_missed():
     assert len(pairs) >= 300
     missed = [pair for pair, reward in zip(pairs, grades(pairs), strict=True) if not reward]
     assert len(missed) <= 0.05 * len(pairs), missed
+
+
+BOXES = [
+    (r"so \boxed{7}.", "7"),
+    (r"\boxed{1} or \boxed{2}", "2"),
+    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"\boxed{a \boxed{b} c}", "b"),
+    (r"\boxed {7}", "7"),
+    (r"\fbox{19}", "19"),
+    (r"so $\boxed 19$.", "19"),
+    (r"\(x = \boxed 2\).", "2"),
+    (r"\boxed{\begin{pmatrix}1\\{2}\end{pmatrix}}", r"\begin{pmatrix}1\\{2}\end{pmatrix}"),
+    (r"\boxed{}", ""),
+    (r"\boxed{7", None),
+    (r"\boxed{1} and \boxed{2", None),
+    ("7", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("text", "box"), BOXES)
+def test_last_box_is_found_with_balanced_braces(text, box):
+    assert math_task.last_boxed(text) == box
+
+
+@needs_math_verify
+def test_feedback_names_missing_box_and_truncation():
+    wrong, unboxed, cut = math_task.reward([r"\boxed{8}", "it is 8", "let us"], ["7"] * 3, [False, False, True])
+    assert wrong == Verdict(0.0, "Correct answer: 7", {"answer_format": 1.0})
+    assert unboxed == Verdict(0.0, f"{math_task.NO_BOX} Correct answer: 7", {"answer_format": 0.0})
+    assert cut == Verdict(0.0, f"{math_task.TRUNCATED} Correct answer: 7", {"answer_format": 0.0})
+
+
+@needs_math_verify
+@pytest.mark.timeout(300)
+def test_expensive_answers_fail_and_the_pool_survives():
+    verdicts = math_task.reward([r"\boxed{3^{300000000}+1}", r"\boxed{\frac{6}{2}}"], ["3"] * 2)
+    assert [verdict.reward for verdict in verdicts] == [0.0, 1.0]
+    assert verdicts[0].metrics == {"answer_format": 1.0, "comparison_failed": 1.0}
+
+
+@needs_math_verify
+def test_process_that_died_is_started_again():
+    assert math_task.verify(r"\boxed{0.5}", "1/2").reward == 1.0
+    math_task._COMPARER._process.kill()
+    math_task._COMPARER._process.wait()
+    assert math_task.verify(r"\boxed{0.25}", "1/4").reward == 1.0
+
+
+@needs_math_verify
+def test_comparisons_after_the_deadline_are_undecided():
+    verdicts = math_task.reward([r"\boxed{0.5}", r"\boxed{1/2}", "no answer"], ["1/2"] * 3, deadline=0.0)
+    assert [verdict.reward for verdict in verdicts] == [None, 1.0, 0.0]
+    assert verdicts[0].metrics == {"undecided": 1.0}
+
+
+MEGABYTES = [
+    "x" * 1_000_000 + r"\boxed{7}",
+    r"\boxed{" * 140_000,
+    r"\boxed{" + "(" * 1_000_000 + "}",
+    r"\boxed{" + "{" * 500_000 + "}" * 500_001,
+    r"\boxed{8}" * 110_000 + r"\boxed{7}",
+    "\\" * 1_000_000,
+    " " * 10_000_000,
+    r"\boxed{" + "1+" * 500_000 + "1}",
+]
+
+
+@pytest.mark.parametrize("response", MEGABYTES, ids=range(len(MEGABYTES)))
+def test_a_megabyte_is_graded_in_a_second_of_processor_time(response):
+    start = time.process_time()
+    math_task.verify(response, "7")
+    assert time.process_time() - start < 1.0
+
+
+def test_64_megabytes_are_graded_in_four_seconds_of_processor_time():
+    start = time.process_time()
+    math_task.reward(MEGABYTES * 8, ["7"] * 64)
+    assert time.process_time() - start < 4.0  # two seconds on two workers
+
+
+@pytest.mark.parametrize("answer", [None, "", " ", 7])
+def test_gold_answer_that_is_no_text_raises(answer):
+    with pytest.raises(ValueError, match="A math answer must be a text"):
+        math_task.verify(r"\boxed{7}", answer)
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"problem": "1+1?", "answer": "2"}, "2"),
+        ({"question": "1+1?", "answer": "One and one is two.\n#### 2"}, "2"),
+        ({"problem": "1+1?", "solution": "We add: $\\boxed{2}$."}, "2"),
+        ({"problem": "1+1?", "solution": "We add.", "answer": "2"}, "2"),
+        ({"prompt": [{"role": "user", "content": "1+1?"}], "solution": "2"}, "2"),
+        ({"problem": "1+1?", "answer": 2}, "2"),
+    ],
+)
+def test_common_record_forms_are_read(write_jsonl, row, answer):
+    built = load_task("math").build("train", write_jsonl([row]))[0]
+    assert built["prompt"] == [{"role": "user", "content": f"1+1?\n\n{math_task.INSTRUCTION}"}]
+    assert (built["answer"], built["task"], built["id"]) == (answer, "math", "math-1")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"answer": "2"},
+        {"problem": "q"},
+        {"problem": " ", "answer": "2"},
+        {"prompt": [{"role": "assistant", "content": "a"}], "answer": "2"},
+        {"problem": "q", "answer": ""},
+        {"problem": "q", "solution": "We add.\n\nThen we are done."},
+    ],
+)
+def test_malformed_row_raises_with_file_and_row(write_jsonl, row):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 1, field"):
+        load_task("math").build("train", write_jsonl([row]))
+
+
+def test_folder_has_one_file_per_split(tmp_path, write_jsonl):
+    write_jsonl([{"problem": "q", "answer": "1"}], "data/test.jsonl")
+    write_jsonl([{"problem": "q", "answer": "1"}] * 2, "data/train.jsonl")
+    assert len(math_task.build("train", tmp_path / "data")) == 2
+    assert len(math_task.build("train", hub=str(tmp_path / "data"))) == 2
+    with pytest.raises(FileNotFoundError, match=r"0 files named validation .*test\.jsonl, train\.jsonl"):
+        math_task.build("validation", tmp_path / "data")

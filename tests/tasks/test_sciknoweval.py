@@ -9,7 +9,9 @@ from datasets import Dataset
 from credit_trl.tasks import load_task, sciknoweval
 
 
-def hub_row(place: int, kind: int = 4, level: str = "L3", domain: str = "Biology", answer: str = "A", **changes) -> dict:
+def hub_row(
+    place: int, kind: int = 4, level: str = "L3", domain: str = "Biology", answer: str = "A", **changes
+) -> dict:
     labels = list("ABCD"[:kind])
     row = {
         "question": f"Question {place}?",

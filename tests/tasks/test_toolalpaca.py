@@ -98,7 +98,7 @@ def test_golden_responses_to_all_records_earn_the_reward(shared_data):
 
 @pytest.mark.parametrize("answer", ["{", '{"a": 1}', '[{"Action": 1}]', '[{"Action": "f"}]', "[[]]"])
 def test_answer_that_is_no_list_of_calls_raises(answer, write_jsonl):
-    with pytest.raises(ValueError, match="ToolAlpaca answer must be|Call 0"):
+    with pytest.raises(ValueError, match=r"ToolAlpaca answer must be|Call 0"):
         toolalpaca.verify("", answer)
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 1, field 'answer'"):
         toolalpaca.build("train", write_jsonl([{"prompt": "q", "answer": answer}]))

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.responses import response_text
 from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer
 from credit_trl.tasks.lcb_checker import same_output, same_value
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, load_rows, read_rows
+from credit_trl.tasks.responses import response_text
 from credit_trl.tasks.task import TaskOption
 
 if TYPE_CHECKING:
@@ -259,7 +259,9 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
     if path is None and not files:
         folder = EXAMPLES
     if folder.is_dir() and (missing := set(files) - {file.name for file in folder.rglob("*.jsonl")}):
-        raise FileNotFoundError(f"{folder} lacks {', '.join(sorted(missing))} for {release}. Add them, or pass one file.")
+        raise FileNotFoundError(
+            f"{folder} lacks {', '.join(sorted(missing))} for {release}. Add them, or pass one file."
+        )
     return read_rows("livecodebench", release, folder, hub, [Path(file).stem for file in files])
 
 

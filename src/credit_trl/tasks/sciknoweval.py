@@ -68,9 +68,7 @@ def build(split: str, path: str | Path | None = None, *, domain: str | None = No
     by_place = dict(zip(places, examples, strict=True))
     name = f"sciknoweval:{domain}" if domain else "sciknoweval"
     prefix = f"{domain}-" if domain else ""
-    ordered = [
-        by_place[place] | {"task": name, "id": f"{prefix}{place}"} for place in _places(places, split)
-    ]
+    ordered = [by_place[place] | {"task": name, "id": f"{prefix}{place}"} for place in _places(places, split)]
     return dataset_of(ordered, f"{name} {split}")
 
 
@@ -91,7 +89,9 @@ def verify(response: str, answer: str, *, truncated: bool = False) -> Verdict:
     letter = re.match(r"[\s(\[*\"'`]*(?:(?:option|answer)\b[\s:]*)?\(?([A-Za-z])(?![A-Za-z])", given[:100], re.I)
     if given != answer and letter is not None and letter[1].upper() == answer:
         feedback = f"The letter is right; write it as <answer>\n{answer}\n</answer>. {feedback}"
-    return Verdict(float(given == answer), feedback, {"answer_format": float(bool(is_tagged) and "<answer>" in opened)})
+    return Verdict(
+        float(given == answer), feedback, {"answer_format": float(bool(is_tagged) and "<answer>" in opened)}
+    )
 
 
 reward = batch_of(verify, "sciknoweval")

@@ -88,7 +88,9 @@ def _records(row: Row, split: str) -> Iterator[dict[str, Any]]:
         system = [{"role": "system", "content": row.text("system")}] if row.get("system") else []
         number = {} if row.get("idx") is None else {"number": row["idx"]}
         answer = row["answer"] if isinstance(row.get("answer"), list) else row.text("answer")
-        yield _record(row, "answer", [*system, {"role": "user", "content": row.text("prompt")}], answer, False) | number
+        yield (
+            _record(row, "answer", [*system, {"role": "user", "content": row.text("prompt")}], answer, False) | number
+        )
         return
     if split == "train":
         raise row.error("Golden_Answers", "this is ToolAlpaca's test data; pass SDPO's train file, or split='all'")
