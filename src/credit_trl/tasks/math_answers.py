@@ -294,7 +294,7 @@ def _same_items(some: list[Reading], others: list[Reading]) -> bool:
 
 
 def _same_sequence(some: list[Reading], others: list[Reading]) -> bool:
-    r"""Whether sequences are equal item by item. Before an ellipsis one may have more terms of the same progression."""
+    r"""Whether sequences are equal. Before an ellipsis one may have more terms of the same progression."""
     dots = ("text", r"\ldots")
     if dots in some and dots in others:
         heads = sorted((some[: some.index(dots)], others[: others.index(dots)]), key=len)

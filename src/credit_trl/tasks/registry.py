@@ -85,7 +85,7 @@ def _load(name: str) -> Task:
 
 
 def as_task(found: Any, name: str, option: str | None = None) -> Task:
-    """Make a `Task` of a `Task`, a class, a module, or any object with `build` and `verify` or `reward`."""
+    """Make a `Task` of a `Task`, a class, a module, or any object with `build` and `verify`."""
     if inspect.isclass(found):
         found = found()
     options = _options(getattr(found, "OPTION", None), name, option)
@@ -95,7 +95,7 @@ def as_task(found: Any, name: str, option: str | None = None) -> Task:
         if not callable(getattr(found, part, None)):
             what = f"the {type(found).__name__} `{getattr(found, '__name__', None) or type(found).__name__}`"
             raise TypeError(
-                f"Task {name!r}: {what} has no function `{part}`. A task needs `build` and `verify`; a reward function "
+                f"Task {name!r}: {what} has no function `{part}`. A task needs `build` and `verify`; a function "
                 "alone is given by `--reward_funcs`, or with its data set to `Task.from_dataset`."
             )
     batch = getattr(found, "reward", None)
@@ -198,7 +198,7 @@ def _check_part(part: Dataset, place: int) -> None:
         if not is_right:
             found = part.features.get(column, f"missing among {', '.join(part.features)}")
             raise ValueError(
-                f"The column `{column}` of parts[{place}] is {found}. Tasks that are mixed have prompts that are lists "
+                f"The column `{column}` of parts[{place}] is {found}. Mixed tasks have prompts that are lists "
                 "of messages with the texts `role` and `content` alone, and texts in `answer` (for example by "
                 "`json.dumps`), `task` and `privileged_context`."
             )

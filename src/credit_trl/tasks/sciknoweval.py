@@ -63,12 +63,12 @@ def build(split: str, path: str | Path | None = None, *, domain: str | None = No
         OPTION.check(domain, "SciKnowEval")
     parts = ("train", "test") if split == "all" else (split,)
     rows = read_rows("sciknoweval", "test", path, hub, [f"{domain}-{part}" for part in parts])
-    examples = [_example(row) for row in rows if _is_wanted(row, domain)]
+    examples = [example for row in rows if (example := _example(row, domain)) is not None]
     places = [example.pop("idx", place) for place, example in enumerate(examples)]
     by_place = dict(zip(places, examples, strict=True))
     name = f"sciknoweval:{domain}" if domain else "sciknoweval"
     prefix = f"{domain}-" if domain else ""
-    ordered = [by_place[place] | {"task": name, "id": f"{prefix}{place}"} for place in _places(places, split)]
+    ordered = [{**by_place[place], "task": name, "id": f"{prefix}{place}"} for place in _places(places, split)]
     return dataset_of(ordered, f"{name} {split}")
 
 
@@ -103,11 +103,7 @@ def given_answer(response: str) -> str:
 
 
 def split_indices(count: int, split: str) -> list[int]:
-    """Positions out of `count` that belong to a split by the published rule, in the order of the published files.
-
-    With `p = numpy.random.default_rng(42).permutation(count)`, the first `ceil(0.1 count)` entries are the test rows
-    and the others the training rows, as in `datasets.Dataset.train_test_split(test_size=0.1, seed=42)`.
-    """
+    """Positions of a split out of `count`, as in `datasets.Dataset.train_test_split(test_size=0.1, seed=42)`."""
     import numpy as np
 
     if split == "all":
@@ -131,31 +127,23 @@ def _places(places: Sequence[int], split: str) -> list[int]:
     raise ValueError(f"The rows' `idx` are neither the whole set nor its {split} part. Pass the {split} file, or all.")
 
 
-def _is_wanted(row: Row, domain: str | None) -> bool:
-    """Whether a row is a multiple-choice question of Level 3 of the domain."""
+def _example(row: Row, domain: str | None) -> dict[str, Any] | None:
+    """Prompt, answer and, of SDPO's rows, `idx`, in the published wording; `None` for other questions of the hub."""
     if "question" not in row:
-        return row.get("kind", "mcq") == "mcq"
-    level = (row.get("details") or {}).get("level")
-    return row.text("type") in TYPES and level == "L3" and domain in (None, row.text("domain").lower())
-
-
-def _example(row: Row) -> dict[str, Any]:
-    """Prompt and answer of a row, in the wording of the published training files, with its `idx` if it has one."""
-    if "question" not in row:
-        system, prompt, place = row.text("system"), row.text("prompt"), {"idx": row["idx"]} if "idx" in row else {}
-        answer = row.text("answer")
+        prompt = row.text("prompt")
+        example = {"answer": row.text("answer"), "system": row.text("system"), "idx": row["idx"]}
         labels = re.findall(r"(?m)^([A-Z]): ", prompt)
     else:
-        system, place, answer = SYSTEM_PROMPT, {}, row.text("answerKey")
-        choices = row.get("choices") or {}
-        if isinstance(choices, list):
-            choices = {key: [choice[key] for choice in choices] for key in ("label", "text")}
-        labels, texts = choices["label"], choices["text"]
-        if len(texts) < len(labels):
+        is_level_3 = (row.get("details") or {}).get("level") == "L3"
+        if row.text("type") not in TYPES or not is_level_3 or domain not in (None, row.text("domain").lower()):
+            return None
+        labels, texts = row["choices"]["label"], row["choices"]["text"]
+        if len(texts) < len(labels):  # one published row has more texts than labels and is cut
             raise row.error("choices", f"{len(texts)} texts for {len(labels)} labels")
         options = "\n".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=False))
         prompt = f"{row.text('question')}\n\n{options}\nPlease reason step by step."
-    if answer not in labels:
-        raise row.error("answer", f"{answer!r} is none of the options {', '.join(labels)}")
-    turns = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-    return {"prompt": turns, "answer": answer, **place}
+        example = {"answer": row.text("answerKey"), "system": SYSTEM_PROMPT}
+    if example["answer"] not in labels:
+        raise row.error("answer", f"{example['answer']!r} is none of the options {', '.join(labels)}")
+    turns = [{"role": "system", "content": example.pop("system")}, {"role": "user", "content": prompt}]
+    return {"prompt": turns, **example}

@@ -62,8 +62,8 @@ def build(split: str, path: str | Path | None = None) -> Dataset:
         raise ValueError(f"ToolAlpaca has no split {split!r}; use train, test or all.")
     if path is None:
         raise ValueError(
-            f"ToolAlpaca is not loaded from the hub: pass `path=` ({PATH_OPTIONS}), a copy of data/eval_simulated.json "
-            "from github.com/tangqiaoyu/ToolAlpaca, or of SDPO's datasets/tooluse folder."
+            f"ToolAlpaca is not loaded from the hub: pass `path=` ({PATH_OPTIONS}), data/eval_simulated.json of "
+            " github.com/tangqiaoyu/ToolAlpaca, or of SDPO's datasets/tooluse folder."
         )
     stems = [stem for part in FILES if split in (part, "all") for stem in FILES[part]]
     records = [record for row in read_rows("toolalpaca", split, path, "", stems) for record in _records(row, split)]
