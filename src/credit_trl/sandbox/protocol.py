@@ -36,6 +36,10 @@ class SandboxError(RuntimeError):
     """The sandbox itself failed (not the program in it), or this machine has none."""
 
 
+class ResourcesExhausted(SandboxError):
+    """This machine or process has no descriptors, processes or memory left. It says nothing about the isolation."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Resource limits of one program.
