@@ -54,7 +54,7 @@ def open_tier(name: str, workers: int = 2):
     with pytest.MonkeyPatch.context() as patch:
         start_as_ordinary_user(patch)
         try:
-            return open_sandbox(tier, workers=workers, python=_SYSTEM_PYTHON)
+            return open_sandbox(tier, workers=workers)
         except SandboxError as error:
             pytest.skip(str(error).splitlines()[1])
 

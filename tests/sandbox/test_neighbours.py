@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from escape import MULTIPLY
-from escapes_harm import NEIGHBOURS
+from escape import GROUPS, MULTIPLY
 from observing import run_one
 
 from credit_trl.sandbox import Limits, Program, observe
@@ -25,7 +24,7 @@ LIMITS = Limits(cpu_seconds=1, wall_seconds=1, memory_bytes=192 * MIB, processes
 # Needs 0.7 of its second of processor time, and prints what shows that it came to its end.
 CORRECT = "import time\nwhile time.process_time() < 0.7: pass\nprint(int(input()) + 1)"
 
-SOURCES = {escape.name: MULTIPLY + textwrap.dedent(escape.source) for escape in NEIGHBOURS}
+SOURCES = {escape.name: MULTIPLY + escape.source for escape in GROUPS["neighbours"]}
 
 
 def statuses_beside(sandbox, neighbours: list[str]) -> tuple[set[str], list[str]]:
