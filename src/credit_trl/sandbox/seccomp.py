@@ -104,7 +104,9 @@ Instruction = tuple[int, int, int, int]
 def require_supported() -> None:
     """Raise `SandboxError` if the table lacks this machine's architecture."""
     if platform.machine() not in _AUDIT_ARCH or struct.calcsize("P") != 8:
-        raise SandboxError("The system call filter knows x86_64 and aarch64 only. Use a remote sandbox (url=...).")
+        raise SandboxError(
+            "The system call filter knows x86_64 and aarch64 only. Use a remote sandbox (--sandbox http://...)."
+        )
 
 
 def syscall_numbers(table: str, machine: str) -> dict[str, int]:

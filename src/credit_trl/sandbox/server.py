@@ -332,7 +332,7 @@ def main(tier: str, workers: int, python: str | None, packages: Sequence[str] = 
         if not observe.available():
             raise SandboxError(
                 "The kernel does not list a process's children (CONFIG_PROC_CHILDREN), but the limits of a tree of "
-                "processes need it. Use a remote sandbox (url=...)."
+                "processes need it. Use a remote sandbox."
             )
         interpreter = find_interpreter(python)
         if os.geteuid() == 0:
