@@ -196,3 +196,17 @@ def held_alone(pid: int) -> int:
         return (int(pages[1]) - int(pages[2])) * 4096
     except OSError:
         return 0
+
+
+def test_own_threads_do_not_lengthen_the_wall_limit(sandbox) -> None:
+    """Fifteen threads that share the processors each wait for most of the time, for each other."""
+    source = """
+    import hashlib, threading, time
+    for _ in range(15):
+        arguments = ("sha256", b"", b"", 10 ** 9)
+        threading.Thread(target=hashlib.pbkdf2_hmac, args=arguments, daemon=True).start()
+    time.sleep(60)
+    """
+    outcome = run_one(sandbox, source, limits=Limits(cpu_seconds=20, wall_seconds=1, processes=16))
+    assert (outcome.status, outcome.error) == ("timeout", "more than 1 seconds")
+    assert outcome.seconds < 4

@@ -178,10 +178,11 @@ class Server:
             run.pipes_open.discard(descriptor)
             return
         had_begun = run.began_at is not None
-        run.take(descriptor, chunk, time.monotonic())
+        now = time.monotonic()
+        run.take(descriptor, chunk, now)
         if run.began_at is not None and not had_begun:
             run.next_sample = run.began_at + _SAMPLE_SECONDS
-            run.add_delays(observe.run_delays(observe.threads_of(run.process.pid)))  # delays count from here
+            run.add_times(observe.processor_times(observe.descendants(run.process.pid)), now)  # delays count from here
         if run.limit_passed:
             self._kill(run, "output_limit", f"more than {run.limit_passed} bytes of output")
 
@@ -198,11 +199,11 @@ class Server:
         for run in self.runs.values():
             if run.ended_by is not None:
                 continue
-            began, before = run.began_at is not None, run.cpu_seconds
+            began = run.began_at is not None
             if began and now >= min(run.next_sample, self._must_end(run)):
                 self._check_usage(run, run.program.limits)
             is_late = began and now >= self._must_end(run)
-            if is_late and run.cpu_seconds == before and observe.is_runnable(run.process.pid):
+            if is_late and run.is_starved and observe.is_runnable(run.process.pid):
                 run.not_before = now + _SAMPLE_SECONDS  # it waits for a processor, which counts when the wait ends
             if now >= self._must_end(run):
                 # A program that never began is a failure of the sandbox and has no status.
@@ -211,14 +212,13 @@ class Server:
 
     def _check_usage(self, run: RunningProgram, limits: Limits) -> None:
         usage = observe.usage(run.process.pid, limits.memory_bytes, self.isolation.scratch)
-        run.add_delays(usage.run_delays)
-        run.cpu_seconds = usage.cpu_seconds
+        run.add_times(usage.times, time.monotonic())
         is_tree = usage.processes > 2 + self.isolation.own_tasks
         run.next_sample = time.monotonic() + (_TREE_SAMPLE_SECONDS if is_tree else _SAMPLE_SECONDS)
         files = limits.file_bytes // _BYTES_PER_FILE
         if usage.held_bytes > limits.memory_bytes:
             self._kill(run, "memory", f"more than {limits.memory_bytes} bytes of memory")
-        elif usage.cpu_seconds > math.ceil(limits.cpu_seconds):
+        elif run.cpu_seconds > math.ceil(limits.cpu_seconds):
             self._kill(run, "timeout", processor_limit(limits))
         elif usage.tasks > limits.processes + self.isolation.own_tasks + 1:
             self._kill(run, "runtime_error", f"more than {limits.processes} processes and threads")
