@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -203,6 +204,26 @@ def test_probe_rejects_missing_process_namespace(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pool, "_BOOT", boot)
     with PoolSandbox("bubblewrap", 1) as bare, pytest.raises(SandboxError, match="no process namespace of its own"):
         probe(bare)
+
+
+@pytest.mark.parametrize("descriptors", [10, 20, 60, 300])
+def test_lack_of_descriptors_is_no_fault_of_a_tier(descriptors: int) -> None:
+    """Nor does it lead to a run without protection, in the trainer, in the server, or in a program of the probe."""
+    source = f"""
+from credit_trl.sandbox import ResourcesExhausted, open_sandbox, pool, probe, remote
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({descriptors}, {descriptors}))
+try:
+    print("opened", open_sandbox(workers=1).tier)
+except ResourcesExhausted as error:
+    print("exhausted", error)
+"""
+    environment = {**os.environ, package.CHOICE: "", package.UNPROTECTED: "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=False
+    )
+    assert re.search(r"^exhausted .*Too many open files", ended.stdout, re.DOTALL), ended.stdout + ended.stderr
+    assert "does not isolate" not in ended.stdout
 
 
 def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,16 @@ from collections.abc import Sequence
 
 from credit_trl.sandbox.batch import Sandbox
 from credit_trl.sandbox.cores import worker_count
-from credit_trl.sandbox.protocol import STATUSES, Limits, Outcome, Program, ResourcesExhausted, SandboxError, Status
+from credit_trl.sandbox.protocol import (
+    STATUSES,
+    Limits,
+    Outcome,
+    Program,
+    ResourcesExhausted,
+    SandboxError,
+    Status,
+    sandbox_error,
+)
 
 TIERS = ("auto", "bubblewrap", "landlock", "unprotected")
 
@@ -147,6 +156,8 @@ def _open_local(tier: str, workers: int, packages: Sequence[str]) -> Sandbox:
                 raise
         except (PackageError, ResourcesExhausted):  # no fault of the tier
             raise
+        except OSError as error:  # of this process, which has nothing to do with the tier
+            raise sandbox_error(f"The sandbox could not be opened: {error}.") from error
         except SandboxError as error:
             reasons.append(f"{candidate}: {error}")
             continue

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from credit_trl.sandbox.protocol import STATUSES, Outcome, Program, SandboxError, Status, printable
+from credit_trl.sandbox.protocol import STATUSES, Outcome, Program, SandboxError, Status, printable, sandbox_error
 from credit_trl.sandbox.running import GROUP_STOPPED
 
 # Batches that end earlier show no progress bar.
@@ -139,7 +139,7 @@ class Batch:
     def failed(self, index: int, reason: str) -> None:
         """Record that the sandbox could not start a program. It waits again the first time; the second is an error."""
         if index in self._retried:
-            raise SandboxError(f"The sandbox could not start program {index}, twice: {printable(reason)}")
+            raise sandbox_error(f"The sandbox could not start program {index}, twice: {printable(reason)}")
         self._retried.add(index)
         self._wait_again([index])
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from credit_trl.sandbox.batch import Batch, Sandbox
 from credit_trl.sandbox.frames import Channel, wait
-from credit_trl.sandbox.protocol import Outcome, SandboxError, printable
+from credit_trl.sandbox.protocol import Outcome, SandboxError, printable, sandbox_error
 from credit_trl.sandbox.running import Job
 
 # The server runs without this process's packages. An empty package named `credit_trl` with this package's directory as
@@ -83,7 +83,7 @@ class _Server:
                 if "ready" in message:
                     return message["ready"]
                 self.close()
-                raise SandboxError(message["refused"])
+                raise sandbox_error(message["refused"])
         self.close(at_once=True)
         raise SandboxError(f"The sandbox server did not start (exit status {self.process.returncode}).")
 

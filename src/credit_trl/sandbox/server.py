@@ -23,8 +23,10 @@ may use all of them. Such programs come to their own limits of processor time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
+import resource
 import select
 import signal
 import socket
@@ -41,7 +43,7 @@ from credit_trl.sandbox.landlock import Landlock
 from credit_trl.sandbox.launch import Isolation, Unprotected, compiled_driver, start
 from credit_trl.sandbox.packages import find_packages, public_packages
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError, Status
-from credit_trl.sandbox.running import GROUP_STOPPED, Job, RunningProgram, processor_limit
+from credit_trl.sandbox.running import GROUP_STOPPED, Job, Process, RunningProgram, processor_limit
 
 ISOLATIONS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
 
@@ -53,6 +55,7 @@ _REAP_SECONDS = 0.02  # interval at which an idle server collects adopted proces
 _IDLE_SECONDS = 1.0  # interval at which a server without work checks that its parent lives
 _PREPARE_SECONDS = 30.0  # for the process of a program to start on a busy machine
 _CHUNK = 1 << 16
+_OWN_DESCRIPTORS = 96  # of the server itself, and those between a fork and the start of a program
 _BYTES_PER_FILE = 4096  # empty files take memory too, which no limit of the kernel counts
 
 
@@ -321,6 +324,15 @@ def _fork_guarded() -> None:
     os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
+def _raise_descriptor_limit(workers: int) -> None:
+    """Allow this process as many descriptors as it may have; raise `OSError` if these are too few for the workers."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    needed = _OWN_DESCRIPTORS + 2 * workers * len(Process._fields)
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: {limit} are allowed, the server needs {needed}")
+
+
 def main(tier: str, workers: int, python: str | None, packages: Sequence[str] = ()) -> None:
     """Entry point of the server process. Standard input is the socket to the client."""
     sys.setrecursionlimit(500)  # limits the nesting of returned JSON to what every client can parse
@@ -329,6 +341,7 @@ def main(tier: str, workers: int, python: str | None, packages: Sequence[str] = 
     _fork_guarded()
     channel = Channel(socket.socket(fileno=os.dup(0)))
     try:
+        _raise_descriptor_limit(workers)
         if not observe.available():
             raise SandboxError(
                 "The kernel does not list a process's children (CONFIG_PROC_CHILDREN), but the limits of a tree of "
