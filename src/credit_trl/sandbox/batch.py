@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from credit_trl.sandbox.protocol import STATUSES, Outcome, Program, SandboxError, Status, printable, sandbox_error
-from credit_trl.sandbox.running import GROUP_STOPPED
+from credit_trl.sandbox.running import GROUP_STOPPED, is_json
 
 # Batches that end earlier show no progress bar.
 _PROGRESS_DELAY_SECONDS = 0.5
@@ -60,6 +60,9 @@ class Batch:
         unknown = set(skip_group_after) - set(STATUSES)
         if unknown:
             raise ValueError(f"skip_group_after has {sorted(unknown)}; the statuses are {', '.join(STATUSES)}.")
+        for index, program in enumerate(programs):
+            if program.arguments is not None and not is_json(program.arguments):
+                raise ValueError(f"Program.arguments of program {index} are not JSON: {program.arguments[:80]!r}")
         self.programs = list(programs)
         self.stops = tuple(sorted(skip_group_after))
         self.newly_stopped: list[int] = []

@@ -34,7 +34,6 @@ from credit_trl.sandbox.protocol import MIB, Outcome, Program, SandboxError, pri
 from credit_trl.sandbox.running import (
     ERROR_CHARACTERS,
     failure,
-    is_json,
     processor_limit,
     reached_processor_limit,
     reported_outcome,
@@ -160,10 +159,7 @@ class RemoteSandbox(Sandbox):
         Raises:
             SandboxError: the service failed.
             TimeoutError: at `until`.
-            ValueError: arguments that are not JSON.
         """
-        if program.arguments is not None and not is_json(program.arguments):
-            raise ValueError(f"Program.arguments are not JSON: {program.arguments[:80]!r}")
         limits = program.limits
         mark = secrets.token_hex(16)
         body = {

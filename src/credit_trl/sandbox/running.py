@@ -139,15 +139,13 @@ class RunningProgram:
                 self.began_at = now
 
     def answer(self, exit_code: int, now: float) -> dict[str, Any]:
-        """Message for the client: `"done"` with the outcome, or `"failed"` or `"malformed"` with the reason.
+        """Message for the client: `"done"` with the outcome, or `"failed"` with the reason.
 
         A program that the server did not end, and whose first report byte is missing, never began, because the driver
         writes that byte before the program's first line. The rest of the report is only split, measured and passed on
         as text.
         """
         if self.ended_by is None and self.began_at is None:
-            if self.report.startswith(b"A"):
-                return {"malformed": self.job.number, "reason": _text(self.report[9:])}
             reason = _text(self.stderr or b"it ended before the program began")[-ERROR_CHARACTERS:].strip()
             return {"failed": self.job.number, "reason": f"{reason} (exit status {exit_code})"}
         return {"done": self.job.number, "outcome": vars(self._outcome(exit_code, now))}

@@ -9,9 +9,8 @@ It has one thread with an epoll loop, and exchanges JSON frames with its client 
          {"alive": true}                          at intervals while programs run
          {"done": id, "outcome": {...}}           the program ended, or was ended
          {"failed": id, "reason": text}           the sandbox failed to start the program
-         {"malformed": id, "reason": text}        the program's arguments are not JSON
 
-Each program gets one of the last three. The server ends, with all that it started, when the socket closes or its
+Each program gets one of the last two. The server ends, with all that it started, when the socket closes or its
 parent ends. That parent is a guard, the process that the client started: it kills what a killed server leaves behind.
 The signal that the kernel sends to a process whose parent ends is not enough: it is set for one process and not for
 those that it forks, and a child of bubblewrap whose parent is killed before it has finished waits for it forever.
