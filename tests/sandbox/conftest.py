@@ -72,6 +72,21 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
         yield opened
 
 
+@pytest.fixture(scope="module", params=["bubblewrap", "landlock", "remote"])
+def any_sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
+    """A sandbox of each protecting tier that this machine has, and a remote one."""
+    from service import running_service
+
+    from credit_trl.sandbox import open_sandbox
+
+    if request.param != "remote":
+        with open_tier(request.param) as opened:
+            yield opened
+        return
+    with running_service() as service, open_sandbox(service.url, workers=2) as opened:
+        yield opened
+
+
 @pytest.fixture(scope="module", params=TIERS)
 def held(request: pytest.FixtureRequest) -> Iterator[tuple[object, object]]:
     """A sandbox of each tier, also as started by an ordinary user, and its bait."""

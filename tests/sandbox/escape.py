@@ -27,60 +27,9 @@ LIMITS = Limits(
     output_bytes=1 * MIB,
 )
 
-# Makes as many processes as a program can, or threads where it may have no processes.
-MULTIPLY = """
-import os, threading, time
-
-def multiply(work, count=14):
-    for _ in range(count):
-        try:
-            child = os.fork()
-        except OSError:
-            try:
-                threading.Thread(target=work, daemon=True).start()
-            except RuntimeError:
-                pass
-            continue
-        if child == 0:
-            try:
-                os.setsid()  # where the kernel divides processor time by session, each would have a share
-            except OSError:
-                pass
-            work()
-            os._exit(0)
-    work()
-"""
-
-PRELUDE = """
-import os, sys
-BAIT, SECRET, WRITABLE, SOCKET = {bait!r}, {secret!r}, {writable!r}, {socket!r}
-PORT, ABSTRACT, TRAINER, SERVER, VICTIM = {port}, {abstract!r}, {trainer}, {server}, {victim}
-PACKAGE = {package!r}
-
-def attempt(what, action):
-    try:
-        result = action()
-    except Exception as error:
-        print("refused", what, type(error).__name__, error)
-    else:
-        if result is not False:
-            print("ESCAPED", what, repr(result)[:200])
-
-def read(path):
-    with open(path, "rb") as file:
-        return file.read(200)
-
-def libc():
-    import ctypes
-    return ctypes.CDLL(None, use_errno=True)
-
-def called(result):
-    if result == -1:
-        import ctypes
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return result
-"""
-PRELUDE += MULTIPLY
+DATA = tomllib.loads(Path(__file__).with_name("escapes.toml").read_text("utf-8"))
+MULTIPLY: str = DATA["multiply"]
+PRELUDE: str = DATA["prelude"] + MULTIPLY
 
 
 @dataclass(frozen=True)
@@ -99,8 +48,7 @@ class Escape:
 
 def load_escapes() -> dict[str, list[Escape]]:
     """The programs of `escapes.toml` by the name of their group."""
-    groups = tomllib.loads(Path(__file__).with_name("escapes.toml").read_text("utf-8"))
-    return {group: [_escape(**fields) for fields in programs] for group, programs in groups.items()}
+    return {group: [_escape(**fields) for fields in programs] for group, programs in DATA["group"].items()}
 
 
 def _escape(

@@ -6,80 +6,15 @@ import base64
 import json
 import math
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from service import Handler, Service, run_code, running_service
 
 from credit_trl.sandbox import Limits, Program, Sandbox, SandboxError, choose_sandbox, open_sandbox, remote
 from credit_trl.sandbox.remote import RemoteSandbox, outcome_of
-
-PROBE = "print(6 * 7)"
-
-
-class Service(ThreadingHTTPServer):
-    """Runs the code of each request in a fresh interpreter, unless `misbehave` is set to answer in its place."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests: list[dict] = []
-        self.misbehave = None
-        self.url = f"http://127.0.0.1:{self.server_port}/service"
-
-    def handle_error(self, request, client_address) -> None:
-        """Ignore clients that disconnect at their deadline."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append({**body, "path": self.path})
-        if self.server.misbehave is not None and PROBE not in body["code"]:
-            self.server.misbehave(self, body)
-            return
-        self.answer(200, run_code(body))
-
-    def answer(self, status: int, body: dict, headers: dict[str, str] | None = None) -> None:
-        payload = json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    def log_message(self, *arguments: object) -> None:
-        """Log nothing."""
-
-
-def run_code(body: dict) -> dict:
-    started = time.monotonic()
-    try:
-        run = subprocess.run(
-            [sys.executable, "-I", "-S", "-X", "utf8", "-c", body["code"]],
-            input=body["stdin"].encode(),
-            capture_output=True,
-            timeout=body["run_timeout"],
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        result = {"status": "TimeLimitExceeded", "execution_time": body["run_timeout"], "return_code": None}
-        return {"status": "Failed", "message": "", "run_result": {**result, "stdout": "", "stderr": ""}}
-    result = {
-        "status": "Finished",
-        "execution_time": time.monotonic() - started,
-        "return_code": run.returncode,
-        "stdout": run.stdout.decode(errors="replace"),
-        "stderr": run.stderr.decode(errors="replace"),
-    }
-    return {"status": "Success" if run.returncode == 0 else "Failed", "message": "", "run_result": result}
 
 
 def request_threads(within: float = 30.0) -> int:
@@ -94,12 +29,8 @@ def request_threads(within: float = 30.0) -> int:
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    with Service() as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
+    with running_service() as running:
         yield running
-        running.shutdown()
-        thread.join()
 
 
 def test_remote_outcomes_equal_local_ones(service: Service) -> None:
@@ -144,46 +75,6 @@ def test_remote_end_by_processor_time_is_a_time_out(code: int) -> None:
     program = Program("while True: pass", limits=Limits(cpu_seconds=7))
     assert outcome_of(program, {"run_result": run}, "mark").status == "timeout"
     assert outcome_of(program, {"run_result": run | {"execution_time": 1.0}}, "mark").status == "runtime_error"
-
-
-def test_remote_keep_and_its_errors(service: Service) -> None:
-    programs = [Program(f"print({n})") for n in range(3)]
-    with open_sandbox(service.url, workers=2) as sandbox:
-        kept = sandbox.run(programs, keep=lambda index, outcome: replace(outcome, error=f"{index}: {outcome.stdout}"))
-        assert [outcome.error for outcome in kept] == ["0: 0\n", "1: 1\n", "2: 2\n"]
-        with pytest.raises(ZeroDivisionError):
-            sandbox.run(programs, keep=lambda index, outcome: 1 // 0)
-
-
-def test_remote_failure_keeps_excerpt_of_stdout(service: Service) -> None:
-    flood = "print('x' * 100_000, flush=True)\n"
-    with RemoteSandbox(service.url) as sandbox:
-        failed, slow, fine = sandbox.run(
-            [
-                Program(flood + "1 / 0"),
-                Program(flood + "while True: pass", limits=Limits(wall_seconds=1)),
-                Program(flood),
-            ]
-        )
-    assert (failed.status, slow.status, fine.status) == ("runtime_error", "timeout", "ok")
-    assert 8192 < len(failed.stdout) < 9000
-    assert len(slow.stdout) < 9000
-    assert len(fine.stdout) == 100_001
-
-
-def test_remote_answer_bytes_limits_the_answer_only(service: Service) -> None:
-    limits = Limits(output_bytes=50_000, answer_bytes=5_000)
-    programs = [
-        Program("print('x' * 6_000)", limits=limits),
-        Program("def f():\n    print('x' * 40_000)\n    return 1", fn_name="f", limits=limits),
-        Program("def f():\n    return 'x' * 10_000", fn_name="f", limits=limits),
-        Program("def f():\n    print('x' * 60_000)\n    return 1", fn_name="f", limits=limits),
-    ]
-    with RemoteSandbox(service.url) as sandbox:
-        outcomes = sandbox.run(programs)
-    assert [outcome.status for outcome in outcomes] == ["output_limit", "ok", "output_limit", "output_limit"]
-    assert outcomes[1].value == "1"
-    assert {len(outcome.stdout) for outcome in outcomes[:2]} == {5_000}
 
 
 def test_request_has_the_fields_of_the_interface(service: Service) -> None:
@@ -374,13 +265,6 @@ def test_invalid_address_raises(url: str) -> None:
         open_sandbox(url)
 
 
-def test_remote_group_stops_after_time_out(service: Service) -> None:
-    slow = [Program("while True: pass", group="slow", limits=Limits(wall_seconds=0.3)) for _ in range(4)]
-    with RemoteSandbox(service.url, workers=1) as sandbox:
-        outcomes = sandbox.run([*slow, Program("print(1)", group="quick")], skip_group_after=("timeout",))
-    assert [outcome.status for outcome in outcomes] == ["timeout", "skipped", "skipped", "skipped", "ok"]
-
-
 def test_report_with_wrong_mark_is_ignored() -> None:
     run = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": "\nguessedRtrue"}
     outcome = outcome_of(Program("", fn_name="f"), {"status": "Success", "run_result": run}, mark="secret")
@@ -399,14 +283,3 @@ def test_malformed_response_is_an_error_of_the_service(change: dict) -> None:
     assert outcome_of(Program(""), {"status": "Success", "run_result": run}, mark="secret").status == "ok"
     with pytest.raises(SandboxError, match="the remote sandbox failed"):
         outcome_of(Program(""), {"status": "Success", "run_result": run | change}, mark="secret")
-
-
-def test_remote_malformed_arguments_raise(service: Service) -> None:
-    with RemoteSandbox(service.url) as sandbox, pytest.raises(ValueError, match="not JSON"):
-        sandbox.run([Program("def f(a): return a", fn_name="f", arguments="[1,]")])
-
-
-def test_remote_long_integers_are_arguments(service: Service) -> None:
-    with RemoteSandbox(service.url) as sandbox:
-        program = Program("def f(a): return a % 10", fn_name="f", arguments=f"[{'9' * 5_000}]")
-        assert sandbox.run([program])[0].value == "9"
