@@ -206,7 +206,7 @@ def test_probe_rejects_missing_process_namespace(monkeypatch: pytest.MonkeyPatch
         probe(bare)
 
 
-@pytest.mark.parametrize("descriptors", [10, 20, 60, 300])
+@pytest.mark.parametrize("descriptors", [10, 20, 60, 160])
 def test_lack_of_descriptors_is_no_fault_of_a_tier(descriptors: int) -> None:
     """Nor does it lead to a run without protection, in the trainer, in the server, or in a program of the probe."""
     source = f"""

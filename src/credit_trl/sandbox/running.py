@@ -77,7 +77,7 @@ class RunningProgram:
     reason: str = ""
     pipes_open: set[int] = field(default_factory=set)
     _samples: list[tuple[float, float]] = field(default_factory=list)  # first and last: time, processor time
-    _threads: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # active, when it changed, and then
+    _threads: dict[str, tuple[float, float]] = field(default_factory=dict)  # active, processor time when that changed
 
     def __post_init__(self) -> None:
         self.pipes_open = {self.process.stdout, self.process.stderr, self.process.report}
@@ -90,21 +90,22 @@ class RunningProgram:
         """Take a sample of processor times, of which the first is that of the program's beginning.
 
         Adds to `delayed` the longest time that one thread was active since its last change, without the processor time
-        of the whole program meanwhile: a thread that waits for another one of its own program is not delayed.
+        of the whole program meanwhile: a thread that waits for another one of its own program is not delayed. In all
+        the program is delayed at most for as long as it did not run.
         """
         total = max(self.cpu_seconds, times.total)
         first_at, first_total = self._samples[0] if self._samples else (now, total)
         last_at, last_total = self._samples[-1] if self._samples else (now, total)
         longest = 0.0
-        threads: dict[str, tuple[float, float, float]] = {}
+        threads: dict[str, tuple[float, float]] = {}
         for thread, active in times.active.items():
             is_new = thread not in self._threads
-            before = (0.0, last_at, last_total) if is_new else self._threads[thread]
+            before = (0.0, last_total) if is_new else self._threads[thread]
             if active == before[0]:
                 threads[thread] = before  # a wait for a processor counts when it ends
                 continue
-            threads[thread] = (active, now, total)
-            longest = max(longest, min(active - before[0], now - before[1]) - (total - before[2]))
+            threads[thread] = (active, total)
+            longest = max(longest, (active - before[0]) - (total - before[1]))
         idle = (now - first_at) - (total - first_total)
         self.delayed = max(0.0, min(self.delayed + longest, idle))
         self.is_starved = total - last_total < 0.2 * (now - last_at)
