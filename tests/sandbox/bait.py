@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import textwrap
 import time
 from dataclasses import dataclass, field
 
@@ -136,9 +135,9 @@ class Bait:
 
 def program(escape: Escape, sandbox: PoolSandbox, bait: Bait) -> Program:
     return Program(
-        textwrap.dedent(escape.source),
+        escape.source,
         stdin=escape.stdin,
-        fn_name=escape.fn_name,
+        fn_name=escape.call,
         prelude=bait.prelude(sandbox),
         limits=escape.limits,
     )

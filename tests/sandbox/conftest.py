@@ -54,7 +54,7 @@ def open_tier(name: str, workers: int = 2):
     with pytest.MonkeyPatch.context() as patch:
         start_as_ordinary_user(patch)
         try:
-            return open_sandbox(tier, workers=workers, python=_SYSTEM_PYTHON)
+            return open_sandbox(tier, workers=workers)
         except SandboxError as error:
             pytest.skip(str(error).splitlines()[1])
 
@@ -69,6 +69,21 @@ def _package() -> str:
 def sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
     """A probed sandbox of each protecting tier that this machine has."""
     with open_tier(request.param) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module", params=["bubblewrap", "landlock", "remote"])
+def any_sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
+    """A sandbox of each protecting tier that this machine has, and a remote one."""
+    from service import running_service
+
+    from credit_trl.sandbox import open_sandbox
+
+    if request.param != "remote":
+        with open_tier(request.param) as opened:
+            yield opened
+        return
+    with running_service() as service, open_sandbox(service.url, workers=2) as opened:
         yield opened
 
 

@@ -6,10 +6,23 @@ import platform
 
 import pytest
 from bait import Bait, judge, program
-from escape import Escape
-from escape_programs import ESCAPES, NOTICED_UNPROTECTED
+from escape import ESCAPES, Escape
 
 from credit_trl.sandbox import open_sandbox
+
+# These succeed without isolation. The suite runs them unprotected to test its detection.
+NOTICED_UNPROTECTED = (
+    "list directories outside",
+    "connect to a local port",
+    "connect to Unix sockets",
+    "create a file outside",
+    "listen",
+    "execute other programs",
+    "memory outside the process's count",
+    "hide sockets in sockets",
+    "memory in pipes",
+    "read extended attributes outside",
+)
 
 
 @pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape.name.replace(" ", "_"))
@@ -21,13 +34,13 @@ def test_escape_fails_and_later_outcomes_are_right(held, escape: Escape) -> None
     assert not faults, f"{escape.name}, {status}: {faults}"
 
 
-def test_suite_has_at_least_40_distinct_programs() -> None:
-    assert len({escape.name for escape in ESCAPES}) == len(ESCAPES) >= 40
+def test_suite_has_distinct_programs() -> None:
+    assert len({escape.name for escape in ESCAPES}) == len(ESCAPES) >= 98
 
 
 def test_suite_detects_unprotected_escapes() -> None:
     by_name = {escape.name: escape for escape in ESCAPES}
-    sandbox = open_sandbox("unprotected", workers=2, allow_unsandboxed=True)
+    sandbox = open_sandbox("unprotected", workers=2)
     with sandbox, Bait() as bait:
         for name in NOTICED_UNPROTECTED:
             _, faults = judge(sandbox, bait, by_name[name])

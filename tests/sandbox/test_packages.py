@@ -108,13 +108,13 @@ def test_package_that_fails_to_import_is_refused_at_opening(tmp_path: Path, monk
     monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace("from credit_trl.sandbox.server", patch))
     monkeypatch.setattr(packages, "find_packages", lambda *_: None)
     with pytest.raises(SandboxError, match=r"(?s)^Programs cannot import broken: .*no_such_module"):
-        open_sandbox(workers=1, packages=["broken"], allow_unsandboxed=True)
+        open_sandbox(workers=1, packages=["broken"])
 
 
 def test_missing_package_never_leads_to_another_tier() -> None:
     for tier in (None, "unprotected"):
         with pytest.raises(SandboxError, match="no-such is not installed"):
-            open_sandbox(tier, workers=1, packages=["no-such"], allow_unsandboxed=True)
+            open_sandbox(tier, workers=1, packages=["no-such"])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root needs a copy that others can read")
@@ -152,13 +152,13 @@ def test_packages_are_chosen_by_environment_variable(monkeypatch: pytest.MonkeyP
     with open_sandbox(workers=1) as opened:
         assert opened.run([Program("import numpy; print(1)")])[0].stdout == "1\n"
     with pytest.raises(ValueError, match="local sandboxes"):
-        open_sandbox(url="http://127.0.0.1:9", packages=["numpy"])
+        open_sandbox("http://127.0.0.1:9", packages=["numpy"])
     with pytest.raises(ValueError, match="local sandboxes"):
-        open_sandbox(url="http://127.0.0.1:9")
+        open_sandbox("http://127.0.0.1:9")
     choose_sandbox(packages="numpy, torch")
     for given in (None, "numpy, torch"):
         with pytest.raises(ValueError, match=r"Packages \(numpy, torch\)"):
-            open_sandbox(url="http://127.0.0.1:9", packages=given)
+            open_sandbox("http://127.0.0.1:9", packages=given)
 
 
 def test_find_packages_asks_the_interpreter_of_the_programs() -> None:

@@ -15,31 +15,31 @@ from credit_trl.sandbox import Limits, Outcome, Program
 MIB = 1024 * 1024
 
 
-def test_outcomes_keep_program_order(sandbox) -> None:
+def test_outcomes_keep_program_order(any_sandbox) -> None:
     programs = [Program(f"import time; time.sleep({(7 * n) % 5 / 100}); print({n})") for n in range(12)]
-    assert [outcome.stdout for outcome in sandbox.run(programs)] == [f"{n}\n" for n in range(12)]
+    assert [outcome.stdout for outcome in any_sandbox.run(programs)] == [f"{n}\n" for n in range(12)]
 
 
-def test_keep_replaces_each_outcome(sandbox) -> None:
+def test_keep_replaces_each_outcome(any_sandbox) -> None:
     lengths: dict[int, int] = {}
 
     def keep(index: int, outcome: Outcome) -> Outcome:
         lengths[index] = len(outcome.stdout)
         return replace(outcome, stdout="")
 
-    outcomes = sandbox.run([Program(f"print('x' * {n})") for n in range(5)], keep=keep)
+    outcomes = any_sandbox.run([Program(f"print('x' * {n})") for n in range(5)], keep=keep)
     assert lengths == {n: n + 1 for n in range(5)}
     assert [(outcome.status, outcome.stdout) for outcome in outcomes] == [("ok", "")] * 5
 
 
-def test_error_in_keep_propagates(sandbox) -> None:
+def test_error_in_keep_propagates(any_sandbox) -> None:
     with pytest.raises(ZeroDivisionError):
-        sandbox.run([Program("print(1)")] * 3, keep=lambda index, outcome: 1 // 0)
-    assert run_one(sandbox, "print(2)").stdout == "2\n"
+        any_sandbox.run([Program("print(1)")] * 3, keep=lambda index, outcome: 1 // 0)
+    assert run_one(any_sandbox, "print(2)").stdout == "2\n"
 
 
-def test_empty_batch(sandbox) -> None:
-    assert sandbox.run([]) == []
+def test_empty_batch(any_sandbox) -> None:
+    assert any_sandbox.run([]) == []
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -87,18 +87,18 @@ def test_ways_to_read_stdin(sandbox) -> None:
         assert (outcome.status, outcome.stdout) == ("ok", "42\n"), source
 
 
-def test_solution_method_precedes_function(sandbox) -> None:
+def test_solution_method_precedes_function(any_sandbox) -> None:
     both = "def f(): return 'function'\nclass Solution:\n    def f(self): return 'method'"
     other = "def f(): return 'function'\nclass Solution:\n    def g(self): return 'method'"
-    assert run_one(sandbox, both, fn_name="f").value == '"method"'
-    assert run_one(sandbox, other, fn_name="f").value == '"function"'
-    missing = run_one(sandbox, "x = 1", fn_name="f")
+    assert run_one(any_sandbox, both, fn_name="f").value == '"method"'
+    assert run_one(any_sandbox, other, fn_name="f").value == '"function"'
+    missing = run_one(any_sandbox, "x = 1", fn_name="f")
     assert (missing.status, missing.error) == ("runtime_error", "NameError: the program defines no function 'f'")
 
 
 @pytest.mark.parametrize("word", ["exit()", "quit()", "raise SystemExit", "import sys; sys.exit(0)"])
-def test_script_may_exit_explicitly(sandbox, word: str) -> None:
-    outcome = run_one(sandbox, f"print(1)\n{word}\nprint(2)")
+def test_script_may_exit_explicitly(any_sandbox, word: str) -> None:
+    outcome = run_one(any_sandbox, f"print(1)\n{word}\nprint(2)")
     assert (outcome.status, outcome.stdout) == ("ok", "1\n")
 
 
@@ -184,16 +184,16 @@ def test_mmap_allows_only_accounted_memory(sandbox) -> None:
     assert run_one(sandbox, source, stdin="42\n").stdout == "b'42\\n'\nrefused\n"
 
 
-def test_answer_bytes_limits_the_answer_only(sandbox) -> None:
+def test_answer_bytes_limits_the_answer_only(any_sandbox) -> None:
     limits = Limits(output_bytes=50_000, answer_bytes=5_000)
-    aside = run_one(sandbox, "import sys\nprint('x' * 40_000, file=sys.stderr)\nprint(1)", limits=limits)
+    aside = run_one(any_sandbox, "import sys\nprint('x' * 40_000, file=sys.stderr)\nprint(1)", limits=limits)
     assert (aside.status, aside.stdout) == ("ok", "1\n")
     call = {"fn_name": "f", "limits": limits}
-    noisy = run_one(sandbox, "def f():\n    print('x' * 40_000)\n    return 1", **call)
+    noisy = run_one(any_sandbox, "def f():\n    print('x' * 40_000)\n    return 1", **call)
     assert (noisy.status, noisy.value, len(noisy.stdout)) == ("ok", "1", 5_000)
-    assert run_one(sandbox, "print('x' * 6_000)", limits=limits).error == "more than 5000 bytes of output"
-    assert run_one(sandbox, "def f():\n    return 'x' * 10_000", **call).error == "more than 5000 bytes of output"
-    flood = run_one(sandbox, "def f():\n    print('x' * 60_000)\n    return 1", **call)
+    assert run_one(any_sandbox, "print('x' * 6_000)", limits=limits).error == "more than 5000 bytes of output"
+    assert run_one(any_sandbox, "def f():\n    return 'x' * 10_000", **call).error == "more than 5000 bytes of output"
+    flood = run_one(any_sandbox, "def f():\n    print('x' * 60_000)\n    return 1", **call)
     assert (flood.status, flood.error) == ("output_limit", "more than 50000 bytes of output")
 
 

@@ -123,17 +123,17 @@ def test_server_that_dies_twice_raises(sandbox, monkeypatch) -> None:
     assert run_one(sandbox, "print(1)").stdout == "1\n"
 
 
-def test_malformed_arguments_raise(sandbox) -> None:
+def test_malformed_arguments_raise(any_sandbox) -> None:
     with pytest.raises(ValueError, match="not JSON"):
-        run_one(sandbox, "def f(a): return a", fn_name="f", arguments="[1,]")
-    assert run_one(sandbox, "print(1)").stdout == "1\n"
+        run_one(any_sandbox, "def f(a): return a", fn_name="f", arguments="[1,]")
+    assert run_one(any_sandbox, "print(1)").stdout == "1\n"
 
 
-def test_long_integers_are_arguments(sandbox) -> None:
+def test_long_integers_are_arguments(any_sandbox) -> None:
     long = f"[{'9' * 5_000}]"  # more digits than Python converts by default
-    assert run_one(sandbox, "def f(a): return a % 10", fn_name="f", arguments=long).value == "9"
+    assert run_one(any_sandbox, "def f(a): return a % 10", fn_name="f", arguments=long).value == "9"
     kept = "import sys\ndef f(a): return sys.get_int_max_str_digits()"
-    assert run_one(sandbox, kept, fn_name="f", arguments=long).value == str(sys.get_int_max_str_digits())
+    assert run_one(any_sandbox, kept, fn_name="f", arguments=long).value == str(sys.get_int_max_str_digits())
 
 
 def test_skip_group_after_skips_rest_of_group(sandbox) -> None:

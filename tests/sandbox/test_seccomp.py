@@ -148,6 +148,14 @@ def test_filter_checks_arguments(machine: str) -> None:
             assert ask(policy, "mmap", 0, 4096, 3, private | 0x40000) == EPERM  # MAP_HUGETLB
         assert ask(policy, "madvise", 0, 4096, 4) == ALLOW
         assert ask(policy, "madvise", 0, 4096, 21) == EPERM  # MADV_PAGEOUT
+        for name, flags in (("sendto", 3), ("recvfrom", 3), ("recvmsg", 2), ("recvmmsg", 3)):
+            assert ask(policy, name, *[0] * flags, 0x40) == ALLOW  # MSG_DONTWAIT
+            assert ask(policy, name, *[0] * flags, 0x41) == EPERM  # MSG_OOB
+        for option in (3, 4, 38, 39):  # SO_TYPE, SO_ERROR, SO_PROTOCOL, SO_DOMAIN
+            assert ask(policy, "getsockopt", 4, 1, option) == ALLOW
+        for option in (17, 31, 59, 77):  # SO_PEERCRED, SO_PEERSEC, SO_PEERGROUPS, SO_PEERPIDFD
+            assert ask(policy, "getsockopt", 4, 1, option) == EPERM
+        assert ask(policy, "getsockopt", 4, 6, 3) == EPERM  # of TCP
         assert decide(policies[policy], machine, call["read"], architecture=0x40000003) == KILL
     for name in ("kill", "tgkill"):
         assert ask("landlock", name, PID, 6) == ALLOW

@@ -13,8 +13,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from credit_trl.sandbox.protocol import STATUSES, Outcome, Program, SandboxError, Status, printable
-from credit_trl.sandbox.running import GROUP_STOPPED
+from credit_trl.sandbox.protocol import STATUSES, Outcome, Program, SandboxError, Status, printable, sandbox_error
+from credit_trl.sandbox.running import GROUP_STOPPED, is_json
 
 # Batches that end earlier show no progress bar.
 _PROGRESS_DELAY_SECONDS = 0.5
@@ -60,6 +60,9 @@ class Batch:
         unknown = set(skip_group_after) - set(STATUSES)
         if unknown:
             raise ValueError(f"skip_group_after has {sorted(unknown)}; the statuses are {', '.join(STATUSES)}.")
+        for index, program in enumerate(programs):
+            if program.arguments is not None and not is_json(program.arguments):
+                raise ValueError(f"Program.arguments of program {index} are not JSON: {program.arguments[:80]!r}")
         self.programs = list(programs)
         self.stops = tuple(sorted(skip_group_after))
         self.newly_stopped: list[int] = []
@@ -139,7 +142,7 @@ class Batch:
     def failed(self, index: int, reason: str) -> None:
         """Record that the sandbox could not start a program. It waits again the first time; the second is an error."""
         if index in self._retried:
-            raise SandboxError(f"The sandbox could not start program {index}, twice: {printable(reason)}")
+            raise sandbox_error(f"The sandbox could not start program {index}, twice: {printable(reason)}")
         self._retried.add(index)
         self._wait_again([index])
 

@@ -11,10 +11,12 @@ import itertools
 import os
 import re
 import shutil
+import stat
 import subprocess
+from collections.abc import Collection, Iterable, Iterator
 
 from credit_trl.sandbox import seccomp
-from credit_trl.sandbox.interpreter import Interpreter, package_directories
+from credit_trl.sandbox.interpreter import Interpreter, loaders, package_directories
 from credit_trl.sandbox.launch import Isolation, sealed_file
 from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.protocol import Program, SandboxError
@@ -91,27 +93,58 @@ def _namespaces() -> list[str]:
 def _mounts(interpreter: Interpreter) -> list[str]:
     """Arguments that bind the interpreter and the directories of its shared libraries read-only.
 
-    An empty directory covers every directory of installed packages in them.
+    Directories of installed packages and of executables in them are covered by an empty one.
     """
     arguments: list[str] = []
-    bound: list[str] = []
     for directory in _SYSTEM_LIBRARIES:
         if os.path.islink(directory):
             arguments += ["--symlink", os.readlink(directory), directory]
-        elif os.path.isdir(directory):
-            arguments += ["--ro-bind", directory, directory]
-            bound.append(directory)
+    needed = [os.path.join(os.path.realpath(folder), name) for folder, name in map(os.path.split, loaders())]
+    needed += map(os.path.realpath, interpreter.paths)
+    system = tuple(directory + "/" for directory in _SYSTEM_LIBRARIES if not os.path.islink(directory))
+    libraries = (os.path.dirname(path) for path in map(os.path.realpath, interpreter.libraries))
+    bound = _outermost(directory for directory in libraries if f"{directory}/".startswith(system))
+    arguments += itertools.chain.from_iterable(("--ro-bind", path, path) for path in bound)
+    for executables in itertools.chain.from_iterable(_executables(directory, needed) for directory in bound):
+        is_file = os.path.isfile(executables)
+        cover = ["--ro-bind", "/dev/null"] if is_file else ["--tmpfs", executables, "--remount-ro"]
+        arguments += [*cover, executables]
     links = tuple(directory + "/" for directory in _SYSTEM_LIBRARIES if os.path.islink(directory))
-    for path in interpreter.paths:
+    for path in dict.fromkeys((*needed, *interpreter.paths)):
         if not path.startswith(links) and not any(path.startswith(directory + "/") for directory in bound):
             arguments += ["--ro-bind", path, path]
             bound.append(path)
-    stdlib = (os.path.realpath(path) if path.startswith(links) else path for path in interpreter.stdlib)
-    for packages in package_directories((*bound, *stdlib)):
+    for packages in package_directories(bound):
         arguments += ["--tmpfs", packages, "--remount-ro", packages]
     for device in _DEVICES:
         arguments += ["--dev-bind", device, device]
     return arguments
+
+
+def _outermost(directories: Iterable[str]) -> list[str]:
+    """The directories that are not inside another one of them."""
+    found = sorted(set(directories))
+    return [path for path in found if not any(path.startswith(other + "/") for other in found)]
+
+
+def _executables(libraries: str, needed: Collection[str]) -> Iterator[str]:
+    """Executables below a directory of libraries, or their directories if the interpreter needs nothing in these."""
+    for directory, inside, names in os.walk(libraries):
+        if directory in needed:
+            inside.clear()
+            continue
+        paths = (os.path.join(directory, name) for name in names if ".so" not in name)
+        executables = [path for path in paths if _is_executable(path)]
+        if any(path.startswith(directory + "/") for path in needed):
+            yield from executables
+        elif executables:
+            inside.clear()
+            yield directory
+
+
+def _is_executable(path: str) -> bool:
+    mode = os.lstat(path).st_mode
+    return stat.S_ISREG(mode) and mode & 0o111 != 0
 
 
 def _version(path: str) -> tuple[int, ...]:

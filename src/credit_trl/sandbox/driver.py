@@ -3,10 +3,9 @@
 It imports nothing of this project. Descriptor 3 holds this file's code and then the request, both marshalled by the
 server, which is trusted. Descriptor 4 is a socket on which the driver waits for the byte that starts the program, so
 that the next process is prepared while this program runs. The driver reports on it: "B" when the program begins, then
-at most one of "R" (return value, JSON), "E" (traceback) and "M" (MemoryError), or instead of all of these "A"
-(malformed arguments), each followed by an 8-byte length and text. The program shares this process and can write a
-report itself. It gains nothing: a report is data like standard output, and is compared outside of the sandbox with
-what the program does not know.
+at most one of "R" (return value, JSON), "E" (traceback) and "M" (MemoryError), each followed by an 8-byte length and
+text. The program shares this process and can write a report itself. It gains nothing: a report is data like standard
+output, and is compared outside of the sandbox with what the program does not know.
 """
 
 import builtins
@@ -128,11 +127,7 @@ def main():
     with REQUEST:
         limits, modules, prelude, source, fn_name, arguments = marshal.load(REQUEST)
     if fn_name is not None:
-        try:
-            arguments = parse_arguments(arguments)
-        except (ValueError, RecursionError) as error:
-            report("A", str(error))
-            os._exit(1)
+        arguments = parse_arguments(arguments)
     os.set_inheritable(4, False)
     sys.argv[:] = ["program.py"]
     if modules:

@@ -112,6 +112,11 @@ def package_directories(directories: Iterable[str]) -> list[str]:
     return [path for path in sorted(found) if not any(path.startswith(other + "/") for other in found)]
 
 
+def loaders() -> list[str]:
+    """Paths of the system's dynamic loaders, by the names that executables have for them."""
+    return [*glob.glob("/lib*/ld-linux*.so.*"), *glob.glob("/lib/ld-musl*")]
+
+
 def readable_by_others(path: str) -> bool:
     """Whether every user may read this file or directory and search all directories above it."""
     path = os.path.realpath(path)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import glob
 import os
 import struct
 from collections.abc import Collection
 
 from credit_trl.sandbox import kernel, seccomp
-from credit_trl.sandbox.interpreter import Interpreter, package_directories
+from credit_trl.sandbox.interpreter import Interpreter, loaders, package_directories
 from credit_trl.sandbox.launch import Isolation
 from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.protocol import SandboxError
@@ -75,8 +74,7 @@ class Landlock(Isolation):
         hidden = package_directories(map(os.path.realpath, (*system, *interpreter.paths, *interpreter.stdlib)))
         for path in dict.fromkeys(map(os.path.realpath, (*interpreter.paths, *system, *packages.paths))):
             self._grant_reading(path, hidden)
-        loaders = [*glob.glob("/lib*/ld-linux*.so.*"), *glob.glob("/lib/ld-musl*")]  # they start the interpreter
-        for path in (interpreter.executable, *filter(os.path.exists, loaders)):
+        for path in (interpreter.executable, *loaders()):  # a loader starts the interpreter
             self._grant(path, _READ_FILE | _EXECUTE)
         for path in _DEVICES:
             self._grant(path, _READ_FILE | _WRITE_FILE)

@@ -13,6 +13,13 @@ _PIPE_BYTES = 16 * _PAGE  # capacity of a pipe, which programs cannot change
 _SKB_BYTES = 1 << 16  # a socket accepts one more message before its buffer counts as full
 
 
+class ProcessorTimes(NamedTuple):
+    """Processor time of a tree of processes."""
+
+    total: float  # seconds of all processes that the tree has had
+    active: dict[str, float]  # seconds by thread id in which it ran, or could run and waited for a processor
+
+
 class Usage(NamedTuple):
     """Resource use of a tree of processes."""
 
@@ -21,8 +28,7 @@ class Usage(NamedTuple):
     # Memory of all processes, with shared resident pages counted once, page tables, and full pipes and sockets
     held_bytes: int
     scratch_files: int
-    cpu_seconds: float  # of all processes that the tree has ever had
-    run_delays: dict[str, float]  # by thread id: seconds in which it could run and waited for a processor
+    times: ProcessorTimes
 
 
 def available() -> bool:
@@ -41,11 +47,9 @@ def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
     Resident memory is the sum over the processes. Only if that exceeds `memory_bytes`, the slower count is used in
     which a page that n processes share counts 1/n (a fork shares all pages of its parent).
 
-    Processor time is never counted twice: the kernel adds that of an ended process to the process that waited for it,
-    and parents are read before their children.
     """
     processes = descendants(pid)
-    threads = [(process, thread) for process, threads in processes.items() for thread in threads]
+    tasks = sum(map(len, processes.values()))
     folders = {process: _living(process, threads) for process, threads in processes.items()}
     kernel = sum(_kibibytes(f"{folder}/status", b"VmPTE", b"VmSwap") for folder in folders.values())
     kernel += _buffers(folders.values())
@@ -56,23 +60,32 @@ def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:
     files = 0
     if scratch is not None:
         files = max((_files(folder, scratch) for process, folder in folders.items() if process != pid), default=0)
-    seconds = sum(_cpu_seconds(process) for process in processes)
-    return Usage(len(processes), len(threads), held, files, seconds, run_delays(threads))
+    return Usage(len(processes), tasks, held, files, processor_times(processes))
 
 
-def run_delays(threads: Iterable[tuple[int, str]]) -> dict[str, float]:
-    """Seconds by thread in which it could run and waited for a processor. A wait counts when it ends."""
-    return {thread: _second(_read(f"/proc/{process}/task/{thread}/schedstat")) / 1e9 for process, thread in threads}
+def processor_times(processes: dict[int, list[str]]) -> ProcessorTimes:
+    """Processor time of processes, as `descendants` lists them. A wait for a processor counts when it ends.
 
-
-def threads_of(pid: int) -> list[tuple[int, str]]:
-    """Process and thread ids of a process and its descendants."""
-    return [(process, thread) for process, threads in descendants(pid).items() for thread in threads]
+    No time is counted twice: the kernel adds that of an ended process to the process that waited for it, and parents
+    are read before their children.
+    """
+    total = 0.0
+    active: dict[str, float] = {}
+    for process, threads in processes.items():
+        own, of_children = _process_seconds(process)
+        of_threads = 0.0
+        for thread in threads:
+            ran, waited = _thread_seconds(process, thread)
+            active[thread] = ran + waited
+            of_threads += ran
+        total += max(own, of_threads) + of_children  # `own` has ended threads too, and is rounded down
+    return ProcessorTimes(total, active)
 
 
 def is_runnable(pid: int) -> bool:
     """Whether a thread of a process or of its descendants runs, or waits for a processor."""
-    stats = (_read(f"/proc/{process}/task/{thread}/stat") for process, thread in threads_of(pid))
+    processes = descendants(pid).items()
+    stats = (_read(f"/proc/{process}/task/{thread}/stat") for process, threads in processes for thread in threads)
     return any(stat.rpartition(b")")[2].split(None, 1)[:1] == [b"R"] for stat in stats)
 
 
@@ -123,10 +136,18 @@ def _kibibytes(path: str, *names: bytes) -> int:
     return sum(int(found[0]) * 1024 for found in fields if found)
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Processor time of a process, with its ended threads and the ended children that it waited for."""
+def _process_seconds(pid: int) -> tuple[float, float]:
+    """Processor time of a process with its ended threads, and of the ended children that it waited for."""
     fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    return sum(map(int, fields[11:15])) / _TICKS
+    user, system, user_of_children, system_of_children = map(int, fields[11:15] or (0, 0, 0, 0))
+    return (user + system) / _TICKS, (user_of_children + system_of_children) / _TICKS
+
+
+def _thread_seconds(pid: int, thread: str) -> tuple[float, float]:
+    """Seconds that a thread ran, and that it could run and waited for a processor."""
+    fields = _read(f"/proc/{pid}/task/{thread}/schedstat").split()
+    ran, waited, *_ = map(int, fields or (0, 0))
+    return ran / 1e9, waited / 1e9
 
 
 def _resident(folder: str) -> int:

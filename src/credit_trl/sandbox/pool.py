@@ -17,7 +17,7 @@ from typing import Any
 
 from credit_trl.sandbox.batch import Batch, Sandbox
 from credit_trl.sandbox.frames import Channel, wait
-from credit_trl.sandbox.protocol import Outcome, SandboxError, printable
+from credit_trl.sandbox.protocol import Outcome, SandboxError, sandbox_error
 from credit_trl.sandbox.running import Job
 
 # The server runs without this process's packages. An empty package named `credit_trl` with this package's directory as
@@ -83,7 +83,7 @@ class _Server:
                 if "ready" in message:
                     return message["ready"]
                 self.close()
-                raise SandboxError(message["refused"])
+                raise sandbox_error(message["refused"])
         self.close(at_once=True)
         raise SandboxError(f"The sandbox server did not start (exit status {self.process.returncode}).")
 
@@ -190,10 +190,6 @@ class PoolSandbox(Sandbox):
                 heard = True
                 if "alive" in message:
                     continue
-                if "malformed" in message:
-                    index = server.running.pop(message["malformed"])
-                    reason = printable(message["reason"])
-                    raise ValueError(f"Program.arguments of program {index} are not JSON: {reason}")
                 if "failed" in message:
                     batch.failed(server.running.pop(message["failed"]), message["reason"])
                 else:

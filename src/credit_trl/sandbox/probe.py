@@ -14,16 +14,19 @@ from dataclasses import replace
 
 from credit_trl.sandbox.packages import PackageError
 from credit_trl.sandbox.pool import PoolSandbox
-from credit_trl.sandbox.protocol import MIB, Limits, Program, SandboxError
+from credit_trl.sandbox.protocol import MIB, Limits, Program, SandboxError, sandbox_error
 
 _CANARY = '''
-import mmap, os, socket
+import errno, mmap, os, socket
 
 def attempt(escapes, name, action):
     try:
         if action() is not False:
             escapes.append(name)
-    except (OSError, ImportError, AttributeError):
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
+            raise  # it was not refused: this process or machine has no more
+    except (ImportError, AttributeError):
         pass
 
 def read(path):
@@ -86,7 +89,8 @@ try:
     while len(opened) < 1000:
         opened += socket.socketpair()
 except OSError:
-    pass
+    if len(opened) < 480:  # fewer descriptors than its limit
+        raise
 time.sleep(10)
 """
 
@@ -128,18 +132,21 @@ def probe(sandbox: PoolSandbox) -> None:
             Program("import time; time.sleep(10)", limits=_SHORT),
         ]
         escapes, signalled, first, buffers, memory, sleeper = sandbox.run(programs, deadline=60.0)
-        faults = []
-        if not (escapes.ok and signalled.ok and first.ok):
-            faults.append(f"the probe's program did not finish: {escapes.error or signalled.error or first.error}")
-        else:
-            faults += json.loads(escapes.value or "null")
-            if os.path.exists(os.path.join(bait, "planted")) or not os.path.exists(os.path.join(bait, "removable")):
-                faults.append("changed a directory outside")
-            # A namespace has its own process ids: the trainer's may be that of a process inside.
-            if sandbox.tier == "bubblewrap" and not json.loads(first.value or "false"):
-                faults.append("has no process namespace of its own")
-            elif sandbox.tier != "bubblewrap" and json.loads(signalled.value or "true"):
-                faults.append("may signal the trainer")
+        unfinished = [outcome for outcome in (escapes, signalled, first) if not outcome.ok]
+        if buffers.status == "runtime_error":
+            unfinished.append(buffers)
+        if unfinished:
+            raise sandbox_error(
+                f"A program of the probe did not finish: {unfinished[0].status}, {unfinished[0].error}."
+            )
+        faults = json.loads(escapes.value or "null")
+        if os.path.exists(os.path.join(bait, "planted")) or not os.path.exists(os.path.join(bait, "removable")):
+            faults.append("changed a directory outside")
+        # A namespace has its own process ids: the trainer's may be that of a process inside.
+        if sandbox.tier == "bubblewrap" and not json.loads(first.value or "false"):
+            faults.append("has no process namespace of its own")
+        elif sandbox.tier != "bubblewrap" and json.loads(signalled.value or "true"):
+            faults.append("may signal the trainer")
         if buffers.status != "memory":
             faults.append(f"holds memory in buffers of the kernel ({buffers.status})")
         if memory.status != "memory":

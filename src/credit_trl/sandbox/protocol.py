@@ -7,6 +7,8 @@ read or guess the expected one. For the same reason an `Outcome` does not say wh
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
@@ -34,6 +36,20 @@ _SMALLEST_TREE_MEMORY = 192 * MIB
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed (not the program in it), or this machine has none."""
+
+
+class ResourcesExhausted(SandboxError):
+    """This machine or process has no descriptors, processes or memory left. It says nothing about the isolation."""
+
+
+_EXHAUSTED = tuple(os.strerror(code) for code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))
+
+
+def sandbox_error(message: str) -> SandboxError:
+    """`ResourcesExhausted` if the message has the kernel's text for that, else `SandboxError`."""
+    if any(text in message for text in _EXHAUSTED):
+        return ResourcesExhausted(f"{message} Close files and processes, or raise their limits (ulimit -n, -u).")
+    return SandboxError(message)
 
 
 @dataclass(frozen=True)

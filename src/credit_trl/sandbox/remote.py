@@ -16,9 +16,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
-import io
 import json
-import logging
 import math
 import re
 import secrets
@@ -26,7 +24,8 @@ import socket
 import threading
 import time
 import urllib.parse
-from dataclasses import dataclass, replace
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -35,7 +34,6 @@ from credit_trl.sandbox.protocol import MIB, Outcome, Program, SandboxError, pri
 from credit_trl.sandbox.running import (
     ERROR_CHARACTERS,
     failure,
-    is_json,
     processor_limit,
     reached_processor_limit,
     reported_outcome,
@@ -44,14 +42,11 @@ from credit_trl.sandbox.running import (
 
 # Time for a service to queue, start and send, on top of a program's wall-clock limit.
 _ALLOWANCE_SECONDS = 60.0
+_CONNECT_SECONDS = 10.0
 _OPENING_SECONDS = 30.0
-_CHUNK = 1 << 16
-# Seconds between two tries of a program. They double each time; `Retry-After` can lengthen them.
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
-# Tries of a program: if the service is unreachable, overloaded or restarting (half a minute in all), and otherwise.
-_TRIES_UNAVAILABLE, _TRIES_FAILED = 6, 2
-
-_logger = logging.getLogger(__name__)
+# Time between a failed request and its only repetition; `Retry-After` replaces it, up to the longest.
+_RETRY_SECONDS = 5.0
+_LONGEST_RETRY_SECONDS = 60.0
 
 # Replaces the driver's `main`. The report goes to the end of standard error, after a mark that a program does not know
 # in advance. The interface has no limit of processor time, so the program sets it.
@@ -78,6 +73,15 @@ def main(mark, cpu_seconds, prelude, source, fn_name, arguments):
 """
 
 
+class _RequestError(SandboxError):
+    """A failed request. `retry_seconds` is the time after which the service may answer."""
+
+    def __init__(self, message: str, retry_after: str | None = None) -> None:
+        super().__init__(message)
+        has_seconds = retry_after is not None and retry_after.strip().isdecimal()
+        self.retry_seconds = float(retry_after) if has_seconds else _RETRY_SECONDS
+
+
 class RemoteSandbox(Sandbox):
     """Sandbox behind a URL. It holds nothing between two calls of `run`.
 
@@ -94,12 +98,12 @@ class RemoteSandbox(Sandbox):
 
     def __init__(self, url: str, workers: int = 16) -> None:
         self._address = parse_address(url)
-        self.url = self._address.shown
+        self._headers, self._secrets = _credentials(self._address)
+        self.url = _without_user(self._address)
         self.workers = workers
         self.description = f"remote, {self.url}"
-        # Without retries, so that a wrong address fails at once.
         try:
-            outcome = self.run_one(Program("print(6 * 7)"), time.monotonic() + _OPENING_SECONDS)
+            outcome = self._request(Program("print(6 * 7)"), time.monotonic() + _OPENING_SECONDS, set())
         except TimeoutError:
             raise SandboxError(f"{self.url} did not answer within {_OPENING_SECONDS:g} seconds.") from None
         if (outcome.status, outcome.stdout.strip()) != ("ok", "42"):
@@ -107,23 +111,55 @@ class RemoteSandbox(Sandbox):
 
     def _shown(self, text: str) -> str:
         """A text for a message: what the service wrote cannot control a terminal or repeat the credentials."""
-        for secret in self._address.secrets:
+        for secret in self._secrets:
             text = text.replace(secret, "***")
         return printable(text)
 
     def _run_batch(self, batch: Batch, until: float) -> None:
-        _BatchThreads(self, batch, until).run(min(self.workers, len(batch.programs)))
+        threads = ThreadPoolExecutor(self.workers, thread_name_prefix="credit-trl-remote-sandbox")
+        stopped = threading.Event()
+        streams: set[socket.socket] = set()
+        running: dict[Future[Outcome], int] = {}
+        try:
+            while not batch.finished and time.monotonic() < until:
+                while len(running) < self.workers and (index := batch.take()) is not None:
+                    request = threads.submit(self._run_program, batch.programs[index], until, stopped, streams)
+                    running[request] = index
+                left = min(until - time.monotonic(), threading.TIMEOUT_MAX)
+                for request in wait(running, max(0.0, left), FIRST_COMPLETED).done:
+                    with contextlib.suppress(TimeoutError):  # the deadline, which ends the loop
+                        batch.done(running[request], request.result())
+                        del running[request]
+            batch.expire()
+        finally:
+            stopped.set()
+            for stream in tuple(streams):
+                _abort(stream)
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    def run_one(self, program: Program, until: float = math.inf) -> Outcome:
-        """Run a program with a single request.
+    def _run_program(
+        self, program: Program, until: float, stopped: threading.Event, streams: set[socket.socket]
+    ) -> Outcome:
+        """Run a program, and try once more if the service fails."""
+        try:
+            return self._request(program, until, streams)
+        except _RequestError as error:
+            left = until - time.monotonic()
+            stopped.wait(min(error.retry_seconds, _LONGEST_RETRY_SECONDS, max(0.0, left)))
+        if stopped.is_set() or time.monotonic() >= until:
+            raise TimeoutError
+        try:
+            return self._request(program, until, streams)
+        except _RequestError as error:
+            raise SandboxError(f"The remote sandbox failed twice on a program: {error}") from error
+
+    def _request(self, program: Program, until: float, streams: set[socket.socket]) -> Outcome:
+        """Run a program with a single request, whose socket is in `streams` meanwhile.
 
         Raises:
-            SandboxError: the service failed; `_Unavailable` if it may recover soon.
+            SandboxError: the service failed.
             TimeoutError: at `until`.
-            ValueError: arguments that are not JSON.
         """
-        if program.arguments is not None and not is_json(program.arguments):
-            raise ValueError(f"Program.arguments are not JSON: {program.arguments[:80]!r}")
         limits = program.limits
         mark = secrets.token_hex(16)
         body = {
@@ -140,60 +176,58 @@ class RemoteSandbox(Sandbox):
         most = 12 * limits.output_bytes + MIB
         give_up = min(until, time.monotonic() + limits.wall_seconds + _ALLOWANCE_SECONDS)
         try:
-            response = self._post(json.dumps(body).encode(), give_up, most)
+            response = self._post(json.dumps(body).encode(), give_up, most, streams)
             if len(response) > most:
                 return Outcome("output_limit", error=f"more than {limits.output_bytes} bytes of output")
             return outcome_of(program, json.loads(response), mark)
-        except TimeoutError:
-            if time.monotonic() >= until:
-                raise
-            raise SandboxError(f"{self.url} did not answer in time") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise _Unavailable(self._shown(f"{self.url}: {type(error).__name__}: {error}")) from None
-        except (ValueError, TypeError, RecursionError) as error:
-            raise SandboxError(self._shown(f"{self.url}: {type(error).__name__}: {error}")) from None
-        except SandboxError as error:
-            error.args = (self._shown(str(error)),)
+        except _RequestError:
             raise
+        except (OSError, http.client.HTTPException, ValueError, TypeError, RecursionError, SandboxError) as error:
+            if time.monotonic() >= until:
+                raise TimeoutError from None
+            if time.monotonic() >= give_up:
+                raise _RequestError(f"{self.url} did not answer in time") from None
+            kind = "" if isinstance(error, SandboxError) else f"{self.url}: {type(error).__name__}: "
+            raise _RequestError(self._shown(f"{kind}{error}")) from None
 
-    def _post(self, body: bytes, until: float, most: int) -> bytes:
-        """Body of the response, cut a little after `most` bytes."""
-        kind = http.client.HTTPSConnection if self._address.is_tls else http.client.HTTPConnection
-        connection = kind(self._address.host, self._address.port, timeout=_left(until))
+    def _post(self, body: bytes, give_up: float, most: int, streams: set[socket.socket]) -> bytes:
+        """Body of the response, at most `most + 1` bytes. At `give_up` the connection ends, however slowly it goes."""
+        is_tls = self._address.scheme == "https"
+        kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
+        left = max(0.01, give_up - time.monotonic())
+        connection = kind(self._address.hostname, self._address.port, timeout=min(_CONNECT_SECONDS, left))
         connection.connect()
-        with contextlib.closing(connection.sock) as stream:
-            connection.sock = _BoundedSocket(stream, until)
-            headers = {"Content-Type": "application/json", **self._address.headers}
-            connection.request("POST", self._address.path + "/run_code", body, headers)
+        stream = connection.sock
+        stream.settimeout(left)
+        timer = threading.Timer(give_up - time.monotonic(), _abort, (stream,))  # a time-out begins anew at each byte
+        timer.daemon = True
+        timer.start()
+        streams.add(stream)
+        try:
+            headers = {"Content-Type": "application/json", **self._headers}
+            connection.request("POST", self._address.path.rstrip("/") + "/run_code", body, headers)
             response = connection.getresponse()
-            received = bytearray()
-            while len(received) <= most and (chunk := response.read1(_CHUNK)):
-                received += chunk
+            received = response.read(most + 1)
+        finally:
+            timer.cancel()
+            streams.discard(stream)
+            stream.close()
         if response.status != 200:
-            problem = f"{self.url} answered {response.status}: {received[:300].decode(errors='replace')}"
-            if response.status == 429 or response.status >= 500:
-                raise _Unavailable(problem, response.headers.get("Retry-After"))
-            raise SandboxError(problem)
-        return bytes(received)
+            said = f"{self.url} answered {response.status}: {received[:300].decode(errors='replace')}"
+            raise _RequestError(self._shown(said), response.headers.get("Retry-After"))
+        return received
 
     def close(self) -> None:
         """Does nothing."""
 
 
-@dataclass(frozen=True)
-class Address:
-    """Parts of a service's address. Credentials are in `headers`, not in `shown`; no message may have `secrets`."""
-
-    host: str
-    port: int | None
-    is_tls: bool
-    path: str
-    shown: str
-    headers: dict[str, str]
-    secrets: tuple[str, ...]
+def _abort(stream: socket.socket) -> None:
+    """End a connection that another thread reads."""
+    with contextlib.suppress(OSError):
+        stream.shutdown(socket.SHUT_RDWR)
 
 
-def parse_address(url: str) -> Address:
+def parse_address(url: str) -> urllib.parse.SplitResult:
     """Parse the address of a service.
 
     Raises:
@@ -201,23 +235,30 @@ def parse_address(url: str) -> Address:
     """
     try:
         parts = urllib.parse.urlsplit(url)
-        port = parts.port
+        is_valid = parts.port != 0 and parts.scheme in ("http", "https") and bool(parts.hostname)
     except ValueError:  # its message quotes the address
-        parts, port = urllib.parse.urlsplit(""), None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        is_valid = False
+    if not is_valid or parts.query or parts.fragment:
         raise ValueError(
             f'The address of a remote sandbox looks like "http://host:8080", got {without_credentials(url)!r}.'
         )
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    path = parts.path.rstrip("/")
-    shown = printable(f"{parts.scheme}://{host}{f':{port}' if port else ''}{path}")
-    headers, secrets = {}, ()
-    if parts.username is not None or parts.password is not None:
-        user, password = (urllib.parse.unquote(text or "") for text in (parts.username, parts.password))
-        token = base64.b64encode(f"{user}:{password}".encode()).decode()
-        headers = {"Authorization": f"Basic {token}"}
-        secrets = tuple(filter(None, (token, parts.netloc.rpartition("@")[0], password, parts.password)))
-    return Address(parts.hostname, port, parts.scheme == "https", path, shown, headers, secrets)
+    return parts
+
+
+def _without_user(address: urllib.parse.SplitResult) -> str:
+    host = address.netloc.rpartition("@")[2]
+    return printable(f"{address.scheme}://{host}{address.path.rstrip('/')}")
+
+
+def _credentials(address: urllib.parse.SplitResult) -> tuple[dict[str, str], list[str]]:
+    """Headers of basic authentication, and the texts that no message may contain."""
+    if address.username is None and address.password is None:
+        return {}, []
+    user = urllib.parse.unquote(address.username or "")
+    password = urllib.parse.unquote(address.password or "")
+    token = base64.b64encode(f"{user}:{password}".encode()).decode()
+    hidden = (token, address.netloc.rpartition("@")[0], password, address.password)
+    return {"Authorization": f"Basic {token}"}, [text for text in hidden if text]
 
 
 def without_credentials(url: str) -> str:
@@ -226,127 +267,6 @@ def without_credentials(url: str) -> str:
     scheme, slashes, _ = before.partition("//")
     shown = f"{scheme if slashes else ''}{slashes}***@{host}" if at else url
     return re.sub(r"[?#].*", "?***", shown, flags=re.DOTALL)
-
-
-class _BoundedReader(io.RawIOBase):
-    """Reads from a socket until a time. The socket's own time-out starts again with each byte."""
-
-    def __init__(self, stream: socket.socket, until: float) -> None:
-        super().__init__()
-        self._stream = stream
-        self._until = until
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._stream.settimeout(_left(self._until))
-        return self._stream.recv_into(buffer)
-
-
-@dataclass
-class _BoundedSocket:
-    """What `http.client` needs of a socket. A service that drips its headers would hold a plain one for ever."""
-
-    stream: socket.socket
-    until: float
-
-    def sendall(self, content: bytes) -> None:
-        self.stream.settimeout(_left(self.until))  # for the whole call
-        self.stream.sendall(content)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_BoundedReader(self.stream, self.until))
-
-    def close(self) -> None:
-        """Does nothing: `http.client` closes the socket of a response before it is read."""
-
-
-class _Unavailable(SandboxError):
-    """The service is unreachable or overloaded. `retry_after`: its `Retry-After` in seconds, 0 for none or a date."""
-
-    def __init__(self, message: str, retry_after: str | None = None) -> None:
-        super().__init__(message)
-        self.retry_after = float(retry_after) if retry_after and retry_after.strip().isdecimal() else 0.0
-
-
-class _BatchThreads:
-    """Threads that run the programs of a batch. Only a thread that holds `changed` may access the batch."""
-
-    def __init__(self, sandbox: RemoteSandbox, batch: Batch, until: float) -> None:
-        self.sandbox = sandbox
-        self.batch = batch
-        self.until = until
-        self.changed = threading.Condition()
-        self.stopped = False
-        self.warned = False
-        self.error: BaseException | None = None
-
-    def run(self, count: int) -> None:
-        """Start the threads and wait for the batch or the deadline. Afterwards no thread accesses the batch."""
-        for _ in range(count):
-            threading.Thread(target=self._work, daemon=True, name="credit-trl-remote-sandbox").start()
-        with self.changed:
-            try:
-                while not self.batch.finished and self.error is None:
-                    left = self.until - time.monotonic()
-                    if left <= 0:
-                        self.batch.expire()
-                        break
-                    self.changed.wait(min(left, threading.TIMEOUT_MAX))
-            finally:
-                self.stopped = True
-                self.changed.notify_all()
-        if self.error is not None:
-            raise self.error
-
-    def _work(self) -> None:
-        while True:
-            with self.changed:
-                index = None if self.stopped else self.batch.take()
-                if index is None:
-                    self.changed.notify_all()
-                    return
-            try:
-                result: Outcome | BaseException = self._request(self.batch.programs[index])
-            except BaseException as error:
-                result = error
-            with self.changed:
-                if not self.stopped:
-                    self._record(index, result)
-                self.changed.notify_all()
-
-    def _request(self, program: Program) -> Outcome:
-        """Run a program, and try again while the service fails, up to a limit."""
-        tried = 0
-        while True:
-            try:
-                return self.sandbox.run_one(program, self.until)
-            except SandboxError as error:
-                tried += 1
-                if tried >= (_TRIES_UNAVAILABLE if isinstance(error, _Unavailable) else _TRIES_FAILED):
-                    raise SandboxError(f"The remote sandbox failed {tried} times on a program: {error}") from error
-                retry_after = getattr(error, "retry_after", 0.0)
-                self._wait(min(_LONGEST_WAIT, max(retry_after, _FIRST_WAIT * 2 ** (tried - 1))), error)
-
-    def _wait(self, seconds: float, reason: SandboxError) -> None:
-        """Sleep; raise `TimeoutError` when the batch has stopped. Logs the first wait of a batch."""
-        with self.changed:
-            if not self.warned and not self.stopped:
-                self.warned = True
-                _logger.warning("Trying again in %.0f s, up to %d times: %s", seconds, _TRIES_UNAVAILABLE, reason)
-            if self.changed.wait_for(lambda: self.stopped, seconds):
-                raise TimeoutError
-
-    def _record(self, index: int, result: Outcome | BaseException) -> None:
-        try:
-            if isinstance(result, TimeoutError):
-                result = Outcome("deadline", error="the deadline came before it ended")
-            if isinstance(result, BaseException):
-                raise result
-            self.batch.done(index, result)
-        except BaseException as error:
-            self.error = error
 
 
 def remote_code(program: Program, mark: str) -> str:
@@ -387,10 +307,3 @@ def _seconds(run: Any) -> float | None:
     except (AttributeError, TypeError, ValueError, OverflowError):
         return None
     return seconds if 0.0 <= seconds < math.inf else None
-
-
-def _left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left

@@ -9,6 +9,7 @@ import signal
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from credit_trl.sandbox.observe import ProcessorTimes
 from credit_trl.sandbox.protocol import Limits, Outcome, Program, Status, excerpt
 
 ERROR_CHARACTERS = 4000
@@ -51,8 +52,9 @@ class RunningProgram:
         user: user id of the process, `None` for the server's own.
         released_at: time at which the driver got the byte that starts the program.
         began_at: time at which the driver reported that the program begins. Its wall-clock limit counts from here.
-        delayed: seconds since then in which it could run and waited for a processor.
-        cpu_seconds: processor time of its processes at the last sample.
+        delayed: seconds since then in which it could run and waited for a processor that others used.
+        cpu_seconds: largest processor time of its processes in any sample.
+        is_starved: whether it got less than a fifth of a processor between the last two samples.
         not_before: time before which its wall-clock limit is not enforced, as it waits for a processor.
         next_sample: time at which its use of resources is read next, once it has begun.
         ended_by: status with which the server ended it, `None` if it ended by itself.
@@ -65,6 +67,7 @@ class RunningProgram:
     began_at: float | None = None
     delayed: float = 0.0
     cpu_seconds: float = 0.0
+    is_starved: bool = False
     not_before: float = 0.0
     next_sample: float = math.inf
     stdout: bytearray = field(default_factory=bytearray)
@@ -73,7 +76,8 @@ class RunningProgram:
     ended_by: Status | None = None
     reason: str = ""
     pipes_open: set[int] = field(default_factory=set)
-    _run_delays: dict[str, float] | None = None  # of its threads, when `add_delays` was last called
+    _samples: list[tuple[float, float]] = field(default_factory=list)  # first and last: time, processor time
+    _threads: dict[str, tuple[float, float]] = field(default_factory=dict)  # active, processor time when that changed
 
     def __post_init__(self) -> None:
         self.pipes_open = {self.process.stdout, self.process.stderr, self.process.report}
@@ -82,14 +86,32 @@ class RunningProgram:
     def program(self) -> Program:
         return self.job.program
 
-    def add_delays(self, now: dict[str, float]) -> None:
-        """Add the longest time that one of its threads has waited for a processor since the last call.
+    def add_times(self, times: ProcessorTimes, now: float) -> None:
+        """Take a sample of processor times, of which the first is that of the program's beginning.
 
-        `now` has seconds by thread, since each thread's start.
+        Adds to `delayed` the longest time that one thread was active since its last change, without the processor time
+        of the whole program meanwhile: a thread that waits for another one of its own program is not delayed. In all
+        the program is delayed at most for as long as it did not run.
         """
-        if (before := self._run_delays) is not None:
-            self.delayed += max((seconds - before.get(thread, 0.0) for thread, seconds in now.items()), default=0.0)
-        self._run_delays = now
+        total = max(self.cpu_seconds, times.total)
+        first_at, first_total = self._samples[0] if self._samples else (now, total)
+        last_at, last_total = self._samples[-1] if self._samples else (now, total)
+        longest = 0.0
+        threads: dict[str, tuple[float, float]] = {}
+        for thread, active in times.active.items():
+            is_new = thread not in self._threads
+            before = (0.0, last_total) if is_new else self._threads[thread]
+            if active == before[0]:
+                threads[thread] = before  # a wait for a processor counts when it ends
+                continue
+            threads[thread] = (active, total)
+            longest = max(longest, (active - before[0]) - (total - before[1]))
+        idle = (now - first_at) - (total - first_total)
+        self.delayed = max(0.0, min(self.delayed + longest, idle))
+        self.is_starved = total - last_total < 0.2 * (now - last_at)
+        self.cpu_seconds = total
+        self._threads = threads
+        self._samples = [(first_at, first_total), (now, total)]
 
     @property
     def received(self) -> int:
@@ -118,15 +140,13 @@ class RunningProgram:
                 self.began_at = now
 
     def answer(self, exit_code: int, now: float) -> dict[str, Any]:
-        """Message for the client: `"done"` with the outcome, or `"failed"` or `"malformed"` with the reason.
+        """Message for the client: `"done"` with the outcome, or `"failed"` with the reason.
 
         A program that the server did not end, and whose first report byte is missing, never began, because the driver
         writes that byte before the program's first line. The rest of the report is only split, measured and passed on
         as text.
         """
         if self.ended_by is None and self.began_at is None:
-            if self.report.startswith(b"A"):
-                return {"malformed": self.job.number, "reason": _text(self.report[9:])}
             reason = _text(self.stderr or b"it ended before the program began")[-ERROR_CHARACTERS:].strip()
             return {"failed": self.job.number, "reason": f"{reason} (exit status {exit_code})"}
         return {"done": self.job.number, "outcome": vars(self._outcome(exit_code, now))}

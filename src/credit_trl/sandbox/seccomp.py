@@ -14,7 +14,8 @@ divide processor time by session), `setsockopt` (it enlarges buffers) and `sendm
 `ptrace`, `process_vm_*`, `unshare`, `setns`, `mount` and its successors, `keyctl`, `bpf`, `perf_event_open`,
 `io_uring_*`, `userfaultfd`, `vmsplice`, and every call that changes another process's scheduling or affinity. Likewise
 `mmap` gives no anonymous shared memory, whose pages stay allocated when they no longer count as resident, and no huge
-pages, which never count, and `madvise` swaps no pages out.
+pages, which never count, and `madvise` swaps no pages out. Sockets take no out-of-band data (`MSG_OOB`, the source of
+several faults of kernels) and do not name the process at their other end (`SO_PEERPIDFD` and the like).
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ llistxattr 195 12; flistxattr 196 13
 """
 _CHECKED = """
 clone 56 220; close_range 436 436; ioctl 16 29; fcntl 72 25; prctl 157 167; prlimit64 302 261; socketpair 53 199;
-clone3 435 435; kill 62 129; tgkill 234 131; open 2 -; openat 257 56; mmap 9 222; madvise 28 233; rt_sigaction 13 134
+clone3 435 435;
+sendto 44 206; recvfrom 45 207; recvmsg 47 212; recvmmsg 299 243; getsockopt 55 209;
+kill 62 129; tgkill 234 131; open 2 -; openat 257 56; mmap 9 222; madvise 28 233; rt_sigaction 13 134
 """
 _NEWEST = 450  # larger numbers are newer than the table
 
@@ -93,6 +96,8 @@ _IOCTL_REQUESTS = (
 )
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000
 _MADV_PAGEOUT = 21
+# Of SOL_SOCKET: SO_TYPE, SO_ERROR, SO_SNDBUF, SO_RCVBUF, SO_ACCEPTCONN, SO_PROTOCOL, SO_DOMAIN.
+_SOCKET_OPTIONS = (3, 4, 7, 8, 30, 38, 39)
 _PRCTL_OPTIONS = (15, 16)  # PR_SET_NAME, PR_GET_NAME
 
 # Placeholder of the program's own process id in the Landlock policy; see `with_process_id`.
@@ -104,7 +109,9 @@ Instruction = tuple[int, int, int, int]
 def require_supported() -> None:
     """Raise `SandboxError` if the table lacks this machine's architecture."""
     if platform.machine() not in _AUDIT_ARCH or struct.calcsize("P") != 8:
-        raise SandboxError("The system call filter knows x86_64 and aarch64 only. Use a remote sandbox (url=...).")
+        raise SandboxError(
+            "The system call filter knows x86_64 and aarch64 only. Use a remote sandbox (--sandbox http://...)."
+        )
 
 
 def syscall_numbers(table: str, machine: str) -> dict[str, int]:
@@ -160,6 +167,14 @@ def _argument_checks() -> dict[str, list[Instruction]]:
             _load_argument(3),
             (_AND, 0, 0, _MAP_SHARED | _MAP_ANONYMOUS),
             *_refuse_if(_JUMP_EQUAL, _MAP_SHARED | _MAP_ANONYMOUS),
+        ],
+        "sendto": _argument_clear(3, socket.MSG_OOB),
+        "recvfrom": _argument_clear(3, socket.MSG_OOB),
+        "recvmsg": _argument_clear(2, socket.MSG_OOB),
+        "recvmmsg": _argument_clear(3, socket.MSG_OOB),
+        "getsockopt": [
+            *_argument_equal_or_refuse(1, 0xFFFFFFFF, socket.SOL_SOCKET),
+            *_argument_in(2, _SOCKET_OPTIONS),
         ],
         "close_range": _argument_clear(2, _CLOSE_RANGE_UNSHARE),
         "madvise": [_load_argument(2), *_refuse_if(_JUMP_EQUAL, _MADV_PAGEOUT)],

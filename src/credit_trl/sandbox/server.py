@@ -9,9 +9,8 @@ It has one thread with an epoll loop, and exchanges JSON frames with its client 
          {"alive": true}                          at intervals while programs run
          {"done": id, "outcome": {...}}           the program ended, or was ended
          {"failed": id, "reason": text}           the sandbox failed to start the program
-         {"malformed": id, "reason": text}        the program's arguments are not JSON
 
-Each program gets one of the last three. The server ends, with all that it started, when the socket closes or its
+Each program gets one of the last two. The server ends, with all that it started, when the socket closes or its
 parent ends. That parent is a guard, the process that the client started: it kills what a killed server leaves behind.
 The signal that the kernel sends to a process whose parent ends is not enough: it is set for one process and not for
 those that it forks, and a child of bubblewrap whose parent is killed before it has finished waits for it forever.
@@ -23,8 +22,10 @@ may use all of them. Such programs come to their own limits of processor time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
+import resource
 import select
 import signal
 import socket
@@ -41,7 +42,7 @@ from credit_trl.sandbox.landlock import Landlock
 from credit_trl.sandbox.launch import Isolation, Unprotected, compiled_driver, start
 from credit_trl.sandbox.packages import find_packages, public_packages
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError, Status
-from credit_trl.sandbox.running import GROUP_STOPPED, Job, RunningProgram, processor_limit
+from credit_trl.sandbox.running import GROUP_STOPPED, Job, Process, RunningProgram, processor_limit
 
 ISOLATIONS = {"bubblewrap": Bubblewrap, "landlock": Landlock, "unprotected": Unprotected}
 
@@ -53,6 +54,7 @@ _REAP_SECONDS = 0.02  # interval at which an idle server collects adopted proces
 _IDLE_SECONDS = 1.0  # interval at which a server without work checks that its parent lives
 _PREPARE_SECONDS = 30.0  # for the process of a program to start on a busy machine
 _CHUNK = 1 << 16
+_OWN_DESCRIPTORS = 96  # of the server itself, and those between a fork and the start of a program
 _BYTES_PER_FILE = 4096  # empty files take memory too, which no limit of the kernel counts
 
 
@@ -178,10 +180,11 @@ class Server:
             run.pipes_open.discard(descriptor)
             return
         had_begun = run.began_at is not None
-        run.take(descriptor, chunk, time.monotonic())
+        now = time.monotonic()
+        run.take(descriptor, chunk, now)
         if run.began_at is not None and not had_begun:
             run.next_sample = run.began_at + _SAMPLE_SECONDS
-            run.add_delays(observe.run_delays(observe.threads_of(run.process.pid)))  # delays count from here
+            run.add_times(observe.processor_times(observe.descendants(run.process.pid)), now)  # delays count from here
         if run.limit_passed:
             self._kill(run, "output_limit", f"more than {run.limit_passed} bytes of output")
 
@@ -198,11 +201,11 @@ class Server:
         for run in self.runs.values():
             if run.ended_by is not None:
                 continue
-            began, before = run.began_at is not None, run.cpu_seconds
+            began = run.began_at is not None
             if began and now >= min(run.next_sample, self._must_end(run)):
                 self._check_usage(run, run.program.limits)
             is_late = began and now >= self._must_end(run)
-            if is_late and run.cpu_seconds == before and observe.is_runnable(run.process.pid):
+            if is_late and run.is_starved and observe.is_runnable(run.process.pid):
                 run.not_before = now + _SAMPLE_SECONDS  # it waits for a processor, which counts when the wait ends
             if now >= self._must_end(run):
                 # A program that never began is a failure of the sandbox and has no status.
@@ -211,14 +214,13 @@ class Server:
 
     def _check_usage(self, run: RunningProgram, limits: Limits) -> None:
         usage = observe.usage(run.process.pid, limits.memory_bytes, self.isolation.scratch)
-        run.add_delays(usage.run_delays)
-        run.cpu_seconds = usage.cpu_seconds
+        run.add_times(usage.times, time.monotonic())
         is_tree = usage.processes > 2 + self.isolation.own_tasks
         run.next_sample = time.monotonic() + (_TREE_SAMPLE_SECONDS if is_tree else _SAMPLE_SECONDS)
         files = limits.file_bytes // _BYTES_PER_FILE
         if usage.held_bytes > limits.memory_bytes:
             self._kill(run, "memory", f"more than {limits.memory_bytes} bytes of memory")
-        elif usage.cpu_seconds > math.ceil(limits.cpu_seconds):
+        elif run.cpu_seconds > math.ceil(limits.cpu_seconds):
             self._kill(run, "timeout", processor_limit(limits))
         elif usage.tasks > limits.processes + self.isolation.own_tasks + 1:
             self._kill(run, "runtime_error", f"more than {limits.processes} processes and threads")
@@ -321,6 +323,15 @@ def _fork_guarded() -> None:
     os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
+def _raise_descriptor_limit(workers: int) -> None:
+    """Allow this process as many descriptors as it may have; raise `OSError` if these are too few for the workers."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    needed = _OWN_DESCRIPTORS + 2 * workers * len(Process._fields)
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: {limit} are allowed, the server needs {needed}")
+
+
 def main(tier: str, workers: int, python: str | None, packages: Sequence[str] = ()) -> None:
     """Entry point of the server process. Standard input is the socket to the client."""
     sys.setrecursionlimit(500)  # limits the nesting of returned JSON to what every client can parse
@@ -329,10 +340,11 @@ def main(tier: str, workers: int, python: str | None, packages: Sequence[str] = 
     _fork_guarded()
     channel = Channel(socket.socket(fileno=os.dup(0)))
     try:
+        _raise_descriptor_limit(workers)
         if not observe.available():
             raise SandboxError(
                 "The kernel does not list a process's children (CONFIG_PROC_CHILDREN), but the limits of a tree of "
-                "processes need it. Use a remote sandbox (url=...)."
+                "processes need it. Use a remote sandbox."
             )
         interpreter = find_interpreter(python)
         if os.geteuid() == 0:

@@ -1,0 +1,285 @@
+"""The remote sandbox, against a local service in the style of Sandbox Fusion that can misbehave."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from service import Handler, Service, run_code, running_service
+
+from credit_trl.sandbox import Limits, Program, Sandbox, SandboxError, choose_sandbox, open_sandbox, remote
+from credit_trl.sandbox.remote import RemoteSandbox, outcome_of
+
+
+def request_threads(within: float = 30.0) -> int:
+    """Number of threads of remote sandboxes, once there is none or the time is over."""
+    give_up = time.monotonic() + within
+    while True:
+        count = sum(thread.name == "credit-trl-remote-sandbox" for thread in threading.enumerate())
+        if not count or time.monotonic() > give_up:
+            return count
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    with running_service() as running:
+        yield running
+
+
+def test_remote_outcomes_equal_local_ones(service: Service) -> None:
+    programs = [
+        Program("print(int(input()) + 1)", stdin="41"),
+        Program("def f(a, b):\n    print('noise')\n    return (a, b)", fn_name="f", arguments="[1, null]"),
+        Program("class Solution:\n    def f(self):\n        return N", fn_name="f", prelude="N = 3"),
+        Program("x = 1\nx / 0"),
+        Program("raise SystemExit(3)"),
+        Program("import time; time.sleep(9)", limits=Limits(wall_seconds=0.5)),
+        Program("def f():\n    print(42)\n    raise SystemExit(0)", fn_name="f"),
+        Program("import os\ndef f():\n    os._exit(0)", fn_name="f"),
+        Program("def f():\n    return {1}", fn_name="f"),
+        Program("raise MemoryError"),
+        Program("print('x' * 5000)", limits=Limits(output_bytes=1000)),
+    ]
+    with open_sandbox(service.url, workers=4) as sandbox:
+        assert isinstance(sandbox, Sandbox)
+        outcomes = sandbox.run(programs)
+    assert [outcome.status for outcome in outcomes] == [
+        *("ok", "ok", "ok", "runtime_error", "runtime_error", "timeout"),
+        *("runtime_error", "runtime_error", "runtime_error", "memory", "output_limit"),
+    ]
+    assert outcomes[0].stdout == "42\n"
+    assert (json.loads(outcomes[1].value), outcomes[1].stdout) == ([1, None], "noise\n")
+    assert outcomes[2].value == "3"
+    assert outcomes[3].error.endswith("line 2, in <module>\n    x / 0\nZeroDivisionError: division by zero")
+    assert outcomes[4].exit_code == 3
+    assert "before f returned" in outcomes[6].error
+    assert len(outcomes[10].stdout) == 1000
+
+
+def test_remote_program_has_a_limit_of_processor_time(service: Service) -> None:
+    show = Program("import resource; print(resource.getrlimit(resource.RLIMIT_CPU))", limits=Limits(cpu_seconds=6.5))
+    with RemoteSandbox(service.url) as sandbox:
+        assert sandbox.run([show])[0].stdout == "(7, 8)\n"
+
+
+@pytest.mark.parametrize("code", [-signal.SIGXCPU, 128 + signal.SIGXCPU, -signal.SIGKILL])
+def test_remote_end_by_processor_time_is_a_time_out(code: int) -> None:
+    run = {"status": "Finished", "return_code": code, "stdout": "", "stderr": "", "execution_time": 7.1}
+    program = Program("while True: pass", limits=Limits(cpu_seconds=7))
+    assert outcome_of(program, {"run_result": run}, "mark").status == "timeout"
+    assert outcome_of(program, {"run_result": run | {"execution_time": 1.0}}, "mark").status == "runtime_error"
+
+
+def test_request_has_the_fields_of_the_interface(service: Service) -> None:
+    with RemoteSandbox(service.url) as sandbox:
+        sandbox.run([Program("pass", stdin="in", limits=Limits(wall_seconds=7, memory_bytes=1 << 30))])
+    request = service.requests[-1]
+    assert request["path"] == "/service/run_code"
+    assert (request["language"], request["stdin"], request["run_timeout"]) == ("python", "in", 7)
+    assert request["memory_limit_MB"] == 1024
+
+
+def drip_body(handler: Handler, body: dict) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(50):
+        handler.wfile.write(b" ")
+        time.sleep(0.1)
+
+
+def drip_headers(handler: Handler, body: dict) -> None:
+    """A byte each tenth of a second, and no end."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    for _ in range(300):
+        handler.wfile.write(b"X")
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("answer", [lambda handler, body: time.sleep(5), drip_body, drip_headers])
+def test_deadline_holds_however_slowly_the_service_answers(service: Service, answer) -> None:
+    service.misbehave = answer
+    started = time.monotonic()
+    with RemoteSandbox(service.url, workers=3) as sandbox:
+        outcomes = sandbox.run([Program("print(1)")] * 8, deadline=0.5)
+    assert [outcome.status for outcome in outcomes] == ["deadline"] * 8
+    assert time.monotonic() - started < 5
+    assert request_threads(within=5) == 0
+
+
+def test_dripped_headers_end_without_a_deadline(service: Service, monkeypatch) -> None:
+    monkeypatch.setattr(remote, "_ALLOWANCE_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "_RETRY_SECONDS", 0.05)
+    service.misbehave = drip_headers
+    started = time.monotonic()
+    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="did not answer in time"):
+        sandbox.run([Program("print(1)", limits=Limits(wall_seconds=0.2))], deadline=None)
+    assert time.monotonic() - started < 10
+
+
+def test_opening_ends_if_headers_are_dripped(service: Service, monkeypatch) -> None:
+    monkeypatch.setattr(remote, "_OPENING_SECONDS", 0.5)
+    monkeypatch.setattr(Handler, "do_POST", lambda handler: drip_headers(handler, {}))
+    with pytest.raises(SandboxError, match=r"did not answer within 0\.5 seconds"):
+        open_sandbox(service.url)
+
+
+def test_credentials_are_sent_and_never_shown(service: Service, no_wait: None, caplog) -> None:
+    url = service.url.replace("http://", "http://user:s3cr%2Ft@")
+    seen = []
+
+    def reflect(handler: Handler, body: dict) -> None:
+        seen.append(handler.headers["Authorization"])
+        handler.answer(503, {"detail": f"{seen[-1]} s3cr/t \x1b[2J"})
+
+    with open_sandbox(url) as sandbox:
+        service.misbehave = reflect
+        with pytest.raises(SandboxError) as caught:
+            sandbox.run([Program("print(1)")])
+        shown = [str(caught.value), sandbox.description, sandbox.url, caplog.text]
+    token = base64.b64encode(b"user:s3cr/t").decode()
+    assert set(seen) == {f"Basic {token}"}
+    for text in shown:
+        assert not {"s3cr", token, "\x1b"} & {part for part in ("s3cr", token, "\x1b") if part in text}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:s3cret@",
+        "http://user:s3cret@host:port",
+        "http://user:s3/cret@host",
+        "ftp://user:s3cret@host",
+        "user:s3cret@host",
+        "http://host/?key=s3cret",
+    ],
+)
+def test_invalid_address_is_shown_without_credentials(url: str) -> None:
+    for action in (lambda: RemoteSandbox(url), lambda: choose_sandbox(url)):
+        with pytest.raises(ValueError, match="http://") as caught:
+            action()
+        assert "s3" not in str(caught.value)
+        assert "cret" not in str(caught.value)
+
+
+def test_control_characters_of_a_service_are_spelled_out(service: Service, no_wait: None) -> None:
+    service.misbehave = lambda handler, body: handler.answer(200, {"status": "\x1b]0;title\x07", "x": "\u202e"})
+    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError) as caught:
+        sandbox.run([Program("print(1)")])
+    assert str(caught.value).isprintable()
+
+    def bare(handler: Handler, body: dict) -> None:
+        handler.send_response(400)
+        handler.end_headers()
+        handler.wfile.write(b"\x1b[31mred\nline")
+
+    service.misbehave = bare
+    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="U\\+001B") as caught:
+        sandbox.run([Program("print(1)")])
+    assert str(caught.value).isprintable()
+
+
+def test_endless_response_is_an_output_limit(service: Service) -> None:
+    def flood(handler: Handler, body: dict) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(1000):
+            handler.wfile.write(b"x" * (1 << 16))
+
+    service.misbehave = flood
+    with RemoteSandbox(service.url) as sandbox:
+        [outcome] = sandbox.run([Program("print(1)", limits=Limits(output_bytes=1000))])
+    assert outcome.status == "output_limit"
+
+
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_RETRY_SECONDS", 0.01)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (500, {"detail": "broken"}),
+        (429, {}),
+        (400, {"detail": "unknown field"}),
+        (200, {"status": "SandboxError", "message": "no container", "run_result": None}),
+        (200, {"unexpected": True}),
+        (200, []),
+    ],
+)
+def test_failing_service_is_asked_twice(service: Service, no_wait: None, answer: tuple[int, object]) -> None:
+    service.misbehave = lambda handler, body: handler.answer(*answer)
+    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="failed twice"):
+        sandbox.run([Program("print(1)")])
+    assert sum("print(1)" in request["code"] for request in service.requests) == 2
+
+
+@pytest.mark.parametrize("failure", [429, 503, "closed connection"])
+def test_failed_request_is_repeated_after_the_wait_that_the_service_asks(service: Service, failure: object) -> None:
+    asked: list[float] = []
+
+    def restarting(handler: Handler, body: dict) -> None:
+        asked.append(time.monotonic())
+        if len(asked) > 1:
+            handler.answer(200, run_code(body))
+        elif failure == "closed connection":
+            handler.close_connection = True  # without an answer
+        else:
+            handler.answer(failure, {}, {"Retry-After": "1"})
+
+    service.misbehave = restarting
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "_RETRY_SECONDS", 0.2)
+        with RemoteSandbox(service.url, workers=1) as sandbox:
+            outcomes = sandbox.run([Program(f"print({n})") for n in range(3)])
+    assert [outcome.stdout for outcome in outcomes] == ["0\n", "1\n", "2\n"]
+    assert asked[1] - asked[0] >= (0.2 if failure == "closed connection" else 1.0)
+
+
+def test_deadline_holds_during_the_wait_for_a_retry(service: Service) -> None:
+    service.misbehave = lambda handler, body: handler.answer(429, {}, {"Retry-After": "600"})
+    with RemoteSandbox(service.url, workers=2) as sandbox:
+        outcomes = sandbox.run([Program("print(1)")] * 3, deadline=0.5)
+    assert [outcome.status for outcome in outcomes] == ["deadline"] * 3
+    assert request_threads() == 0
+
+
+def test_unreachable_address_raises() -> None:
+    with Service() as gone:
+        url = gone.url
+    with pytest.raises(SandboxError, match="127"):
+        open_sandbox(url)
+
+
+@pytest.mark.parametrize("url", ["http://", "http://host:port", "https://host/?key=1", "http://host/#x"])
+def test_invalid_address_raises(url: str) -> None:
+    with pytest.raises(ValueError, match="http://host:8080"):
+        open_sandbox(url)
+
+
+def test_report_with_wrong_mark_is_ignored() -> None:
+    run = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": "\nguessedRtrue"}
+    outcome = outcome_of(Program("", fn_name="f"), {"status": "Success", "run_result": run}, mark="secret")
+    assert outcome.status == "runtime_error"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": "Error"},
+        *({"execution_time": seconds} for seconds in (math.nan, math.inf, -1.0, 10**400, "soon", [1])),
+    ],
+)
+def test_malformed_response_is_an_error_of_the_service(change: dict) -> None:
+    run = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": "", "execution_time": 0.1}
+    assert outcome_of(Program(""), {"status": "Success", "run_result": run}, mark="secret").status == "ok"
+    with pytest.raises(SandboxError, match="the remote sandbox failed"):
+        outcome_of(Program(""), {"status": "Success", "run_result": run | change}, mark="secret")

@@ -1,0 +1,59 @@
+"""Times of a running program: processor time, and waits for processors that others used."""
+
+from __future__ import annotations
+
+import pytest
+
+from credit_trl.sandbox.observe import ProcessorTimes
+from credit_trl.sandbox.protocol import Program
+from credit_trl.sandbox.running import Job, Process, RunningProgram
+
+
+def running_program() -> RunningProgram:
+    return RunningProgram(Job(0, Program("pass")), Process(1, 2, 3, 4, 5), None)
+
+
+@pytest.mark.parametrize(
+    ("total", "ran", "waited", "delayed"),
+    [
+        (0.25, {"a": 0.25}, {"a": 0.75}, 0.75),  # one thread beside other programs
+        (1.0, {"a": 1.0}, {"a": 0.0}, 0.0),  # alone
+        (0.0, {"a": 0.0}, {"a": 0.0}, 0.0),  # asleep
+        (1.0, {"a": 0.25, "b": 0.75}, {"a": 0.75, "b": 0.25}, 0.0),  # two threads, one processor
+        (2.0, {"a": 0.5, "b": 0.5, "c": 1.0}, {"a": 0.5, "b": 0.5, "c": 0.0}, 0.0),  # three threads, two processors
+        (0.5, {"a": 0.25, "b": 0.25}, {"a": 0.75, "b": 0.75}, 0.5),  # both beside other programs
+        (1.0, {"a": 0.25}, {"a": 0.75}, 0.0),  # the other processes have ended
+    ],
+)
+def test_waits_for_own_threads_are_no_delay(total: float, ran: dict, waited: dict, delayed: float) -> None:
+    run = running_program()
+    run.add_times(ProcessorTimes(5.0, dict.fromkeys(ran, 2.0)), now=0.0)
+    run.add_times(ProcessorTimes(5.0 + total, {name: 2.0 + ran[name] + waited[name] for name in ran}), now=1.0)
+    assert run.delayed == pytest.approx(delayed)
+    assert run.is_starved == (total < 0.2)
+
+
+def test_long_waits_that_end_in_turns_are_no_delay() -> None:
+    """Ten threads on one processor: each runs every half second, for as long as the interval of samples."""
+    run = running_program()
+    active = {str(thread): 0.0 for thread in range(10)}
+    run.add_times(ProcessorTimes(0.0, dict(active)), now=0.0)
+    for turn in range(1, 100):
+        active[str(turn % 10)] += 0.5
+        run.add_times(ProcessorTimes(0.05 * turn, dict(active)), now=0.05 * turn)
+    assert run.delayed == pytest.approx(0.0)
+
+
+def test_wait_longer_than_the_interval_of_samples_is_a_delay() -> None:
+    run = running_program()
+    for now, total, active in ((0.0, 0.0, 0.0), (0.05, 0.0, 0.0), (0.1, 0.0, 0.0), (0.2, 0.02, 0.2)):
+        run.add_times(ProcessorTimes(total, {"a": active}), now)
+    assert run.delayed == pytest.approx(0.18)
+
+
+def test_processor_seconds_keep_their_maximum() -> None:
+    """A process that nobody has waited for takes its processor time with it."""
+    run = running_program()
+    for total in (1.0, 4.0, 2.0, 3.0):
+        run.add_times(ProcessorTimes(total, {}), now=total)
+    assert run.cpu_seconds == 4.0
