@@ -1,6 +1,6 @@
-"""Analysis of the reward: token maps, mutual information, compatibility and interventional credit.
+"""Analysis of the credit: token maps, mutual information, compatibility, interventional credit, branches.
 
-    from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts, write_html
+    from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts, write_maps
 
 Names are loaded on first use. No module of this package imports the trainer.
 """
@@ -11,17 +11,13 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "branches": ("find_branches", "format_branches", "summarize_branches"),
     "callback": ("CreditMapCallback",),
     "checkpoints": ("Checkpoint",),
-    "compatibility": ("fit_posterior",),
+    "compatibility": ("fit_posterior", "measure_compatibility"),
     "responses": ("Rollout", "analysis_config", "read_rollouts", "sample_rollouts"),
-    "tokenmap": ("TokenMap", "TokenScores", "group_scales", "map_response", "score_response"),
-    "tokenmap_html": ("render_html", "write_html"),
-    "tokenmap_parquet": ("read_parquet", "write_parquet"),
-    "tokenmap_png": ("draw_png",),
+    "tokenmap": ("TokenMap", "TokenScores", "map_response", "score_response"),
+    "tokenmap_json": ("read_maps", "write_maps"),
     "tokenmap_summary": ("Summary", "format_summary", "summarize_maps"),
-    "tokenmap_terminal": ("print_map",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -2,14 +2,14 @@
 
 If a joint P(ŷ, z | x) exists, the student's distribution s over the answer letters is a mixture of the teachers'
 distributions T, one teacher for each feedback z = "the answer is A", "… B", …: `s = Tᵀ P` with P = P(z | x).
-`measure_compatibility` reads s and T off a model; `fit_posterior` finds the nearest mixture.
+`measure_compatibility` scores s and T with a model; `fit_posterior` finds the nearest mixture.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,11 +24,17 @@ from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.passes import Reading, last_position
+from credit_trl.lab.analysis.responses import analysis_config
+from credit_trl.lab.analysis.vocabulary_logps import ModelPrompts, next_token_logps
+from credit_trl.tasks.printable import markdown_table
 
 # The paper's wording of z for a boxed letter, and the start of the answer that makes the next token the letter.
 FEEDBACK = "The correct answer is \\boxed{{{letter}}}."
 ANSWER_PREFIX = "<answer>\n"
+# Residuals below it count as compatible, as in the paper.
+THRESHOLD = 1e-3
+# Residuals below it are rounding; lower bound of the ratio's denominator.
+_FLOOR = 1e-16
 TEMPLATES = {
     "reprompt_template": "{prompt}{solution}{feedback}",
     "feedback_template": "\n\nPrevious assessment: {feedback_raw} Now solve this problem step by step.",
@@ -122,7 +128,7 @@ class Record:
     uniform_residual: float  # ‖s − Tᵀ u‖₁ with the uniform mixture u
 
     @classmethod
-    def of(cls, question: ChoiceQuestion, probabilities: Float[NDArray, "1+Z Z"]) -> Record:
+    def fit(cls, question: ChoiceQuestion, probabilities: Float[NDArray, "1+Z Z"]) -> Record:
         """Fit the letter probabilities of the student (first row) and of the teacher of each letter."""
         mass = probabilities.sum(axis=-1)
         student, *teachers = probabilities / mass[:, None]
@@ -231,22 +237,29 @@ def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Sequence[str]) -> li
 def measure_compatibility(
     checkpoint: Checkpoint,
     questions: Sequence[ChoiceQuestion],
-    builder: ContextBuilder,
     *,
     feedback: str = FEEDBACK,
     prefix: str = ANSWER_PREFIX,
+    templates: Mapping[str, str] = TEMPLATES,
     progress: bool = False,
 ) -> list[Record]:
-    """Read the student and the teachers of every question and fit them, one batched forward pass a question.
+    """Score the student and the teachers of every question and fit them, one batched forward pass a question.
 
     Student and teachers are the same weights, those of `checkpoint.teacher`: Assumption 1 is about a single π.
-    `builder` puts z into a prompt (`TEMPLATES` has the paper's wording); `feedback` is z with the field `{letter}`,
-    `prefix` the forced start of the response, right before the letter.
+
+    Args:
+        checkpoint: the model.
+        questions: see `questions_of`.
+        feedback: z with the field `{letter}`.
+        prefix: forced start of the response, right before the letter.
+        templates: options of `CreditConfig` that put z into a prompt.
+        progress: whether to show a progress bar.
     """
     from tqdm.auto import tqdm
 
     distinct = sorted({letter for q in questions for letter in q.letters})
     ids = dict(zip(distinct, letter_ids(checkpoint.tokenizer, distinct), strict=True))
+    builder = ContextBuilder(checkpoint.tokenizer, analysis_config(**templates), checkpoint.end_ids())
     records = []
     for question in tqdm(questions, desc="questions", disable=not progress):
         texts = question.feedback or [feedback.format(letter=letter) for letter in question.letters]
@@ -256,7 +269,62 @@ def measure_compatibility(
         prompts = TokenContexts(checkpoint.encode(question.prompt), with_feedback)
         start = prefix if question.prefix is None else question.prefix
         prefix_ids = checkpoint.tokenizer(start, add_special_tokens=False)["input_ids"]
-        logps = last_position(Reading(checkpoint.teacher, prompts), prefix_ids)
+        logps = next_token_logps(ModelPrompts(checkpoint.teacher, prompts), prefix_ids)
         columns = [torch.logsumexp(logps[:, ids[letter]].double(), dim=-1).exp() for letter in question.letters]
-        records.append(Record.of(question, torch.stack(columns, dim=-1).cpu().numpy()))
+        records.append(Record.fit(question, torch.stack(columns, dim=-1).cpu().numpy()))
     return records
+
+
+def compatibility_metrics(records: Sequence[Record]) -> dict[str, float | str]:
+    """Rows of Table 4 for one model, by the paper's names."""
+    if not records:
+        raise ValueError("There are no records to summarize.")
+    residuals = np.array([r.residual for r in records])
+    uniform = np.array([r.uniform_residual for r in records])
+    width = max(len(r.fidelity) for r in records)
+    fidelity = np.array([np.pad(r.fidelity, (0, width - len(r.fidelity)), constant_values=np.nan) for r in records])
+    per_letter = np.nanmedian(fidelity, axis=0)
+    letters = _letters(records)
+    golds = [r.question.letters.index(r.question.gold) for r in records if r.question.gold is not None]
+    return {
+        "# records": len(records),
+        f"Gold balance ({' / '.join(letters)})": " / ".join(str(golds.count(i)) for i in range(len(letters))),
+        "Letter-token mass (median)": float(
+            np.median(np.concatenate([[r.student_mass, *r.teacher_mass] for r in records]))
+        ),
+        "Teacher fidelity (median, worst z)": float(per_letter.min()),
+        "Teacher fidelity (median, best z)": float(per_letter.max()),
+        "LS L1 residual (median)": float(np.median(residuals)),
+        f"Fraction residual < {THRESHOLD:g}": float((residuals < THRESHOLD).mean()),
+        "Uniform-P L1 baseline (median)": float(np.median(uniform)),
+        "Uniform / LS ratio (median)": float(np.median(uniform / residuals.clip(min=_FLOOR))),
+        "Self-consistency argmax P̂ = argmax s": float(np.mean([r.is_self_consistent for r in records])),
+        "P̂ mass on student's argmax (median)": float(np.median([r.posterior[r.student.argmax()] for r in records])),
+    }
+
+
+def format_compatibility(models: Mapping[str, Sequence[Record]]) -> str:
+    """Markdown table in the layout of Table 4, one column a model."""
+    columns = {
+        name: {label: _formatted(label, value) for label, value in compatibility_metrics(records).items()}
+        for name, records in models.items()
+    }
+    labels = dict.fromkeys(label for column in columns.values() for label in column)
+    rows = ([label, *(column.get(label, "–") for column in columns.values())] for label in labels)
+    return markdown_table(["Metric", *columns], rows) + "\n"
+
+
+def _formatted(label: str, value: float | str) -> str:
+    if isinstance(value, str | int):
+        return str(value)
+    if label.startswith(("LS L1", "Uniform / LS")):
+        return f"{value:.1e}"
+    return f"{value:.0%}" if label.startswith(("Fraction", "Self-consistency")) else f"{value:.3f}"
+
+
+def _letters(records: Sequence[Record]) -> tuple[str, ...]:
+    """Names of the options, or their positions where questions name them differently."""
+    longest = max((r.question.letters for r in records), key=len)
+    if all(r.question.letters == longest[: len(r.question.letters)] for r in records):
+        return longest
+    return tuple(str(position) for position in range(1, len(longest) + 1))

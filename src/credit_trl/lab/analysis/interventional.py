@@ -23,9 +23,9 @@ from torch import Tensor
 from credit_trl import objective
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditSettings
-from credit_trl.lab.analysis.passes import RolloutContexts, credit_logps
+from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import grade_rollouts
+from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, credit_logps
 from credit_trl.rollout.batch import is_successful
 from credit_trl.tasks.registry import Task
 
@@ -119,7 +119,7 @@ def candidates_of(
     checkpoint: Checkpoint,
     contexts: RolloutContexts,
     token_ids: Sequence[int],
-    settings: CreditSettings,
+    formula: CreditFormula,
     *,
     positions: int,
     candidates: int,
@@ -138,10 +138,10 @@ def candidates_of(
         Prefixes with two or more candidates, in the order of the response.
     """
     found: list[tuple[float, Branching]] = []
-    for rows, logps in credit_logps(checkpoint, contexts, token_ids, settings.temperature):
+    for rows, logps in credit_logps(checkpoint, contexts, token_ids, formula.temperature):
         entropy = torch.special.entr(logps.student.exp()).sum(dim=-1)
         top = logps.student.topk(min(candidates, logps.student.shape[-1]), dim=-1)
-        advantages, _ = settings.formula.advantages(logps, top.indices, settings.contrastive_coef)
+        advantages = formula.advantages(logps, top.indices)
         rewards = objective.self_distillation_reward(logps.teacher.gather(-1, top.indices), top.values)
         for n in range(len(entropy)):
             likely = top.values[n].exp() >= min_probability

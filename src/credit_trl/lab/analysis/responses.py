@@ -16,15 +16,15 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import ContrastSource, draw_contrasts
 from credit_trl.contexts.privileged import PrivilegedContext, decode_completions, gather_privileged_contexts
-from credit_trl.contexts.prompts import Prompt, user_text, without_question
+from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.contexts.tokens import ContextColumns
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import chat_prefixes, read_responses
 from credit_trl.evaluation.protocol import distinct_names
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.passes import RolloutContexts
 from credit_trl.lab.analysis.tokentext import visible
+from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
 from credit_trl.rollout.batch import GenerationBatch, is_successful, prompt_key
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, read_rows
@@ -61,7 +61,6 @@ class Rollout:
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
-        record["evidence"] = record.pop("privileged")  # the key of version 0.1.0
         if self.contexts is not None and self.contexts.columns is not None:
             record["contexts"]["columns"] = [self.contexts.columns.teacher, *self.contexts.columns.contrasts]
         return record
@@ -75,7 +74,7 @@ class Rollout:
             contexts = RolloutContexts(**{**contexts, "columns": columns})
         return cls(
             token_ids=tuple(record.pop("token_ids")),
-            privileged=PrivilegedContext(**record.pop("evidence")),
+            privileged=PrivilegedContext(**record.pop("privileged")),
             contrasts=tuple(record.pop("contrasts")),
             contexts=contexts,
             **record,
@@ -103,15 +102,6 @@ def analysis_config(**overrides: Any) -> CreditConfig:
     return CreditConfig("analysis", **{**quiet, **overrides})
 
 
-def contrast_prompts(response: Rollout, config: CreditConfig) -> list[Prompt]:
-    """The response's contrast prompts, or those that follow from its prompt alone in a run with this configuration."""
-    if config.contrastive_swap == "self":
-        return [response.prompt] * config.contrastive_count
-    if config.contrastive_source == "none":
-        return [without_question(response.prompt)]
-    return list(response.contrasts)
-
-
 def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkpoint) -> RolloutContexts:
     """Prompts of a response as token ids: `response.contexts`, or built as the trainer builds them.
 
@@ -126,8 +116,7 @@ def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkp
             "credit. Add feedback, or sample more rollouts of its prompt until one succeeds."
         )
     builder = ContextBuilder(checkpoint.tokenizer, config, checkpoint.end_ids())
-    contrasts = contrast_prompts(response, config)
-    built = builder.build(response.prompt, contrasts, response.privileged, checkpoint.render)
+    built = builder.build(response.prompt, response.contrasts, response.privileged, checkpoint.render)
     if built.teacher is None:
         raise ValueError(
             f"Response {response.identifier!r}: nothing of its feedback fits into `max_reprompt_len="
@@ -187,7 +176,7 @@ def sample_rollouts(
     )
     privileged = gather_privileged_contexts(batch, config, partial(decode_completions, checkpoint.tokenizer))
     population = [row["prompt"] for row in rows] if population is None else population
-    contrasts = draw(batch.prompts, population, config, [row.get("task") for row in repeated])
+    contrasts = draw(batch.prompts, population, config)
     names = distinct_names([_name(row, n) for n, row in enumerate(rows)])
     return [
         Rollout(
@@ -202,35 +191,17 @@ def sample_rollouts(
     ]
 
 
-def draw(
-    prompts: Sequence[Prompt],
-    population: Sequence[Prompt],
-    config: CreditConfig,
-    tasks: Sequence[str | None] | None = None,
-) -> list[list[Prompt]]:
+def draw(prompts: Sequence[Prompt], population: Sequence[Prompt], config: CreditConfig) -> list[list[Prompt]]:
     """Contrast prompts of each prompt, drawn as in the trainer's first generation batch, also with λ = 0.
 
     Args:
         prompts: prompts of the batch.
         population: prompts of the source `"dataset"`.
         config: source, C and seed.
-        tasks: task of each prompt, for the source `"same_task"`.
     """
-    exchanges = (("contrastive_swap", "hint"), ("contrastive_source", "wrong_feedback"), ("teacher_hint", "foreign"))
-    for name, value in exchanges:
-        if getattr(config, name) == value:
-            raise ValueError(
-                f"`{name}={value!r}` uses the privileged contexts of the run's own rollouts: map such a run with "
-                "`CreditMapCallback` during training."
-            )
-    if config.contrastive_source == "same_task" and (tasks is None or None in tasks):
-        raise ValueError(
-            "`contrastive_source='same_task'` needs the task of every prompt: a column `task`, or a field `task` of "
-            "each record. Or set `contrastive_source='batch'`."
-        )
     config = copy.copy(config)
     config.contrastive_coef = config.contrastive_coef or 1.0
-    rows = [{"task": task} for task in tasks or [None] * len(prompts)]
+    rows = [{} for _ in prompts]
     batch = GenerationBatch(rows, list(prompts), [[] for _ in prompts], [], [None for _ in prompts], first=0)
     return draw_contrasts(batch, config, ContrastSource({"prompt": population}, step=0))
 
@@ -239,7 +210,7 @@ def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig
     """Read responses of any origin from JSON lines, a JSON list or Parquet.
 
     A record has `prompt` (text or messages) and `response` (text), `feedback` or `demonstration` or both, and
-    optionally `reward`, `id`, `task` and `contrasts` (a list of prompts; by default drawn from the other records as
+    optionally `reward`, `id` and `contrasts` (a list of prompts; by default drawn from the other records as
     `config` says). The response is tokenized, and an end of turn is appended.
 
     Raises:
@@ -253,7 +224,7 @@ def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig
     given = [_given_contrasts(row) for row in rows]
     drawn = given
     if None in given:
-        drawn = draw(prompts, prompts, config, [row.data.get("task") for row in rows])
+        drawn = draw(prompts, prompts, config)
     end = checkpoint.tokenizer.eos_token_id
     rewards = [_optional(row, "reward", int, float) for row in rows]
     successes = is_successful([math.nan if r is None else r for r in rewards], config.success_reward_threshold)

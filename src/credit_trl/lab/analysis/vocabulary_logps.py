@@ -37,8 +37,8 @@ class RolloutContexts:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A model and the prompts under which it reads a response."""
+class ModelPrompts:
+    """A model and the prompts under which it scores a response."""
 
     model: Teacher  # π; a plain `Teacher` is the model as it is
     prompts: TokenContexts  # P = 1 + C of them; none where `prompts.teacher` is None
@@ -57,30 +57,30 @@ def credit_logps(
     checkpoint: Checkpoint, contexts: RolloutContexts, token_ids: Sequence[int], temperature: float
 ) -> Iterator[tuple[slice, CreditLogps]]:
     """Yield a slice of positions of y and the log-probabilities there, from one pass of student and teacher each."""
-    readings = [
-        Reading(checkpoint.student, TokenContexts(contexts.student)),
-        Reading(
+    models = [
+        ModelPrompts(checkpoint.student, TokenContexts(contexts.student)),
+        ModelPrompts(
             checkpoint.teacher,
             TokenContexts(contexts.teacher, contexts.contrasts, contexts.columns),
         ),
     ]
-    for rows, (student, teacher) in conditionals(readings, token_ids, temperature=temperature):
+    for rows, (student, teacher) in vocabulary_logps(models, token_ids, temperature=temperature):
         yield rows, CreditLogps(student[0], teacher[0], teacher[1:])
 
 
 @torch.no_grad()
-def conditionals(
-    readings: Sequence[Reading], response_ids: Sequence[int], *, temperature: float = 1.0
+def vocabulary_logps(
+    models: Sequence[ModelPrompts], response_ids: Sequence[int], *, temperature: float = 1.0
 ) -> Iterator[tuple[slice, tuple[Float[Tensor, "P n V"], ...]]]:
     """`log π(· | prompt, y_<t)` for every prompt and position.
 
-    Each reading is one batched backbone pass. Where a model is sharded over processes, every process must call this
+    Each model makes one batched backbone pass. Where a model is sharded over processes, every process must call this
     equally often; with `TokenContexts(None)` and no response ids it joins the passes and yields nothing.
 
     Yields:
-        A slice of positions and, for each reading, the log-probabilities there, in fp32 (fp64 for a model in fp64).
+        A slice of positions and, for each model, the log-probabilities there, in fp32 (fp64 for a model in fp64).
     """
-    states = [_states(reading, response_ids, temperature) for reading in readings]
+    states = [_states(one, response_ids, temperature) for one in models]
     if not response_ids:
         return
     vocabulary = min(head.vocabulary_size for _, head in states)  # another model as the teacher may have more rows
@@ -91,25 +91,25 @@ def conditionals(
         yield rows, tuple(_project(hidden[:, rows], head) for hidden, head in states)
 
 
-def last_position(reading: Reading, response_ids: Sequence[int]) -> Float[Tensor, "P V"]:
+def next_token_logps(one: ModelPrompts, response_ids: Sequence[int]) -> Float[Tensor, "P V"]:
     """Log-probabilities of the token that follows the whole response, in one batched pass over all prompts."""
-    *_, (_, (logps,)) = conditionals([reading], [*response_ids, 0])
+    *_, (_, (logps,)) = vocabulary_logps([one], [*response_ids, 0])
     return logps[:, -1]
 
 
 def _states(
-    reading: Reading, response_ids: Sequence[int], temperature: float
+    one: ModelPrompts, response_ids: Sequence[int], temperature: float
 ) -> tuple[Float[Tensor, "P n H"], LMHead]:
     """Hidden states of the positions that predict the response's tokens, and the head."""
-    device = reading.model.accelerator.device
+    device = one.model.accelerator.device
     ids = torch.tensor([list(response_ids) or [0]], device=device)
-    prompts = list(reading.prompts.sequences())
+    prompts = list(one.prompts.sequences())
     padded = len(prompts) * (max((len(prompt) for prompt, _ in prompts), default=0) + ids.shape[1])
     batch = CompletionBatch(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
     one_pass = PassConfig(round(padded / PADDING_SHARE))  # neither its tokens nor its padding end it
-    with reading.model.active() as model:
-        head = lm_head(reading.model.unwrapped(model), temperature).gathered().detached()
-        parts = list(token_states(reading.model, model, [reading.prompts], batch, one_pass))
+    with one.model.active() as model:
+        head = lm_head(one.model.unwrapped(model), temperature).gathered().detached()
+        parts = list(token_states(one.model, model, [one.prompts], batch, one_pass))
     if not parts:
         return head.weight.new_zeros(0, 0, head.weight.shape[1]), head
     [states] = parts
