@@ -8,11 +8,10 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from drawn import SETTINGS, drawn_rollout
+from drawn import FORMULA, drawn_rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_trl import cli
 from credit_trl.lab.analysis import branches
 from credit_trl.lab.analysis.branches import (
     Branches,
@@ -54,8 +53,8 @@ def branch_map(
             "teacher_logps": teacher.log_softmax(-1)[:, columns],
             "contrast_logps": contrast.log_softmax(-1)[..., columns],
         }
-        rest = {"advantage": torch.zeros_like(logps["student_logps"]), "entered_coef": logps["student_logps"]}
-        return logps | rest | {"ids": ids[:, columns], "contrastive_coef": 0.1, "formula": SETTINGS.formula}
+        rest = dict.fromkeys(("advantage", "policy_mean"), torch.zeros_like(logps["student_logps"]))
+        return logps | rest | {"ids": ids[:, columns], "formula": FORMULA}
 
     own = {n: x[..., 0] if isinstance(x, torch.Tensor) else x for n, x in scores(torch.tensor([sampled])).items()}
     alternatives = ScoredTokens(**scores(torch.tensor([i for i in range(5) if i != sampled])))
@@ -165,14 +164,3 @@ def test_table_shows_classes_and_missing_values():
     text = format_branches(summarize_branches([branch_map(values(-2.0), values(6.0))]))
     assert re.search(r"\| word \| 1 \| 0 \| -2\.00 \[-2\.00, -2\.00\] \| 6\.00 .* \| – \| – \|", text)
     assert "No branch" in format_branches([])
-
-
-def test_credit_map_prints_and_writes_the_branches(tmp_path, capsys):
-    line = "credit-map --model quickstart --task quickstart --max_prompts 12 --samples 2 --max_completion_length 32"
-    options = ("--pictures", "0", "--terminal", "0", "--seed", "1", "--output_dir", str(tmp_path))
-    assert cli.main([*line.split(), *options]) == 0
-    [row] = re.findall(r"^\| all \|.*$", capsys.readouterr().out, flags=re.MULTILINE)
-    numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", row)]
-    assert len(numbers) >= 6
-    assert all(abs(number) < 100 for number in numbers)
-    assert row in (tmp_path / "summary.md").read_text("utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +10,10 @@ import pytest
 import torch
 from drawn import drawn_map
 
-from contexts import test_turns
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.lab.analysis.callback import CreditMapCallback, _choose
-from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.responses import Rollout
-from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
-from credit_trl.lab.analysis.tokenmap_html import write_html
-from credit_trl.lab.analysis.tokenmap_parquet import read_parquet
-from credit_trl.rollout.batch import loss_mask
-
-scripted = test_turns.scripted  # the fixture
+from credit_trl.lab.analysis.tokenmap import TokenMap
+from credit_trl.lab.analysis.tokenmap_json import read_maps
 
 
 def verdicts(completions, answer, **kwargs) -> list[Verdict]:
@@ -62,7 +54,7 @@ def train(make_model, make_config, dataset, tokenizer):
 
 def pages(trainer: CreditTrainer) -> dict[str, list[TokenMap]]:
     directory = Path(trainer.args.output_dir) / "credit_maps"
-    return {path.stem: read_parquet(path) for path in sorted(directory.glob("*.parquet"))}
+    return {path.stem: read_maps(path) for path in sorted(directory.glob("*.json"))}
 
 
 def of_this_step(maps: list[TokenMap]) -> list[TokenMap]:
@@ -95,61 +87,19 @@ def test_maps_show_the_loss_credit_and_keep_training_equal(train):
     "options",
     [
         {"contrastive_form": "guide", "contrastive_coef": 1.5, "distillation_topk": 6},
-        {"contrastive_gate": 0.004, "contrastive_coef": 0.5, "distillation_topk": 6},
-        {"contrastive_coef": 0.5, "distillation_support": "student_topk"},
-        {"contrastive_baseline": "log_mean", "contrastive_count": 3, "contrastive_gate": 0.008},
+        {"contrastive_count": 3, "contrastive_source": "dataset"},
         {"distillation_tail": "renormalize", "distillation_topk": 6, "contrastive_form": "guide"},
-        {"distillation_support": "full", "contrastive_gate": 0.004, "contrastive_coef": 0.5},
-        {"contrastive_source": "none"},
-        {"contrastive_source": "hard", "contrastive_count": 2},
-        {"contrastive_source": "same_task"},
-        {"teacher_model_kind": "trust_region", "teacher_trust_weight": 0.6},
-        {"teacher_model_kind": "trust_region", "teacher_trust_kl": 1e-6},
     ],
-    ids=lambda options: " ".join(f"{key[key.index('_') + 1 :]}={value}" for key, value in options.items()),
+    ids=str,
 )
-def test_maps_show_lambda_gate_and_contrasts_of_each_option(train, options):
+def test_maps_show_the_advantages_of_each_option(train, options):
     trainer = train(CreditMapCallback(every=2, rollouts=8), **{"distillation_support": "teacher_topk"} | options)
     logged = {entry["step"]: entry for entry in trainer.state.log_history if "credit/advantage_mean" in entry}
-    decided = []
     for name, maps in pages(trainer).items():
-        entry, current = logged[int(name[-6:])], of_this_step(maps)
+        current = of_this_step(maps)
         shown = torch.cat([m.scores.advantage for m in current])
-        assert shown.mean().item() == pytest.approx(entry["credit/advantage_mean"], abs=2e-6)
-        [coef] = {m.scores.contrastive_coef for m in current}
-        assert coef == trainer.args.contrastive_coef
-        if "contrastive_gate" in options:
-            shut = torch.cat([m.scores.entered_coef for m in current]) == 0
-            assert shut.float().mean().item() == pytest.approx(entry["credit/frac_gated"])
-            decided.append(shut)
-        if options.get("contrastive_source") == "none":
-            assert {len(m.response.contrasts) for m in current} == {1}
-            assert not any(m.response.problem in m.response.contrasts[0] for m in current)
-    if decided:
-        shut = torch.cat(decided)
-        assert 0 < shut.sum() < len(shut), "the gate is open or closed everywhere"
-
-
-def test_turn_feedback_is_scored_as_in_the_loss(scripted, monkeypatch, tmp_path):
-    trainer = scripted(contrastive_form="guide", contrastive_coef=0.7, teacher_model_kind="live", loss_type="bnpo")
-    inputs, built = test_turns.batch(trainer)
-    trainer._step = 1  # one micro-batch of this generation batch has been seen
-    responses = CreditMapCallback(trainer=trainer)._current_rollouts(1)
-    assert any(contexts.columns for contexts in built)
-    for response, contexts in zip(responses, built, strict=True):
-        assert (response.contexts.teacher, response.contexts.contrasts) == (contexts.teacher, contexts.contrasts)
-        assert response.contexts.columns == contexts.columns
-        assert Rollout.from_json(json.loads(json.dumps(response.to_json()))) == response
-    logged = []
-    monkeypatch.setattr(trainer, "_log_tokens", lambda loss: logged.append(loss.terms.advantages))
-    trainer.compute_loss(trainer.model, inputs)
-    checkpoint = Checkpoint.of(trainer.model, trainer.processing_class)
-    maps = [map_response(checkpoint, response, trainer.args) for response in responses]
-    in_loss = [mask[: len(m.tokens)] for mask, m in zip(loss_mask(inputs), maps, strict=True)]
-    shown = torch.cat([m.scores.advantage[mask] for m, mask in zip(maps, in_loss, strict=True)])
-    torch.testing.assert_close(shown, logged[0], atol=1e-4, rtol=1e-3)
-    write_html(maps, tmp_path / "turns.html")
-    assert "turn 1: Turn 1 added 3." in (tmp_path / "turns.html").read_text("utf-8")
+        assert shown.mean().item() == pytest.approx(logged[int(name[-6:])]["credit/advantage_mean"], abs=2e-6)
+        assert {m.scores.formula.contrastive_coef for m in current} == {trainer.args.contrastive_coef}
 
 
 def test_pinned_rollouts_are_scored_under_later_weights(train):
@@ -163,8 +113,6 @@ def test_pinned_rollouts_are_scored_under_later_weights(train):
         assert token_map.response == before.response
         assert token_map.checkpoint == "step-3"
         assert not torch.equal(token_map.scores.advantage, before.scores.advantage)
-    page = (Path(trainer.args.output_dir) / "credit_maps" / "step-000003.html").read_text("utf-8")
-    assert '"checkpoints":["step-1","step-3"]' in page
     summary = (Path(trainer.args.output_dir) / "credit_maps" / "summary.md").read_text("utf-8")
     assert "6 responses" in summary  # two at the first step, two and two at the third
 
@@ -291,10 +239,3 @@ def test_chosen_rollouts_cover_all_groups_first():
     responses = [replace(one, prompt=f"prompt {i // 3}") for i, one in enumerate(responses)]
     assert [r.identifier for r in _choose(responses, 4)] == ["0", "3", "1", "4"]
     assert [r.identifier for r in _choose(responses[2:], 3)] == ["2", "3", "4"]  # two of them have no teacher
-
-
-def test_routed_run_maps_only_what_is_distilled(train):
-    trainer = train(CreditMapCallback(every=5, rollouts=8), max_steps=1, credit_use="route")
-    rewards = [m.response.reward for m in pages(trainer)["step-000001"]]
-    assert rewards
-    assert max(rewards) < trainer.args.success_reward_threshold

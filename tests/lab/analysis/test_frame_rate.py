@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from credit_trl.lab.analysis.openings import common_openings, frame_rate, new_openings, own_frame_rate
+from credit_trl.lab.analysis.frame_rate import common_openings, frame_rate, new_openings, own_frame_rate
 
 BASE = ["weather(Oslo)", "Sure: call(Emma)", "Sure: call(Ben)", "Well, order(pizza)"]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from credit_trl.lab.analysis.tokentext import display_width, token_texts, visible
+from credit_trl.lab.analysis.tokentext import token_texts, visible
 from tiny import build_tokenizer
 
 quick = settings(max_examples=60, deadline=None)
@@ -110,10 +110,3 @@ def test_sentencepiece_bytes_and_spaces_are_read():
 
 def test_id_outside_the_vocabulary_is_shown(tokenizer):
     assert token_texts(tokenizer, [len(tokenizer) + 5])[0].text == f"⟨id {len(tokenizer) + 5}⟩"
-
-
-@pytest.mark.parametrize(
-    ("character", "columns"), [("a", 1), ("中", 2), ("\u0301", 0), ("\u200d", 0), ("\ufe0f", 0), ("🙂", 2)]
-)
-def test_display_width_of_characters(character, columns):
-    assert display_width(character) == columns

@@ -110,8 +110,6 @@ class ChoiceQuestion:
     letters: tuple[str, ...]  # of its options, in order; any texts of one token each are possible
     gold: str | None = None  # right letter
     identifier: str = ""  # name in the records
-    feedback: tuple[str, ...] | None = None  # z for each letter; None takes that of `measure_compatibility`
-    prefix: str | None = None  # forced start of the response; None takes that of `measure_compatibility`
 
 
 @dataclass(frozen=True)
@@ -260,15 +258,14 @@ def measure_compatibility(
     distinct = sorted({letter for q in questions for letter in q.letters})
     ids = dict(zip(distinct, letter_ids(checkpoint.tokenizer, distinct), strict=True))
     builder = ContextBuilder(checkpoint.tokenizer, analysis_config(**templates), checkpoint.end_ids())
+    prefix_ids = checkpoint.tokenizer(prefix, add_special_tokens=False)["input_ids"]
     records = []
     for question in tqdm(questions, desc="questions", disable=not progress):
-        texts = question.feedback or [feedback.format(letter=letter) for letter in question.letters]
+        texts = [feedback.format(letter=letter) for letter in question.letters]
         with_feedback = [
             builder.encode(question.prompt, PrivilegedContext(feedback=z), checkpoint.render) for z in texts
         ]
         prompts = TokenContexts(checkpoint.encode(question.prompt), with_feedback)
-        start = prefix if question.prefix is None else question.prefix
-        prefix_ids = checkpoint.tokenizer(start, add_special_tokens=False)["input_ids"]
         logps = next_token_logps(ModelPrompts(checkpoint.teacher, prompts), prefix_ids)
         columns = [torch.logsumexp(logps[:, ids[letter]].double(), dim=-1).exp() for letter in question.letters]
         records.append(Record.fit(question, torch.stack(columns, dim=-1).cpu().numpy()))

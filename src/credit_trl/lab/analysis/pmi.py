@@ -102,24 +102,13 @@ def _log_mean(contrast_logps: Float[Tensor, "C *t v"]) -> Float[Tensor, "*t v"]:
     return contrast_logps.logsumexp(dim=0) - math.log(len(contrast_logps))
 
 
-@dataclass(frozen=True)
-class SurrogateAtCount:
-    """Ŝ with C contrast prompts, compared with pCMI over the whole population."""
-
-    count: int  # C
-    mean: float  # mean of Ŝ over draws
-    std: float  # standard deviation of Ŝ over draws; it falls with C
-    gap: float  # `mean` minus the population's pCMI; it does not depend on C
-    plug_in: float  # mean over draws of pCMI over the C drawn prompts
-
-
 def surrogate_by_count(
     teacher_token_logps: Float[Tensor, " T"],
     population_logps: Float[Tensor, "N T"],
     counts: Sequence[int],
     *,
     draws: int = 256,
-) -> tuple[float, list[SurrogateAtCount]]:
+) -> tuple[float, list[dict[str, float]]]:
     """Bias of Ŝ for several C, summed over a response, by drawing C of N prompts (Proposition 3).
 
     Args:
@@ -129,7 +118,8 @@ def surrogate_by_count(
         draws: sets of prompts drawn for each C.
 
     Returns:
-        pCMI over the population, and one record for each C.
+        pCMI over the population, and for each C `count`, the `mean` and `std` of Ŝ over the draws (`std` falls with C),
+        and `gap`, the mean minus pCMI, which does not depend on C.
     """
     generator = torch.Generator().manual_seed(0)
     exact = prior_contrastive_mi(teacher_token_logps, population_logps).sum().item()
@@ -138,38 +128,10 @@ def surrogate_by_count(
         chosen = torch.randint(len(population_logps), (draws, count), generator=generator)
         drawn = population_logps[chosen].transpose(0, 1)
         surrogates = objective.input_specific(teacher_token_logps, drawn).sum(dim=-1)
-        plug_in = prior_contrastive_mi(teacher_token_logps, drawn).sum(dim=-1)
         mean = surrogates.mean().item()
-        records.append(
-            SurrogateAtCount(count, mean, surrogates.std(correction=0).item(), mean - exact, plug_in.mean().item())
-        )
+        std = surrogates.std(correction=0).item()
+        records.append({"count": count, "mean": mean, "std": std, "gap": mean - exact})
     return exact, records
-
-
-@dataclass(frozen=True)
-class RewardSplit:
-    """r_t = implicit advantage + teacher–student gap (Appendix C)."""
-
-    # Term (i), log π_ref(v | x, y_<t, z) − log π_ref(v | x, y_<t), the effect of the feedback.
-    advantage: Float[Tensor, "*t v"]
-    # Term (ii), log π_ref(v | x, y_<t) − log π_θ(v | x, y_<t); 0 without lag.
-    gap: Float[Tensor, "*t v"]
-    # max(D_∞(π_ref ‖ π_θ), D_∞(π_θ ‖ π_ref)) at each position, an upper bound of |gap|.
-    bound: Float[Tensor, "*t"]
-
-
-def split_reward(
-    teacher_logps: Float[Tensor, "*t v"], prior_logps: Float[Tensor, "*t v"], student_logps: Float[Tensor, "*t v"]
-) -> RewardSplit:
-    """Split r_t over a complete vocabulary; over a part of it the bound holds for that part only.
-
-    Args:
-        teacher_logps: f = log π_ref(· | x, y_<t, z).
-        prior_logps: log π_ref(· | x, y_<t), without feedback.
-        student_logps: log π_θ(· | x, y_<t).
-    """
-    gap = prior_logps - student_logps
-    return RewardSplit(teacher_logps - prior_logps, gap, gap.abs().amax(dim=-1))
 
 
 @dataclass(frozen=True)

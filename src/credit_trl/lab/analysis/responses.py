@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,9 +25,8 @@ from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
-from credit_trl.rollout.batch import GenerationBatch, is_successful, prompt_key
+from credit_trl.rollout.batch import GenerationBatch, prompt_key
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.records import Row, read_rows
 from credit_trl.tasks.registry import Task
 
 
@@ -207,64 +206,54 @@ def draw(prompts: Sequence[Prompt], population: Sequence[Prompt], config: Credit
 
 
 def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
-    """Read responses of any origin from JSON lines, a JSON list or Parquet.
+    """Read responses of any origin from JSON Lines.
 
     A record has `prompt` (text or messages) and `response` (text), `feedback` or `demonstration` or both, and
-    optionally `reward`, `id` and `contrasts` (a list of prompts; by default drawn from the other records as
-    `config` says). The response is tokenized, and an end of turn is appended.
+    optionally `reward`, `id` and `contrasts` (a list of prompts; by default drawn from the other records as `config`
+    says). The response is tokenized, and an end of turn is appended.
 
     Raises:
-        RowError: a record is malformed; the message has its row and field.
-        ValueError: the file has no record.
+        ValueError: the file has no record, or one is not JSON or has no `prompt` or `response`; the message has its
+            number.
     """
-    rows = list(read_rows(path))
+    rows = [_record(path, number, line) for number, line in enumerate(_lines(path), 1) if line.strip()]
     if not rows:
         raise ValueError(f"{path} has no record.")
-    prompts = [_prompt(row, "prompt", row.get("prompt", (str, list))) for row in rows]
-    given = [_given_contrasts(row) for row in rows]
-    drawn = given
-    if None in given:
-        drawn = draw(prompts, prompts, config)
+    prompts = [row["prompt"] for row in rows]
+    drawn = draw(prompts, prompts, config)
     end = checkpoint.tokenizer.eos_token_id
-    rewards = [_optional(row, "reward", int, float) for row in rows]
-    successes = is_successful([math.nan if r is None else r for r in rewards], config.success_reward_threshold)
-    names = distinct_names([_name(row.data, n) for n, row in enumerate(rows)])
+    names = distinct_names([_name(row, n) for n, row in enumerate(rows)])
     return [
         Rollout(
             identifier=names[n],
-            prompt=prompts[n],
-            token_ids=(*checkpoint.tokenizer(row.get("response", str), add_special_tokens=False)["input_ids"], end),
-            privileged=PrivilegedContext(
-                _optional(row, "demonstration", str), _optional(row, "feedback", str), success=successes[n]
-            ),
-            contrasts=tuple(drawn[n] if given[n] is None else given[n]),
-            reward=rewards[n],
+            prompt=row["prompt"],
+            token_ids=(*checkpoint.tokenizer(row["response"], add_special_tokens=False)["input_ids"], end),
+            privileged=PrivilegedContext(row.get("demonstration"), row.get("feedback")),
+            contrasts=tuple(drawn[n] if row.get("contrasts") is None else row["contrasts"]),
+            reward=row.get("reward"),
         )
         for n, row in enumerate(rows)
     ]
 
 
+def _lines(path: str | Path) -> list[str]:
+    return Path(path).read_text("utf-8-sig").split("\n")  # a JSON string may contain other line separators
+
+
+def _record(path: str | Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+    fields = {"prompt": str | list, "response": str}
+    for name, kind in fields.items():
+        if not isinstance(record, dict) or not isinstance(record.get(name), kind):
+            raise ValueError(
+                f"{path}, line {number}: `{name}` is missing or no text; a record is {{prompt, response, …}}."
+            )
+    return record
+
+
 def _name(row: Mapping[str, Any], position: int) -> str:
     """Identifier of a row, by default its position."""
     return visible(str(position if row.get("id") is None else row["id"]))
-
-
-def _prompt(row: Row, field: str, prompt: Any) -> Prompt:
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
-        return prompt
-    raise row.error(field, "expected text or a list of messages with `role` and `content`")
-
-
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict) or "role" not in message:
-        return False
-    return isinstance(message.get("content"), str | list) or "tool_calls" in message
-
-
-def _given_contrasts(row: Row) -> list[Prompt] | None:
-    given = _optional(row, "contrasts", list)
-    return None if given is None else [_prompt(row, "contrasts", prompt) for prompt in given]
-
-
-def _optional(row: Row, field: str, *kinds: type) -> Any:
-    return row.get(field, (*kinds, type(None))) if field in row.data else None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_trl.evaluation.statistics import holm, paired_bootstrap
+from credit_trl.evaluation.statistics import bootstrap_ci, holm, paired_bootstrap
 from credit_trl.lab.report.runs import Run
 
 # Title and name in the log. avg@k comes from the evaluations.
@@ -108,11 +107,12 @@ def _scores(runs: Sequence[Run], matrix: NDArray[np.float64]) -> dict[str, Any]:
     if matrix.shape[1] > 1:
         row["score"] = float(matrix.mean())
         row["by_seed"] = matrix.mean(axis=1).tolist()
-        if _has_interval(matrix):
-            interval = paired_bootstrap(matrix, np.zeros_like(matrix[0]))
-            is_rate = matrix.min() >= 0.0 and matrix.max() <= 1.0
-            lowest, highest = (0.0, 1.0) if is_rate else (-math.inf, math.inf)
-            row |= {"low": max(interval.low, lowest), "high": min(interval.high, highest)}
+        if len(matrix) == 1:
+            interval = bootstrap_ci(matrix[0])
+            row |= {"low": interval.low, "high": interval.high}
+        elif len(matrix) >= _MIN_SEEDS:
+            interval = paired_bootstrap(matrix, np.zeros_like(matrix[0]))  # over seeds and prompts
+            row |= {"low": interval.low, "high": interval.high}
     return row
 
 

@@ -45,8 +45,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
         output = folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE
     output = Path(output).with_suffix(".html")
     document = report_document(read)
-    summary = {name: document[name] for name in ("title", "runs", "arms", "facts", "options", "curves", "comparison")}
-    write_json(output.with_suffix(".json"), summary)
+    write_json(output.with_suffix(".json"), document)
     write_atomically(output.with_suffix(".md"), report_markdown(document))
     write_page(document | _of_runs(read, names), output)
     return output
@@ -83,13 +82,17 @@ def _of_runs(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
         for name, run in zip(names, runs, strict=True)
         for row in read_rollouts(run)
     ]
-    maps = next((found for run in runs if (found := read_run_maps(run.folder))), None)
-    return {"rollouts": rollouts} | ({"maps": maps_section(maps)} if maps else {})
+    document: dict[str, Any] = {"rollouts": rollouts}
+    for name, run in zip(names, runs, strict=True):
+        if maps := read_run_maps(run.folder):
+            document["maps"] = {"run": visible(name), **maps_section(maps)}
+            break
+    return document
 
 
 def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table of completions; every other number is the value of a reward function."""
-    shown = {"step": row.get("step"), "rewards": {}}
+    shown: dict[str, Any] = {"step": row.get("step"), "prompt": [], "completion": [], "rewards": {}}
     for name, value in row.items():
         if name in ("prompt", "completion"):
             shown[name] = [turn | {"text": _shortened(turn["text"])} for turn in turns(value)]

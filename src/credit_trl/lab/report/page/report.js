@@ -61,6 +61,7 @@ function tableOf(names, rows, className, firstClass) {
 
 function show(id, title) {
   byId(id).hidden = false;
+  byId(id).querySelector("h2").textContent = title;
   const link = element("a", "", title);
   link.href = "#" + id;
   byId("contents").append(link);
@@ -120,6 +121,8 @@ function armName(index) {
 const WIDTH = 360, HEIGHT = 170, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 22;
 
 function buildCurves() {
+  const bands = data.runs.length > data.arms.length ? "Bands reach from the lowest to the highest run of an arm." : "The band of avg@k is its 95 % interval over prompts.";
+  byId("curves").querySelector(".note").append(" " + bands);
   if (data.arms.length > 1) {
     data.arms.forEach((_, index) => {
       const item = element("li");
@@ -291,7 +294,7 @@ function paint() {
       const s = strength(values[i], scale);
       cell.className = pane.base[i] + (s > 0 ? " p" : s < 0 ? " n" : "") + (Math.abs(values[i]) > 1.0001 * scale ? " over" : "");
       cell.style.setProperty("--a", Math.abs(s).toFixed(3));
-      cell.dataset.value = number(values[i], 1, true);
+      cell.dataset.value = Math.abs(values[i]) < 0.05 ? "" : number(values[i], 1, true);
     });
   }
   const digits = scale < 0.1 ? 5 : 2;
@@ -453,6 +456,6 @@ byId("theme").addEventListener("change", (event) => {
   else delete document.documentElement.dataset.theme;
 });
 if (data.runs && (data.comparison.length || data.options.length)) { show("summary", data.runs.length > 1 ? "Comparison" : "Summary"); buildSummary(); }
-if (maps) { show("maps", "Token maps"); buildMaps(); }
+if (maps) { show("maps", data.runs && data.runs.length > 1 ? "Token maps of " + maps.run : "Token maps"); buildMaps(); }
 if (data.curves && data.curves.length) { show("curves", "Curves"); buildCurves(); }
 if (data.rollouts && data.rollouts.length) { show("rollouts", "Rollouts"); buildRollouts(); }

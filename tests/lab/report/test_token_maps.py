@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from credit_trl.lab.analysis.tokenmap_html import embed_json, render_html, write_html
 from drawn import HOSTILE, drawn_map
 from matplotlib.image import imread
 
 from credit_trl.lab.analysis.formula import CreditFormula, CreditSettings
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap, colour_strength, group_scales
-from credit_trl.lab.analysis.tokenmap_html import embed_json, render_html, write_html
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.objective import ContrastRule
 

@@ -9,7 +9,7 @@ import torch
 
 from credit_trl import objective
 from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.lab.analysis.formula import CreditSettings
+from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
 from credit_trl.lab.analysis.tokentext import TokenText, visible
@@ -29,7 +29,7 @@ HOSTILE = (
     '\\u003cscript\\u003e window.pwned = 10 \\"); window.pwned = 11; //',
 )
 
-SETTINGS = CreditSettings(0.1)
+FORMULA = CreditFormula(0.1)
 
 
 def drawn_map(
@@ -40,29 +40,28 @@ def drawn_map(
     contrasts: int = 2,
     alternatives: Sequence[str] = (" yes", " no", "↵\n"),
     dtype: torch.dtype = torch.float32,
-    settings: CreditSettings = SETTINGS,
+    formula: CreditFormula = FORMULA,
     **rollout: Any,
 ) -> TokenMap:
     """Map of random log-probabilities over the given token texts; `rollout` are arguments of `drawn_rollout`."""
     generator = torch.Generator().manual_seed(seed)
-    rule, baseline = settings.formula.rule, settings.formula.baseline
-    run = {"contrastive_coef": settings.contrastive_coef, "formula": settings.formula}
 
     def scored(ids: torch.Tensor) -> dict[str, Any]:
         sizes = (ids.shape, ids.shape, (contrasts, *ids.shape))
         student, teacher, contrast = (-8 * torch.rand(*n, generator=generator, dtype=dtype).square() for n in sizes)
         advantage = objective.self_distillation_reward(teacher, student)
         if contrasts:
-            options = {"form": rule.form, "baseline": baseline}
-            advantage = objective.credit_advantages(teacher, contrast, student, settings.contrastive_coef, **options)
+            advantage = objective.credit_advantages(teacher, contrast, student, formula.contrastive_coef, formula.form)
         return {
             "ids": ids,
             "student_logps": student,
             "teacher_logps": teacher,
             "contrast_logps": contrast,
             "advantage": advantage,
-            "entered_coef": torch.full(ids.shape, settings.contrastive_coef if contrasts else 0.0, dtype=dtype),
-            **run,
+            "policy_mean": torch.rand(len(ids), generator=generator, dtype=dtype)
+            .view(-1, *[1] * (ids.dim() - 1))
+            .expand(ids.shape),
+            "formula": formula,
         }
 
     own = scored(torch.arange(len(tokens)))
