@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from drawn import FORMULA, drawn_rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from credit_trl.lab.analysis.branches import (
 )
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
 from credit_trl.lab.analysis.tokentext import TokenText
+from lab.drawn import FORMULA, drawn_rollout
 
 A, B, OTHER, FOREIGN, RARE = range(5)
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from drawn import drawn_map
 
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.lab.analysis.callback import CreditMapCallback, _choose
 from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.lab.analysis.tokenmap_json import read_maps
+from lab.drawn import drawn_map
 
 
 def verdicts(completions, answer, **kwargs) -> list[Verdict]:

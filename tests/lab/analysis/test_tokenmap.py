@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drawn import drawn_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from credit_trl.lab.analysis.tokenmap_json import json_numbers, read_maps, write
 from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
 from credit_trl.lab.analysis.tokentext import token_texts
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
+from lab.drawn import drawn_map
 
 quick = settings(max_examples=20, deadline=None)
 

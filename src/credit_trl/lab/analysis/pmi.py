@@ -118,8 +118,8 @@ def surrogate_by_count(
         draws: sets of prompts drawn for each C.
 
     Returns:
-        pCMI over the population, and for each C `count`, the `mean` and `std` of Ŝ over the draws (`std` falls with C),
-        and `gap`, the mean minus pCMI, which does not depend on C.
+        pCMI over the population, and for each C `count`, the `mean` and `std` of Ŝ over the draws, and `gap`, the mean
+        minus pCMI. The standard deviation falls with C, the gap does not depend on it.
     """
     generator = torch.Generator().manual_seed(0)
     exact = prior_contrastive_mi(teacher_token_logps, population_logps).sum().item()

@@ -90,12 +90,13 @@ def read_run(folder: str | Path) -> Run:
 def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs by the options in which they differ from each other, which name them; seeds of one arm share a name.
 
-    Runs with equal options and seeds are told apart by their folders.
+    Without such an option the first run's folder names them. Runs with equal options and seeds are told apart by their
+    folders.
     """
     arms: dict[str, list[Run]] = {}
     shown = differing_options(runs)
     for run, folder in zip(runs, short_names([run.folder for run in runs]), strict=True):
-        name = ", ".join(f"{option}={_text(_value(run, option))}" for option in shown) or run.folder.resolve().name
+        name = ", ".join(f"{option}={_text(_value(run, option))}" for option in shown) or runs[0].folder.resolve().name
         is_twin = any(other.seed == run.seed for other in arms.get(name, ()))
         arms.setdefault(f"{name} ({folder})" if is_twin else name, []).append(run)
     return arms
@@ -123,13 +124,13 @@ def read_rollouts(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str, An
     import pyarrow.parquet as parquet
 
     paths = sorted((run.folder / COMPLETIONS).glob("completions_*.parquet"))
-    last = len(paths) - 1
-    chosen = sorted({round(i * last / max(1, steps - 1)) for i in range(min(steps, len(paths)))} | {max(0, last)})
+    count = min(steps, len(paths))
+    chosen = [paths[round(i * (len(paths) - 1) / max(1, count - 1))] for i in range(count)]
     found: list[dict[str, Any]] = []
-    for path in (paths[i] for i in chosen if paths):
+    for path in chosen:
         try:
             found += parquet.read_table(path).slice(0, rows).to_pylist()
-        except OSError:  # being written
+        except (OSError, ValueError):  # not written completely
             continue
     return found
 
