@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,6 +23,7 @@ from credit_trl.tasks.printable import markdown_table, plain
 MIN_PROBABILITY = 0.01
 # B is the likeliest of them with S of at least the first, A the likeliest with S of at most the second, in nats.
 MIN_SPECIFIC, MAX_GENERIC = 1.0, 0.5
+_SUMMARIZED = ("delta", "s", "lambda_subtract", "lambda_guide")
 
 
 @dataclass(frozen=True)
@@ -43,26 +45,6 @@ class Branches:
     s: Float[Tensor, " N"]
     lambda_subtract: Float[Tensor, " N"]
     lambda_guide: Float[Tensor, " N"]
-
-
-@dataclass(frozen=True)
-class Quartiles:
-    lower: float
-    median: float
-    upper: float
-
-
-@dataclass(frozen=True)
-class ClassBranches:
-    """Quartiles over the branches of one token class; those of λ_c over the `rising` ones, where some δ > 0."""
-
-    name: str
-    count: int
-    rising: int
-    delta: Quartiles
-    s: Quartiles
-    lambda_subtract: Quartiles | None
-    lambda_guide: Quartiles | None
 
 
 def find_branches(token_map: TokenMap) -> Branches:
@@ -120,42 +102,47 @@ def critical_lambdas(
     return subtract.where(has_any, torch.nan), ratio.where(has_any, torch.nan)
 
 
-def summarize_branches(maps: Sequence[TokenMap]) -> list[ClassBranches]:
-    """Quartiles over all branches, and by class of the sampled token, the most frequent class first."""
+def summarize_branches(maps: Sequence[TokenMap]) -> list[dict[str, Any]]:
+    """Quartiles over all branches, and by class of the sampled token, the most frequent class first.
+
+    A row has `name` of the class, `count` of its branches, `rising` of those where some δ > 0, and (lower, median,
+    upper) of `delta` and `s` over all branches, and of `lambda_subtract` and `lambda_guide` over the rising ones; None
+    where there is none. Without branches there is no row.
+    """
     found = [find_branches(token_map) for token_map in maps]
     labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own.positions.tolist()]
     if not labels:
         return []
-    names = ("delta", "s", "lambda_subtract", "lambda_guide")
-    values = torch.stack([torch.cat([getattr(own, name) for own in found]) for name in names])
-    rows = {name: torch.tensor([label == name for label in labels]) for name in dict.fromkeys(labels)}
-    classes = [_of_class(name, values[:, own]) for name, own in rows.items()]
-    return [_of_class("all", values), *sorted(classes, key=lambda one: -one.count)]
+    values = {name: torch.cat([getattr(own, name) for own in found]) for name in _SUMMARIZED}
+    rows = [_summary_row("all", values, torch.ones(len(labels), dtype=torch.bool))]
+    of_classes = [
+        _summary_row(name, values, torch.tensor([label == name for label in labels])) for name in dict.fromkeys(labels)
+    ]
+    return rows + sorted(of_classes, key=lambda row: -row["count"])
 
 
-def _of_class(name: str, values: Float[Tensor, "4 N"]) -> ClassBranches:
-    delta, s, *lambdas = values
-    rising = ~lambdas[0].isnan()
-    quartiles = map(_quartiles, (delta, s, *(own[rising] for own in lambdas)))
-    return ClassBranches(name, len(delta), int(rising.sum()), *quartiles)
+def _summary_row(name: str, values: dict[str, Tensor], chosen: Bool[Tensor, " N"]) -> dict[str, Any]:
+    rising = chosen & ~values["lambda_subtract"].isnan()
+    row: dict[str, Any] = {"name": name, "count": int(chosen.sum()), "rising": int(rising.sum())}
+    for quantity, own in values.items():
+        kept = own[rising if quantity.startswith("lambda") else chosen]
+        levels = kept.new_tensor([0.25, 0.5, 0.75])
+        row[quantity] = tuple(kept.quantile(levels).tolist()) if len(kept) else None
+    return row
 
 
-def _quartiles(values: Tensor) -> Quartiles | None:
-    return Quartiles(*values.quantile(values.new_tensor([0.25, 0.5, 0.75])).tolist()) if len(values) else None
-
-
-def format_branches(classes: Sequence[ClassBranches]) -> str:
+def format_branches(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown table of median and quartiles; one sentence where there is no branch."""
-    if not classes:
+    if not rows:
         return "No branch between a generic and an input-specific token was found.\n"
-    rows = []
-    for c in classes:
-        quartiles = (c.delta, c.s, c.lambda_subtract, c.lambda_guide)
-        cells = (f"{q.median:.2f} [{q.lower:.2f}, {q.upper:.2f}]" if q else "–" for q in quartiles)
-        rows.append([plain(c.name), str(c.count), str(c.rising), *cells])
+    cells = []
+    for row in rows:
+        quartiles = [row[quantity] for quantity in _SUMMARIZED]
+        texts = [f"{q[1]:.2f} [{q[0]:.2f}, {q[2]:.2f}]" if q else "–" for q in quartiles]
+        cells.append([plain(row["name"]), str(row["count"]), str(row["rising"]), *texts])
     title = (
         "Branches of generic tokens and an input-specific token B: median [quartiles]; δ and s of the likeliest "
         "generic token A, λ_c of all of them, where some δ > 0."
     )
     columns = ("token class", "branches", "δ > 0", "δ", "s", "λ_c subtract", "λ_c guide")
-    return f"{title}\n\n{markdown_table(columns, rows)}\n"
+    return f"{title}\n\n{markdown_table(columns, cells)}\n"

@@ -40,8 +40,6 @@ TEMPLATES = {
     "feedback_template": "\n\nPrevious assessment: {feedback_raw} Now solve this problem step by step.",
 }
 
-_OPTION = re.compile(r"^[(\s]*([A-Z])\s*[:.)]\s", re.MULTILINE)
-
 
 def fit_posterior(
     student: Float[NDArray, "*b L"], teachers: Float[NDArray, "*b Z L"]
@@ -100,6 +98,9 @@ def _fit_one(s: Float[NDArray, " L"], t: Float[NDArray, "Z L"]) -> Float[NDArray
         raise RuntimeError(f"HiGHS found no fit: {result.message}")
     posterior = result.x[:count].clip(min=0.0)
     return posterior / posterior.sum()
+
+
+_OPTION = re.compile(r"^[(\s]*([A-Z])\s*[:.)]\s", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -175,19 +176,16 @@ def option_letters(prompt: Prompt) -> tuple[str, ...]:
 
 
 def questions_of(rows: Iterable[dict[str, Any]], letters: Sequence[str] | None = None) -> list[ChoiceQuestion]:
-    """Questions from rows with `prompt` and `answer` (a letter).
-
-    Args:
-        rows: rows of a multiple-choice data set.
-        letters: letters of every question; None reads them from each prompt.
+    """Questions from rows with `prompt` and `answer` (a letter); `letters` None reads them from each prompt.
 
     Raises:
         ValueError: a question has fewer than two letters, or its gold answer is not one of them.
     """
     questions = []
     for number, row in enumerate(rows):
-        own = tuple(letters) if letters is not None else option_letters(row["prompt"])
-        name, gold = str(row.get("id", number)), row.get("answer")
+        own = option_letters(row["prompt"]) if letters is None else tuple(letters)
+        name = str(row.get("id", number))
+        gold = row.get("answer")
         if len(own) < 2 or (gold is not None and gold not in own):
             raise ValueError(
                 f"Question {name}: options {own} and answer {gold!r} are no multiple choice of letters. Use a task "
@@ -198,26 +196,22 @@ def questions_of(rows: Iterable[dict[str, Any]], letters: Sequence[str] | None =
 
 
 def balanced(questions: Sequence[ChoiceQuestion], per_letter: int, seed: int = 0) -> list[ChoiceQuestion]:
-    """Random subset with equally many questions of each gold letter, in the order of `questions`.
+    """Random subset with equally many questions of each gold letter, at most `per_letter`, in the given order.
 
-    Only questions with the most frequent set of letters are used. Each letter gets `per_letter` questions, or as many
-    as the rarest letter has.
+    Only questions with the most frequent set of letters are used.
 
     Raises:
         ValueError: one of these letters is the gold answer of no question.
     """
     letters, _ = max(Counter(q.letters for q in questions).items(), key=lambda item: (item[1], len(item[0])))
     order = np.random.default_rng(seed).permutation(len(questions))
-    by_gold = {
-        letter: [i for i in order if questions[i].gold == letter and questions[i].letters == letters]
-        for letter in letters
-    }
-    if without := [letter for letter, rows in by_gold.items() if not rows]:
+    by_gold = {a: [i for i in order if questions[i].gold == a and questions[i].letters == letters] for a in letters}
+    if missing := [letter for letter, rows in by_gold.items() if not rows]:
         raise ValueError(
-            f"None of the questions with the options {', '.join(letters)} has {', '.join(without)} as its answer, so "
-            "letters cannot be balanced. Take more rows, or another split."
+            f"No question with the options {', '.join(letters)} has {', '.join(missing)} as its answer, so letters "
+            "cannot be balanced. Take more rows, or another split."
         )
-    size = min(per_letter, *(len(rows) for rows in by_gold.values()))
+    size = min(per_letter, *map(len, by_gold.values()))
     return [questions[i] for i in sorted(i for rows in by_gold.values() for i in rows[:size])]
 
 
@@ -247,7 +241,7 @@ def measure_compatibility(
 
     Args:
         checkpoint: the model.
-        questions: see `questions_of`.
+        questions: multiple-choice questions.
         feedback: z with the field `{letter}`.
         prefix: forced start of the response, right before the letter.
         templates: options of `CreditConfig` that put z into a prompt.

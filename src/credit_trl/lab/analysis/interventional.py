@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -223,8 +223,7 @@ def estimate(
     )
 
 
-@dataclass(frozen=True)
-class RankAgreement:
+class RankAgreement(NamedTuple):
     """Agreement of two orders of the candidates, averaged over prefixes.
 
     Args:
@@ -257,9 +256,8 @@ def rank_agreement(
     from scipy.stats import kendalltau, spearmanr
 
     kept = [c for c in credits if (c.is_resolved if resolved else c.is_informative)]
-    nan = float("nan")
     if not kept:
-        return RankAgreement(0, nan, nan, nan, nan)
+        return RankAgreement(0, *[float("nan")] * 4)
     pairs = [(c.successes, getattr(c.branching, quantity).double().numpy()) for c in kept]
     taus, rhos = (np.array([_correlation(of_ranks, *pair) for pair in pairs]) for of_ranks in (kendalltau, spearmanr))
     tops = [outcomes[other.argmax()] == outcomes.max() for outcomes, other in pairs]

@@ -7,7 +7,6 @@ The default classifies the word that a token is part of. A task's module can def
 from __future__ import annotations
 
 import inspect
-import keyword
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -21,17 +20,8 @@ from credit_trl.tasks.registry import Task
 # (response, its tokens) → class of each token.
 Classify = Callable[[Rollout, Sequence[TokenText]], list[str]]
 
-CLASSES = ("prompt word", "other word", "function word", "number", "punctuation", "white space", "control")
+CLASSES = ("prompt word", "other word", "number", "punctuation", "white space", "control")
 
-_ENGLISH = """
-a about after all also an and any are as at be because been before but by can could do does each first for from
-had has have here how i if in into is it its itself let like may more most must need no not now of on one only
-or other our out over please same shall should since so some such sure than that the their them then there these
-they this those to too under until up use used using very was we were what when where which while who will with
-would yes you your
-"""
-_PYTHON = (word.lower() for word in (*keyword.kwlist, *keyword.softkwlist))
-_FUNCTION_WORDS = frozenset(_ENGLISH.split()) | frozenset(_PYTHON)
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 # Bytes and hidden characters as `tokentext` spells them out.
 _FIRST_BYTE, _LATER_BYTE = re.compile(r"⟨[C-F][0-9A-F]⟩"), re.compile(r"⟨[89AB][0-9A-F]⟩")
@@ -42,8 +32,7 @@ def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]
     """Class of each token, one of `CLASSES`.
 
     Control tokens and white space come first; any other token has the class of the longest word in it, and a part of a
-    word that of the whole word. A function word is a frequent English word or a Python keyword; a prompt word occurs
-    in the last user turn, ignoring case.
+    word that of the whole word. A prompt word occurs in the last user turn, ignoring case.
     """
     plain = list(map(_plain, tokens))
     starts, text = [], ""
@@ -54,7 +43,7 @@ def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]
     kinds: list[list[tuple[int, str]]] = [[] for _ in tokens]
     owner = [index for index, piece in enumerate(plain) for _ in piece]
     for match in _WORD.finditer(text):
-        kind = _word_class(match[0].lower(), known)
+        kind = "prompt word" if match[0].lower() in known else "other word"
         for index in dict.fromkeys(owner[match.start() : match.end()]):
             begin, end = starts[index], starts[index] + len(plain[index])
             kinds[index].append((min(end, match.end()) - max(begin, match.start()), kind))
@@ -80,12 +69,6 @@ def _plain(token: TokenText) -> str:
     if token.character is not None:
         text = _LATER_BYTE.sub("", _FIRST_BYTE.sub(token.character, text))
     return _SPELLED_OUT.sub("\ufffd", text)
-
-
-def _word_class(word: str, known: set[str]) -> str:
-    if word in _FUNCTION_WORDS:
-        return "function word"
-    return "prompt word" if word in known else "other word"
 
 
 def _class_of(token: TokenText, piece: str, words: list[tuple[int, str]]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -122,14 +123,7 @@ def _tensors(scores: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype)
     """Fields of `ScoredTokens`; `contrast_logps` has one more dimension."""
     tensors = {}
     for name in _TENSORS:
-        kind = torch.int64 if name == "ids" else dtype
-        size = (-1, *shape) if name == "contrast_logps" and scores[name] else shape
-        size = (0, *shape) if name == "contrast_logps" and not scores[name] else size
-        tensors[name] = torch.tensor(_floats(scores[name]), dtype=kind).reshape(size)
+        size = (len(scores[name]), *shape) if name == "contrast_logps" else shape
+        values = torch.from_numpy(np.array(scores[name], dtype=np.float64).reshape(size))
+        tensors[name] = values.to(torch.int64 if name == "ids" else dtype)
     return tensors
-
-
-def _floats(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_floats(one) for one in value]
-    return float(value) if isinstance(value, str) else value

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,30 +31,16 @@ class ClassShare:
 
 
 @dataclass(frozen=True)
-class TokenString:
-    """One token string: its most frequent class, its number of occurrences and its means in nats."""
-
-    text: str
-    class_name: str
-    count: int
-    mean_delta_v: float
-    mean_specific: float
-
-    @property
-    def mean_generic_credit(self) -> float:
-        """Mean of ΔV_t − S_t = Ĝ_t − log π_θ."""
-        return self.mean_delta_v - self.mean_specific
-
-
-@dataclass(frozen=True)
 class Summary:
     """Summary of a set of maps. Those without contrast prompts have no S_t and are skipped."""
 
     responses: int
     tokens: int
     classes: list[ClassShare]  # in descending order of their share of |S|
-    most_specific: list[TokenString]  # in descending order
-    most_generic: list[TokenString]
+    # Token strings in descending order of their mean S, and of their mean ΔV − S: `text`, `class_name` (the most
+    # frequent one), `count`, `specific`, `generic` and `delta_v` (means in nats).
+    most_specific: list[dict[str, Any]]
+    most_generic: list[dict[str, Any]]
 
 
 def summarize_maps(maps: Sequence[TokenMap], *, top: int = 10, min_count: int = 1) -> Summary:
@@ -71,23 +58,19 @@ def summarize_maps(maps: Sequence[TokenMap], *, top: int = 10, min_count: int = 
     delta_v = torch.cat([empty, *(m.scores.delta_v.double() for m in maps)])
     specific = torch.cat([empty, *(m.scores.specific.double() for m in maps)])
     shares = [_share(name, rows, delta_v, specific) for name, rows in _positions(labels).items()]
-    strings = [
-        TokenString(
-            text,
-            Counter(labels[row] for row in rows).most_common(1)[0][0],
-            len(rows),
-            delta_v[rows].mean().item(),
-            specific[rows].mean().item(),
-        )
-        for text, rows in _positions(texts).items()
-        if len(rows) >= min_count
-    ]
+    strings = []
+    for text, rows in _positions(texts).items():
+        if len(rows) >= min_count:
+            frequent = Counter(labels[row] for row in rows).most_common(1)[0][0]
+            means = {"specific": specific[rows].mean().item(), "delta_v": delta_v[rows].mean().item()}
+            means["generic"] = means["delta_v"] - means["specific"]
+            strings.append({"text": text, "class_name": frequent, "count": len(rows), **means})
     return Summary(
         responses=len(maps),
         tokens=len(labels),
         classes=sorted(shares, key=lambda share: -share.share_of_specific),
-        most_specific=sorted(strings, key=lambda s: -s.mean_specific)[:top],
-        most_generic=sorted(strings, key=lambda s: -s.mean_generic_credit)[:top],
+        most_specific=sorted(strings, key=lambda s: -s["specific"])[:top],
+        most_generic=sorted(strings, key=lambda s: -s["generic"])[:top],
     )
 
 
@@ -103,8 +86,8 @@ def format_summary(summary: Summary) -> str:
     for title, strings in (("specific", summary.most_specific), ("generic", summary.most_generic)):
         rows = []
         for s in strings:
-            means = (f"{mean:+.3f}" for mean in (s.mean_specific, s.mean_generic_credit, s.mean_delta_v))
-            rows.append([_code(s.text), plain(s.class_name), str(s.count), *means])
+            means = (f"{s[name]:+.3f}" for name in ("specific", "generic", "delta_v"))
+            rows.append([_code(s["text"]), plain(s["class_name"]), str(s["count"]), *means])
         columns = (f"most {title} token", "class", "times", "mean S", "mean ΔV − S", "mean ΔV")
         parts.append(markdown_table(columns, rows, left=2))
     return "\n\n".join(parts) + "\n"

@@ -75,7 +75,8 @@ def compare(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
 
 def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     final = {name: [run.scores(run.evaluations[-1]["step"]) for run in runs] for name, runs in arms.items()}
-    shared = sorted(set.intersection(*(set(scores) for of_arm in final.values() for scores in of_arm)))
+    of_runs = [scores for of_arm in final.values() for scores in of_arm]
+    shared = [prompt for prompt in of_runs[0] if all(prompt in scores for scores in of_runs)]
     matrices = {name: np.array([[s[i] for i in shared] for s in scores]) for name, scores in final.items()}
     baseline = next(iter(arms))
     rows = []
