@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,59 +126,6 @@ def test_resumed_run_keeps_its_pinned_rollouts(train):
     assert [i.split(",")[0] for i in identifiers] == ["step 4", "step 1"]
 
 
-def test_processes_share_the_pinned_rollouts_after_resuming(train, monkeypatch):
-    trainer = train(CreditMapCallback(every=2, rollouts=3), save_strategy="steps", save_steps=2, max_steps=2)
-    kept = [m.response for m in pages(trainer)["step-000001"]]
-    first = [(f"step-{1:06d}", one) for one in kept]
-    monkeypatch.setattr("credit_trl.lab.analysis.callback.gather_object", lambda own: first)
-    shares = []
-    for process in range(2):
-        callback = CreditMapCallback(every=2, rollouts=3)
-        accelerator = SimpleNamespace(is_main_process=process == 0, process_index=process, num_processes=2)
-        callback.trainer, callback.directory = SimpleNamespace(accelerator=accelerator), Path("missing")
-        callback._read_pinned()
-        assert callback._pinned_step == 1
-        shares.append(callback._pinned)
-    assert shares == [[kept[0], kept[2]], [kept[1]]]
-
-
-def test_processes_with_fewer_pinned_rollouts_score_as_many(train, monkeypatch):
-    """All processes must make equally many passes, or a sharded model deadlocks."""
-    trainer = train(CreditMapCallback(every=2, rollouts=1), save_strategy="steps", save_steps=2, max_steps=2)
-    folder = Path(trainer.args.output_dir)
-    read = CreditMapCallback._read_pinned
-    monkeypatch.setattr(CreditMapCallback, "_read_pinned", lambda self: (read(self), setattr(self, "_pinned", [])))
-    scored = []
-    own_maps = CreditMapCallback._maps
-    monkeypatch.setattr(
-        CreditMapCallback,
-        "_maps",
-        lambda self, checkpoint, responses, count: (
-            scored.append((len(responses), count)) or own_maps(self, checkpoint, responses, count)
-        ),
-    )
-    train(CreditMapCallback(every=2, rollouts=1), resume=str(folder / "checkpoint-2"), max_steps=4)
-    assert scored == [(1, 1), (0, 1)]
-
-
-def test_new_run_removes_pages_of_an_earlier_run(train):
-    train(CreditMapCallback(every=3, rollouts=1), max_steps=6)
-    again = train(CreditMapCallback(every=3, rollouts=1), max_steps=3)
-    assert pages(again).keys() == {"step-000001", "step-000003"}
-    summary = (Path(again.args.output_dir) / "credit_maps" / "summary.md").read_text("utf-8")
-    assert "3 responses" in summary
-
-
-def test_second_training_of_a_trainer_pins_its_own_rollouts(train):
-    trainer = train(CreditMapCallback(every=2, rollouts=4), max_steps=2)
-    first = pages(trainer)["step-000001"]
-    trainer.train()
-    assert list(pages(trainer)) == ["step-000001", "step-000002"]
-    again = pages(trainer)["step-000001"]
-    assert len(again) == len(first) == 4
-    assert again[0].response.token_ids != first[0].response.token_ids
-
-
 def test_evaluation_rollouts_are_not_mapped(train):
     # A generation batch is used for two updates, with an evaluation between them.
     trainer = train(
@@ -196,13 +142,6 @@ def test_evaluation_rollouts_are_not_mapped(train):
     assert len(of_this_step(written["step-000003"])) == 8
 
 
-def test_lambda_zero_still_measures_s(train):
-    trainer = train(CreditMapCallback(every=5, rollouts=2), max_steps=1, contrastive_coef=0.0)
-    for token_map in pages(trainer)["step-000001"]:
-        assert torch.equal(token_map.scores.advantage, token_map.scores.delta_v)
-        assert token_map.scores.specific.isfinite().all()
-
-
 def test_maps_of_a_larger_teacher_have_the_policys_vocabulary(train, make_model, tokenizer, tmp_path):
     teacher = make_model(seed=1, dtype=torch.float64)
     teacher.resize_token_embeddings(len(tokenizer) + 7)
@@ -212,11 +151,6 @@ def test_maps_of_a_larger_teacher_have_the_policys_vocabulary(train, make_model,
     trainer = train(CreditMapCallback(every=5, rollouts=8), max_steps=1, teacher_update_rate=0.01, **options)
     shown = torch.cat([m.scores.advantage for m in pages(trainer)["step-000001"]])
     assert shown.mean().item() == pytest.approx(trainer.state.log_history[0]["credit/advantage_mean"], abs=1e-5)
-
-
-def test_run_without_distillation_maps_the_policy_as_its_teacher(train):
-    trainer = train(CreditMapCallback(every=5, rollouts=2), max_steps=1, distillation_weight=0.0)
-    assert len(pages(trainer)["step-000001"]) == 2
 
 
 def test_invalid_arguments_and_a_missing_trainer_raise(make_model, make_config, dataset, tokenizer):

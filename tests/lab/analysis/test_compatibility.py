@@ -78,47 +78,6 @@ def test_fit_equals_the_minimum_over_enumerated_vertices(seed, letters, focus):
     np.testing.assert_allclose(residual, lowest, atol=1e-9)
 
 
-def test_fit_finds_a_planted_incompatible_record():
-    weights, teachers = random_teachers(0, 50, 4)
-    student = mix(weights, teachers)
-    student[17] = [0.0, 0.0, 0.0, 1.0]
-    teachers[17] = np.array([0.4, 0.3, 0.2, 0.1])  # all teachers alike, and none like the student
-    residual = compat.fit_posterior(student, teachers)[1]
-    assert residual[17] == pytest.approx(1.8)
-    assert np.delete(residual, 17).max() < 1e-8
-
-
-def test_leading_dimensions_are_free_and_rows_are_teachers():
-    weights, teachers = random_teachers(1, 6, 3)
-    student = mix(weights, teachers)
-    whole = compat.fit_posterior(student.reshape(2, 3, 3), teachers.reshape(2, 3, 3, 3))
-    assert whole[0].shape == (2, 3, 3)
-    assert whole[1].shape == (2, 3)
-    one, residual = compat.fit_posterior(student[4], teachers[4])
-    np.testing.assert_allclose(one, whole[0].reshape(6, 3)[4])
-    assert residual.shape == ()
-    # Rows are indexed by z: a student like the second teacher has all its weight there.
-    np.testing.assert_allclose(compat.fit_posterior(teachers[0, 1], teachers[0])[0], [0.0, 1.0, 0.0], atol=1e-12)
-    assert compat.fit_posterior(np.zeros((0, 4)) + 0.25, np.zeros((0, 4, 4)) + 0.25)[0].shape == (0, 4)
-
-
-def test_degenerate_teachers_have_an_exact_fit():
-    teachers = np.full((3, 4, 4), 0.25)
-    student = np.array([[0.25] * 4, [1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]])
-    np.testing.assert_allclose(compat.fit_posterior(student, teachers)[1], [0.0, 1.5, 1.0], atol=1e-12)
-    hard = np.broadcast_to(np.eye(4), (3, 4, 4))
-    posterior, residual = compat.fit_posterior(student, hard)
-    np.testing.assert_allclose(posterior, student, atol=1e-12)
-    np.testing.assert_allclose(residual, 0.0, atol=1e-12)
-
-
-def test_fit_recovers_a_mixture_of_ten_letters():
-    weights, teachers = random_teachers(2, 3, 10)
-    posterior, residual = compat.fit_posterior(mix(weights, teachers), teachers)
-    assert residual.max() < 1e-8
-    np.testing.assert_allclose(posterior, weights, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("student", "teachers", "message"),
     [
@@ -143,19 +102,6 @@ def question(number: int, letters: str = "ABCD", gold: str = "A") -> compat.Choi
         {"role": "user", "content": f"Question {number}?\n\n{options}"},
     ]
     return compat.ChoiceQuestion(prompt, tuple(letters), gold, f"q{number}")
-
-
-def test_each_question_takes_one_batched_pass(make_model, tokenizer):
-    model = make_model(dtype=torch.float64)
-    checkpoint = Checkpoint.from_model(model, tokenizer)
-    passes = []
-    model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: passes.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    questions = [question(n, gold="ABCD"[n % 4]) for n in range(100)]
-    records = compat.measure_compatibility(checkpoint, questions)
-    assert passes == [5] * 100
-    assert [r.question.identifier for r in records] == [f"q{n}" for n in range(100)]
 
 
 def test_letter_probabilities_equal_plain_forward_passes(make_model, tokenizer):
@@ -262,13 +208,6 @@ def test_table_has_the_rows_of_the_paper(known):
     assert "| Fraction residual < 0.001 | 92% | 92% |" in table
 
 
-def test_options_with_different_names_count_by_position(make_model, tokenizer):
-    checkpoint = Checkpoint.from_model(make_model(dtype=torch.float64), tokenizer)
-    own = [question(0, letters="ABC", gold="C"), question(1, letters="XYZ", gold="X")]
-    records = compat.measure_compatibility(checkpoint, own)
-    assert compatibility_metrics(records)["Gold balance (1 / 2 / 3)"] == "1 / 0 / 1"
-
-
 # ------------------------------------------------------------------------------------------------------- the questions
 
 
@@ -306,28 +245,8 @@ def test_balanced_subset_has_equal_counts_of_each_letter():
     assert chosen != compat.balanced(with_all, per_letter=25, seed=1)
 
 
-def test_balanced_subset_uses_the_most_frequent_letters():
-    questions = [question(n, gold="ABCD"[n % 4]) for n in range(20)] + [question(99, letters="ABCDE", gold="E")]
-    assert len(compat.balanced(questions, per_letter=25)) == 20
-
-
-def test_letter_without_gold_answers_is_refused():
-    with pytest.raises(ValueError, match="has C, D as its answer"):
-        compat.balanced([question(n, gold="AB"[n % 2]) for n in range(8)], per_letter=2)
-
-
 def test_letter_ids_include_every_token_of_the_letter(tokenizer):
     ids = compat.letter_ids(tokenizer, ["A", "B"])
     assert ids == [[tokenizer.convert_tokens_to_ids("A")], [tokenizer.convert_tokens_to_ids("B")]]
     with pytest.raises(ValueError, match="no token for Ω"):
         compat.letter_ids(tokenizer, ["A", "Ω"])
-
-
-def test_questions_may_have_different_numbers_of_letters(make_model, tokenizer):
-    checkpoint = Checkpoint.from_model(make_model(dtype=torch.float64), tokenizer)
-    mixed = [question(0), question(1, letters="AB", gold="B"), question(2), question(3, letters="ABC", gold="C")]
-    records = compat.measure_compatibility(checkpoint, mixed)
-    assert [len(r.posterior) for r in records] == [4, 2, 4, 3]
-    alone = compat.measure_compatibility(checkpoint, mixed[1:2])[0]
-    np.testing.assert_allclose(records[1].posterior, alone.posterior)
-    assert compatibility_metrics(records)["# records"] == 4

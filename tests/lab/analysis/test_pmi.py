@@ -92,13 +92,6 @@ def test_theorem_1_reward_is_the_filtering_increment(joint, seed):
     torch.testing.assert_close(mapped_rewards(joint, x, z, y), filtering_increments(joint, x, z, y), **EXACT)
 
 
-def test_theorem_1_fails_for_an_incompatible_teacher():
-    joint = random_joint(3)
-    x, z, y = response_of(joint, 3)
-    difference = mapped_rewards(joint, x, z, y, noise=0.5) - filtering_increments(joint, x, z, y)
-    assert difference.abs().max() > 0.05
-
-
 @few
 @given(joint=joints, seed=st.integers(0, 10**6))
 def test_corollary_2_rewards_sum_to_the_pmi(joint, seed):
@@ -106,6 +99,16 @@ def test_corollary_2_rewards_sum_to_the_pmi(joint, seed):
     report = pmi.pmi_report("y", read(joint, x, z, y))
     assert report.pmi == pytest.approx(joint.pmi(x, y, z).item(), abs=1e-10)
     assert report.reward == pytest.approx(report.pmi, abs=1e-10)
+
+
+def test_identities_fail_for_an_incompatible_teacher():
+    joint = random_joint(3)
+    x, z, y = response_of(joint, 3)
+    difference = mapped_rewards(joint, x, z, y, noise=0.5) - filtering_increments(joint, x, z, y)
+    assert difference.abs().max() > 0.05
+    report = pmi.pmi_report("y", read(joint, x, z, y, 0.5, noise=0.5))
+    exact = pmi.pmi_report("y", read(joint, x, z, y, 0.5))
+    assert abs(report.credit - exact.credit) > 0.05
 
 
 def test_corollary_2_fails_for_incompatible_and_lagged_teachers():
@@ -160,16 +163,6 @@ def test_parts_sum_to_the_credit_of_every_formula(joint, seed, coef, form, suppo
         assert report.anti_genericity == pytest.approx(likelier.item(), abs=1e-9)
 
 
-def test_equation_9_fails_for_an_incompatible_teacher():
-    joint = random_joint(8)
-    x, z, y = response_of(joint, 8)
-    report = pmi.pmi_report("y", read(joint, x, z, y, 0.5, noise=0.5))
-    others = [k for k in range(joint.sizes[0]) if k != x]
-    contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
-    surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
-    assert abs(report.credit - (joint.pmi(x, y, z) - 0.5 * contrast + 0.5 * surprisal)) > 0.05
-
-
 @few
 @given(
     seed=st.integers(0, 10**6),
@@ -188,14 +181,6 @@ def test_proposition_3_expected_surrogate_is_at_least_pcmi(seed, population, cou
     assert (expected >= bound - 1e-10).all()
     torch.testing.assert_close(pmi.prior_contrastive_mi(teacher, pool), bound, **EXACT)
     torch.testing.assert_close(expected - bound, pmi.jensen_gap(pool), **EXACT)
-
-
-def test_proposition_3_fails_for_biased_draws():
-    teacher = torch.log_softmax(torch.tensor([0.0, 1.0], dtype=torch.float64), dim=-1)
-    pool = torch.log_softmax(torch.tensor([[4.0, 0.0], [0.0, 4.0]], dtype=torch.float64), dim=-1)
-    always_the_first = pool[:1]
-    surrogate = objective.input_specific(teacher, always_the_first)
-    assert (surrogate < pmi.prior_contrastive_mi(teacher, pool)).any()
 
 
 def test_larger_count_reduces_spread_but_not_the_gap():

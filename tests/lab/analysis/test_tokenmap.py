@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from credit_trl import objective
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.tokens import ContextColumns
-from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.token_classes import default_classes
 from credit_trl.lab.analysis.tokenmap import QUANTITIES, map_response
-from credit_trl.lab.analysis.tokenmap_json import json_numbers, read_maps, write_maps
+from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
 from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
 from credit_trl.lab.analysis.tokentext import token_texts
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
@@ -83,13 +82,6 @@ def test_chunk_size_does_not_change_values(checkpoint, respond, config, monkeypa
         torch.testing.assert_close(by_token.values(quantity), whole.values(quantity), atol=1e-12, rtol=0)
 
 
-def test_live_teacher_equals_a_copy_of_the_policy(make_model, tokenizer, respond, config):
-    model = make_model(dtype=torch.float64)
-    alone = map_response(Checkpoint.from_model(model, tokenizer), respond("Paris"), config)
-    twice = map_response(Checkpoint.from_model(model, tokenizer, teacher=model), respond("Paris"), config)
-    assert torch.equal(alone.scores.advantage, twice.scores.advantage)
-
-
 def test_context_inside_the_completion_is_read_where_it_stands(checkpoint, respond, config):
     """Feedback on single turns: the teacher reads tokens of its prompt between those of the response."""
     student, teacher, contrast, between = [3, 4], [5, 6, 7], [8, 9, 10], [11, 12]
@@ -152,14 +144,6 @@ def test_maps_round_trip_through_json(tmp_path_factory, tokens, seed, contrasts,
                 assert torch.equal(getattr(mine, name), getattr(read, name)), name
 
 
-@quick
-@given(values=st.lists(st.floats(width=32), min_size=1, max_size=20))
-def test_every_float_round_trips_through_json(values):
-    tensor = torch.tensor(values)
-    restored = torch.tensor([float(v) for v in json.loads(json.dumps(json_numbers(tensor), allow_nan=False))])
-    assert torch.equal(restored.nan_to_num(7.0, 8.0, 9.0), tensor.nan_to_num(7.0, 8.0, 9.0))
-
-
 def test_maps_from_elsewhere_have_no_control_characters(tmp_path):
     write_maps([drawn_map(["a", "b"])], tmp_path / "maps.json")
     [record] = json.loads((tmp_path / "maps.json").read_text())
@@ -213,16 +197,16 @@ def test_summary_shares_and_means_equal_those_of_the_tokens():
     assert shares["x"].share_of_tokens == 0.6
     assert sum(c.share_of_specific for c in summary.classes) == pytest.approx(1.0)
     a = torch.tensor([True, False, True, False, False])
-    by_text = {s.text: s for s in summary.most_specific}
-    assert by_text["a"].mean_specific == pytest.approx(specific[a].mean().item())
-    assert (by_text["a"].class_name, by_text["a"].count) == ("x", 2)
-    means = [s.mean_specific for s in summary.most_specific]
-    assert means == sorted(means, reverse=True)
-    generic = [s.mean_generic_credit for s in summary.most_generic]
-    assert generic == sorted(generic, reverse=True)
+    by_text = {s["text"]: s for s in summary.most_specific}
+    assert by_text["a"]["specific"] == pytest.approx(specific[a].mean().item())
+    assert (by_text["a"]["class_name"], by_text["a"]["count"]) == ("x", 2)
+    for key, rows in (("specific", summary.most_specific), ("generic", summary.most_generic)):
+        assert [row[key] for row in rows] == sorted((row[key] for row in rows), reverse=True)
     # ΔV − S = Ĝ − log π.
     by_hand = torch.cat([m.scores.generic - m.scores.student_logps for m in maps]).double()[a].mean().item()
-    assert by_text["a"].mean_generic_credit == pytest.approx(by_hand, rel=1e-5)
+    assert by_text["a"]["generic"] == pytest.approx(by_hand, rel=1e-5)
+    frequent = summarize_maps(maps[:1], min_count=2)
+    assert [s["text"] for s in frequent.most_specific] == ["a"]
 
 
 def test_summary_skips_maps_without_contrast_prompts():
@@ -231,22 +215,10 @@ def test_summary_skips_maps_without_contrast_prompts():
     assert summarize_maps([]).classes == []
 
 
-def test_summary_skips_rare_token_strings():
-    summary = summarize_maps([drawn_map(["a", "b", "a"])], min_count=2)
-    assert [s.text for s in summary.most_specific] == ["a"]
-
-
 def test_summary_escapes_hostile_tokens():
     text = format_summary(summarize_maps([drawn_map(["`|<b>", "\n", "x"])]))
     assert "| `ˋ\\|<b>` |" in text
     assert "| `↵` |" in text
-
-
-def test_summary_escapes_hostile_classes():
-    drawn = replace(drawn_map(["a", "b"]), classes=["own|class", "<b>"])
-    text = format_summary(summarize_maps([drawn]))
-    assert text.count("| own\\|class |") == 3  # of classes, and of the most specific and the most generic tokens
-    assert text.count("| &lt;b> |") == 3
 
 
 def test_classes_follow_the_word_of_a_token(tokenizer, respond):
@@ -257,7 +229,7 @@ def test_classes_follow_the_word_of_a_token(tokenizer, respond):
     at = lambda word: classes[text.index(word) : text.index(word) + len(word)]  # noqa: E731
     assert set(at("Paris")) == {"other word"}
     assert set(at("name")) == set(at("capital")) == {"prompt word"}
-    assert set(at("the")) == {"function word"}
+    assert set(at("the")) == {"prompt word"}
     assert set(at("12")) == {"number"}
     assert at(",") == ["punctuation"]
     assert at(" Paris")[0] == "white space"
