@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from credit_trl.lab.analysis import branches
 from credit_trl.lab.analysis.branches import (
-    Branches,
     critical_lambdas,
     find_branches,
     format_branches,
@@ -72,19 +71,19 @@ def values(*numbers: float) -> torch.Tensor:
 def test_delta_and_s_are_those_of_the_construction(sampled):
     delta, s = values(0.5, 2.0, 4.0, -1.0), values(3.0, 7.5, 11.4, 3.0)
     found = find_branches(branch_map(delta, s, sampled=sampled))
-    assert found.positions.tolist() == [0, 1, 2, 3]
-    assert found.generic_ids.tolist() == [A] * 4
-    assert found.specific_ids.tolist() == [B] * 4
-    torch.testing.assert_close(found.delta, delta)
-    torch.testing.assert_close(found.s, s)
+    assert found["positions"].tolist() == [0, 1, 2, 3]
+    assert found["generic_ids"].tolist() == [A] * 4
+    assert found["specific_ids"].tolist() == [B] * 4
+    torch.testing.assert_close(found["delta"], delta)
+    torch.testing.assert_close(found["s"], s)
 
 
 def test_positions_without_both_tokens_are_no_branches(monkeypatch):
     found = find_branches(branch_map(values(1.0, 1.0, 1.0), values(0.3, 6.0, 0.0)))
-    assert found.positions.tolist() == [1]
-    assert find_branches(branch_map(values(1.0), values(6.0), contrasts=0)).s.tolist() == []
+    assert found["positions"].tolist() == [1]
+    assert find_branches(branch_map(values(1.0), values(6.0), contrasts=0))["s"].tolist() == []
     monkeypatch.setattr(branches, "MIN_PROBABILITY", 0.9)
-    assert find_branches(branch_map(values(1.0), values(6.0))).s.tolist() == []
+    assert find_branches(branch_map(values(1.0), values(6.0)))["s"].tolist() == []
 
 
 def test_critical_lambdas_are_quartiles_over_rising_branches():
@@ -125,9 +124,9 @@ def test_generic_tokens_lose_together_above_the_critical_lambda(tokens):
 
 def test_other_generic_tokens_of_a_position_raise_its_lambda():
     alone, with_other = (find_branches(branch_map(values(3.0), values(6.0), other=other)) for other in (-12.0, 1.0))
-    assert alone.lambda_subtract.item() == pytest.approx(3 / 9)
-    assert with_other.delta.item() in (pytest.approx(3.0), pytest.approx(0.0))
-    low = 3 * (1 / with_other.lambda_subtract.item() - 1) - 6  # log-odds of A there; OTHER has δ = 0, so odds e^-6
+    assert alone["lambda_subtract"].item() == pytest.approx(3 / 9)
+    assert with_other["delta"].item() in (pytest.approx(3.0), pytest.approx(0.0))
+    low = 3 * (1 / with_other["lambda_subtract"].item() - 1) - 6  # log-odds of A there; OTHER has δ = 0, so odds e^-6
     assert math.exp(low) + math.exp(-6) == pytest.approx(1.0, rel=1e-6)
 
 
@@ -141,9 +140,9 @@ def test_sampled_token_among_the_alternatives_counts_once():
     }
     both = replace(apart, scores=replace(own, alternatives=replace(own.alternatives, **alternatives)))
     found, expected = find_branches(both), find_branches(apart)
-    for field in fields(Branches):
-        torch.testing.assert_close(getattr(found, field.name), getattr(expected, field.name))
-    torch.testing.assert_close(found.lambda_subtract, values(1 / 3, 1 / 4), atol=1e-4, rtol=0)
+    for name, own in found.items():
+        torch.testing.assert_close(own, expected[name])
+    torch.testing.assert_close(found["lambda_subtract"], values(1 / 3, 1 / 4), atol=1e-4, rtol=0)
 
 
 def test_table_shows_classes_and_missing_values():

@@ -243,10 +243,3 @@ def test_balanced_subset_has_equal_counts_of_each_letter():
     assert "q99" not in {q.identifier for q in chosen}  # its letters differ
     assert chosen == compat.balanced(with_all, per_letter=25)
     assert chosen != compat.balanced(with_all, per_letter=25, seed=1)
-
-
-def test_letter_ids_include_every_token_of_the_letter(tokenizer):
-    ids = compat.letter_ids(tokenizer, ["A", "B"])
-    assert ids == [[tokenizer.convert_tokens_to_ids("A")], [tokenizer.convert_tokens_to_ids("B")]]
-    with pytest.raises(ValueError, match="no token for Ω"):
-        compat.letter_ids(tokenizer, ["A", "Ω"])

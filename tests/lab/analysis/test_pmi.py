@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,20 +182,6 @@ def test_proposition_3_expected_surrogate_is_at_least_pcmi(seed, population, cou
     torch.testing.assert_close(expected - bound, pmi.jensen_gap(pool), **EXACT)
 
 
-def test_larger_count_reduces_spread_but_not_the_gap():
-    generator = torch.Generator().manual_seed(0)
-    teacher = -torch.rand(20, generator=generator, dtype=torch.float64)
-    population = -4 * torch.rand(40, 20, generator=generator, dtype=torch.float64)
-    exact, records = pmi.surrogate_by_count(teacher, population, [1, 4, 16], draws=4000)
-    assert exact == pytest.approx((teacher - population.exp().mean(0).log()).sum().item())
-    gap = pmi.jensen_gap(population).sum().item()
-    one, four, sixteen = records
-    for record in records:
-        assert record["gap"] == pytest.approx(gap, abs=5 * record["std"] / 4000**0.5)
-    assert one["std"] / four["std"] == pytest.approx(2.0, rel=0.1)
-    assert four["std"] / sixteen["std"] == pytest.approx(2.0, rel=0.1)
-
-
 def test_appendix_c_gap_of_a_lagged_teacher():
     joint, other = random_joint(11), random_joint(12)
     x, z, y = response_of(joint, 1)
@@ -220,12 +205,3 @@ def test_pmi_of_a_trainers_contexts_is_refused():
     response = Rollout("kept", "x", y, PrivilegedContext(feedback="z"), ("x'",) * len(others), 1.0, kept)
     with pytest.raises(ValueError, match="no contrast prompt to compare with"):
         pmi.measure_pmi(Checkpoint.from_model(model, None), response, analysis_config())
-
-
-def test_reports_are_a_markdown_table():
-    report = pmi.pmi_report("a", read(random_joint(1), 0, 1, (0, 1), 0.1))
-    table = pmi.format_reports([report, report])
-    assert len(table.splitlines()) == 4
-    assert f"{report.pmi:+.2f}" in table
-    hostile = replace(report, identifier="a | b\n<img src=x onerror=y>")
-    assert pmi.format_reports([hostile]).splitlines()[2].startswith("| a \\| b⟨U+000A⟩&lt;img src=x onerror=y> |")

@@ -59,12 +59,6 @@ def test_split_characters_are_shown_as_bytes_and_named(tokenizer):
     assert [t.character for t in tokens] == [None, "é", "é", "🙂", "🙂", "🙂", "🙂"]
 
 
-def test_only_control_tokens_are_special(tokenizer):
-    control, *rest = token_texts(tokenizer, [tokenizer.eos_token_id, *tokenizer("<")["input_ids"]])
-    assert (control.text, control.special) == ("<|im_end|>", True)
-    assert not rest[0].special
-
-
 def test_line_feed_is_marked_and_kept(tokenizer):
     assert shown(tokenizer, "a\nb") == "a↵\nb"
 
@@ -88,7 +82,3 @@ def test_sentencepiece_bytes_and_spaces_are_read():
     tokens = token_texts(tokenizer, [1, 2, 3, 4, 5])
     assert [t.text for t in tokens] == [" Paris", "⟨E2⟩", "⟨82⟩", "⟨AC⟩", "s"]
     assert tokens[2].character == "€"
-
-
-def test_id_outside_the_vocabulary_is_shown(tokenizer):
-    assert token_texts(tokenizer, [len(tokenizer) + 5])[0].text == f"⟨id {len(tokenizer) + 5}⟩"

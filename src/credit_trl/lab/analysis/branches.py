@@ -9,11 +9,10 @@ subtract, and guide needs the largest δ/s. `docs/theory.md` has the derivation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
@@ -26,29 +25,14 @@ MIN_SPECIFIC, MAX_GENERIC = 1.0, 0.5
 _SUMMARIZED = ("delta", "s", "lambda_subtract", "lambda_guide")
 
 
-@dataclass(frozen=True)
-class Branches:
-    """N branches of one map.
+def find_branches(token_map: TokenMap) -> dict[str, Tensor]:
+    """N branches of a map, at most one a position; none without contrast prompts, or where A or B is missing.
 
-    Args:
-        positions: positions in the response.
-        generic_ids, specific_ids: ids of A, the likeliest generic token, and of B.
-        delta, s: δ (of any sign) and s > 0 of A, in nats.
-        lambda_subtract, lambda_guide: λ_c of all generic tokens together; NaN where no δ is above 0. That of subtract
-            is 1 where they still win at λ = 1.
+    Returns:
+        Tensors of shape (N,): `positions` in the response; `generic_ids` and `specific_ids`, ids of A, the likeliest
+        generic token, and of B; `delta` (of any sign) and `s` > 0 of A, in nats; `lambda_subtract` and `lambda_guide`,
+        λ_c of all generic tokens together, see `critical_lambdas`.
     """
-
-    positions: Int[Tensor, " N"]
-    generic_ids: Int[Tensor, " N"]
-    specific_ids: Int[Tensor, " N"]
-    delta: Float[Tensor, " N"]
-    s: Float[Tensor, " N"]
-    lambda_subtract: Float[Tensor, " N"]
-    lambda_guide: Float[Tensor, " N"]
-
-
-def find_branches(token_map: TokenMap) -> Branches:
-    """Branches of a map, at most one a position; none without contrast prompts, or where A or B is missing."""
     own, others = token_map.scores, token_map.scores.alternatives
     ids, delta_v, specific, student, teacher = (
         torch.cat([getattr(own, name).unsqueeze(-1), getattr(others, name)], dim=-1)
@@ -68,23 +52,26 @@ def find_branches(token_map: TokenMap) -> Branches:
 
     ids, delta_v, specific = ids[rows], delta_v[rows].double(), specific[rows].double()
     deltas, spreads = delta_v - delta_v.gather(-1, b), specific.gather(-1, b) - specific
-    return Branches(
-        rows,
-        at(ids, a),
-        at(ids, b),
-        at(deltas, a),
-        at(spreads, a),
-        *critical_lambdas(deltas, spreads, generic[rows] > 0),
-    )
+    subtract, guide = critical_lambdas(deltas, spreads, generic[rows] > 0)
+    return {
+        "positions": rows,
+        "generic_ids": at(ids, a),
+        "specific_ids": at(ids, b),
+        "delta": at(deltas, a),
+        "s": at(spreads, a),
+        "lambda_subtract": subtract,
+        "lambda_guide": guide,
+    }
 
 
 def critical_lambdas(
     deltas: Float[Tensor, "N A"], spreads: Float[Tensor, "N A"], is_generic: Bool[Tensor, "N A"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """λ_c of subtract and guide for the generic tokens of each branch.
+    """λ_c of subtract and guide for the generic tokens of each branch; NaN where no δ is above 0.
 
     Subtract: with t = 1/λ − 1 the odds Σ exp(δ t − s) are convex in t, so that they reach 1 at one t if they are below
-    it at t = 0 and some δ > 0; there `min s/δ` over these tokens is an upper end for bisection.
+    it at t = 0 and some δ > 0; there `min s/δ` over these tokens is an upper end for bisection. λ_c of subtract is 1
+    where they still win at λ = 1.
     """
     rises = is_generic & (deltas > 0)
     ratio = (deltas / spreads).masked_fill(~rises, -torch.inf).amax(-1)
@@ -110,10 +97,10 @@ def summarize_branches(maps: Sequence[TokenMap]) -> list[dict[str, Any]]:
     where there is none. Without branches there is no row.
     """
     found = [find_branches(token_map) for token_map in maps]
-    labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own.positions.tolist()]
+    labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own["positions"].tolist()]
     if not labels:
         return []
-    values = {name: torch.cat([getattr(own, name) for own in found]) for name in _SUMMARIZED}
+    values = {name: torch.cat([own[name] for own in found]) for name in _SUMMARIZED}
     rows = [_summary_row("all", values, torch.ones(len(labels), dtype=torch.bool))]
     of_classes = [
         _summary_row(name, values, torch.tensor([label == name for label in labels])) for name in dict.fromkeys(labels)

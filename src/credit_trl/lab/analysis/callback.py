@@ -41,11 +41,11 @@ class CreditMapCallback(TrainerCallback):
         rollouts: number of rollouts with a teacher, over all processes.
         alternatives: tokens listed besides the sampled token at each position.
         classify: token classes of the summary; None takes `token_classes.default_classes`.
-        trainer: a `CreditTrainer`; can be set later with `attach`.
+        trainer: a `CreditTrainer`; can be set later as an attribute.
 
     Raises:
         ValueError: `every` or `rollouts` is below 1.
-        RuntimeError: training begins without an attached trainer.
+        RuntimeError: training begins without a trainer.
     """
 
     def __init__(
@@ -69,15 +69,11 @@ class CreditMapCallback(TrainerCallback):
         self._pinned: list[Rollout] = []
         self._pinned_step: int | None = None
 
-    def attach(self, trainer: Any) -> None:
-        """Set the trainer whose rollouts are mapped."""
-        self.trainer = trainer
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer is None:
             raise RuntimeError(
                 "CreditMapCallback has no trainer: use `trainer.add_callback(CreditMapCallback(every=50, "
-                "trainer=trainer))` or `callback.attach(trainer)`."
+                "trainer=trainer))`, or set `callback.trainer`."
             )
         self.directory = Path(args.output_dir) / MAPS_FOLDER
         if state.is_world_process_zero:  # the summary would include steps to come and earlier runs
@@ -103,7 +99,7 @@ class CreditMapCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         paths = sorted(self.directory.glob("step-*.json")) if self.trainer.accelerator.is_main_process else []
         if paths:
-            summary = summarize_maps([m for path in paths for m in read_maps(path)], top=20, min_count=2)
+            summary = summarize_maps([m for path in paths for m in read_maps(path)])
             (self.directory / "summary.md").write_text(format_summary(summary), encoding="utf-8")
 
     @property

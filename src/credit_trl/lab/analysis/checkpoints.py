@@ -122,12 +122,6 @@ class Checkpoint:
                 batch_size=batch_size,
             )
 
-    def describe(self) -> str:
-        """One line with the number of parameters, the device, and whether the teacher is lagged."""
-        size = sum(parameter.numel() for parameter in self.student.student.parameters())
-        lag = "its own teacher" if self.teacher is self.student else "a lagged teacher"
-        return f"{self.name}: {size:,} parameters on {self.student.accelerator.device}, {lag}"
-
     def end_ids(self) -> list[int]:
         """Ids that end a response, sorted."""
         return end_of_turn_ids(self.student.unwrapped(self.student.student), self.tokenizer)

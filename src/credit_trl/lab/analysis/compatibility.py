@@ -267,15 +267,13 @@ def measure_compatibility(
 
 
 def compatibility_metrics(records: Sequence[Record]) -> dict[str, float | str]:
-    """Rows of Table 4 for one model, by the paper's names."""
+    """Rows of Table 4 for one model, by the paper's names; the questions have the same letters."""
     if not records:
         raise ValueError("There are no records to summarize.")
     residuals = np.array([r.residual for r in records])
     uniform = np.array([r.uniform_residual for r in records])
-    width = max(len(r.fidelity) for r in records)
-    fidelity = np.array([np.pad(r.fidelity, (0, width - len(r.fidelity)), constant_values=np.nan) for r in records])
-    per_letter = np.nanmedian(fidelity, axis=0)
-    letters = _letters(records)
+    per_letter = np.median([r.fidelity for r in records], axis=0)
+    letters = records[0].question.letters
     golds = [r.question.letters.index(r.question.gold) for r in records if r.question.gold is not None]
     return {
         "# records": len(records),
@@ -311,11 +309,3 @@ def _formatted(label: str, value: float | str) -> str:
     if label.startswith(("LS L1", "Uniform / LS")):
         return f"{value:.1e}"
     return f"{value:.0%}" if label.startswith(("Fraction", "Self-consistency")) else f"{value:.3f}"
-
-
-def _letters(records: Sequence[Record]) -> tuple[str, ...]:
-    """Names of the options, or their positions where questions name them differently."""
-    longest = max((r.question.letters for r in records), key=len)
-    if all(r.question.letters == longest[: len(r.question.letters)] for r in records):
-        return longest
-    return tuple(str(position) for position in range(1, len(longest) + 1))

@@ -25,7 +25,6 @@ from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, gather_scores
 from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, ModelPrompts, RolloutContexts, vocabulary_logps
 from credit_trl.objective import Form
-from credit_trl.tasks.printable import markdown_table, plain
 
 
 @dataclass(frozen=True)
@@ -100,38 +99,6 @@ def jensen_gap(contrast_logps: Float[Tensor, "C *t v"]) -> Float[Tensor, "*t v"]
 def _log_mean(contrast_logps: Float[Tensor, "C *t v"]) -> Float[Tensor, "*t v"]:
     """Log of the mean probability over the contrast prompts."""
     return contrast_logps.logsumexp(dim=0) - math.log(len(contrast_logps))
-
-
-def surrogate_by_count(
-    teacher_token_logps: Float[Tensor, " T"],
-    population_logps: Float[Tensor, "N T"],
-    counts: Sequence[int],
-    *,
-    draws: int = 256,
-) -> tuple[float, list[dict[str, float]]]:
-    """Bias of Ŝ for several C, summed over a response, by drawing C of N prompts (Proposition 3).
-
-    Args:
-        teacher_token_logps: f at the sampled tokens.
-        population_logps: g under each prompt of the population 𝒟.
-        counts: values of C.
-        draws: sets of prompts drawn for each C.
-
-    Returns:
-        pCMI over the population, and for each C `count`, the `mean` and `std` of Ŝ over the draws, and `gap`, the mean
-        minus pCMI. The standard deviation falls with C, the gap does not depend on it.
-    """
-    generator = torch.Generator().manual_seed(0)
-    exact = prior_contrastive_mi(teacher_token_logps, population_logps).sum().item()
-    records = []
-    for count in counts:
-        chosen = torch.randint(len(population_logps), (draws, count), generator=generator)
-        drawn = population_logps[chosen].transpose(0, 1)
-        surrogates = objective.input_specific(teacher_token_logps, drawn).sum(dim=-1)
-        mean = surrogates.mean().item()
-        std = surrogates.std(correction=0).item()
-        records.append({"count": count, "mean": mean, "std": std, "gap": mean - exact})
-    return exact, records
 
 
 @dataclass(frozen=True)
@@ -238,25 +205,3 @@ def pmi_report(identifier: str, logps: ResponseLogps) -> PMIReport:
         jensen_gap=jensen_gap(logps.contrast_logps).sum().item(),
         conditioning=credit - parts.total.item() - gap if formula.tail == "renormalize" and formula.topk else 0.0,
     )
-
-
-def format_reports(reports: Sequence[PMIReport]) -> str:
-    """Markdown table, one row a response."""
-    columns = {
-        "reward": "Σ r_t",
-        "credit": "Σ R_t",
-        "pmi": "pmi",
-        "gap": "gap",
-        "contrastive_pmi": "contrastive pmi",
-        "anti_genericity": "anti-genericity",
-        "specific": "Σ Ŝ_t",
-        "pcmi": "Σ pCMI",
-        "jensen_gap": "Jensen gap",
-    }
-    if any(one.conditioning for one in reports):
-        columns["conditioning"] = "conditioning"
-    rows = (
-        [plain(one.identifier), str(one.tokens), *(f"{getattr(one, name):+.2f}" for name in columns)]
-        for one in reports
-    )
-    return markdown_table(["response", "T", *columns.values()], rows) + "\n"

@@ -216,7 +216,8 @@ def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig
         ValueError: the file has no record, or one is not JSON or has no `prompt` or `response`; the message has its
             number.
     """
-    rows = [_record(path, number, line) for number, line in enumerate(_lines(path), 1) if line.strip()]
+    lines = Path(path).read_text("utf-8-sig").split("\n")  # a JSON string may contain other line separators
+    rows = [_record(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ValueError(f"{path} has no record.")
     prompts = [row["prompt"] for row in rows]
@@ -236,22 +237,14 @@ def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig
     ]
 
 
-def _lines(path: str | Path) -> list[str]:
-    return Path(path).read_text("utf-8-sig").split("\n")  # a JSON string may contain other line separators
-
-
 def _record(path: str | Path, number: int, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    fields = {"prompt": str | list, "response": str}
-    for name, kind in fields.items():
-        if not isinstance(record, dict) or not isinstance(record.get(name), kind):
-            raise ValueError(
-                f"{path}, line {number}: `{name}` is missing or no text; a record is {{prompt, response, …}}."
-            )
-    return record
+        if isinstance(record["prompt"], str | list) and isinstance(record["response"], str):
+            return record
+        raise TypeError("`prompt` is text or messages, `response` is text")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}, line {number} is no record with `prompt` and `response`: {error!r}") from error
 
 
 def _name(row: Mapping[str, Any], position: int) -> str:

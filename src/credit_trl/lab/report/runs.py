@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ class Run:
         """avg@k of each prompt at an evaluated step; empty where its results are missing."""
         inside = self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}" / RESULT_FILE
         path = inside if inside.is_file() else self.folder / RESULT_FILE
-        return _prompt_scores(path.resolve(), path.stat().st_mtime_ns) if path.is_file() else {}
+        return _prompt_scores(path) if path.is_file() else {}
 
 
 def read_run(folder: str | Path) -> Run:
@@ -155,9 +154,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-@lru_cache(maxsize=4096)
-def _prompt_scores(path: Path, modified_ns: int) -> dict[str, float]:
-    """Scores of a result file; the modification time makes a rewritten file another key of the cache."""
+def _prompt_scores(path: Path) -> dict[str, float]:
     prompts = read_json(path).get("prompts")
     try:
         return {str(prompt["id"]): float(prompt["score"]) for prompt in prompts}

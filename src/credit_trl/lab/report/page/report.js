@@ -412,10 +412,6 @@ function classesOf(checkpoint) {
     ["token class", "tokens", "of |ΔV|", "of |S|", "mean ΔV", "mean S"],
     summary.classes.map((c) => [c.name, share(c.share_of_tokens), share(c.share_of_delta_v), share(c.share_of_specific), number(c.mean_delta_v, 3), number(c.mean_specific, 3)]),
   ));
-  for (const [title, strings] of [["most specific", summary.most_specific], ["most generic", summary.most_generic]]) {
-    const rows = strings.map((s) => [s.text, String(s.count), number(s.specific, 3), number(s.generic, 3)]);
-    tables.append(tableOf([title, "times", "mean S", "mean ΔV − S"], rows, "", "code"));
-  }
   return [element("h3", "", maps.checkpoints[checkpoint] + ": " + summary.responses + " responses with contrast, " + summary.tokens + " tokens"), tables];
 }
 
