@@ -20,15 +20,13 @@ from credit_trl.tasks.registry import Task
 # (response, its tokens) → class of each token.
 Classify = Callable[[Rollout, Sequence[TokenText]], list[str]]
 
-CLASSES = ("prompt word", "other word", "number", "punctuation", "white space", "control")
-
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 # Bytes and hidden characters as `tokentext` spells them out.
 _SPELLED_OUT = re.compile(r"⟨([0-9A-F]{2}|U\+[0-9A-F]{4,6}|id \d+)⟩")
 
 
 def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]:
-    """Class of each token, one of `CLASSES`.
+    """Class of each token: prompt word, other word, number, punctuation, white space or control.
 
     A token with letters has the class of the word that it begins or continues: a prompt word occurs in the last user
     turn, ignoring case. Bytes of characters that span tokens are punctuation.

@@ -43,9 +43,9 @@ class ReportCallback(TrainerCallback):
     def _write(self, folder: str) -> bool:
         try:
             write_report([Path(folder)])
-        except (OSError, ValueError) as error:
+        except Exception as error:
             if not self._has_warned:
-                logger.warning(f"No report of {folder}: {error}")
+                logger.warning(f"No report of {folder}: {type(error).__name__}: {error}")
             self._has_warned = True
             return False
         self._last = time.monotonic()

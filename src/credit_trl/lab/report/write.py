@@ -62,7 +62,11 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
         "arms": [visible(name) for name in arms],
         "facts": {visible(name): visible(_option(runs[0], name)) for name in shown} if len(runs) == 1 else {},
         "options": [
-            {"run": visible(name), "seed": run.seed, **{option: visible(_option(run, option)) for option in shown}}
+            {
+                "run": visible(name),
+                "seed": run.seed,
+                **{visible(option): visible(_option(run, option)) for option in shown},
+            }
             for name, run in zip(names, runs, strict=True)
         ],
         "curves": curves(arms),
