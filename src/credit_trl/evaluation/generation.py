@@ -29,7 +29,7 @@ from trl.chat_template_utils import parse_response
 
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.rollout.batch import Prompt
-from credit_trl.rollout.thinking import open_unclosed_thinking
+from credit_trl.rollout.thinking import mark_thinking, thinking_marks
 from credit_trl.tasks.completions import response_text
 
 _LAST_TOKENS = 16  # of a prompt, which contain a tag at its end
@@ -157,6 +157,7 @@ def read_responses(
     """
     texts = tokenizer.batch_decode([list(row) for row in ids], skip_special_tokens=True)
     parses = parses_responses(tokenizer)
+    marks = thinking_marks(tokenizer)
     responses = []
     for prompt, prefix, row, text in zip(prompts, prompt_ids, ids, texts, strict=True):
         message = None
@@ -166,7 +167,7 @@ def read_responses(
         elif not isinstance(prompt, str):
             plain = [{"role": "assistant", "content": text}]
             end = tokenizer.decode(list(prefix[-_LAST_TOKENS:]))
-            [graded] = open_unclosed_thinking([plain], [list(row)], tokenizer, lambda _, end=end: end)
+            [graded] = mark_thinking([plain], [list(row)], tokenizer, lambda _, end=end: end, marks)
             message = None if graded is plain else graded[0]
         responses.append(Response(text, len(row), not row or row[-1] not in eos_token_ids, message))
     return responses
