@@ -13,7 +13,7 @@ import importlib
 import os
 import signal
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, HelpFormatter
 from importlib.metadata import version
 
 from credit_trl.cli.output import output_is_closed, spell_unencodable
@@ -74,8 +74,10 @@ def _run_companion(name: str, argv: list[str]) -> int:
 
     ignore_future_warnings()
     module = importlib.import_module(COMPANIONS[name][0])
-    parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False)
+    parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False, formatter_class=_one_row_an_option)
     module.add_arguments(parser)
+    places = "".join(f" [{one.metavar or one.dest}]" for one in parser._actions if not one.option_strings)
+    parser.usage = f"{parser.prog}{places} [options]"
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         known = parser._option_string_actions
@@ -96,6 +98,10 @@ def _run_companion(name: str, argv: list[str]) -> int:
         continues = getattr(module, "continues", lambda _: False)(options)
         print(f"trl {name}: interrupted{'; the same command continues' if continues else ''}", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _one_row_an_option(prog: str) -> HelpFormatter:
+    return HelpFormatter(prog, max_help_position=34)
 
 
 def _help_parser() -> ArgumentParser:

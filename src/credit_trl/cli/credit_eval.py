@@ -15,26 +15,28 @@ EVALUATION_FOLDER = "credit_eval"  # of a run directory
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Sample k responses to every prompt, verify them, and report avg@k with a 95%% bootstrap interval over "
+        "Sample k responses to every prompt, verify them, and report avg@k with a 95% bootstrap interval over "
         "prompts, pass@k, lengths and truncation. The same command continues an interrupted evaluation."
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="run directory, whose model, data and verifier are used")
-    parser.add_argument("--model", help="hub name or directory, smollm2 or quickstart")
-    parser.add_argument("--task", help="such as sciknoweval:chemistry, my_package.task:Task")
-    parser.add_argument("--k", type=int, default=16, help="samples per prompt (default 16)")
-    parser.add_argument("--temperature", type=float, default=0.6, help="default 0.6")
-    parser.add_argument("--top_p", type=float, default=0.95, help="default 0.95")
-    parser.add_argument("--top_k", type=int, default=0, help="0 for no limit (default)")
-    parser.add_argument("--max_completion_length", type=int, help="tokens (default: the run's, or 4096)")
-    parser.add_argument("--split", default="test", help="split of the task's data (default test)")
-    parser.add_argument("--path", help="local data file or folder")
-    parser.add_argument("--max_prompts", type=int, help="use the first prompts only")
-    parser.add_argument("--group_by", help="column whose values are reported separately")
-    parser.add_argument("--seed", type=int, default=0, help="sampling seed (default 0)")
+    parser.add_argument("--model", metavar="NAME", help="hub name or directory, smollm2 or quickstart")
+    parser.add_argument("--task", metavar="NAME", help="such as sciknoweval:chemistry, my_package.task:Task")
+    parser.add_argument("--k", metavar="K", type=int, default=16, help="samples per prompt (default 16)")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.6, help="default 0.6")
+    parser.add_argument("--top_p", metavar="P", type=float, default=0.95, help="default 0.95")
+    parser.add_argument("--top_k", metavar="K", type=int, default=0, help="0 for no limit (default)")
+    parser.add_argument("--max_completion_length", metavar="N", type=int, help="tokens (default: the run's, or 4096)")
+    parser.add_argument("--split", metavar="NAME", default="test", help="split of the task's data (default test)")
+    parser.add_argument("--path", metavar="PATH", help="local data file or folder")
+    parser.add_argument("--max_prompts", metavar="N", type=int, help="use the first prompts only")
+    parser.add_argument("--group_by", metavar="COLUMN", help="column whose values are reported separately")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="sampling seed (default 0)")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--engine_options", type=json_object, default={}, metavar="JSON", help="of the engine")
-    parser.add_argument("--batch_size", type=int, help="responses generated at a time")
-    parser.add_argument("--output_dir", help=f"samples and result (default: RUN/{EVALUATION_FOLDER}, or none)")
+    parser.add_argument("--batch_size", metavar="N", type=int, help="responses generated at a time")
+    parser.add_argument(
+        "--output_dir", metavar="PATH", help=f"samples and result (default: RUN/{EVALUATION_FOLDER}, or none)"
+    )
     add_sandbox_arguments(parser)
 
 

@@ -41,18 +41,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint score the same responses; RUN stands for its model, checkpoint, data and options."
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="run directory")
-    parser.add_argument("--model", help="hub name or directory, smollm2 or quickstart")
-    parser.add_argument("--checkpoint", action="append", default=[], help="of a run of that model; repeat for several")
-    parser.add_argument("--task", help="such as sciknoweval:chemistry, my_package.task:Task")
-    parser.add_argument("--split", default="test", help="split of the task's data (default test)")
-    parser.add_argument("--path", help="local data file or folder")
-    parser.add_argument("--max_prompts", type=at_least(1), default=4, help="default 4")
-    parser.add_argument("--samples", type=at_least(1), default=2, help="responses per prompt (default 2)")
-    parser.add_argument("--responses", help="JSON lines with prompt, response, feedback, instead of sampling")
-    parser.add_argument("--config", help="YAML or run.json with the options of R_t (default: that of each checkpoint)")
-    parser.add_argument("--contrastive_coef", type=float, help="λ (default: the run's, or 0.1)")
-    parser.add_argument("--seed", type=int, help="of responses and contrast prompts (default: the run's)")
-    parser.add_argument("--output_dir", help=f"default RUN/{MAPS_FOLDER}, or credit_map")
+    parser.add_argument("--model", metavar="NAME", help="hub name or directory, smollm2 or quickstart")
+    parser.add_argument(
+        "--checkpoint", metavar="PATH", action="append", default=[], help="of a run of that model; repeat for several"
+    )
+    parser.add_argument("--task", metavar="NAME", help="such as sciknoweval:chemistry, my_package.task:Task")
+    parser.add_argument("--split", metavar="NAME", default="test", help="split of the task's data (default test)")
+    parser.add_argument("--path", metavar="PATH", help="local data file or folder")
+    parser.add_argument("--max_prompts", metavar="N", type=at_least(1), default=4, help="default 4")
+    parser.add_argument("--samples", metavar="N", type=at_least(1), default=2, help="responses per prompt (default 2)")
+    parser.add_argument(
+        "--responses", metavar="FILE", help="JSON lines with prompt, response, feedback, instead of sampling"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML or run.json with the options of R_t (default: that of each checkpoint)"
+    )
+    parser.add_argument("--contrastive_coef", metavar="L", type=float, help="λ (default: the run's, or 0.1)")
+    parser.add_argument("--seed", metavar="N", type=int, help="of responses and contrast prompts (default: the run's)")
+    parser.add_argument("--output_dir", metavar="PATH", help=f"default RUN/{MAPS_FOLDER}, or credit_map")
     add_sandbox_arguments(parser)
 
 

@@ -84,12 +84,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "accuracy before and after, S_t by token class, and seconds per stage, and writes a page with learning curves "
         "and token maps."
     )
-    parser.add_argument("--output_dir", default="runs/quickstart", help="default runs/quickstart")
-    parser.add_argument("--steps", type=int, default=OPTIONS["max_steps"], help="optimizer steps (default 130)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--world", default="plain", help="what the base knows: plain (default), shortcut, style, weak")
-    parser.add_argument("--contrastive_coef", type=float, default=0.1, help="λ; 0 is SDPO (default 0.1)")
-    parser.add_argument("--distillation_weight", type=float, default=1.0, help="0 is GRPO (default 1)")
+    parser.add_argument("--output_dir", metavar="PATH", default="runs/quickstart", help="default runs/quickstart")
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=OPTIONS["max_steps"], help="optimizer steps (default 130)"
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0)
+    parser.add_argument(
+        "--world", metavar="NAME", default="plain", help="what the base knows: plain (default), shortcut, style, weak"
+    )
+    parser.add_argument("--contrastive_coef", metavar="L", type=float, default=0.1, help="λ; 0 is SDPO (default 0.1)")
+    parser.add_argument("--distillation_weight", metavar="W", type=float, default=1.0, help="0 is GRPO (default 1)")
 
 
 def run(args: argparse.Namespace) -> int:
