@@ -160,7 +160,7 @@ TRAINING = [
     ("--dataset_name ./data --reward_funcs no_module.exact", "no module `no_module`"),
     ("--dataset_name ./data --reward_funcs exact", "expected a dotted import path"),
     ("--dataset_name ./data --reward_funcs own_module.nothing", "has no `nothing`"),
-    ("--dataset_name ./data --reward_funcs own_module.exact --dataset_train_split tran", "the data has train"),
+    ("--dataset_name ./data --reward_funcs own_module.exact --dataset_train_split tran", "tran"),
     ("--dataset_name ./nothing --reward_funcs own_module.exact", "nothing"),
     ("--task quickstart --resume_from_checkpoint nowhere", "nowhere"),
     (

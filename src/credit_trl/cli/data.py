@@ -8,10 +8,12 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trl import ScriptArguments
+from trl import ScriptArguments, get_dataset
 
 from credit_trl.cli.errors import suggest
 from credit_trl.sandbox import choose_sandbox
+from credit_trl.tasks.registry import import_named, load_task
+from credit_trl.tasks.run_data import describe_data, describe_rows, task_of_data
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig
@@ -81,21 +83,26 @@ def load_data(
     """(training rows, evaluation rows or None, reward functions) of a task, or of TRL's dataset options."""
     _check_one_source(script_args, dataset_args)
     reward_funcs = [import_function(name, "--reward_funcs") for name in script_args.reward_funcs or []]
-    train_split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
     if script_args.task is not None:
         task = load_own_task(script_args.task)
         reward_funcs.insert(0, task.reward)
-        train = task.build(train_split, script_args.dataset_path)
-        path = script_args.eval_dataset_path or script_args.dataset_path
-        evaluation = task.build(test_split, path) if wants_eval else None
+    elif not reward_funcs:
+        raise ValueError("Nothing grades the answers: give `--task NAME`, or `--reward_funcs my_module.my_reward`.")
+    evaluation = None
+    if dataset_args.datasets:
+        data = get_dataset(dataset_args)
+        train = data[script_args.dataset_train_split]
+        evaluation = data[script_args.dataset_test_split] if wants_eval else None
     else:
-        if not reward_funcs:
+        places = describe(script_args, reward_funcs, None)
+        if not any(places[name] for name in ("task", "train")):
             raise ValueError(
-                "Nothing grades the answers: give `--task NAME`, or `--reward_funcs my_module.my_reward`."
+                "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
+                "`datasets:` in the YAML."
             )
-        data = _dataset(script_args, dataset_args)
-        train = _split(data, train_split, "dataset_train_split")
-        evaluation = _split(data, test_split, "dataset_test_split") if wants_eval else None
+        task = task_of_data(places)
+        train = task.build(script_args.dataset_train_split)
+        evaluation = task.build(script_args.dataset_test_split) if wants_eval else None
     return (
         first_rows(train, script_args.max_train_rows),
         first_rows(evaluation, script_args.max_eval_rows),
@@ -105,8 +112,6 @@ def load_data(
 
 def load_own_task(name: str) -> Task:
     """The task of a name, also of a module in the working directory."""
-    from credit_trl.tasks.registry import load_task
-
     search_working_directory()
     return load_task(name)
 
@@ -119,8 +124,6 @@ def search_working_directory() -> None:
 
 def import_function(name: str, option: str) -> Any:
     """Import the function of `module.name` or `module:name`, also from the working directory."""
-    from credit_trl.tasks.registry import import_named
-
     module, _, function = name.replace(":", ".").rpartition(".")
     if not all(part.isidentifier() and part != "py" for part in (*module.split("."), function)):
         raise ValueError(f"`{option} {name}`: expected a dotted import path such as my_module.my_function.")
@@ -145,60 +148,21 @@ def _check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetM
         raise ValueError(f"The training data is given by {' and '.join(given)}. Remove all but one.")
 
 
-def _dataset(script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig) -> Any:
-    from datasets import load_dataset
-    from trl import get_dataset
-
-    if dataset_args.datasets:
-        return get_dataset(dataset_args)
-    if script_args.dataset_path is not None:
-        return _local_files(script_args)
-    if script_args.dataset_name is None:
-        raise ValueError(
-            "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
-            "`datasets:` in the YAML."
-        )
-    name, config = script_args.dataset_name, script_args.dataset_config
-    return load_dataset(name, name=config, streaming=script_args.dataset_streaming)
-
-
-def _local_files(script_args: CreditScriptArguments) -> Any:
-    """Rows of `--dataset_path` and `--eval_dataset_path` as splits, read by `datasets`."""
-    from datasets import DatasetDict, IterableDatasetDict
-
-    from credit_trl.tasks.run_data import read_rows
-
-    streams = script_args.dataset_streaming
-    splits = {script_args.dataset_train_split: read_rows(script_args.dataset_path, "--dataset_path", streams)}
-    if script_args.eval_dataset_path is not None:
-        path = script_args.eval_dataset_path
-        splits[script_args.dataset_test_split] = read_rows(path, "--eval_dataset_path", streams)
-    return (IterableDatasetDict if streams else DatasetDict)(splits)
-
-
 def describe(
     script_args: CreditScriptArguments, reward_funcs: list[Any], weights: list[float] | None
 ) -> dict[str, Any]:
     """Field `data` of `run.json`, from which `credit-eval RUN` and others find rows and verifier again."""
-    from credit_trl.tasks.run_data import describe_data, describe_rows
-
     path, test_path = script_args.dataset_path, script_args.eval_dataset_path
     hub = {"name": script_args.dataset_name, "config": script_args.dataset_config}
-    places: dict[str, Any] = {"train": None, "test": None}
-    if script_args.task is not None or path is not None:
-        places["train"] = None if path is None else describe_rows(path)
-        places["test"] = describe_rows(test_path) if test_path is not None else places["train"]
+    train, test = None, None
+    if path is not None:
+        train = describe_rows(path, streaming=script_args.dataset_streaming)
+        test = describe_rows(test_path) if test_path is not None else train
     elif script_args.dataset_name is not None:
-        places["train"] = describe_rows(**hub, split=script_args.dataset_train_split)
-        places["test"] = describe_rows(**hub, split=script_args.dataset_test_split)
-    return describe_data(reward_funcs, weights, task=script_args.task, **places)
-
-
-def _split(data: Any, name: str, option: str) -> Any:
-    if name not in data:
-        files = " Name a file with `--eval_dataset_path`." if option == "dataset_test_split" else ""
-        raise ValueError(f"`--{option} {name}`: no such split; the data has {', '.join(data)}.{files}")
-    return data[name]
+        train = describe_rows(**hub, split=script_args.dataset_train_split, streaming=script_args.dataset_streaming)
+        test = describe_rows(**hub, split=script_args.dataset_test_split)
+    names = {"train_split": script_args.dataset_train_split}
+    return describe_data(reward_funcs, weights, task=script_args.task, train=train, test=test, **names)
 
 
 def first_rows(dataset: Any, rows: int | None) -> Any:

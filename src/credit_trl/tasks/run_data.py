@@ -30,6 +30,7 @@ def describe_data(
     task: str | None = None,
     train: Mapping[str, Any] | None = None,
     test: Mapping[str, Any] | None = None,
+    train_split: str = "train",
 ) -> dict[str, Any]:
     """Field `data` of `run.json`: how the rows and reward functions of a run are found again.
 
@@ -38,12 +39,14 @@ def describe_data(
         reward_weights: their weights, by default 1.
         task: name for `load_task`, whose verifier is the first reward function.
         train, test: `describe_rows` of the training and of the held-out rows.
+        train_split: name of the split that means the training rows; any other means the held-out ones.
     """
     functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     return {
         "task": task,
         "train": train,
         "test": test,
+        "train_split": train_split,
         "reward_funcs": [describe_function(one) for one in functions[0 if task is None else 1 :]],
         "reward_weights": None if reward_weights is None else list(reward_weights),
         "folder": os.getcwd(),
@@ -52,12 +55,18 @@ def describe_data(
 
 
 def describe_rows(
-    path: str | Path | None = None, *, name: str | None = None, config: str | None = None, split: str | None = None
+    path: str | Path | None = None,
+    *,
+    name: str | None = None,
+    config: str | None = None,
+    split: str | None = None,
+    streaming: bool = False,
 ) -> dict[str, Any]:
     """Place of rows: a local file or folder (with the hash of a file), or a data set of the hub."""
     file = None if path is None else Path(path).resolve()
     digest = _file_digest(file) if file is not None and file.is_file() else None
-    return {"path": file and str(file), "sha256": digest, "name": name, "config": config, "split": split}
+    place = {"path": file and str(file), "sha256": digest, "name": name, "config": config, "split": split}
+    return {**place, "streaming": streaming}
 
 
 def describe_function(function: Any) -> dict[str, Any]:
@@ -79,36 +88,37 @@ def task_of_data(data: Mapping[str, Any]) -> Task:
     """
     if data["folder"] not in sys.path:
         sys.path.insert(0, data["folder"])
-    own = [_import(one) for one in data["reward_funcs"]]
     if data["task"] is None:
-        reward = _combined(own, data["reward_weights"])
+        reward = _combined([_import(one) for one in data["reward_funcs"]], data["reward_weights"])
         name = Path((data["test"] or data["train"] or {}).get("path") or "run").stem
-        task = Task(name=name, build=_no_rows, verify=_single(reward), reward=reward)
+        task = Task(name=name, build=_own_rows, verify=_single(reward), reward=reward)
     else:
         task = load_task(data["task"])
-    return replace(task, build=lambda split="test", path=None, **options: _build(task, data, split, path, options))
+
+    def build(split: str = "test", path: str | Path | None = None, **options: Any) -> Any:
+        place = data["train"] if split == data["train_split"] else data["test"] or data["train"]
+        if data["task"] is not None:
+            return task.build(split, path or (place or {}).get("path"), **options)
+        return read_rows(path, "--path") if path is not None else _own_rows(place)
+
+    return replace(task, build=build)
 
 
-def _build(task: Task, data: Mapping[str, Any], split: str, path: str | Path | None, options: dict[str, Any]) -> Any:
-    """Rows of a split, from `path` if it is given, else from the place in the description."""
-    place = data["train"] if split == "train" else data["test"] or data["train"]
-    if data["task"] is not None:
-        return task.build(split, path or (place or {}).get("path"), **options)
-    if path is not None:
-        return read_rows(path, "--path")
+def _own_rows(place: Mapping[str, Any] | None) -> Any:
+    """Rows of a place in the description."""
+    from datasets import load_dataset
+
     if place is None:
         raise ValueError(
             "The rows of this run were a `Dataset` object. Save them, `dataset.to_json('questions.jsonl')`, and name "
             "the file with `--path questions.jsonl`."
         )
     if place["path"] is None:
-        from datasets import load_dataset
-
-        return load_dataset(place["name"], name=place["config"], split=place["split"])
-    if place["sha256"] is not None and Path(place["path"]).is_file():
-        if _file_digest(Path(place["path"])) != place["sha256"]:
-            raise ValueError(f"{place['path']} has changed since the run. Name the file to use with `--path`.")
-    return read_rows(place["path"], "--path")
+        return load_dataset(place["name"], place["config"], split=place["split"], streaming=place["streaming"])
+    file = Path(place["path"])
+    if place["sha256"] is not None and file.is_file() and _file_digest(file) != place["sha256"]:
+        raise ValueError(f"{place['path']} has changed since the run. Name the file to use with `--path`.")
+    return read_rows(place["path"], "--dataset_path", place["streaming"])
 
 
 def read_rows(path: str | Path, option: str, streaming: bool = False) -> Dataset:
@@ -179,10 +189,6 @@ def _single(reward: Callable[..., Rewards]) -> Callable[..., Verdict]:
         return reward(completions=[completion], truncated=[truncated], **rows)[0]
 
     return verify
-
-
-def _no_rows(*args: Any, **kwargs: Any) -> Any:
-    raise ValueError("The run's description names no rows.")
 
 
 def _file_digest(path: Path) -> str:
