@@ -6,7 +6,6 @@ dependencies, so that torch is not installed again. The tests assert that `credi
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -65,18 +64,21 @@ def tracked(*folders: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
 
 
-def test_wheel_contains_exactly_the_package(in_wheel):
+def test_wheel_contains_the_package_and_its_recipes(in_wheel):
     own = {name.removeprefix("src/") for name in tracked("src/credit_trl")}
+    shipped = tracked("examples/recipes", "examples/accelerate")
+    own |= {name.replace("examples/", "credit_trl/", 1) for name in shipped}
     assert {name for name in in_wheel if ".dist-info/" not in name} == own
+    recipe = "livecodebench_qwen3_8b.yaml"
+    assert in_wheel[f"credit_trl/recipes/{recipe}"] == (ROOT / "examples" / "recipes" / recipe).read_bytes()
     for name in (
         "credit_trl/py.typed",
         "credit_trl/tasks/examples/problems.jsonl",
         "credit_trl/tasks/examples/solutions.jsonl",
         "credit_trl/tasks/quickstart_model/plain/model.safetensors",
         "credit_trl/tasks/quickstart_model/plain/tokenizer.json",
-        "credit_trl/lab/planning/models/qwen3-8b.json",
-        "credit_trl/lab/analysis/page/tokenmap.js",
-        "credit_trl/lab/comparison/report.html.jinja",
+        "credit_trl/lab/report/page/report.js",
+        "credit_trl/cli/starter/run.yaml",
     ):
         assert in_wheel[name] == (ROOT / "src" / name).read_bytes()
 
@@ -162,28 +164,26 @@ def test_each_module_of_the_wheel_imports(clean, tmp_path):
 def test_installed_command_lists_credit_and_trl_commands(clean, tmp_path, program):
     assert "usage: trl credit" in (output := run(clean / program, "credit", "--help", cwd=tmp_path))
     assert "--contrastive_coef" in output
+    assert "livecodebench_qwen3_8b" in output  # a recipe of the wheel
     listed = run(clean / program, "--help", cwd=tmp_path)
-    assert all(f"    {name} " in listed for name in ("credit", "credit-quickstart", "credit-map", "grpo", "sft"))
+    assert all(f"    {name} " in listed for name in ("credit", "credit-init", "credit-map", "grpo", "sft"))
 
 
 @pytest.mark.slow
 def test_quickstart_runs_from_the_wheel(clean, tmp_path):
     output = run(clean / "credit-trl", "credit-quickstart", "--steps", "3", cwd=tmp_path)
     assert re.search(r"unknown cues +\d+\.\d -> +\d+\.\d", output)
-    assert (tmp_path / "runs" / "quickstart" / "learning_curve.png").is_file()
+    assert (tmp_path / "runs" / "quickstart" / "report.html").is_file()
     code = "import sys; print([m.__file__ for n, m in sys.modules.items() if n == 'credit_trl'])"
     assert str(clean.parent) in run(clean / "python", "-c", f"import credit_trl; {code}", cwd=tmp_path)
 
 
 @pytest.mark.slow
-def test_training_runs_from_the_wheel(clean, tmp_path):
-    line = (
-        "--task quickstart --model_name_or_path quickstart --use_cpu true --bf16 false --max_steps 1 --output_dir run"
-    )
-    small = "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 --report_to none"
-    output = run(clean / "trl", "credit", *line.split(), *small.split(), cwd=tmp_path)
-    assert re.search(r"Model saved to .*run\.", output)
-    assert (tmp_path / "run" / "model.safetensors").is_file()
+def test_starter_trains_from_the_wheel_in_an_empty_folder(clean, tmp_path):
+    run(clean / "trl", "credit-init", cwd=tmp_path)
+    output = run(clean / "trl", "credit", "--config", "run.yaml", "--max_steps", "1", cwd=tmp_path)
+    assert re.search(r"Model saved to .*first\.", output)
+    assert (tmp_path / "runs" / "first" / "report.html").is_file()
 
 
 # Notebook -> what its switched cell is followed by, so that it takes seconds.
@@ -217,38 +217,3 @@ def test_notebook_runs_from_the_wheel_in_an_empty_folder(clean, tmp_path, name):
     notebook.write_bytes((ROOT / "notebooks" / notebook.name).read_bytes())
     arguments = ("-c", RUN_NOTEBOOK, str(notebook), FEWER_STEPS[name])
     assert "all cells ran" in run(clean / "python", *arguments, cwd=tmp_path, timeout=950)
-
-
-def stub_of_trl(folder: Path) -> Path:
-    """A wheel of TRL's name and version with its command, which prints a line."""
-    version = importlib.metadata.version("trl")
-    path = folder / f"trl-{version}-py3-none-any.whl"
-    contents = {
-        "trl_stub.py": "def main():\n    print('the command of TRL')\n",
-        f"trl-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: trl\nVersion: {version}\n",
-        f"trl-{version}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"trl-{version}.dist-info/entry_points.txt": "[console_scripts]\ntrl = trl_stub:main\n",
-    }
-    contents[f"trl-{version}.dist-info/RECORD"] = "".join(f"{name},,\n" for name in contents)
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text in contents.items():
-            archive.writestr(name, text)
-    return path
-
-
-@pytest.mark.slow
-def test_documented_line_brings_the_command_of_trl_back(wheel, tmp_path):
-    """Uninstalling removes `trl`, which both packages install."""
-    folder = tmp_path / "venv"
-    venv.create(folder, with_pip=False, symlinks=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
-    offline = ["-q", "--no-deps", "--no-index", "--find-links", str(tmp_path)]
-    stub = stub_of_trl(tmp_path)
-    for own in (stub, wheel):
-        subprocess.run([*pip, "install", *offline, str(own)], check=True, timeout=120, capture_output=True)
-    subprocess.run([*pip, "uninstall", "-q", "-y", "credit-trl"], check=True, timeout=120, capture_output=True)
-    assert not (folder / "bin" / "trl").exists()
-    (line,) = re.findall(r"`pip (install --force-reinstall --no-deps trl)`", (ROOT / "README.md").read_text("utf-8"))
-    subprocess.run([*pip, *line.split(), *offline], check=True, timeout=120, capture_output=True)
-    ran = subprocess.run([folder / "bin" / "trl"], capture_output=True, text=True, check=True, timeout=60)
-    assert ran.stdout == "the command of TRL\n"
