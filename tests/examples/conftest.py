@@ -18,7 +18,7 @@ def study():
 
 
 @pytest.fixture(scope="module")
-def example():
+def smollm():
     """A function that imports a module of `examples/smollm` by name."""
     yield from _imports(EXAMPLES / "smollm")
 

@@ -31,9 +31,7 @@ Message = dict[str, str]
 TEMPLATES = {
     "reprompt_template": "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
     "solution_template": "\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
-    "feedback_template": (
-        "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"
-    ),
+    "feedback_template": ("\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"),
 }
 
 # Shares of the kinds of context. "letter" is the task's feedback. "dictated" names the tool and teaches the base to

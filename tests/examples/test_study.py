@@ -1,0 +1,113 @@
+"""The scripts of `examples/study` on the shipped base."""
+
+from __future__ import annotations
+
+import csv
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from credit_trl.tasks.quickstart_model import SHIPPED
+
+RESULTS = Path(__file__).parents[2] / "examples" / "study" / "results"
+WORLDS = ("weak", "tables", "skip", "filler", "useful")
+
+
+def table(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((RESULTS / f"{name}.csv").open(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_committed_rows_have_every_column_and_occur_once(study, world):
+    rows = table(world)
+    run = study("run")
+    assert tuple(rows[0]) == run.COLUMNS
+    keys = [tuple(row[name] for name in run.KEY) for row in rows]
+    assert len(set(keys)) == len(keys)
+    assert {row["world"] for row in rows} == {world}
+    assert all(row["version"] for row in rows)
+
+
+def test_page_prints_means_and_paired_differences(study, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["page.py", "weak", "--step", "60", "--measure", "thought_unknown"])
+    study("page").main()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| CREDIT λ=0.1 |")]
+    rates = {
+        arm: np.array([float(r["thought_unknown"]) for r in table("weak") if (r["arm"], r["step"]) == (arm, "60")])
+        for arm in ("SDPO", "CREDIT λ=0.1")
+    }
+    mean = 100 * rates["CREDIT λ=0.1"].mean()
+    difference = 100 * (rates["CREDIT λ=0.1"] - rates["SDPO"]).mean()
+    assert f"| {mean:.1f} [" in line
+    assert f"| {difference:.1f} [" in line
+
+
+def test_runner_appends_rows_once_and_in_the_predicted_order(study, tmp_path):
+    torch.set_num_threads(1)
+    run = study("run")
+    world = study("worlds").WORLDS["weak"]
+    shutil.copytree(SHIPPED, tmp_path / "bases" / "weak-seed0")
+    small = {"max_steps": 1, "per_device_train_batch_size": 8}
+    options = (small, tmp_path, tmp_path / "results")
+    assert run.run_arm(world, 0, "GRPO", *options)
+    assert run.run_arm(world, 0, "CREDIT λ=0.1", *options)
+    assert not run.run_arm(world, 0, "GRPO", *options)
+    rows = run.read_rows(tmp_path / "results" / "weak.csv")
+    names = ["GRPO per_device_train_batch_size=8", "CREDIT λ=0.1 per_device_train_batch_size=8"]
+    assert list(rows) == [("weak", 0, name, step) for name in names for step in (0, 1)]
+    grpo, _, credit, trained = rows.values()
+    assert grpo["accuracy_known"] == credit["accuracy_known"] > 0.8
+    assert grpo["predicted_rate"] is None
+    expected = credit["delta"] * 0.9 / 0.1 - credit["s"]
+    assert credit["predicted_log_odds"] == pytest.approx(expected, abs=2e-3)
+    assert trained["teacher_fidelity"] > 0.9
+    assert trained["trl"] and trained["commit"]
+
+
+def test_every_arm_is_a_valid_configuration(study, tmp_path):
+    from credit_trl import CreditConfig
+
+    arms = study("arms")
+    worlds = study("worlds")
+    for world in worlds.WORLDS.values():
+        for options in arms.ARMS.values():
+            CreditConfig(str(tmp_path), **worlds.COMMON | world.options | options)
+
+
+@pytest.mark.parametrize("name", ["tables", "skip", "useful", "filler"])
+def test_planted_examples_are_solved_by_their_verifier(study, name):
+    """Responses without a planted text and without noise get the reward."""
+    world = study("worlds").WORLDS[name]
+    rows = world.task.build("test").to_list()
+    assert {row["group"] for row in rows} == {"known", "unknown", "holdout"}
+    assert not {str(row["prompt"]) for row in rows if row["group"] == "unknown"} & {
+        str(row["prompt"]) for row in world.task.build("train").to_list()
+    }
+    curriculum = study("planted.base").CURRICULA[name]
+    rng = random.Random(0)
+    planted = sum(world.point.planted.rstrip(".") in str(curriculum.draw(rng)[1]) for _ in range(400))
+    assert 0 < planted < 300
+    assert world.task.verify("", rows[0]["answer"]).reward == 0.0
+
+
+def test_base_maker_writes_a_base_below_its_gate_only_as_an_error(study, tmp_path):
+    pretrain = study("embedded_base.pretrain")
+    curriculum = study("embedded_base.curriculum")
+    architecture = study("embedded_base.architecture")
+    recipe = pretrain.Recipe(min_constant_steps=1, max_constant_steps=2, decay_steps=1, gate_every=1)
+    tokenizer = architecture.build_tokenizer(curriculum.template_texts())
+    with pytest.raises(RuntimeError, match="below 0.95: use another seed"):
+        pretrain.make_base_of(curriculum.WORLDS["plain"], tokenizer, 0, tmp_path / "base", False, recipe)
+    assert not (tmp_path / "base").exists()
+
+
+def test_muon_orthogonalizes(study):
+    matrix = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(study("embedded_base.muon").orthogonalized(matrix))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
