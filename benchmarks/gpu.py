@@ -87,7 +87,7 @@ def kinds(workload: Workload, kernels: tuple[str, ...]) -> dict[str, tuple[str, 
     return {
         **ours,
         f"credit, {kernels[-1]}, renormalize": renormalized,
-        **{name: (name, workload) for name in ("sdpo", "grpo", "distillation")},
+        **{name: (name, workload) for name in ("sdpo", "grpo")},
     }
 
 

@@ -47,12 +47,12 @@ LONGEST = 48  # tokens of an answer
 PART = 256  # tokens of a forward and backward pass, in the trial that divides the micro-batch
 
 
-def fixed(kinds: dict[str, Kind], rounds: int, patience: float, results: Results) -> dict[str, Any]:
+def fixed(kinds: dict[str, Kind], rounds: int, results: Results) -> dict[str, Any]:
     """Time and peak at T = 512, and growth of the peak from T = 128 to T = 1,024."""
     workload = Workload()
     with trials(build, kinds) as running:
         in_turns(running, 1, {"completion": 64})  # warm up
-        samples = in_turns(running, rounds, {}, patience=patience, results=results)
+        samples = in_turns(running, rounds, {}, results=results)
         by_completion = {
             name: {t: trial.ask({"completion": t}).peak_mb for t in (128, 1024)} for name, trial in running.items()
         }
@@ -90,7 +90,7 @@ _ENDINGS = {
 }
 
 
-def short_answers(rounds: int, patience: float, results: Results) -> dict[str, Any]:
+def short_answers(rounds: int, results: Results) -> dict[str, Any]:
     """Time and peak at the shape of SmolLM2 and `tool_choice`: with and without a contrast, and TRL's SDPO.
 
     Both also with recomputed activations (gradient checkpointing), this project's then in parts of the micro-batch.
@@ -108,7 +108,7 @@ def short_answers(rounds: int, patience: float, results: Results) -> dict[str, A
     small = {"batch": 8, "completion": 4}  # a full batch would leave its memory to the first round
     with trials(build, kinds) as running:
         in_turns(running, 1, small)
-        samples = in_turns(running, rounds, {}, patience=patience, results=results)
+        samples = in_turns(running, rounds, {}, results=results)
     peaks: dict[str, dict[int, float]] = {}
     with trials(build, kinds, RETURNS_MEMORY) as running:
         in_turns(running, 1, small)
@@ -161,16 +161,16 @@ def main() -> None:
         results.merge(gpu.measure(plan, arguments.rounds, results))
         print(gpu.table(results.values))
     elif arguments.preset == "ragged":
-        results.merge(ragged.measure(arguments.rounds, arguments.patience, results, arguments.kinds))
+        results.merge(ragged.measure(arguments.rounds, results, arguments.kinds))
         print(ragged.table(results.values))
     elif arguments.preset == "smollm2":
-        results.merge(short_answers(arguments.rounds, arguments.patience, results))
+        results.merge(short_answers(arguments.rounds, results))
         print(table_of_fixed(results.values))
     else:
-        results.merge(fixed(_kinds(Workload()), arguments.rounds, arguments.patience, results))
+        results.merge(fixed(_kinds(Workload()), arguments.rounds, results))
         print(table_of_fixed(results.values))
         if arguments.step_rounds:
-            of_step = step.measure_steps(Workload(), [0, 1, 16], arguments.step_rounds, arguments.patience)
+            of_step = step.measure_steps(Workload(), [0, 1, 16], arguments.step_rounds)
             print(step.table(of_step))
             ratios = {f"step_ratio_c{c}": of_step["step_ratio"][str(c)] for c in (1, 16)}
             results.merge({"step": of_step, "ratios": ratios})
@@ -182,7 +182,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--preset", choices=["bar", "smollm2", "ragged", "gpu"], default="bar")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-rounds", type=int, default=2, help="whole steps per C in the bar; 0 for none")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for an idle machine, each time")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON, without its suffix")
     parser.add_argument("--models", nargs="+", help="models of the GPU preset; default all")
     parser.add_argument("--kinds", nargs="+", help="trials of the GPU and ragged presets, by name; default all")

@@ -1,8 +1,7 @@
 """One update (scoring, loss and backward pass) of this project's trainer and of TRL's, on identical batches.
 
 `"credit"` is this project's trainer (teacher, C contrasts, loss, backward), `"sdpo"` TRL's `SDPOTrainer` with
-`topk_logits` and a tail bucket (teacher, loss, backward), `"grpo"` TRL's `GRPOTrainer` (loss, backward), and
-`"distillation"` TRL's `DistillationTrainer` (another teacher on the same prompt, whole vocabulary, backward).
+`topk_logits` and a tail bucket (teacher, loss, backward), and `"grpo"` TRL's `GRPOTrainer` (loss, backward).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MakeUpdate = Callable[[Workload], tuple[Update, torch.nn.Module]]
 def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample]:
     """Load the models in the child process; return a function that measures one update of a changed workload."""
     directory = tempfile.mkdtemp()
-    kinds = {"credit": _credit, "sdpo": _sdpo, "grpo": _grpo, "distillation": _distillation}
+    kinds = {"credit": _credit, "sdpo": _sdpo, "grpo": _grpo}
     make_update = kinds[kind](workload, directory)
 
     def answer(changes: dict[str, Any]) -> Sample:
@@ -184,24 +183,6 @@ def _grpo(workload: Workload, directory: str) -> MakeUpdate:
 
     def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
         batch = workload.rollouts() | {"advantages": torch.linspace(-1, 1, workload.batch, device=workload.device)}
-        return partial(_micro_batches, trainer, batch, workload), trainer.model
-
-    return make_update
-
-
-def _distillation(workload: Workload, directory: str) -> MakeUpdate:
-    from trl import DistillationConfig, DistillationTrainer
-
-    arguments = {k: v for k, v in _arguments(workload, directory).items() if k not in ("num_generations", "loss_type")}
-    config = DistillationConfig(**arguments, beta=1.0)
-    models = workload.make_model(), workload.make_model()
-    trainer = DistillationTrainer(*models, config, _dataset(), processing_class=make_tokenizer())
-    _ready(trainer)
-    trainer.teacher_model.to(trainer.accelerator.device)
-
-    def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
-        batch = workload.rollouts()
-        batch["num_items_in_batch"] = batch["completion_mask"].sum()
         return partial(_micro_batches, trainer, batch, workload), trainer.model
 
     return make_update
