@@ -11,19 +11,18 @@ import torch
 from torch import nn
 from trl import GRPOTrainer
 
-from credit_trl.loss import distillation
+from credit_trl import CreditTrainer
 from credit_trl.teacher.causal_lm import backbone, head_input
-from credit_trl.teacher.policy_pass import PolicyStates, Sequences
-from credit_trl.training import micro_batches
-from credit_trl.training.micro_batches import UnpaddedTrainer
+from credit_trl.teacher.policy_pass import Sequences
+from credit_trl.training import micro_batches, step
 
 
-def padded_states(model: nn.Module, sequences: Sequences, **options: Any) -> PolicyStates:
+def padded_states(model: nn.Module, sequences: Sequences, **options: Any) -> tuple[Any, int, Any]:
     """`policy_states` on TRL's tensors as they are, left-padded prompts included."""
     outputs = backbone(model)(input_ids=sequences.ids, attention_mask=sequences.valid.long(), use_cache=False)
     hidden = outputs.last_hidden_state[:, sequences.prompt_width - 1 : -1].flatten(0, 1)[sequences.chosen]
     aux_loss = torch.zeros(()) if options.get("router_loss") else None
-    return PolicyStates(head_input(model, hidden), sequences.ids.numel(), aux_loss)
+    return head_input(model, hidden), sequences.ids.numel(), aux_loss
 
 
 @contextmanager
@@ -44,9 +43,8 @@ def keep_padding() -> None:
 def _patches() -> list[Any]:
     method = "_get_per_token_logps_and_entropies"
     return [
-        patch.object(distillation, "policy_states", padded_states),
-        patch.object(micro_batches, "arrange", lambda batches, *_: list(batches)),
-        patch.object(micro_batches, "trim", lambda batch: batch),
-        patch.object(UnpaddedTrainer, method, getattr(GRPOTrainer, method)),
-        patch.object(UnpaddedTrainer, "_engine_correction", lambda trainer: None),
+        patch.object(step, "policy_states", padded_states),
+        patch.object(micro_batches, "evened", lambda batches, *_: list(batches)),
+        patch.object(micro_batches, "without_padding", lambda batch: batch),
+        patch.object(CreditTrainer, method, getattr(GRPOTrainer, method)),
     ]

@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -106,10 +105,6 @@ def _credit(workload: Workload, directory: str) -> MakeUpdate:
     _ready(trainer)
 
     def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
-        of = trainer.distillation
-        support = replace(of.scoring.support, topk=workload.topk)
-        scoring, loss = replace(of.scoring, support=support), replace(of.loss, support=support)
-        trainer.distillation = replace(of, scoring=scoring, loss=loss)
         batch = workload.rollouts()
         contexts = [TokenContexts(teacher, contrasts) for teacher, *contrasts in workload.contexts()]
         # TRL's preparation of a generation batch, whose completions and contexts are given.

@@ -45,7 +45,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "guide 1.5": {"contrastive_coef": 1.5, "contrastive_form": "guide"},
     "temper-only": {"contrastive_coef": 0.1},
 }
-TRAINERS = {"temper-only": "temper_only:TemperOnlyTrainer"}  # a class of examples/family as `module:class`
 SHOWN = ("SDPO", "guide 1")  # arms of the demonstration
 OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 16,  # 4 prompts × 4 rollouts
@@ -243,9 +242,7 @@ def train(
         prompts: number of prompts with held-out words that are measured.
         **options: options of `CreditConfig` in place of `OPTIONS`.
     """
-    config = CreditConfig(seed=seed, **OPTIONS | ARMS[arm] | options)
-    rows = Dataset.from_list(make_rows(WORDS))
-    trainer = trainer_class(arm)(model, reward, config, rows, processing_class=tokenizer)
+    trainer = make_trainer(arm, OPTIONS | ARMS[arm] | options | {"seed": seed}, model, tokenizer)
     trainer.remove_callback(PrinterCallback)
     measurements = Measurements(trainer, arm, every, prompts)
     trainer.add_callback(measurements)
@@ -253,13 +250,16 @@ def train(
     return measurements
 
 
-def trainer_class(arm: str) -> type[CreditTrainer]:
-    if arm not in TRAINERS:
-        return CreditTrainer
-    if str(FAMILY) not in sys.path:
+def make_trainer(arm: str, options: dict[str, Any], model: Any, tokenizer: Any) -> CreditTrainer:
+    """The trainer of an arm. Temper-only, of examples/family, has the target (1 − λ) f in place of f − λ Ĝ."""
+    is_tempered = arm == "temper-only"
+    config = CreditConfig(**options | ({"contrastive_coef": 0.0} if is_tempered else {}))
+    rows = Dataset.from_list(make_rows(WORDS))
+    trainer = CreditTrainer(model, reward, config, rows, processing_class=tokenizer)
+    if is_tempered:
         sys.path.append(str(FAMILY))
-    module, name = TRAINERS[arm].split(":")
-    return getattr(importlib.import_module(module), name)
+        importlib.import_module("temper_only").temper(trainer.credit_step, options["contrastive_coef"])
+    return trainer
 
 
 def run_study(args: argparse.Namespace, load: Any) -> None:

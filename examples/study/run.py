@@ -25,13 +25,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a process is fastest
 
 import torch
 import yaml
-from arms import ARMS, DEFAULT_ARMS, trainer_class, with_options
+from arms import ARMS, DEFAULT_ARMS, make_trainer, with_options
 from branch import Branch, branch_rows, measure_branch, model_log_odds, predict
 from filelock import FileLock, Timeout
 from transformers import PrinterCallback, TrainerCallback
 from worlds import COMMON, WORLDS, World, pretrain
 
-from credit_trl import CreditConfig, CreditTrainer
+from credit_trl import CreditTrainer
 from credit_trl.evaluation import EvaluationCallback, evaluate
 from credit_trl.tasks.quickstart import GROUPS
 from credit_trl.tasks.quickstart_model import read_base
@@ -129,10 +129,10 @@ def train(world: World, seed: int, arm: str, options: Row, base: Path, folder: P
     """Train one arm; yield a row per evaluated step."""
     model, tokenizer = read_base(base)
     task = world.task
-    config = CreditConfig(output_dir=str(folder), seed=seed, **options)
-    trainer = trainer_class(arm)(model, task.reward, config, task.build("train"), processing_class=tokenizer)
+    options = options | {"output_dir": str(folder), "seed": seed}
+    trainer = make_trainer(arm, options, model, task.reward, task.build("train"), tokenizer)
     trainer.remove_callback(PrinterCallback)
-    eval_steps = min(world.eval_steps, config.max_steps)
+    eval_steps = min(world.eval_steps, options["max_steps"])
     callback = EvaluationCallback(trainer, task, eval_steps=eval_steps, keep_best=False, first=False, **EVALUATION)
     branch = BranchCallback(trainer, world, eval_steps)
     trainer.add_callback(callback)

@@ -47,7 +47,7 @@ def test_page_prints_means_and_paired_differences(study, monkeypatch, capsys):
     assert f"| {difference:.1f} [" in line
 
 
-def test_runner_appends_rows_once_and_in_the_predicted_order(study, tmp_path):
+def test_runner_appends_rows_once_with_the_prediction(study, tmp_path):
     torch.set_num_threads(1)
     run = study("run")
     world = study("worlds").WORLDS["weak"]
@@ -56,25 +56,28 @@ def test_runner_appends_rows_once_and_in_the_predicted_order(study, tmp_path):
     options = (small, tmp_path, tmp_path / "results")
     assert run.run_arm(world, 0, "GRPO", *options)
     assert run.run_arm(world, 0, "CREDIT λ=0.1", *options)
+    assert run.run_arm(world, 0, "temper-only λ=0.1", *options)
     assert not run.run_arm(world, 0, "GRPO", *options)
     rows = run.read_rows(tmp_path / "results" / "weak.csv")
-    names = ["GRPO per_device_train_batch_size=8", "CREDIT λ=0.1 per_device_train_batch_size=8"]
+    names = [f"{arm} per_device_train_batch_size=8" for arm in ("GRPO", "CREDIT λ=0.1", "temper-only λ=0.1")]
     assert list(rows) == [("weak", 0, name, step) for name in names for step in (0, 1)]
-    grpo, _, credit, trained = rows.values()
+    grpo, _, credit, trained, tempered, _ = rows.values()
     assert grpo["accuracy_known"] == credit["accuracy_known"] > 0.8
     assert grpo["predicted_rate"] is None
     expected = credit["delta"] * 0.9 / 0.1 - credit["s"]
     assert credit["predicted_log_odds"] == pytest.approx(expected, abs=2e-3)
+    assert tempered["predicted_log_odds"] == pytest.approx(credit["delta"] * 0.9 / 0.1, abs=2e-3)
     assert trained["teacher_fidelity"] > 0.9
     assert trained["trl"]
     assert trained["commit"]
 
 
-def test_every_arm_is_a_valid_configuration(study, tmp_path):
+def test_every_arm_is_a_valid_configuration(study, monkeypatch, tmp_path):
     from credit_trl import CreditConfig
 
     arms = study("arms")
     worlds = study("worlds")
+    monkeypatch.syspath_prepend(arms.FAMILY)
     for world in worlds.WORLDS.values():
         for options in arms.ARMS.values():
             CreditConfig(str(tmp_path), **worlds.COMMON | world.options | options)
