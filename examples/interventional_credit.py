@@ -218,10 +218,12 @@ def measure(args: argparse.Namespace, seed: int, task: Task, student: Checkpoint
             for branching in iv.candidates_of(student, own, y, formula, **options, question=question)
         ]
 
-    plan = iv.BranchPlan(branchings("right", CreditFormula(0.0)), args.samples, 2 * args.samples, MAX_NEW_TOKENS)
+    forced = branchings("right", CreditFormula(0.0))
+    cost = iv.branch_cost(forced, args.samples, 2 * args.samples, MAX_NEW_TOKENS)
+    print(f"seed {seed}, {student.name}: {cost}", flush=True)
     rollouts = iv.policy_rollouts(student, graded.prompts, full_sampling(seed + 1000))
-    announce = partial(print, f"seed {seed}, {student.name}:", flush=True)
-    credits = iv.run_plan(plan, rollouts, iv.graded_by(student, task, rows), announce=announce)
+    succeeds = iv.graded_by(student, task, rows)
+    credits = iv.run_branchings(forced, args.samples, 2 * args.samples, rollouts, succeeds)
     found: dict[str, Any] = {"success": float(graded.outcomes.mean()), "prefixes": len(credits)}
     for feedback in FEEDBACKS:
         found[feedback] = {}
