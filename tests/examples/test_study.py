@@ -41,10 +41,8 @@ def test_page_prints_means_and_paired_differences(study, monkeypatch, capsys):
         arm: np.array([float(r["thought_unknown"]) for r in table("weak") if (r["arm"], r["step"]) == (arm, "60")])
         for arm in ("SDPO", "CREDIT λ=0.1")
     }
-    mean = 100 * rates["CREDIT λ=0.1"].mean()
-    difference = 100 * (rates["CREDIT λ=0.1"] - rates["SDPO"]).mean()
-    assert f"| {mean:.1f} [" in line
-    assert f"| {difference:.1f} [" in line
+    assert f"| {100 * rates['CREDIT λ=0.1'].mean():.1f} [" in line
+    assert f"| {100 * (rates['CREDIT λ=0.1'] - rates['SDPO']).mean():.1f} [" in line
 
 
 def test_runner_appends_rows_once_with_the_prediction(study, tmp_path):
@@ -72,46 +70,14 @@ def test_runner_appends_rows_once_with_the_prediction(study, tmp_path):
     assert trained["commit"]
 
 
-def test_every_arm_is_a_valid_configuration(study, monkeypatch, tmp_path):
-    from credit_trl import CreditConfig
-
-    arms = study("arms")
-    worlds = study("worlds")
-    monkeypatch.syspath_prepend(arms.FAMILY)
-    for world in worlds.WORLDS.values():
-        for options in arms.ARMS.values():
-            CreditConfig(str(tmp_path), **worlds.COMMON | world.options | options)
-
-
 @pytest.mark.parametrize("name", ["tables", "skip", "useful", "filler"])
-def test_planted_examples_are_solved_by_their_verifier(study, name):
-    """Responses without a planted text and without noise get the reward."""
+def test_planted_worlds_draw_their_text_and_keep_the_splits_apart(study, name):
     world = study("worlds").WORLDS[name]
-    rows = world.task.build("test").to_list()
-    assert {row["group"] for row in rows} == {"known", "unknown", "holdout"}
-    assert not {str(row["prompt"]) for row in rows if row["group"] == "unknown"} & {
-        str(row["prompt"]) for row in world.task.build("train").to_list()
-    }
-    curriculum = study("planted.base").CURRICULA[name]
+    test = world.task.build("test").to_list()
+    trained = {str(row["prompt"]) for row in world.task.build("train").to_list()}
+    assert {row["group"] for row in test} == {"known", "unknown", "holdout"}
+    assert not trained & {str(row["prompt"]) for row in test if row["group"] == "unknown"}
     rng = random.Random(0)
+    curriculum = study("planted.base").CURRICULA[name]
     planted = sum(world.point.planted.rstrip(".") in str(curriculum.draw(rng)[1]) for _ in range(400))
     assert 0 < planted < 300
-    assert world.task.verify("", rows[0]["answer"]).reward == 0.0
-
-
-def test_base_maker_writes_a_base_below_its_gate_only_as_an_error(study, tmp_path):
-    pretrain = study("embedded_base.pretrain")
-    curriculum = study("embedded_base.curriculum")
-    architecture = study("embedded_base.architecture")
-    recipe = pretrain.Recipe(min_constant_steps=1, max_constant_steps=2, decay_steps=1, gate_every=1)
-    tokenizer = architecture.build_tokenizer(curriculum.template_texts())
-    with pytest.raises(RuntimeError, match=r"below 0\.95: use another seed"):
-        pretrain.make_base_of(curriculum.WORLDS["plain"], tokenizer, 0, tmp_path / "base", False, recipe)
-    assert not (tmp_path / "base").exists()
-
-
-def test_muon_orthogonalizes(study):
-    matrix = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(study("embedded_base.muon").orthogonalized(matrix))
-    assert values.min() > 0.6
-    assert values.max() < 1.3
