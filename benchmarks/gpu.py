@@ -3,7 +3,6 @@
 - One update at the shapes of Qwen3-8B and Qwen3-0.6B, random weights in bf16, gradient checkpointing, no optimizer:
   this project with torch and Triton kernels and with a renormalised support, TRL's SDPO and GRPO.
 - The longest completion that fits, for each of them.
-- The distillation loss alone, see pair.py.
 
 Trials run one process at a time. A trial that does not fit is reported, and the others continue.
 """
@@ -13,36 +12,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from typing import Any
 
-import pair
 import updates
 from measure import Results, Sample, Trial, TrialError, none_if_out_of_memory, repeat
-from pair import liger_shape
 from workload import Workload
 
-PARTS = ("points", "longest", "pair")
+PARTS = ("points", "longest")
 
 
-def model_shape(name: str, **changes: Any) -> Workload:
-    """Workload with the shape of a model of `trl credit-plan`."""
-    config = json.loads((files("credit_trl.lab.planning") / "models" / f"{name}.json").read_text())
-    shape = Workload(
-        vocabulary=config["vocab_size"],
-        hidden=config["hidden_size"],
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        key_value_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        intermediate=config["intermediate_size"],
-        tied=config["tie_word_embeddings"],
-        batch=1,
-        dtype="bfloat16",
-        device="cuda",
-        checkpointing=True,
-    )
-    return shape.with_(**changes)
+_GPU = Workload(
+    key_value_heads=8, head_dim=128, batch=1, dtype="bfloat16", device="cuda", checkpointing=True, padding="packed"
+)
+SHAPES = {
+    "Qwen3-0.6B": _GPU.with_(hidden=1024, layers=28, heads=16, intermediate=3072, tied=True),
+    "Qwen3-8B": _GPU.with_(hidden=4096, layers=36, heads=32, intermediate=12_288, tied=False),
+}
 
 
 @dataclass(frozen=True)
@@ -54,16 +39,12 @@ class Plan:
         points: Changes of the workload at each point. 18,944 tokens are divided as by SDPO: a teacher prompt of
             10,752, which contains the prompt of 512, and a completion of 8,192.
         longest: Shortest and longest completion of the search.
-        pair: Shape of the distillation loss alone.
-        liger: Shape of the same in Liger's own script.
         kernels: Kernels of this project's trials.
         parts: Parts that run.
         kinds: Names of the trials that run; None for all.
     """
 
-    models: dict[str, Workload] = field(
-        default_factory=lambda: {"Qwen3-0.6B": model_shape("qwen3-0.6b"), "Qwen3-8B": model_shape("qwen3-8b")}
-    )
+    models: dict[str, Workload] = field(default_factory=lambda: dict(SHAPES))
     points: dict[str, dict[str, int]] = field(
         default_factory=lambda: {
             "2,048 tokens": {"completion": 2048},
@@ -72,10 +53,7 @@ class Plan:
         }
     )
     longest: tuple[int, int] = (2048, 131_072)
-    pair: pair.Pair = field(default_factory=pair.Pair)
-    liger: pair.Pair = field(default_factory=liger_shape)
     kernels: tuple[str, ...] = ("torch", "triton")
-
     parts: tuple[str, ...] = PARTS
     kinds: tuple[str, ...] | None = None
 
@@ -92,17 +70,12 @@ def measure(plan: Plan, rounds: int, results: Results | None = None) -> dict[str
     Each trial is written to `results` when it ends. A trial whose process dies is reported and costs its own entry.
     """
     results = results or Results()
-    results.merge({"workloads": {name: vars(shape) for name, shape in plan.models.items()}, "liger": pair.LIGER})
-    if {"points", "longest"} & set(plan.parts):
-        for name, workload in plan.models.items():
-            for kind, arguments in kinds(workload, plan.kernels).items():
-                if plan.kinds is None or kind in plan.kinds:
-                    results.merge({"models": {name: {kind: _measure_kind(plan, arguments, rounds)}}})
-                    print(name, kind, json.dumps(results.values["models"][name][kind]), flush=True)
-    if "pair" in plan.parts:
-        for shape, of_pair in (("head", plan.pair), ("liger", plan.liger)):
-            for kind, sample in pair.measure_pairs(of_pair, plan.kernels, rounds):
-                results.merge({"pair": {shape: {kind: sample}}})
+    results.merge({"workloads": {name: vars(shape) for name, shape in plan.models.items()}})
+    for name, workload in plan.models.items():
+        for kind, arguments in kinds(workload, plan.kernels).items():
+            if plan.kinds is None or kind in plan.kinds:
+                results.merge({"models": {name: {kind: _measure_kind(plan, arguments, rounds)}}})
+                print(name, kind, json.dumps(results.values["models"][name][kind]), flush=True)
     results.merge({"ratios": ratios(results.values.get("models", {}))})
     return results.values
 
@@ -114,7 +87,7 @@ def kinds(workload: Workload, kernels: tuple[str, ...]) -> dict[str, tuple[str, 
     return {
         **ours,
         f"credit, {kernels[-1]}, renormalize": renormalized,
-        **{name: (name, workload) for name in ("sdpo", "grpo", "distillation")},
+        **{name: (name, workload) for name in ("sdpo", "grpo")},
     }
 
 
@@ -184,4 +157,4 @@ def table(result: dict[str, Any]) -> str:
     lines += ["", "| | | longest completion that fits |", "| --- | --- | --- |"]
     for name, of_model in result.get("models", {}).items():
         lines += [f"| {name} | {kind} | {of.get('longest_completion', 0):,d} |" for kind, of in of_model.items()]
-    return "\n".join([*lines, *("\n" + pair.table(of) for of in result.get("pair", {}).values())])
+    return "\n".join(lines)

@@ -129,17 +129,11 @@ def _merge(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def in_turns(
-    running: dict[str, Trial],
-    rounds: int,
-    *request: Any,
-    patience: float = 0.0,
-    results: Results | None = None,
+    running: dict[str, Trial], rounds: int, *request: Any, results: Results | None = None
 ) -> dict[str, list[Sample]]:
-    """Ask every trial once per round.
+    """Ask every trial once per round. Disturbed rounds are dropped if three others or more were measured.
 
-    For up to `patience` seconds, a round waits for an idle machine, and disturbed rounds are repeated. They are
-    dropped if enough undisturbed ones were measured. A trial whose process dies is removed and reported, and the
-    others go on.
+    A trial whose process dies is removed and reported, and the others go on.
 
     Args:
         results: receives every sample as it is measured, under `"rounds"`.
@@ -147,12 +141,8 @@ def in_turns(
     Returns:
         For each trial that lives the samples of the kept rounds.
     """
-    deadline, found, length = time.monotonic() + patience, [], 0.0
-    while running and (
-        len(found) < rounds or (sum(map(_is_quiet, found)) < rounds and time.monotonic() + length < deadline)
-    ):
-        _wait_until_quiet(deadline)
-        started = time.monotonic()
+    found: list[dict[str, Sample]] = []
+    for number in range(1, rounds + 1):
         found.append({})
         for name, trial in list(running.items()):
             try:
@@ -162,24 +152,10 @@ def in_turns(
                 running.pop(name).close()
                 continue
             if results is not None:
-                results.merge({"rounds": {f"{len(found)}": {name: vars(found[-1][name])}}})
-        length = time.monotonic() - started
-    found = [{name: samples[name] for name in running} for samples in found]
-    quiet = [samples for samples in found if _is_quiet(samples)]
+                results.merge({"rounds": {f"{number}": {name: vars(found[-1][name])}}})
+    quiet = [samples for samples in found if all(sample.foreign <= QUIET for sample in samples.values())]
     kept = quiet if len(quiet) >= min(rounds, 3) else found
     return {name: [samples[name] for samples in kept] for name in running}
-
-
-def _wait_until_quiet(deadline: float, window: float = 2.0) -> None:
-    while time.monotonic() < deadline:
-        busy, started = _busy_seconds(), time.monotonic()
-        time.sleep(window)
-        if _busy_seconds() - busy <= QUIET * os.cpu_count() * (time.monotonic() - started):
-            return
-
-
-def _is_quiet(samples: dict[str, Sample]) -> bool:
-    return all(sample.foreign <= QUIET for sample in samples.values())
 
 
 def seconds(samples: list[Sample]) -> float:

@@ -1,7 +1,7 @@
 """One update on completions of many lengths: `python benchmarks/update_phase.py --preset ragged`.
 
 A generation batch is one optimizer step of several micro-batches, with lognormal lengths. This project runs with TRL's
-padding, trimmed and packed; TRL's SDPO, GRPO and distillation trainers run on the same batch. On a machine with other
+padding, trimmed and packed; TRL's SDPO and GRPO trainers run on the same batch. On a machine with other
 load, use one thread (`OMP_NUM_THREADS=1`) and the ratios of processor seconds.
 """
 
@@ -27,7 +27,7 @@ WORKLOAD = Workload(
     spread=1.0,
 )
 OURS = {"credit, padded": "kept", "credit, trimmed": "trimmed", "credit, packed": "packed"}
-THEIRS = ("sdpo", "grpo", "distillation")
+THEIRS = ("sdpo", "grpo")
 
 
 def kinds(wanted: list[str] | None = None) -> dict[str, tuple[str, Workload]]:
@@ -37,11 +37,11 @@ def kinds(wanted: list[str] | None = None) -> dict[str, tuple[str, Workload]]:
     return {name: arguments for name, arguments in all_kinds.items() if not wanted or name in wanted}
 
 
-def measure(rounds: int, patience: float, results: Results, wanted: list[str] | None = None) -> dict[str, Any]:
+def measure(rounds: int, results: Results, wanted: list[str] | None = None) -> dict[str, Any]:
     """Seconds, peaks and tokens of each trial, which take turns."""
     with trials(build, kinds(wanted)) as running:
         in_turns(running, 1, {"completion": 20})  # warm up
-        samples = in_turns(running, rounds, {}, patience=patience, results=results)
+        samples = in_turns(running, rounds, {}, results=results)
     return {
         "workload": vars(WORKLOAD),
         "samples": {name: [vars(sample) for sample in of] for name, of in samples.items()},

@@ -114,11 +114,11 @@ def in_training(trainer: Any, device: str) -> Callable[[int], Sample]:
     return answer
 
 
-def measure_steps(workload: Workload, contrasts: list[int], rounds: int, patience: float) -> dict[str, Any]:
+def measure_steps(workload: Workload, contrasts: list[int], rounds: int) -> dict[str, Any]:
     """Median seconds by stage for each C, and the ratio of their sum to that of C = 0."""
     with trials(build, {str(c): (workload.with_(contrasts=c),) for c in contrasts}) as running:
         in_turns(running, 1, WARM_UP)  # the first step allocates the optimizer states
-        samples = in_turns(running, rounds, workload.completion, patience=patience)
+        samples = in_turns(running, rounds, workload.completion)
     stages = {
         c: {stage: statistics.median(s.stages.get(stage, 0.0) for s in of) for stage in of[0].stages}
         for c, of in samples.items()
@@ -158,12 +158,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=Workload.batch)
     parser.add_argument("--tail", choices=["bucket", "renormalize"], default=Workload.tail)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for an idle machine")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON")
     arguments = parser.parse_args()
     started = time.monotonic()
     workload = Workload(batch=arguments.batch, completion=arguments.completion, tail=arguments.tail)
-    result = measure_steps(workload, arguments.contrasts, arguments.rounds, arguments.patience)
+    result = measure_steps(workload, arguments.contrasts, arguments.rounds)
     result = provenance() | result
     result["wall_seconds"] = time.monotonic() - started
     print(table(result))

@@ -1,10 +1,8 @@
 """Time and memory of one update (scoring, loss, backward), compared with TRL's SDPO and GRPO on identical batches.
 
     python benchmarks/update_phase.py --preset bar      # two fixed shapes; prints the ratios as JSON
-    python benchmarks/update_phase.py --preset teacher  # another model as the teacher, beside TRL's distillation
     python benchmarks/update_phase.py --preset smollm2  # SmolLM2's shape, 16 short answers; CREDIT, SDPO, TRL's SDPO
     python benchmarks/update_phase.py --preset ragged   # lognormal lengths, with TRL's padding and without
-    python benchmarks/update_phase.py --preset sweep    # against T, K, C, vocabulary and batch; JSON, table and PNG
     python benchmarks/update_phase.py --preset gpu      # on a GPU, with torch and Triton kernels, see gpu.py
 
 Every implementation runs in its own process, and the processes take turns. Ratios are medians of ratios within a
@@ -49,12 +47,12 @@ LONGEST = 48  # tokens of an answer
 PART = 256  # tokens of a forward and backward pass, in the trial that divides the micro-batch
 
 
-def fixed(kinds: dict[str, Kind], rounds: int, patience: float, results: Results) -> dict[str, Any]:
+def fixed(kinds: dict[str, Kind], rounds: int, results: Results) -> dict[str, Any]:
     """Time and peak at T = 512, and growth of the peak from T = 128 to T = 1,024."""
     workload = Workload()
     with trials(build, kinds) as running:
         in_turns(running, 1, {"completion": 64})  # warm up
-        samples = in_turns(running, rounds, {}, patience=patience, results=results)
+        samples = in_turns(running, rounds, {}, results=results)
         by_completion = {
             name: {t: trial.ask({"completion": t}).peak_mb for t in (128, 1024)} for name, trial in running.items()
         }
@@ -74,21 +72,13 @@ def fixed(kinds: dict[str, Kind], rounds: int, patience: float, results: Results
 def _ratios_to_trl(
     samples: dict[str, list[Sample]], peaks: dict[str, float], growth: dict[str, float]
 ) -> dict[str, float]:
-    """Ratios to TRL's trainer that computes the same loss."""
-    if "sdpo" in samples:
-        return {
-            "time_ratio": ratio(samples["credit"], samples["sdpo"]),
-            "time_ratio_renormalize": ratio(samples["credit, renormalize"], samples["sdpo"]),
-            "memory_ratio": peaks["credit"] / peaks["sdpo"],
-            "memory_slope_ratio": growth["credit"] / growth["sdpo"],
-        }
-    theirs, found = "distillation", {}
-    for name in samples.keys() - {theirs}:
-        key = name.partition(", ")[2].replace(" ", "_")
-        found[f"teacher_time_ratio_{key}"] = ratio(samples[name], samples[theirs])
-        found[f"teacher_memory_ratio_{key}"] = peaks[name] / peaks[theirs]
-        found[f"teacher_memory_slope_ratio_{key}"] = growth[name] / growth[theirs]
-    return found
+    """Ratios to TRL's SDPO, which computes the same loss."""
+    return {
+        "time_ratio": ratio(samples["credit"], samples["sdpo"]),
+        "time_ratio_renormalize": ratio(samples["credit, renormalize"], samples["sdpo"]),
+        "memory_ratio": peaks["credit"] / peaks["sdpo"],
+        "memory_slope_ratio": growth["credit"] / growth["sdpo"],
+    }
 
 
 # Names of the ratios of `short_answers`: what each trial adds.
@@ -100,7 +90,7 @@ _ENDINGS = {
 }
 
 
-def short_answers(rounds: int, patience: float, results: Results) -> dict[str, Any]:
+def short_answers(rounds: int, results: Results) -> dict[str, Any]:
     """Time and peak at the shape of SmolLM2 and `tool_choice`: with and without a contrast, and TRL's SDPO.
 
     Both also with recomputed activations (gradient checkpointing), this project's then in parts of the micro-batch.
@@ -118,7 +108,7 @@ def short_answers(rounds: int, patience: float, results: Results) -> dict[str, A
     small = {"batch": 8, "completion": 4}  # a full batch would leave its memory to the first round
     with trials(build, kinds) as running:
         in_turns(running, 1, small)
-        samples = in_turns(running, rounds, {}, patience=patience, results=results)
+        samples = in_turns(running, rounds, {}, results=results)
     peaks: dict[str, dict[int, float]] = {}
     with trials(build, kinds, RETURNS_MEMORY) as running:
         in_turns(running, 1, small)
@@ -152,74 +142,6 @@ def table_of_fixed(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def sweep(rounds: int, patience: float) -> dict[str, Any]:
-    """Seconds and peak against T, K, C, vocabulary and batch, one at a time."""
-    axes = {
-        "completion": [128, 256, 512, 1024],
-        "topk": [20, 100, 400],
-        "contrasts": [0, 1, 2, 8, 16],
-        "batch": [1, 2, 4],
-        "vocabulary": [32_768, 65_536, 151_936],
-    }
-    series: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for vocabulary in axes["vocabulary"]:  # changes the models
-        workload = Workload(vocabulary=vocabulary)
-        is_default = vocabulary == Workload.vocabulary
-        with trials(build, _kinds(workload)) as running:
-            in_turns(running, 1, {"completion": 64})
-            for axis, values in axes.items() if is_default else [("vocabulary", [vocabulary])]:
-                for value in [vocabulary] if axis == "vocabulary" else values:
-                    samples = in_turns(running, rounds, {axis: value}, patience=patience)
-                    for name, of in samples.items():
-                        point = {"value": value, "seconds": seconds(of), "peak_mb": max(x.peak_mb for x in of)}
-                        series.setdefault(axis, {}).setdefault(name, []).append(point)
-    return {"workload": vars(Workload()), "series": series}
-
-
-def table_of_sweep(result: dict[str, Any]) -> str:
-    lines = ["| | | seconds | peak MB |", "| --- | --- | --- | --- |"]
-    for axis, of_axis in result["series"].items():
-        for name, points in of_axis.items():
-            cells = [" / ".join(f"{p[key]:{form}}" for p in points) for key, form in _COLUMNS]
-            lines.append(f"| {axis} {cells[0]} | {name} | {cells[1]} | {cells[2]} |")
-    return "\n".join(lines)
-
-
-_COLUMNS = (("value", ",d"), ("seconds", ".2f"), ("peak_mb", ".0f"))
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    names = {"completion": "T", "topk": "K", "contrasts": "C", "batch": "B", "vocabulary": "V"}
-    figure, axes = plt.subplots(2, len(names), figsize=(3.2 * len(names), 6), layout="constrained")
-    for column, (axis, symbol) in enumerate(names.items()):
-        for name, points in result["series"][axis].items():
-            values = [p["value"] for p in points]
-            axes[0, column].plot(values, [p["seconds"] for p in points], marker="o", label=name)
-            axes[1, column].plot(values, [p["peak_mb"] / 1000 for p in points], marker="o", label=name)
-        for row, label in enumerate(("seconds", "peak GB over the models")):
-            axes[row, column].set_xlabel(symbol)
-            axes[row, column].locator_params(axis="x", nbins=4)
-            axes[row, column].set_ylim(bottom=0)
-            if column == 0:
-                axes[row, column].set_ylabel(label)
-    axes[0, 0].legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=120)
-
-
-def _kinds_of_teacher(workload: Workload) -> dict[str, Kind]:
-    """Another model as the teacher, on the student's prompt: the whole vocabulary, as in TRL's, and the top K."""
-    return {
-        "credit, whole vocabulary": ("external", workload.with_(support="full")),
-        "credit, top K": ("external", workload),
-        "distillation": ("distillation", workload),
-    }
-
-
 def _kinds(workload: Workload) -> dict[str, Kind]:
     return {
         "credit": ("credit", workload),
@@ -239,39 +161,28 @@ def main() -> None:
         results.merge(gpu.measure(plan, arguments.rounds, results))
         print(gpu.table(results.values))
     elif arguments.preset == "ragged":
-        results.merge(ragged.measure(arguments.rounds, arguments.patience, results, arguments.kinds))
+        results.merge(ragged.measure(arguments.rounds, results, arguments.kinds))
         print(ragged.table(results.values))
     elif arguments.preset == "smollm2":
-        results.merge(short_answers(arguments.rounds, arguments.patience, results))
+        results.merge(short_answers(arguments.rounds, results))
         print(table_of_fixed(results.values))
-    elif arguments.preset == "sweep":
-        results.merge(sweep(arguments.rounds, arguments.patience))
-        print(table_of_sweep(results.values))
     else:
-        kinds = {"bar": _kinds, "teacher": _kinds_of_teacher}[arguments.preset](Workload())
-        results.merge(fixed(kinds, arguments.rounds, arguments.patience, results))
+        results.merge(fixed(_kinds(Workload()), arguments.rounds, results))
         print(table_of_fixed(results.values))
-        if arguments.step_rounds and arguments.preset == "bar":
-            of_step = step.measure_steps(Workload(), [0, 1, 16], arguments.step_rounds, arguments.patience)
+        if arguments.step_rounds:
+            of_step = step.measure_steps(Workload(), [0, 1, 16], arguments.step_rounds)
             print(step.table(of_step))
             ratios = {f"step_ratio_c{c}": of_step["step_ratio"][str(c)] for c in (1, 16)}
             results.merge({"step": of_step, "ratios": ratios})
-    if arguments.preset == "sweep":
-        if path:
-            plot(results.values, path.with_suffix(".png"))
-    else:
-        print(json.dumps({name: round(value, 4) for name, value in results.values["ratios"].items()}))
+    print(json.dumps({name: round(value, 4) for name, value in results.values["ratios"].items()}))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=["bar", "teacher", "smollm2", "ragged", "sweep", "gpu"], default="bar")
+    parser.add_argument("--preset", choices=["bar", "smollm2", "ragged", "gpu"], default="bar")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-rounds", type=int, default=2, help="whole steps per C in the bar; 0 for none")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for an idle machine, each time")
-    parser.add_argument(
-        "--output", type=Path, default=None, help="path without suffix of the JSON (and the PNG of a sweep)"
-    )
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON, without its suffix")
     parser.add_argument("--models", nargs="+", help="models of the GPU preset; default all")
     parser.add_argument("--kinds", nargs="+", help="trials of the GPU and ragged presets, by name; default all")
     parser.add_argument("--parts", nargs="+", choices=gpu.PARTS, help="parts of the GPU preset; default all")

@@ -1,9 +1,7 @@
 """One update (scoring, loss and backward pass) of this project's trainer and of TRL's, on identical batches.
 
 `"credit"` is this project's trainer (teacher, C contrasts, loss, backward), `"sdpo"` TRL's `SDPOTrainer` with
-`topk_logits` and a tail bucket (teacher, loss, backward), `"grpo"` TRL's `GRPOTrainer` (loss, backward), and
-`"distillation"` TRL's `DistillationTrainer` (another teacher on the same prompt, whole vocabulary, backward), and
-`"external"` this project's trainer with that teacher and prompt.
+`topk_logits` and a tail bucket (teacher, loss, backward), and `"grpo"` TRL's `GRPOTrainer` (loss, backward).
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +27,7 @@ MakeUpdate = Callable[[Workload], tuple[Update, torch.nn.Module]]
 def build(kind: str, workload: Workload) -> Callable[[dict[str, Any]], Sample]:
     """Load the models in the child process; return a function that measures one update of a changed workload."""
     directory = tempfile.mkdtemp()
-    kinds = {"credit": _credit, "external": _external, "sdpo": _sdpo, "grpo": _grpo, "distillation": _distillation}
+    kinds = {"credit": _credit, "sdpo": _sdpo, "grpo": _grpo}
     make_update = kinds[kind](workload, directory)
 
     def answer(changes: dict[str, Any]) -> Sample:
@@ -89,18 +86,7 @@ def _dataset() -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q in QUESTIONS]})
 
 
-def _external(workload: Workload, directory: str) -> MakeUpdate:
-    """Another model as the teacher, on the student's prompt."""
-    path = f"{directory}/teacher"
-    workload.make_model().save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    options = {"teacher_model_kind": "model", "teacher_model_name_or_path": path, "teacher_prompt": "student"}
-    make_update = _credit(workload, directory, **options, contrastive_coef=0.0)
-    shutil.rmtree(path)
-    return make_update
-
-
-def _credit(workload: Workload, directory: str, **options: Any) -> MakeUpdate:
+def _credit(workload: Workload, directory: str) -> MakeUpdate:
     from credit_trl import CreditConfig, CreditTrainer
     from credit_trl.contexts.tokens import TokenContexts
 
@@ -109,12 +95,9 @@ def _credit(workload: Workload, directory: str, **options: Any) -> MakeUpdate:
         contrastive_source="dataset",
         distillation_topk=workload.topk,
         distillation_tail=workload.tail,
-        distillation_support=workload.support,
         distillation_kernels=workload.kernels,
-        update_packed=workload.padding == "packed",
+        packed=workload.padding == "packed",
         update_batch_tokens=workload.update_tokens,
-        scoring_packed=workload.padding == "packed",
-        **options,
     )
     if workload.padding == "kept":
         keep_padding()
@@ -122,14 +105,8 @@ def _credit(workload: Workload, directory: str, **options: Any) -> MakeUpdate:
     _ready(trainer)
 
     def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
-        of = trainer.distillation
-        support = replace(of.scoring.support, topk=workload.topk)
-        scoring, loss = replace(of.scoring, support=support), replace(of.loss, support=support)
-        trainer.distillation = replace(of, scoring=scoring, loss=loss)
         batch = workload.rollouts()
         contexts = [TokenContexts(teacher, contrasts) for teacher, *contrasts in workload.contexts()]
-        if config.teacher_prompt == "student":
-            contexts = [TokenContexts(ids, []) for ids in _generated(batch)[0]]
         # TRL's preparation of a generation batch, whose completions and contexts are given.
         trainer._generate = lambda prompts: _generated(batch)
         trainer._build_contexts = lambda generation_batch: contexts
@@ -201,24 +178,6 @@ def _grpo(workload: Workload, directory: str) -> MakeUpdate:
 
     def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
         batch = workload.rollouts() | {"advantages": torch.linspace(-1, 1, workload.batch, device=workload.device)}
-        return partial(_micro_batches, trainer, batch, workload), trainer.model
-
-    return make_update
-
-
-def _distillation(workload: Workload, directory: str) -> MakeUpdate:
-    from trl import DistillationConfig, DistillationTrainer
-
-    arguments = {k: v for k, v in _arguments(workload, directory).items() if k not in ("num_generations", "loss_type")}
-    config = DistillationConfig(**arguments, beta=1.0)
-    models = workload.make_model(), workload.make_model()
-    trainer = DistillationTrainer(*models, config, _dataset(), processing_class=make_tokenizer())
-    _ready(trainer)
-    trainer.teacher_model.to(trainer.accelerator.device)
-
-    def make_update(workload: Workload) -> tuple[Update, torch.nn.Module]:
-        batch = workload.rollouts()
-        batch["num_items_in_batch"] = batch["completion_mask"].sum()
         return partial(_micro_batches, trainer, batch, workload), trainer.model
 
     return make_update

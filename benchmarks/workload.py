@@ -49,7 +49,6 @@ class Workload:
     teacher_prompt: int = 96
     topk: int = 100
     tail: str = "bucket"
-    support: str = "teacher_topk"
     contrasts: int = 1
     kernels: str = "torch"
     checkpointing: bool = False

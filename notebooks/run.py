@@ -2,7 +2,6 @@
 
     python notebooks/run.py                  # all of them
     python notebooks/run.py 01_quickstart    # one
-    python notebooks/run.py --repository https://github.com/OWNER/credit_trl    # run none, add Colab badges
 
 Each runs in an empty folder. If a cell raises, the command ends and the notebook is unchanged.
 """
@@ -62,41 +61,12 @@ def _make_paths_relative(notebook: nbformat.NotebookNode, folder: str) -> None:
                     texts[kind] = places.sub(lambda found: "" if found[2] else ".", texts[kind])
 
 
-def add_badge(notebook: nbformat.NotebookNode, name: str, repository: str) -> None:
-    """Set the address that the first cell installs from, and put a badge that opens the notebook in Colab at the top.
-
-    Args:
-        notebook: The notebook, changed in place. A badge that it has is replaced.
-        name: Its file name without the suffix.
-        repository: `https://github.com/OWNER/NAME`, whose branch `main` has the notebook.
-
-    Raises:
-        ValueError: `repository` is not such an address; Colab opens notebooks from GitHub only.
-    """
-    address = re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+?)(\.git)?/?", repository)
-    if address is None:
-        raise ValueError(f"--repository is {repository!r}; Colab opens https://github.com/OWNER/NAME only.")
-    title = notebook.cells[0]
-    colab = f"https://colab.research.google.com/github/{address[1]}/blob/main/notebooks/{name}.ipynb"
-    badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab})\n\n"
-    title.source = badge + re.sub(r"\A\[!\[Open in Colab\].*\n+", "", title.source)
-    setup = next(cell for cell in notebook.cells if cell.cell_type == "code")
-    line = f'REPOSITORY = "https://github.com/{address[1]}"'
-    setup.source = re.sub(r'^REPOSITORY = ".*?"', line, setup.source, flags=re.MULTILINE)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="such as 01_quickstart; all by default")
-    parser.add_argument("--repository", help="address of a published copy: add Colab badges and run nothing")
     args = parser.parse_args()
     for name in args.names or [path.stem for path in sorted(FOLDER.glob("*.ipynb"))]:
         path = FOLDER / f"{name}.ipynb"
-        if args.repository:
-            notebook = nbformat.read(path, as_version=4)
-            add_badge(notebook, name, args.repository)
-            nbformat.write(notebook, path)
-            continue
         started = time.monotonic()
         nbformat.write(execute(nbformat.read(path, as_version=4)), path)
         print(f"{path.name}: {time.monotonic() - started:.0f} s", flush=True)

@@ -2,8 +2,7 @@
 
 At one position of the response, A is the planted text and B that of the prompt. Log-odds are log p(A) − log p(B):
 ℓ of the policy without z, δ how much z raises the teacher's, s how much a contrast raises them above the teacher's,
-since B loses under x'. `docs/theory.md` derives the fixed points. `contrastive_swap` decides s: that of another
-prompt, that of another privileged context, or 0 where Ĝ is f.
+since B loses under x'. `docs/theory.md` derives the fixed points.
 """
 
 from __future__ import annotations
@@ -52,18 +51,12 @@ class Branch:
     Args:
         log_odds: ℓ.
         delta: δ.
-        s_input: s of another prompt.
-        s_hint: s of another prompt's privileged context.
+        s: s.
     """
 
     log_odds: np.ndarray
     delta: np.ndarray
-    s_input: np.ndarray
-    s_hint: np.ndarray
-
-    def s_of(self, swap: str) -> np.ndarray:
-        """s for a value of `contrastive_swap`."""
-        return {"input": self.s_input, "hint": self.s_hint, "self": np.zeros_like(self.delta)}[swap]
+    s: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -104,13 +97,10 @@ def measure_branch(log_odds: LogOdds, rows: BranchRows, seed: int = 0) -> Branch
     prompts, feedback, cues = rows.prompts, rows.feedback, rows.specific
     others = [rng.choice([i for i, prompt in enumerate(prompts) if prompt != own]) for own in prompts]
 
-    def given(sources: Sequence[int], hints: Sequence[int]) -> np.ndarray:
-        contexts = [teacher_prompt(prompts[i], feedback=feedback[j]) for i, j in zip(sources, hints, strict=True)]
-        return log_odds(contexts, cues)
-
-    own = range(len(prompts))
-    student, teacher = log_odds(prompts, cues), given(own, own)
-    values = (student, teacher - student, given(others, own) - teacher, given(own, others) - teacher)
+    contrasts = [teacher_prompt(prompts[i], feedback=own) for i, own in zip(others, feedback, strict=True)]
+    student = log_odds(prompts, cues)
+    teacher = log_odds(rows.given, cues)
+    values = (student, teacher - student, log_odds(contrasts, cues) - teacher)
     return Branch(*(_mean_by_cue(one, cues) for one in values))
 
 
@@ -157,12 +147,18 @@ def model_log_odds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, p
     return log_odds
 
 
-def predict(branch: Branch, options: Mapping[str, Any]) -> Prediction | None:
-    """Prediction for an arm with these options of `CreditConfig`; None for GRPO, which has no teacher."""
+def predict(branch: Branch, options: Mapping[str, Any], has_contrast: bool = True) -> Prediction | None:
+    """Prediction for an arm with these options of `CreditConfig`; None for GRPO, which has no teacher.
+
+    Args:
+        branch: what was measured on the base.
+        options: options of the arm.
+        has_contrast: whether Ĝ has another prompt; otherwise it equals f, so s is 0.
+    """
     if options.get("distillation_weight") == 0.0:
         return None
-    coef = options.get("contrastive_coef", 0.1)
-    s = branch.s_of(options.get("contrastive_swap", "input"))
+    coef = options["contrastive_coef"]
+    s = branch.s if has_contrast else np.zeros_like(branch.s)
     if coef > 0.0 and options.get("contrastive_form", "subtract") == "subtract":
         mean, low, high = _interval(branch.delta * (1.0 - coef) / coef - s)
     else:  # the sign of the drift decides
@@ -171,8 +167,8 @@ def predict(branch: Branch, options: Mapping[str, Any]) -> Prediction | None:
 
 
 def critical_coef(branch: Branch, form: str = "subtract") -> float:
-    """λ_c, above which A loses, for contrasts with another prompt."""
-    delta, s = branch.delta.mean(), branch.s_input.mean()
+    """λ_c, above which A loses."""
+    delta, s = branch.delta.mean(), branch.s.mean()
     return float(delta / s if form == "guide" else delta / (delta + s))
 
 

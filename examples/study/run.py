@@ -1,202 +1,236 @@
-"""Run the study: pretrain one base per world and seed, then train every arm of a sweep. Resumable.
+"""Train the arms of a world on its bases; one CSV file a world.
 
-Sweeps:
-    methods: the paper's claims, within an hour.
-    controls: feedback swapped instead of the input, and feedback of another prompt.
-    choice, forms: forms of the contrast, chosen on two seeds and reported on five others, for 60 steps.
-    cross: forms × λ × sources × gates.
-    end_choice, end and long_choice, long: choice and report for runs to the end of learning.
-    long_relabelled, settled, confirmed: the chosen setting with hold-out cues tested under every topic.
-    subtract_long, subtract_settled: the paper's form at the recipes of long and settled.
+    python run.py weak                                          # five bases, the arms of the table
+    python run.py weak tables --seeds 12 --arms SDPO "CREDIT λ=0.1"
+    python run.py weak --arms SDPO --set teacher_update_rate=0.01 max_steps=60
 
-Nothing is chosen on the worlds `style` and `programs`. They keep their task and seeds in every sweep.
-
-`--world` runs a world whose outcome is predicted before training instead, base by base, into one CSV file.
+For every base the file gets a row of step 0 an arm, with the prediction, before the arm is trained, then a row per
+evaluated step. Runs that are in the file are skipped: start the command again to continue it, and several times to
+share the work.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import csv
 import os
 import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread a process is fastest for a model of this size
+
+import torch
+import yaml
+from arms import ARMS, DEFAULT_ARMS, make_trainer, with_options
+from branch import Branch, branch_rows, measure_branch, model_log_odds, predict
 from filelock import FileLock, Timeout
+from transformers import PrinterCallback, TrainerCallback
+from worlds import COMMON, WORLDS, World, pretrain
 
-if TYPE_CHECKING:
-    from credit_trl.lab.sweeps import SweepSpec
-
-os.environ["OMP_NUM_THREADS"] = "1"  # one thread per process is fastest for a model of this size
+from credit_trl import CreditTrainer
+from credit_trl.evaluation import EvaluationCallback, evaluate
+from credit_trl.tasks.quickstart import GROUPS
+from credit_trl.tasks.quickstart_model import read_base
 
 HERE = Path(__file__).parent
-WORLDS = ("plain", "shortcut", "style", "programs")
-REPORTED = WORLDS[:2]
-PREDICTED = ("weak", "tables", "skip", "filler", "useful")  # worlds of `--world`
-PREDICTED_SEEDS = 5  # number of their seeds unless `--seeds` says otherwise
-TIME_FILE = "time.json"  # in the output directory
-SWEEPS = (
-    *("methods", "controls", "choice", "forms", "cross"),
-    *("end_choice", "end", "long_choice", "long", "long_relabelled", "settled", "confirmed"),
-    *("subtract_long", "subtract_settled"),
+KEY = ("world", "seed", "arm", "step")
+PREDICTION = ("predicted_log_odds", "predicted_rate", "predicted_low", "predicted_high", "delta", "s")
+PROVENANCE = ("version", "commit", "torch", "transformers", "trl")
+COLUMNS = (
+    *("world", "seed", "arm", "lambda", "step", "teacher_fidelity"),
+    *(f"{measure}_{group}" for measure in ("thought", "accuracy") for group in GROUPS),
+    *("format", "log_odds", *PREDICTION, "log_odds_given", "length", *PROVENANCE),
 )
+# Predicted rates are those of the policy itself, so nothing is cut from its distribution.
+EVALUATION = {"k": 4, "temperature": 1.0, "top_p": 1.0, "batch_size": 288, "group_by": "group"}
+Row = dict[str, Any]
 
 
 def main() -> None:
-    args = arguments()
-    if args.world:
-        sys.exit(0 if run_predicted(args) else 1)
-    is_fresh, begun = not args.output_dir.exists(), time.monotonic()
-    workers = [
-        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--processes", "1"])
-        for _ in range(args.processes - 1)
-    ]
-    specs = {world: read_sweep(args.sweep, world) for world in args.worlds}
-    seeds = {world: list(spec.seeds)[: args.seeds] for world, spec in specs.items()}
-    make_bases(args.output_dir / "bases", [(world, seed) for world in specs for seed in seeds[world]])
-    pretrained = time.monotonic()
-    failed = 0
-    for world, spec in specs.items():
-        folder = sweep_folder(args.sweep, world)
-        failed += run_world(args.output_dir, folder, world, spec, seeds[world], args.steps)
-    failed += sum(worker.wait() for worker in workers)
-    if is_fresh and workers and not failed:
-        seconds = {"seconds_bases": pretrained - begun, "seconds": time.monotonic() - begun}
-        write_time(args.output_dir / TIME_FILE, seconds, args, seeds)
-    sys.exit(1 if failed else 0)
+    args = parse_arguments()
+    torch.set_num_threads(1)
+    changes = dict(yaml.safe_load(one.replace("=", ": ", 1)).popitem() for one in args.set)
+    for world, seed, arm in product(args.worlds, range(args.first_seed, args.first_seed + args.seeds), args.arms):
+        run_arm(WORLDS[world], seed, arm, changes, args.output_dir, args.results)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/study"))
-    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(REPORTED))
-    parser.add_argument("--sweep", choices=SWEEPS, default="methods")
-    parser.add_argument("--seeds", type=int, help="number of seeds of the sweep (default: all)")
-    parser.add_argument("--steps", type=int, help="optimizer steps (default: those of the sweep)")
-    parser.add_argument("--processes", type=int, default=2, help="processes that share the jobs (default 2)")
-    predicted = parser.add_argument_group("a world with a predicted outcome")
-    predicted.add_argument("--world", choices=PREDICTED, help="run this world; --worlds and --sweep are ignored")
-    predicted.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="processes (default 2)")
-    predicted.add_argument("--minutes", type=float, help="start no arm that would probably end later")
-    predicted.add_argument(
-        "--csv", type=Path, default=HERE / "results" / "worlds.csv", help="table of the rows; existing ones stay"
-    )
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("worlds", nargs="+", choices=sorted(WORLDS))
+    parser.add_argument("--seeds", type=int, default=5, help="number of bases (default 5)")
+    parser.add_argument("--first_seed", type=int, default=0, help="seed of the first base (default 0)")
+    parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=list(DEFAULT_ARMS), metavar="ARM")
+    parser.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE", help="options of every arm")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/study"), help="bases and runs")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the tables")
     return parser.parse_args()
 
 
-def run_predicted(args: argparse.Namespace) -> bool:
-    """Run a world with a predicted outcome; whether all of its rows are in the CSV file."""
-    import torch
-    from world_runs import WorldRuns
-
-    torch.set_num_threads(1)
-    workers = [
-        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--jobs", "1"]) for _ in range(args.jobs - 1)
-    ]
-    spec = read_sweep("methods", args.world)
-    if args.steps is not None:
-        spec = dataclasses.replace(spec, config={**spec.config, "max_steps": args.steps})
-
-    def base_of(seed: int) -> Path:
-        make_bases(args.output_dir / "bases", [(args.world, seed)])
-        return args.output_dir / "bases" / f"{args.world}-seed{seed}"
-
-    seeds = list(spec.seeds)[: args.seeds or PREDICTED_SEEDS]
-    runs = WorldRuns(args.world, spec, seeds, args.output_dir / args.world, args.csv, base_of, args.minutes)
-    is_complete = runs.run()
-    return all([is_complete, *(worker.wait() == 0 for worker in workers)])
-
-
-def sweep_folder(sweep: str, world: str) -> str:
-    """Folder of a world's runs of a sweep, below the output directory."""
-    return world if sweep == "methods" else f"{world}-{sweep}"
-
-
-def read_sweep(sweep: str, world: str) -> SweepSpec:
-    from credit_trl.lab.sweeps import read_spec
-
-    own = read_spec(HERE / f"{world}.yaml")
-    if sweep == "methods":
-        return own
-    spec = read_spec(HERE / f"{sweep}.yaml")
-    return spec if world in REPORTED else dataclasses.replace(spec, task=own.task, seeds=own.seeds)
+def run_arm(world: World, seed: int, arm: str, changes: Row, output_dir: Path, results: Path) -> bool:
+    """Train one arm on one base and append its rows; False if they are there or another process trains it."""
+    name, options = with_options(arm, changes)
+    options = COMMON | world.options | options
+    file = results / f"{world.name}.csv"
+    folder = output_dir / world.name / f"{name.replace(' ', '-')}-seed{seed}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(f"{folder}.lock", timeout=0):
+            rows = read_rows(file)
+            if (world.name, seed, name, options["max_steps"]) in rows:
+                return False
+            base = output_dir / "bases" / f"{world.name}-seed{seed}"
+            with FileLock(output_dir / f"base-{world.name}-seed{seed}.lock"):
+                if not base.exists():
+                    pretrain(world, seed, base)
+            start = rows.get((world.name, seed, name, 0))
+            if start is None:
+                start = first_row(world, base, arm, options)
+                append_rows(file, [row_of(world, seed, name, 0, options) | start])
+            predicted = {column: start[column] for column in PREDICTION}
+            trained = train(world, seed, arm, options, base, folder)
+            append_rows(file, [row_of(world, seed, name, step, options) | predicted | row for step, row in trained])
+    except Timeout:
+        return False
+    print(f"{world.name}, base {seed}: {name}", flush=True)
+    return True
 
 
-def make_bases(folder: Path, wanted: Sequence[tuple[str, int]]) -> None:
-    """Pretrain the missing bases (world and seed). Each is pretrained by one process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for timeout in (0, -1):  # first those that no other process works on, then wait for the rest
-        for world, seed in wanted:
-            base = folder / f"{world}-seed{seed}"
-            if base.exists():
-                continue
-            try:
-                with FileLock(f"{base}.lock", timeout=timeout):
-                    if not base.exists():
-                        pretrain(base, world, seed)
-            except Timeout:
-                continue
+def first_row(world: World, base: Path, arm: str, options: Row) -> Row:
+    """Rates of the base, and the prediction for an arm."""
+    model, tokenizer = read_base(base)
+    branch = measure_branch(model_log_odds(model, tokenizer, world.point), branch_rows(world.task, world.point))
+    length = options["max_completion_length"]
+    result = evaluate(
+        model, world.task, tokenizer=tokenizer, max_completion_length=length, progress=False, **EVALUATION
+    )
+    return {
+        "teacher_fidelity": world.fidelity(model, tokenizer),
+        "log_odds": branch.log_odds.mean(),
+        "log_odds_given": (branch.log_odds + branch.delta).mean(),
+        **rates(result.to_dict()),
+        **prediction(branch, arm, options),
+    }
 
 
-def pretrain(base: Path, world: str, seed: int) -> None:
-    """Pretrain one base and move it into place when complete. Retried with another seed if it fails its gate."""
-    make = base_maker(world)
-    for attempt in range(5):
-        with tempfile.TemporaryDirectory(dir=base.parent, prefix=f".{base.name}.") as scratch:
-            try:
-                make(seed + 100 * attempt, Path(scratch) / "base", progress=False)
-            except RuntimeError as error:
-                print(f"{base.name}, attempt {attempt + 1}: {error}", file=sys.stderr)
-                continue
-            (Path(scratch) / "base").rename(base)
-            print(f"{base} pretrained (seed {seed + 100 * attempt})")
+def prediction(branch: Branch, arm: str, options: Row) -> Row:
+    """Columns of the prediction, with the δ and s that it rests on."""
+    has_contrast = not arm.startswith("temper-only")
+    found = predict(branch, options, has_contrast)
+    values = (None,) * 4 if found is None else (found.log_odds, found.rate, found.low, found.high)
+    s = branch.s.mean() if has_contrast else 0.0
+    return dict(zip(PREDICTION, (*values, branch.delta.mean(), s), strict=True))
+
+
+def train(world: World, seed: int, arm: str, options: Row, base: Path, folder: Path) -> Iterator[tuple[int, Row]]:
+    """Train one arm; yield a row per evaluated step."""
+    model, tokenizer = read_base(base)
+    task = world.task
+    options = options | {"output_dir": str(folder), "seed": seed}
+    trainer = make_trainer(arm, options, model, task.reward, task.build("train"), tokenizer)
+    trainer.remove_callback(PrinterCallback)
+    eval_steps = min(world.eval_steps, options["max_steps"])
+    callback = EvaluationCallback(trainer, task, eval_steps=eval_steps, keep_best=False, first=False, **EVALUATION)
+    branch = BranchCallback(trainer, world, eval_steps)
+    trainer.add_callback(callback)
+    trainer.add_callback(branch)
+    trainer.train()
+    for evaluation in callback.history:
+        yield evaluation["step"], branch.rows[evaluation["step"]] | rates(evaluation)
+
+
+class BranchCallback(TrainerCallback):
+    """Measures the policy's log-odds at the branch, without and with feedback, and the teacher's fidelity.
+
+    Fidelity is the share of probes whose feedback the teacher reads right. GRPO has no teacher.
+    """
+
+    def __init__(self, trainer: CreditTrainer, world: World, every: int) -> None:
+        self.trainer = trainer
+        self.world = world
+        self.every = every
+        self.rows: dict[int, Row] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.every and state.global_step != state.max_steps:
             return
-    raise RuntimeError(f"Pretraining the base of world {world!r} for seed {seed} failed its gate in five attempts.")
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        tokenizer = self.trainer.processing_class
+        rows = branch_rows(self.world.task, self.world.point)
+        was_training = model.training
+        model.eval()
+        log_odds = model_log_odds(model, tokenizer, self.world.point)
+        self.rows[state.global_step] = {
+            "log_odds": log_odds(rows.prompts, rows.specific).mean(),
+            "log_odds_given": log_odds(rows.given, rows.specific).mean(),
+            "teacher_fidelity": self._fidelity(tokenizer),
+        }
+        model.train(was_training)
+
+    def _fidelity(self, tokenizer: Any) -> float | None:
+        if self.trainer.args.distillation_weight == 0.0:
+            return None
+        with self.trainer.teacher.active() as teacher:
+            return self.world.fidelity(self.trainer.teacher.unwrapped(teacher), tokenizer)
 
 
-def base_maker(world: str) -> Callable[..., object]:
-    """The function of (seed, directory) that pretrains the base of a world."""
-    if world == "programs":
-        from programs.base import make_programs_base
-
-        return make_programs_base
-    if world in PREDICTED:
-        import predicted
-
-        return predicted.PREDICTED[world].make_base
-    from embedded_base import make_base
-
-    return partial(make_base, world)
+def rates(result: Mapping[str, Any]) -> Row:
+    """Rate columns of an evaluation, as a dictionary or a line of `evaluations.jsonl`."""
+    thoughts = {f"thought_{group}": result["group_metrics"][group]["shortcut"] for group in GROUPS}
+    accuracies = {f"accuracy_{group}": mean_of(result["groups"][group]) for group in GROUPS}
+    return thoughts | accuracies | {"format": result["metrics"]["format"], "length": result["mean_length"]}
 
 
-def write_time(path: Path, seconds: dict[str, float], args: argparse.Namespace, seeds: dict[str, list[int]]) -> None:
-    """Write the wall-clock seconds of a complete run, which report.py prints."""
-    from credit_trl.training.run_directory import write_json
-
-    setup = {"sweep": args.sweep, "seeds": seeds, "processes": args.processes, "cores": os.cpu_count()}
-    write_json(path, setup | {"steps": args.steps} | seconds)
+def mean_of(value: Any) -> float:
+    """Mean of an interval, or the value itself."""
+    return value["mean"] if isinstance(value, Mapping) else float(getattr(value, "mean", value))
 
 
-def run_world(
-    output_dir: Path, folder: str, world: str, spec: SweepSpec, seeds: Sequence[int], steps: int | None
-) -> int:
-    """Train all arms of a sweep in one world; return the number of failed jobs."""
-    import torch
+def row_of(world: World, seed: int, arm: str, step: int, options: Row) -> Row:
+    """Columns that name a row: world, base, arm and step, and the versions that made it."""
+    is_grpo = options.get("distillation_weight") == 0.0
+    commit = subprocess.run(
+        ["git", "-C", str(HERE), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    versions = {name: version(name) for name in ("torch", "transformers", "trl")}
+    key = dict(zip(KEY, (world.name, seed, arm, step), strict=True))
+    coefficient = {"lambda": None if is_grpo else options["contrastive_coef"]}
+    return key | coefficient | versions | {"version": version("credit-trl"), "commit": commit.stdout.strip()}
 
-    from credit_trl.lab.sweeps import run_sweep
 
-    torch.set_num_threads(1)
-    config = dict(spec.config) | ({} if steps is None else {"max_steps": steps})
-    model = str(output_dir / "bases" / f"{world}-seed{{seed}}")
-    report = run_sweep(dataclasses.replace(spec, model=model, seeds=seeds, config=config), output_dir / folder)
-    print(f"{folder}: {report}")
-    return len(report.failed)
+def read_rows(file: Path) -> dict[tuple[str, int, str, int], Row]:
+    """Rows by world, seed, arm and step. Cells of numbers are floats, empty ones None."""
+    if not file.is_file():
+        return {}
+    texts = {"world", "arm", *PROVENANCE}
+    rows = {}
+    with file.open(encoding="utf-8", newline="") as lines:
+        for cells in csv.DictReader(lines):
+            row = {name: text if name in texts else (float(text) if text else None) for name, text in cells.items()}
+            rows[row["world"], int(row["seed"]), row["arm"], int(row["step"])] = row
+    return rows
+
+
+def append_rows(file: Path, rows: Sequence[Row]) -> None:
+    """Append the rows that a table does not have, one process at a time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock"):
+        is_new = not file.exists()
+        known = read_rows(file)
+        with file.open("a", encoding="utf-8", newline="") as lines:
+            writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
+            if is_new:
+                writer.writeheader()
+            new = [row for row in rows if tuple(row[name] for name in KEY) not in known]
+            writer.writerows({name: cell(row.get(name)) for name in COLUMNS} for row in new)
+
+
+def cell(value: Any) -> str:
+    """Text of a value in a table."""
+    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

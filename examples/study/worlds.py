@@ -1,110 +1,119 @@
-"""Runs of the study grouped by world, and the numbers computed from them."""
+"""Worlds of the study: task, base, branch and training settings of each."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from scipy import stats
+from branch import BranchPoint
+from embedded_base import make_base
+from embedded_base.curriculum import TEMPLATES
+from embedded_base.curriculum import WORLDS as EMBEDDED
+from planted.base import CURRICULA, fidelity, make_planted_base
+from planted.task import FILLER, SKIPPED, STEP
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from credit_trl.lab.comparison import Comparison, Run, compare
-from credit_trl.lab.comparison.compare import FINAL, Contrast
+from credit_trl.tasks import Task, load_task
+from credit_trl.tasks.quickstart import SHORTCUT_OPENING, SHORTCUT_THOUGHT
 
-WORLDS = ("plain", "shortcut")
-TASK = "quickstart"
-GROUPS = ("known", "unknown", "holdout")
-MEASURES = ("score", "format", "shortcut")
-LAMBDAS = (0.05, 0.1, 0.2, 0.5)
+# Options of `CreditConfig` of every world and arm: 16 prompts of 4 rollouts a step.
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 64,
+    "num_generations": 4,
+    "max_completion_length": 32,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 10,
+    "temperature": 1.0,
+    "distillation_topk": 20,
+    "distillation_tail": "bucket",
+    "use_successful_as_teacher": False,  # z is the feedback alone, for which δ and s are measured
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    **TEMPLATES,  # the wording that the bases were pretrained to read
+}
 
 
 @dataclass(frozen=True)
 class World:
-    """Runs of one world, compared by reward, by format and by the rate of the shortcut."""
+    """A task, its bases and the branch that is measured on them.
+
+    Args:
+        name: name of the world and of its table.
+        task_name: name for `load_task`.
+        point: branch between the planted text and that of the prompt.
+        fidelity: share of probes whose feedback a model and its tokenizer read right.
+        make_base: pretrains the base of a seed into a directory; raises `RuntimeError` if it fails its gate.
+        options: options of `CreditConfig` besides `COMMON`.
+        eval_steps: optimizer steps between evaluations.
+    """
 
     name: str
-    score: Comparison
-    format: Comparison
-    shortcut: Comparison
-    task: str = TASK
+    task_name: str
+    point: BranchPoint
+    fidelity: Callable[[PreTrainedModel, PreTrainedTokenizerFast], float]
+    make_base: Callable[..., None]
+    options: dict[str, Any] = field(default_factory=dict)
+    eval_steps: int = 30
 
     @property
-    def runs(self) -> Sequence[Run]:
-        return self.score.runs
-
-    def runs_of(self, arm: str) -> list[Run]:
-        return sorted((run for run in self.runs if run.arm == arm), key=lambda run: run.seed or 0)
-
-    def mean(self, arm: str, group: str, measure: str = "score") -> float:
-        return getattr(self, measure).cells[arm, f"{self.task}: {group}", FINAL].interval.mean
-
-    def contrast(self, arm: str, group: str, baseline: str = "SDPO", measure: str = "score") -> Contrast:
-        comparison = getattr(self, measure)
-        if comparison.baseline != baseline:
-            comparison = compare(list(self.runs), baseline=baseline, measure=comparison.measure)
-        wanted = (arm, f"{self.task}: {group}", FINAL)
-        return next(c for c in comparison.contrasts if (c.arm, c.domain, c.when) == wanted)
+    def task(self) -> Task:
+        return load_task(self.task_name)
 
 
-def read_world(name: str, *folders: Path, task: str = TASK) -> World:
-    """Read a world's runs from the folders of its sweeps. Missing folders are skipped."""
-    return world_of(name, [folder for folder in folders if folder.is_dir()], task)
+def _embedded(name: str, planted: str, **options: Any) -> World:
+    point = BranchPoint("Thought:", planted, "cue")
+    is_right = partial(EMBEDDED[name].lookup_accuracy, seed=1)
+    return World(name, "quickstart", point, is_right, partial(make_base, name), options)
 
 
-def world_of(name: str, runs: Sequence[Path | Run], task: str, baseline: str | None = None) -> World:
-    """Build a world from runs or run folders, compared by every measure."""
-    measures = (compare(runs, baseline=baseline, measure=measure) for measure in MEASURES)
-    return World(name, *measures, task=task)
+def _planted(name: str, task: str, point: BranchPoint, eval_steps: int = 30, **options: Any) -> World:
+    make = partial(make_planted_base, name)
+    return World(name, f"planted.task:{task}", point, partial(fidelity, CURRICULA[name]), make, options, eval_steps)
 
 
-def world_at(world: World, step: int) -> World:
-    """The world with the logs and evaluations up to a step."""
-
-    def until(rows: Sequence[Mapping]) -> list[Mapping]:
-        return [row for row in rows if row["step"] <= step]
-
-    runs = [replace(run, log=until(run.log), evaluations=until(run.evaluations)) for run in world.runs]
-    return world_of(world.name, runs, world.task)
-
-
-def read_sweep_worlds(root: Path, sweep: str) -> dict[str, World]:
-    """World name → runs of a sweep, for those of the first two worlds that have run it."""
-    return {name: read_world(name, root / f"{name}-{sweep}") for name in WORLDS if (root / f"{name}-{sweep}").is_dir()}
-
-
-def early(run: Run, name: str, steps: int = 5) -> float:
-    """Mean of a logged metric over the first steps."""
-    return statistics.fmean(run.series(name)[1][:steps])
-
-
-def late(run: Run, name: str, steps: int = 10) -> float:
-    """Mean of a logged metric over the last steps."""
-    return statistics.fmean(run.series(name)[1][-steps:])
-
-
-def seed_difference(world: World, one: str, other: str, number: Callable[[Run], float]) -> str:
-    """Mean difference between two arms, paired by seed, with its 95 % t interval."""
-    theirs = {run.seed: number(run) for run in world.runs_of(other)}
-    differences = np.array([number(run) - theirs[run.seed] for run in world.runs_of(one)])
-    mean = float(differences.mean())
-    if len(differences) < 2:
-        return f"{mean:+.3f} (one seed)"
-    half = float(stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences))
-    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
+_THOUGHT = BranchPoint("Thought:", SKIPPED, "specific")
+_SHORT = {"learning_rate": 1e-3, "teacher_update_rate": 0.02, "max_steps": 60}
+_DRIFT = {"learning_rate": 7e-4, "teacher_update_rate": 0.05, "max_steps": 60}
+WORLDS = {
+    world.name: world
+    for world in (
+        _embedded("plain", SHORTCUT_THOUGHT, **_SHORT),
+        _embedded("shortcut", SHORTCUT_THOUGHT, **_SHORT),
+        _embedded("style", SHORTCUT_OPENING, **_SHORT),
+        _embedded("weak", SHORTCUT_THOUGHT, **_DRIFT | {"max_steps": 90}),
+        _planted("tables", "TABLES", _THOUGHT, **_DRIFT, max_completion_length=18),
+        _planted("skip", "SKIP", _THOUGHT, **_DRIFT | {"max_steps": 90}, max_completion_length=18),
+        _planted("useful", "USEFUL", BranchPoint("Thought:", STEP, "specific"), **_DRIFT, max_completion_length=20),
+        _planted(
+            "filler",
+            "FILLED",
+            BranchPoint("Action Input:", FILLER, "specific"),
+            eval_steps=25,
+            **_DRIFT | {"max_steps": 75, "learning_rate": 3e-4},
+            max_completion_length=44,
+        ),
+    )
+}
 
 
-def s_change(world: World, arm: str) -> float:
-    """Relative change of S_t from the first to the last steps, mean over seeds."""
-    return statistics.fmean(late(r, "credit/s_mean") / early(r, "credit/s_mean") - 1 for r in world.runs_of(arm))
+def pretrain(world: World, seed: int, directory: Path) -> None:
+    """Pretrain the base of a seed, or of the seed plus 100, 200, … where a base fails its gate.
 
-
-def step_seconds(run: Run) -> float:
-    """Median wall time of a training step."""
-    return statistics.median(run.series("step_time")[1])
-
-
-def class_values(tokens: Mapping[str, Mapping], world: str, quantity: str) -> dict[str, list[float]]:
-    bases = [value["classes"] for name, value in tokens.items() if name.startswith(world)]
-    return {name: [base[name][quantity] for base in bases] for name in bases[0]}
+    Raises:
+        RuntimeError: five bases failed.
+    """
+    for attempt in range(5):
+        try:
+            world.make_base(seed + 100 * attempt, directory, progress=False)
+        except RuntimeError as error:
+            print(f"{world.name}, seed {seed + 100 * attempt}: {error}", flush=True)
+        else:
+            return
+    raise RuntimeError(f"Five bases of world {world.name!r} failed their gate, the first with seed {seed}.")

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of scripts in `examples/`: their modules, imported as the scripts import them."""
+"""Fixtures of the tests of `examples/`: modules of its folders, imported as the scripts import them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
-def study():
-    """A function that imports a module of `examples/study` by name."""
+def study() -> Iterator:
     yield from _imports(EXAMPLES / "study")
 
 
 @pytest.fixture(scope="module")
-def example():
-    """A function that imports a module of `examples/smollm` by name."""
+def smollm() -> Iterator:
     yield from _imports(EXAMPLES / "smollm")
 
 
 def _imports(folder: Path) -> Iterator:
-    """Import from a folder. All of its modules are unloaded after the tests of a file."""
+    """A function that imports a module of a folder by name. They are unloaded after the tests of a file."""
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     yield lambda name: __import__(name, fromlist=["_"])

@@ -1,7 +1,7 @@
 """Pretraining of the embedded task's base models from random weights.
 
 `architecture` builds the tokenizer and the model, `curriculum` draws the training examples of a world, `pretrain`
-trains and writes a base, and `probe` measures it. `make_base.py` in the folder above is the command line.
+trains and writes a base. `make_base.py` in the folder above is the command line.
 """
 
 from __future__ import annotations

