@@ -1,1 +1,1 @@
-"""Research tools for runs and checkpoints: analysis, comparison, sweeps and planning."""
+"""Tools for runs and checkpoints: analysis of the credit, and the report of a run."""

@@ -68,7 +68,7 @@ def main() -> None:
         if options.lora
         else None,
     )
-    maps.attach(trainer)
+    maps.trainer = trainer
     trainer.train()
     weights = {n: whole(p) for n, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters()}
     if trainer.accelerator.is_main_process:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from drawn import drawn_map
 
-from contexts import test_turns
 from credit_trl import CreditTrainer, Verdict
 from credit_trl.lab.analysis.callback import CreditMapCallback, _choose
-from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.responses import Rollout
-from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
-from credit_trl.lab.analysis.tokenmap_html import write_html
-from credit_trl.lab.analysis.tokenmap_parquet import read_parquet
-from credit_trl.rollout.batch import loss_mask
-
-scripted = test_turns.scripted  # the fixture
+from credit_trl.lab.analysis.tokenmap import TokenMap
+from credit_trl.lab.analysis.tokenmap_json import read_maps
+from lab.drawn import drawn_map
 
 
 def verdicts(completions, answer, **kwargs) -> list[Verdict]:
@@ -53,7 +44,7 @@ def train(make_model, make_config, dataset, tokenizer):
             callbacks=[] if callback is None else [callback],
         )
         if callback is not None:
-            callback.attach(trainer)
+            callback.trainer = trainer
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -62,7 +53,7 @@ def train(make_model, make_config, dataset, tokenizer):
 
 def pages(trainer: CreditTrainer) -> dict[str, list[TokenMap]]:
     directory = Path(trainer.args.output_dir) / "credit_maps"
-    return {path.stem: read_parquet(path) for path in sorted(directory.glob("*.parquet"))}
+    return {path.stem: read_maps(path) for path in sorted(directory.glob("*.json"))}
 
 
 def of_this_step(maps: list[TokenMap]) -> list[TokenMap]:
@@ -95,61 +86,19 @@ def test_maps_show_the_loss_credit_and_keep_training_equal(train):
     "options",
     [
         {"contrastive_form": "guide", "contrastive_coef": 1.5, "distillation_topk": 6},
-        {"contrastive_gate": 0.004, "contrastive_coef": 0.5, "distillation_topk": 6},
-        {"contrastive_coef": 0.5, "distillation_support": "student_topk"},
-        {"contrastive_baseline": "log_mean", "contrastive_count": 3, "contrastive_gate": 0.008},
+        {"contrastive_count": 3, "contrastive_source": "dataset"},
         {"distillation_tail": "renormalize", "distillation_topk": 6, "contrastive_form": "guide"},
-        {"distillation_support": "full", "contrastive_gate": 0.004, "contrastive_coef": 0.5},
-        {"contrastive_source": "none"},
-        {"contrastive_source": "hard", "contrastive_count": 2},
-        {"contrastive_source": "same_task"},
-        {"teacher_model_kind": "trust_region", "teacher_trust_weight": 0.6},
-        {"teacher_model_kind": "trust_region", "teacher_trust_kl": 1e-6},
     ],
-    ids=lambda options: " ".join(f"{key[key.index('_') + 1 :]}={value}" for key, value in options.items()),
+    ids=str,
 )
-def test_maps_show_lambda_gate_and_contrasts_of_each_option(train, options):
+def test_maps_show_the_advantages_of_each_option(train, options):
     trainer = train(CreditMapCallback(every=2, rollouts=8), **{"distillation_support": "teacher_topk"} | options)
     logged = {entry["step"]: entry for entry in trainer.state.log_history if "credit/advantage_mean" in entry}
-    decided = []
     for name, maps in pages(trainer).items():
-        entry, current = logged[int(name[-6:])], of_this_step(maps)
+        current = of_this_step(maps)
         shown = torch.cat([m.scores.advantage for m in current])
-        assert shown.mean().item() == pytest.approx(entry["credit/advantage_mean"], abs=2e-6)
-        [coef] = {m.scores.contrastive_coef for m in current}
-        assert coef == trainer.args.contrastive_coef
-        if "contrastive_gate" in options:
-            shut = torch.cat([m.scores.entered_coef for m in current]) == 0
-            assert shut.float().mean().item() == pytest.approx(entry["credit/frac_gated"])
-            decided.append(shut)
-        if options.get("contrastive_source") == "none":
-            assert {len(m.response.contrasts) for m in current} == {1}
-            assert not any(m.response.problem in m.response.contrasts[0] for m in current)
-    if decided:
-        shut = torch.cat(decided)
-        assert 0 < shut.sum() < len(shut), "the gate is open or closed everywhere"
-
-
-def test_turn_feedback_is_scored_as_in_the_loss(scripted, monkeypatch, tmp_path):
-    trainer = scripted(contrastive_form="guide", contrastive_coef=0.7, teacher_model_kind="live", loss_type="bnpo")
-    inputs, built = test_turns.batch(trainer)
-    trainer._step = 1  # one micro-batch of this generation batch has been seen
-    responses = CreditMapCallback(trainer=trainer)._current_rollouts(1)
-    assert any(contexts.columns for contexts in built)
-    for response, contexts in zip(responses, built, strict=True):
-        assert (response.contexts.teacher, response.contexts.contrasts) == (contexts.teacher, contexts.contrasts)
-        assert response.contexts.columns == contexts.columns
-        assert Rollout.from_json(json.loads(json.dumps(response.to_json()))) == response
-    logged = []
-    monkeypatch.setattr(trainer, "_log_tokens", lambda loss: logged.append(loss.terms.advantages))
-    trainer.compute_loss(trainer.model, inputs)
-    checkpoint = Checkpoint.of(trainer.model, trainer.processing_class)
-    maps = [map_response(checkpoint, response, trainer.args) for response in responses]
-    in_loss = [mask[: len(m.tokens)] for mask, m in zip(loss_mask(inputs), maps, strict=True)]
-    shown = torch.cat([m.scores.advantage[mask] for m, mask in zip(maps, in_loss, strict=True)])
-    torch.testing.assert_close(shown, logged[0], atol=1e-4, rtol=1e-3)
-    write_html(maps, tmp_path / "turns.html")
-    assert "turn 1: Turn 1 added 3." in (tmp_path / "turns.html").read_text("utf-8")
+        assert shown.mean().item() == pytest.approx(logged[int(name[-6:])]["credit/advantage_mean"], abs=2e-6)
+        assert {m.scores.formula.contrastive_coef for m in current} == {trainer.args.contrastive_coef}
 
 
 def test_pinned_rollouts_are_scored_under_later_weights(train):
@@ -163,8 +112,6 @@ def test_pinned_rollouts_are_scored_under_later_weights(train):
         assert token_map.response == before.response
         assert token_map.checkpoint == "step-3"
         assert not torch.equal(token_map.scores.advantage, before.scores.advantage)
-    page = (Path(trainer.args.output_dir) / "credit_maps" / "step-000003.html").read_text("utf-8")
-    assert '"checkpoints":["step-1","step-3"]' in page
     summary = (Path(trainer.args.output_dir) / "credit_maps" / "summary.md").read_text("utf-8")
     assert "6 responses" in summary  # two at the first step, two and two at the third
 
@@ -177,59 +124,6 @@ def test_resumed_run_keeps_its_pinned_rollouts(train):
     assert callback._pinned == kept
     identifiers = [m.response.identifier for m in pages(resumed)["step-000004"]]
     assert [i.split(",")[0] for i in identifiers] == ["step 4", "step 1"]
-
-
-def test_processes_share_the_pinned_rollouts_after_resuming(train, monkeypatch):
-    trainer = train(CreditMapCallback(every=2, rollouts=3), save_strategy="steps", save_steps=2, max_steps=2)
-    kept = [m.response for m in pages(trainer)["step-000001"]]
-    first = [(f"step-{1:06d}", one) for one in kept]
-    monkeypatch.setattr("credit_trl.lab.analysis.callback.gather_object", lambda own: first)
-    shares = []
-    for process in range(2):
-        callback = CreditMapCallback(every=2, rollouts=3)
-        accelerator = SimpleNamespace(is_main_process=process == 0, process_index=process, num_processes=2)
-        callback.trainer, callback.directory = SimpleNamespace(accelerator=accelerator), Path("missing")
-        callback._read_pinned()
-        assert callback._pinned_step == 1
-        shares.append(callback._pinned)
-    assert shares == [[kept[0], kept[2]], [kept[1]]]
-
-
-def test_processes_with_fewer_pinned_rollouts_score_as_many(train, monkeypatch):
-    """All processes must make equally many passes, or a sharded model deadlocks."""
-    trainer = train(CreditMapCallback(every=2, rollouts=1), save_strategy="steps", save_steps=2, max_steps=2)
-    folder = Path(trainer.args.output_dir)
-    read = CreditMapCallback._read_pinned
-    monkeypatch.setattr(CreditMapCallback, "_read_pinned", lambda self: (read(self), setattr(self, "_pinned", [])))
-    scored = []
-    own_maps = CreditMapCallback._maps
-    monkeypatch.setattr(
-        CreditMapCallback,
-        "_maps",
-        lambda self, checkpoint, responses, count: (
-            scored.append((len(responses), count)) or own_maps(self, checkpoint, responses, count)
-        ),
-    )
-    train(CreditMapCallback(every=2, rollouts=1), resume=str(folder / "checkpoint-2"), max_steps=4)
-    assert scored == [(1, 1), (0, 1)]
-
-
-def test_new_run_removes_pages_of_an_earlier_run(train):
-    train(CreditMapCallback(every=3, rollouts=1), max_steps=6)
-    again = train(CreditMapCallback(every=3, rollouts=1), max_steps=3)
-    assert pages(again).keys() == {"step-000001", "step-000003"}
-    summary = (Path(again.args.output_dir) / "credit_maps" / "summary.md").read_text("utf-8")
-    assert "3 responses" in summary
-
-
-def test_second_training_of_a_trainer_pins_its_own_rollouts(train):
-    trainer = train(CreditMapCallback(every=2, rollouts=4), max_steps=2)
-    first = pages(trainer)["step-000001"]
-    trainer.train()
-    assert list(pages(trainer)) == ["step-000001", "step-000002"]
-    again = pages(trainer)["step-000001"]
-    assert len(again) == len(first) == 4
-    assert again[0].response.token_ids != first[0].response.token_ids
 
 
 def test_evaluation_rollouts_are_not_mapped(train):
@@ -248,29 +142,6 @@ def test_evaluation_rollouts_are_not_mapped(train):
     assert len(of_this_step(written["step-000003"])) == 8
 
 
-def test_lambda_zero_still_measures_s(train):
-    trainer = train(CreditMapCallback(every=5, rollouts=2), max_steps=1, contrastive_coef=0.0)
-    for token_map in pages(trainer)["step-000001"]:
-        assert torch.equal(token_map.scores.advantage, token_map.scores.delta_v)
-        assert token_map.scores.specific.isfinite().all()
-
-
-def test_maps_of_a_larger_teacher_have_the_policys_vocabulary(train, make_model, tokenizer, tmp_path):
-    teacher = make_model(seed=1, dtype=torch.float64)
-    teacher.resize_token_embeddings(len(tokenizer) + 7)
-    teacher.save_pretrained(tmp_path / "teacher")
-    tokenizer.save_pretrained(tmp_path / "teacher")
-    options = {"teacher_model_kind": "model", "teacher_model_name_or_path": str(tmp_path / "teacher")}
-    trainer = train(CreditMapCallback(every=5, rollouts=8), max_steps=1, teacher_update_rate=0.01, **options)
-    shown = torch.cat([m.scores.advantage for m in pages(trainer)["step-000001"]])
-    assert shown.mean().item() == pytest.approx(trainer.state.log_history[0]["credit/advantage_mean"], abs=1e-5)
-
-
-def test_run_without_distillation_maps_the_policy_as_its_teacher(train):
-    trainer = train(CreditMapCallback(every=5, rollouts=2), max_steps=1, distillation_weight=0.0)
-    assert len(pages(trainer)["step-000001"]) == 2
-
-
 def test_invalid_arguments_and_a_missing_trainer_raise(make_model, make_config, dataset, tokenizer):
     with pytest.raises(ValueError, match="at least 1"):
         CreditMapCallback(every=0)
@@ -282,7 +153,7 @@ def test_invalid_arguments_and_a_missing_trainer_raise(make_model, make_config, 
         processing_class=tokenizer,
     )
     callback = CreditMapCallback(every=1)
-    with pytest.raises(RuntimeError, match="attach"):
+    with pytest.raises(RuntimeError, match="no trainer"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
@@ -291,10 +162,3 @@ def test_chosen_rollouts_cover_all_groups_first():
     responses = [replace(one, prompt=f"prompt {i // 3}") for i, one in enumerate(responses)]
     assert [r.identifier for r in _choose(responses, 4)] == ["0", "3", "1", "4"]
     assert [r.identifier for r in _choose(responses[2:], 3)] == ["2", "3", "4"]  # two of them have no teacher
-
-
-def test_routed_run_maps_only_what_is_distilled(train):
-    trainer = train(CreditMapCallback(every=5, rollouts=8), max_steps=1, credit_use="route")
-    rewards = [m.response.reward for m in pages(trainer)["step-000001"]]
-    assert rewards
-    assert max(rewards) < trainer.args.success_reward_threshold

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from credit_trl.lab.analysis.tokenmap import QUANTITIES
-from credit_trl.lab.analysis.tokenmap_parquet import read_parquet
+from credit_trl.lab.analysis.tokenmap_json import read_maps
 
 TESTS = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("mapped_run.py")
@@ -39,9 +39,9 @@ def test_two_processes_write_the_maps_of_one_process(tmp_path, options):
     plain = launch(tmp_path / "plain", 2, "--no_maps", *options)
     for name, weight in plain.items():
         assert torch.equal(mapped[name], weight), name
-    for page in ("step-000001.parquet", "step-000002.parquet"):
+    for page in ("step-000001.json", "step-000002.json"):
         one, two = (
-            {(m.response.identifier, m.checkpoint): m for m in read_parquet(tmp_path / run / "credit_maps" / page)}
+            {(m.response.identifier, m.checkpoint): m for m in read_maps(tmp_path / run / "credit_maps" / page)}
             for run in ("one", "two")
         )
         assert one.keys() == two.keys()

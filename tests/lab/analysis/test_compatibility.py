@@ -1,22 +1,16 @@
 from __future__ import annotations
 
 import itertools
-import re
-from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.lab.analysis import compatibility as compat
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.compatibility_report import compatibility_metrics, format_compatibility, make_figure
-from credit_trl.lab.analysis.responses import analysis_config
+from credit_trl.lab.analysis.compatibility import compatibility_metrics, format_compatibility
 
 few = settings(max_examples=25, deadline=None)
 
@@ -81,47 +75,6 @@ def test_fit_equals_the_minimum_over_enumerated_vertices(seed, letters, focus):
     np.testing.assert_allclose(residual, lowest, atol=1e-9)
 
 
-def test_fit_finds_a_planted_incompatible_record():
-    weights, teachers = random_teachers(0, 50, 4)
-    student = mix(weights, teachers)
-    student[17] = [0.0, 0.0, 0.0, 1.0]
-    teachers[17] = np.array([0.4, 0.3, 0.2, 0.1])  # all teachers alike, and none like the student
-    residual = compat.fit_posterior(student, teachers)[1]
-    assert residual[17] == pytest.approx(1.8)
-    assert np.delete(residual, 17).max() < 1e-8
-
-
-def test_leading_dimensions_are_free_and_rows_are_teachers():
-    weights, teachers = random_teachers(1, 6, 3)
-    student = mix(weights, teachers)
-    whole = compat.fit_posterior(student.reshape(2, 3, 3), teachers.reshape(2, 3, 3, 3))
-    assert whole[0].shape == (2, 3, 3)
-    assert whole[1].shape == (2, 3)
-    one, residual = compat.fit_posterior(student[4], teachers[4])
-    np.testing.assert_allclose(one, whole[0].reshape(6, 3)[4])
-    assert residual.shape == ()
-    # Rows are indexed by z: a student like the second teacher has all its weight there.
-    np.testing.assert_allclose(compat.fit_posterior(teachers[0, 1], teachers[0])[0], [0.0, 1.0, 0.0], atol=1e-12)
-    assert compat.fit_posterior(np.zeros((0, 4)) + 0.25, np.zeros((0, 4, 4)) + 0.25)[0].shape == (0, 4)
-
-
-def test_degenerate_teachers_have_an_exact_fit():
-    teachers = np.full((3, 4, 4), 0.25)
-    student = np.array([[0.25] * 4, [1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]])
-    np.testing.assert_allclose(compat.fit_posterior(student, teachers)[1], [0.0, 1.5, 1.0], atol=1e-12)
-    hard = np.broadcast_to(np.eye(4), (3, 4, 4))
-    posterior, residual = compat.fit_posterior(student, hard)
-    np.testing.assert_allclose(posterior, student, atol=1e-12)
-    np.testing.assert_allclose(residual, 0.0, atol=1e-12)
-
-
-def test_fit_recovers_a_mixture_of_ten_letters():
-    weights, teachers = random_teachers(2, 3, 10)
-    posterior, residual = compat.fit_posterior(mix(weights, teachers), teachers)
-    assert residual.max() < 1e-8
-    np.testing.assert_allclose(posterior, weights, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("student", "teachers", "message"),
     [
@@ -148,28 +101,11 @@ def question(number: int, letters: str = "ABCD", gold: str = "A") -> compat.Choi
     return compat.ChoiceQuestion(prompt, tuple(letters), gold, f"q{number}")
 
 
-def builder_for(checkpoint: Checkpoint) -> ContextBuilder:
-    return ContextBuilder(checkpoint.tokenizer, analysis_config(**compat.TEMPLATES), sorted(checkpoint.end_ids()))
-
-
-def test_each_question_takes_one_batched_pass(make_model, tokenizer):
-    model = make_model(dtype=torch.float64)
-    checkpoint = Checkpoint.of(model, tokenizer)
-    passes = []
-    model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: passes.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    questions = [question(n, gold="ABCD"[n % 4]) for n in range(100)]
-    records = compat.measure_compatibility(checkpoint, questions, builder_for(checkpoint))
-    assert passes == [5] * 100
-    assert [r.question.identifier for r in records] == [f"q{n}" for n in range(100)]
-
-
 def test_letter_probabilities_equal_plain_forward_passes(make_model, tokenizer):
     model = make_model(dtype=torch.float64)
-    checkpoint = Checkpoint.of(model, tokenizer)
+    checkpoint = Checkpoint.from_model(model, tokenizer)
     own = question(3, letters="AB", gold="B")
-    [record] = compat.measure_compatibility(checkpoint, [own], builder_for(checkpoint))
+    [record] = compat.measure_compatibility(checkpoint, [own])
 
     def letters_of(messages: list[dict[str, str]]) -> torch.Tensor:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) + "<answer>\n"
@@ -189,74 +125,16 @@ def test_letter_probabilities_equal_plain_forward_passes(make_model, tokenizer):
     np.testing.assert_allclose(record.teacher_mass, [t.sum() for t in teachers], atol=1e-10)
 
 
-def test_question_overrides_feedback_and_prefix(make_model, tokenizer):
-    checkpoint = Checkpoint.of(make_model(dtype=torch.float64), tokenizer)
-    own = replace(question(1, letters="AB"), feedback=("It is A!", "It is B!"), prefix="So: ")
-    wording = {"feedback": "It is {letter}!", "prefix": "So: "}
-    [record] = compat.measure_compatibility(checkpoint, [own], builder_for(checkpoint))
-    [same] = compat.measure_compatibility(checkpoint, [question(1, letters="AB")], builder_for(checkpoint), **wording)
-    [other] = compat.measure_compatibility(checkpoint, [question(1, letters="AB")], builder_for(checkpoint))
-    assert np.array_equal(record.teachers, same.teachers)
-    assert not np.allclose(record.teachers, other.teachers)
-
-
-class LetterLM(nn.Module):
-    """Model whose letter probabilities depend on the question's number and the feedback in its context."""
-
-    def __init__(self, tokenizer, students: np.ndarray, teachers: np.ndarray) -> None:
-        super().__init__()
-        self.tokenizer, self.students, self.teachers = tokenizer, students, teachers
-        self.head = nn.Linear(len(tokenizer), len(tokenizer), bias=False, dtype=torch.float64)
-        self.head.weight.data = torch.eye(len(tokenizer), dtype=torch.float64)
-        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
-        self.letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "ABCD"]
-        self.base_model = self.read
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-    def forward(self, *args):
-        raise AssertionError("only the backbone may run")
-
-    def read(self, input_ids, attention_mask=None, use_cache=False):
-        hidden = torch.full((*input_ids.shape, len(self.tokenizer)), -60.0, dtype=torch.float64)
-        for row, text in enumerate(self.tokenizer.batch_decode(input_ids)):
-            number = int(re.search(r"Question (\d+)", text)[1])
-            named = re.search(r"boxed\{(\w)\}", text)
-            p = self.teachers[number, "ABCD".index(named[1])] if named else self.students[number]
-            hidden[row][:, self.letters] = torch.from_numpy(np.log(p + 1e-300))[None]
-        return SimpleNamespace(last_hidden_state=hidden)
-
-
-@pytest.fixture
-def known(tokenizer) -> tuple[Checkpoint, np.ndarray, np.ndarray]:
-    """Model that is compatible on every question except number 5."""
+def test_table_has_the_rows_of_the_paper():
+    """A student that is a mixture of its teachers on every question except number 5."""
     weights, teachers = random_teachers(3, 12, 4)
     students = mix(weights, teachers)
     teachers[5] = teachers[5, :1]
     students[5] = [0.01, 0.01, 0.01, 0.97]
-    return Checkpoint.of(LetterLM(tokenizer, students, teachers), tokenizer, name="known"), weights, teachers
-
-
-def test_check_finds_the_incompatible_question(known):
-    checkpoint, weights, teachers = known
-    questions = [question(n, gold="ABCD"[n % 4]) for n in range(12)]
-    records = compat.measure_compatibility(checkpoint, questions, builder_for(checkpoint))
-    residuals = np.array([r.residual for r in records])
-    assert residuals.argmax() == 5
-    assert residuals[5] > 0.1
-    assert np.delete(residuals, 5).max() < 1e-8
-    for n in (0, 7):
-        np.testing.assert_allclose(records[n].posterior, weights[n], atol=1e-8)
-        np.testing.assert_allclose(records[n].teachers, teachers[n], atol=1e-9)
-        np.testing.assert_allclose(records[n].fidelity, np.diag(teachers[n]), atol=1e-9)
-        assert records[n].is_self_consistent == (weights[n].argmax() == mix(weights, teachers)[n].argmax())
-
-
-def test_table_has_the_rows_of_the_paper(known):
-    checkpoint, _, _ = known
-    questions = [question(n, gold="ABCD"[n % 4]) for n in range(12)]
-    records = compat.measure_compatibility(checkpoint, questions, builder_for(checkpoint))
+    probabilities = np.concatenate([students[:, None], teachers], axis=1)
+    records = [compat.Record.fit(question(n, gold="ABCD"[n % 4]), 0.5 * probabilities[n]) for n in range(12)]
+    np.testing.assert_allclose(records[7].posterior, weights[7], atol=1e-8)
+    np.testing.assert_allclose(records[7].fidelity, np.diag(teachers[7]))
     numbers = compatibility_metrics(records)
     residuals = np.array([r.residual for r in records])
     uniform = [np.abs(r.student - r.teachers.mean(0)).sum() for r in records]
@@ -264,7 +142,7 @@ def test_table_has_the_rows_of_the_paper(known):
     expected = {
         "# records": 12,
         "Gold balance (A / B / C / D)": "3 / 3 / 3 / 3",
-        "Letter-token mass (median)": 1.0,
+        "Letter-token mass (median)": 0.5,
         "Teacher fidelity (median, worst z)": fidelity.min(),
         "Teacher fidelity (median, best z)": fidelity.max(),
         "LS L1 residual (median)": np.median(residuals),
@@ -278,30 +156,6 @@ def test_table_has_the_rows_of_the_paper(known):
     table = format_compatibility({"one": records, "two": records})
     assert "| Metric | one | two |" in table
     assert "| Fraction residual < 0.001 | 92% | 92% |" in table
-
-
-def test_options_with_different_names_count_by_position(make_model, tokenizer):
-    checkpoint = Checkpoint.of(make_model(dtype=torch.float64), tokenizer)
-    own = [question(0, letters="ABC", gold="C"), question(1, letters="XYZ", gold="X")]
-    records = compat.measure_compatibility(checkpoint, own, builder_for(checkpoint))
-    assert compatibility_metrics(records)["Gold balance (1 / 2 / 3)"] == "1 / 0 / 1"
-    _, matrix = make_figure({"m": records}).axes
-    assert matrix.texts[0].get_text() == f"{np.mean([r.teachers[0, 0] for r in records]):.2f}"
-
-
-def test_figure_shows_residuals_and_mean_teacher_matrix(known, tmp_path):
-    checkpoint, _, _ = known
-    questions = [question(n, gold="ABCD"[n % 4]) for n in range(12)]
-    records = compat.measure_compatibility(checkpoint, questions, builder_for(checkpoint))
-    figure = make_figure({"known": records})
-    residuals, matrix = figure.axes
-    x, y = residuals.lines[0].get_data()
-    assert y[-1] == 1.0
-    assert x[np.searchsorted(y, 11.5 / 12)] == pytest.approx(max(r.residual for r in records))
-    shown = [text.get_text() for text in matrix.texts[:16]]
-    assert shown == [f"{value:.2f}" for value in np.mean([r.teachers for r in records], axis=0).ravel()]
-    figure.savefig(tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 # ------------------------------------------------------------------------------------------------------- the questions
@@ -339,30 +193,3 @@ def test_balanced_subset_has_equal_counts_of_each_letter():
     assert "q99" not in {q.identifier for q in chosen}  # its letters differ
     assert chosen == compat.balanced(with_all, per_letter=25)
     assert chosen != compat.balanced(with_all, per_letter=25, seed=1)
-
-
-def test_balanced_subset_uses_the_most_frequent_letters():
-    questions = [question(n, gold="ABCD"[n % 4]) for n in range(20)] + [question(99, letters="ABCDE", gold="E")]
-    assert len(compat.balanced(questions, per_letter=25)) == 20
-
-
-def test_letter_without_gold_answers_is_refused():
-    with pytest.raises(ValueError, match="has C, D as its answer"):
-        compat.balanced([question(n, gold="AB"[n % 2]) for n in range(8)], per_letter=2)
-
-
-def test_letter_ids_include_every_token_of_the_letter(tokenizer):
-    ids = compat.letter_ids(tokenizer, ["A", "B"])
-    assert ids == [[tokenizer.convert_tokens_to_ids("A")], [tokenizer.convert_tokens_to_ids("B")]]
-    with pytest.raises(ValueError, match="no token for Ω"):
-        compat.letter_ids(tokenizer, ["A", "Ω"])
-
-
-def test_questions_may_have_different_numbers_of_letters(make_model, tokenizer):
-    checkpoint = Checkpoint.of(make_model(dtype=torch.float64), tokenizer)
-    mixed = [question(0), question(1, letters="AB", gold="B"), question(2), question(3, letters="ABC", gold="C")]
-    records = compat.measure_compatibility(checkpoint, mixed, builder_for(checkpoint))
-    assert [len(r.posterior) for r in records] == [4, 2, 4, 3]
-    alone = compat.measure_compatibility(checkpoint, mixed[1:2], builder_for(checkpoint))[0]
-    np.testing.assert_allclose(records[1].posterior, alone.posterior)
-    assert compatibility_metrics(records)["# records"] == 4

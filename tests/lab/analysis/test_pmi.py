@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +15,10 @@ from credit_trl import objective
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.lab.analysis import pmi
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import PAPER, CreditFormula, CreditSettings
-from credit_trl.lab.analysis.passes import RolloutContexts
+from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, analysis_config
 from credit_trl.lab.analysis.tokenmap import score_response
-from credit_trl.loss.scores import SupportConfig
-from credit_trl.objective import ContrastRule
+from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
 
 EXACT = {"atol": 1e-10, "rtol": 0}
 joints = st.builds(
@@ -43,16 +41,16 @@ def read(
     *,
     noise: float = 0.0,
     lagged: Joint | None = None,
-    formula: CreditFormula = PAPER,
+    **formula: Any,
 ):
-    """`pmi.read_response` for one response of the joint's own model, or with a lagged teacher."""
+    """`pmi.score_pmi` for one response of the joint's own model, or with a lagged teacher."""
     student = JointLM(joint, noise)
     reference = student if lagged is None else JointLM(lagged, noise)
-    checkpoint = Checkpoint.of(student, None, teacher=None if lagged is None else reference)
+    checkpoint = Checkpoint.from_model(student, None, teacher=None if lagged is None else reference)
     others = [k for k in range(joint.sizes[0]) if k != x]
     contexts = RolloutContexts(student.context(x), reference.context(x, z), [reference.context(k, z) for k in others])
     prompts = [reference.context(k) for k in others]
-    return pmi.read_response(checkpoint, contexts, prompts, list(y), CreditSettings(coef, formula))
+    return pmi.score_pmi(checkpoint, contexts, prompts, list(y), CreditFormula(coef, **formula))
 
 
 def response_of(joint: Joint, seed: int) -> tuple[int, int, tuple[int, ...]]:
@@ -77,7 +75,7 @@ def mapped_rewards(joint: Joint, x: int, z: int, y: tuple[int, ...], noise: floa
     others = [model.context(k, z) for k in range(joint.sizes[0]) if k != x]
     contexts = RolloutContexts(model.context(x), model.context(x, z), others)
     scores = score_response(
-        Checkpoint.of(model, None), contexts, list(y), CreditSettings(0.0), alternatives=joint.sizes[2]
+        Checkpoint.from_model(model, None), contexts, list(y), CreditFormula(0.0), alternatives=joint.sizes[2]
     )
     rewards = torch.empty(len(y), joint.sizes[2], dtype=torch.float64)
     rewards.scatter_(-1, scores.alternatives.ids, scores.alternatives.advantage)  # λ = 0: R = r
@@ -93,13 +91,6 @@ def test_theorem_1_reward_is_the_filtering_increment(joint, seed):
     torch.testing.assert_close(mapped_rewards(joint, x, z, y), filtering_increments(joint, x, z, y), **EXACT)
 
 
-def test_theorem_1_fails_for_an_incompatible_teacher():
-    joint = random_joint(3)
-    x, z, y = response_of(joint, 3)
-    difference = mapped_rewards(joint, x, z, y, noise=0.5) - filtering_increments(joint, x, z, y)
-    assert difference.abs().max() > 0.05
-
-
 @few
 @given(joint=joints, seed=st.integers(0, 10**6))
 def test_corollary_2_rewards_sum_to_the_pmi(joint, seed):
@@ -107,6 +98,16 @@ def test_corollary_2_rewards_sum_to_the_pmi(joint, seed):
     report = pmi.pmi_report("y", read(joint, x, z, y))
     assert report.pmi == pytest.approx(joint.pmi(x, y, z).item(), abs=1e-10)
     assert report.reward == pytest.approx(report.pmi, abs=1e-10)
+
+
+def test_identities_fail_for_an_incompatible_teacher():
+    joint = random_joint(3)
+    x, z, y = response_of(joint, 3)
+    difference = mapped_rewards(joint, x, z, y, noise=0.5) - filtering_increments(joint, x, z, y)
+    assert difference.abs().max() > 0.05
+    report = pmi.pmi_report("y", read(joint, x, z, y, 0.5, noise=0.5))
+    exact = pmi.pmi_report("y", read(joint, x, z, y, 0.5))
+    assert abs(report.credit - exact.credit) > 0.05
 
 
 def test_corollary_2_fails_for_incompatible_and_lagged_teachers():
@@ -138,45 +139,27 @@ def test_equation_9_splits_the_credit(joint, seed, coef):
     joint=joints,
     seed=st.integers(0, 10**6),
     coef=st.floats(0.0, 1.0),
-    form=st.sampled_from(["subtract", "guide"]),
-    gate=st.sampled_from([0.0, 0.1]),
-    baseline=st.sampled_from(["mean_log", "log_mean"]),
-    support=st.sampled_from([("full", "bucket"), ("teacher_topk", "bucket"), ("teacher_topk", "renormalize")]),
+    form=st.sampled_from(("subtract", "guide")),
+    support=st.sampled_from((None, 2)),
+    tail=st.sampled_from(("bucket", "renormalize")),
 )
-def test_parts_sum_to_the_credit_of_every_formula(joint, seed, coef, form, gate, baseline, support):
+def test_parts_sum_to_the_credit_of_every_formula(joint, seed, coef, form, support, tail):
     x, z, y = response_of(joint, seed)
-    formula = CreditFormula(ContrastRule(form, gate), baseline, support=SupportConfig(support[0], 2, support[1]))
-    logps = read(joint, x, z, y, coef, formula=formula)
+    logps = read(joint, x, z, y, coef, form=form, topk=support, tail=tail)
     report = pmi.pmi_report("y", logps)
     parts = report.contrastive_pmi + report.anti_genericity + report.gap + report.conditioning
     assert parts == pytest.approx(report.credit, abs=1e-9)
     assert report.credit == pytest.approx(logps.advantage.sum().item(), abs=1e-12)
-    if support[1] == "bucket":
+    if tail == "bucket":
         assert report.conditioning == 0.0
-        whole = logps.advantage - (logps.teacher_logps - logps.student_logps)
-        generic = logps.contrast_logps.mean(0)
-        if baseline == "log_mean":
-            generic = logps.contrast_logps.exp().mean(0).log()
-        shift = logps.teacher_logps - generic if form == "guide" else -generic
-        torch.testing.assert_close(whole, logps.entered_coef * shift, **EXACT)
-    if form == "guide" and baseline == "mean_log" and not gate and support[0] == "full":
+    if form == "guide" and tail == "bucket":
         others = [k for k in range(joint.sizes[0]) if k != x]
         contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
         surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
-        pmi_of_it = joint.pmi(x, y, z)
+        own = joint.pmi(x, y, z)
         likelier = coef * (joint.log_likelihood(x, y) + surprisal)
-        assert report.contrastive_pmi == pytest.approx((pmi_of_it + coef * (pmi_of_it - contrast)).item(), abs=1e-9)
+        assert report.contrastive_pmi == pytest.approx((own + coef * (own - contrast)).item(), abs=1e-9)
         assert report.anti_genericity == pytest.approx(likelier.item(), abs=1e-9)
-
-
-def test_equation_9_fails_for_an_incompatible_teacher():
-    joint = random_joint(8)
-    x, z, y = response_of(joint, 8)
-    report = pmi.pmi_report("y", read(joint, x, z, y, 0.5, noise=0.5))
-    others = [k for k in range(joint.sizes[0]) if k != x]
-    contrast = sum(joint.pmi(k, y, z) for k in others) / len(others)
-    surprisal = -sum(joint.log_likelihood(k, y) for k in others) / len(others)
-    assert abs(report.credit - (joint.pmi(x, y, z) - 0.5 * contrast + 0.5 * surprisal)) > 0.05
 
 
 @few
@@ -197,52 +180,6 @@ def test_proposition_3_expected_surrogate_is_at_least_pcmi(seed, population, cou
     assert (expected >= bound - 1e-10).all()
     torch.testing.assert_close(pmi.prior_contrastive_mi(teacher, pool), bound, **EXACT)
     torch.testing.assert_close(expected - bound, pmi.jensen_gap(pool), **EXACT)
-
-
-def test_proposition_3_fails_for_biased_draws():
-    teacher = torch.log_softmax(torch.tensor([0.0, 1.0], dtype=torch.float64), dim=-1)
-    pool = torch.log_softmax(torch.tensor([[4.0, 0.0], [0.0, 4.0]], dtype=torch.float64), dim=-1)
-    always_the_first = pool[:1]
-    surrogate = objective.input_specific(teacher, always_the_first)
-    assert (surrogate < pmi.prior_contrastive_mi(teacher, pool)).any()
-
-
-def test_larger_count_reduces_spread_but_not_the_gap():
-    generator = torch.Generator().manual_seed(0)
-    teacher = -torch.rand(20, generator=generator, dtype=torch.float64)
-    population = -4 * torch.rand(40, 20, generator=generator, dtype=torch.float64)
-    exact, records = pmi.surrogate_by_count(teacher, population, [1, 4, 16], draws=4000)
-    assert exact == pytest.approx((teacher - population.exp().mean(0).log()).sum().item())
-    gap = pmi.jensen_gap(population).sum().item()
-    one, four, sixteen = records
-    for record in records:
-        assert record.gap == pytest.approx(gap, abs=5 * record.std / 4000**0.5)
-    assert one.std / four.std == pytest.approx(2.0, rel=0.1)
-    assert four.std / sixteen.std == pytest.approx(2.0, rel=0.1)
-    # With the drawn questions in place of the population, one question shows no gap, and many show nearly all.
-    assert one.plug_in == pytest.approx(one.mean)
-    assert sixteen.plug_in - exact < 0.25 * (one.plug_in - exact)
-
-
-@few
-@given(seed=st.integers(0, 10**6), spread=st.floats(0.0, 5.0))
-def test_appendix_c_parts_sum_and_gap_is_bounded(seed, spread):
-    generator = torch.Generator().manual_seed(seed)
-    logits = spread * torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
-    teacher, reference, student = torch.log_softmax(logits, dim=-1)
-    split = pmi.split_reward(teacher, reference, student)
-    rewards = objective.self_distillation_reward(teacher, student)
-    torch.testing.assert_close(split.advantage + split.gap, rewards, **EXACT)
-    ratios = (reference.exp() / student.exp()).log()
-    assert (split.gap.abs() <= split.bound[:, None] + 1e-10).all()
-    torch.testing.assert_close(split.bound, ratios.abs().amax(-1), **EXACT)
-
-
-def test_appendix_c_bound_needs_the_whole_vocabulary():
-    logits = torch.tensor([[[3.0, 2.0, -4.0]], [[3.0, 2.0, 1.0]]], dtype=torch.float64)
-    reference, student = torch.log_softmax(logits, dim=-1)
-    truncated = pmi.split_reward(reference[:, :2], reference[:, :2], student[:, :2])
-    assert (pmi.split_reward(reference, reference, student).gap.abs() > truncated.bound[:, None]).any()
 
 
 def test_appendix_c_gap_of_a_lagged_teacher():
@@ -267,13 +204,4 @@ def test_pmi_of_a_trainers_contexts_is_refused():
     kept = RolloutContexts(model.context(x), model.context(x, z), others)
     response = Rollout("kept", "x", y, PrivilegedContext(feedback="z"), ("x'",) * len(others), 1.0, kept)
     with pytest.raises(ValueError, match="no contrast prompt to compare with"):
-        pmi.measure_pmi(Checkpoint.of(model, None), response, analysis_config())
-
-
-def test_reports_are_a_markdown_table():
-    report = pmi.pmi_report("a", read(random_joint(1), 0, 1, (0, 1), 0.1))
-    table = pmi.format_reports([report, report])
-    assert len(table.splitlines()) == 4
-    assert f"{report.pmi:+.2f}" in table
-    hostile = replace(report, identifier="a | b\n<img src=x onerror=y>")
-    assert pmi.format_reports([hostile]).splitlines()[2].startswith("| a \\| b⟨U+000A⟩&lt;img src=x onerror=y> |")
+        pmi.measure_pmi(Checkpoint.from_model(model, None), response, analysis_config())

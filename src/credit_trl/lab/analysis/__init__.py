@@ -1,34 +1,28 @@
-"""Analysis of the reward: token maps, mutual information, compatibility and interventional credit.
+"""Analysis of the credit: token maps, mutual information, compatibility, interventional credit, branches.
 
-    from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts, write_html
+    from credit_trl.lab.analysis import Checkpoint, map_response, sample_rollouts, write_maps
 
-Names are loaded on first use. No module of this package imports the trainer.
+No module of this package imports the trainer.
 """
 
-from __future__ import annotations
+from credit_trl.lab.analysis.callback import CreditMapCallback
+from credit_trl.lab.analysis.checkpoints import Checkpoint
+from credit_trl.lab.analysis.responses import Rollout, analysis_config, read_rollouts, sample_rollouts
+from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
+from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
+from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
 
-from importlib import import_module
-from typing import Any
-
-_NAMES = {
-    "branches": ("find_branches", "format_branches", "summarize_branches"),
-    "callback": ("CreditMapCallback",),
-    "checkpoints": ("Checkpoint",),
-    "compatibility": ("fit_posterior",),
-    "responses": ("Rollout", "analysis_config", "read_rollouts", "sample_rollouts"),
-    "tokenmap": ("TokenMap", "TokenScores", "group_scales", "map_response", "score_response"),
-    "tokenmap_html": ("render_html", "write_html"),
-    "tokenmap_parquet": ("read_parquet", "write_parquet"),
-    "tokenmap_png": ("draw_png",),
-    "tokenmap_summary": ("Summary", "format_summary", "summarize_maps"),
-    "tokenmap_terminal": ("print_map",),
-}
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
-
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+__all__ = [
+    "Checkpoint",
+    "CreditMapCallback",
+    "Rollout",
+    "TokenMap",
+    "analysis_config",
+    "format_summary",
+    "map_response",
+    "read_maps",
+    "read_rollouts",
+    "sample_rollouts",
+    "summarize_maps",
+    "write_maps",
+]

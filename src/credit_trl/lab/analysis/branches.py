@@ -9,10 +9,10 @@ subtract, and guide needs the largest δ/s. `docs/theory.md` has the derivation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
@@ -22,51 +22,17 @@ from credit_trl.tasks.printable import markdown_table, plain
 MIN_PROBABILITY = 0.01
 # B is the likeliest of them with S of at least the first, A the likeliest with S of at most the second, in nats.
 MIN_SPECIFIC, MAX_GENERIC = 1.0, 0.5
+_SUMMARIZED = ("delta", "s", "lambda_subtract", "lambda_guide")
 
 
-@dataclass(frozen=True)
-class Branches:
-    """N branches of one map.
+def find_branches(token_map: TokenMap) -> dict[str, Tensor]:
+    """N branches of a map, at most one a position; none without contrast prompts, or where A or B is missing.
 
-    Args:
-        positions: positions in the response.
-        generic_ids, specific_ids: ids of A, the likeliest generic token, and of B.
-        delta, s: δ (of any sign) and s > 0 of A, in nats.
-        lambda_subtract, lambda_guide: λ_c of all generic tokens together; NaN where no δ is above 0. That of subtract
-            is 1 where they still win at λ = 1.
+    Returns:
+        Tensors of shape (N,): `positions` in the response; `generic_ids` and `specific_ids`, ids of A, the likeliest
+        generic token, and of B; `delta` (of any sign) and `s` > 0 of A, in nats; `lambda_subtract` and `lambda_guide`,
+        λ_c of all generic tokens together, see `critical_lambdas`.
     """
-
-    positions: Int[Tensor, " N"]
-    generic_ids: Int[Tensor, " N"]
-    specific_ids: Int[Tensor, " N"]
-    delta: Float[Tensor, " N"]
-    s: Float[Tensor, " N"]
-    lambda_subtract: Float[Tensor, " N"]
-    lambda_guide: Float[Tensor, " N"]
-
-
-@dataclass(frozen=True)
-class Quartiles:
-    lower: float
-    median: float
-    upper: float
-
-
-@dataclass(frozen=True)
-class ClassBranches:
-    """Quartiles over the branches of one token class; those of λ_c over the `rising` ones, where some δ > 0."""
-
-    name: str
-    count: int
-    rising: int
-    delta: Quartiles
-    s: Quartiles
-    lambda_subtract: Quartiles | None
-    lambda_guide: Quartiles | None
-
-
-def find_branches(token_map: TokenMap) -> Branches:
-    """Branches of a map, at most one a position; none without contrast prompts, or where A or B is missing."""
     own, others = token_map.scores, token_map.scores.alternatives
     ids, delta_v, specific, student, teacher = (
         torch.cat([getattr(own, name).unsqueeze(-1), getattr(others, name)], dim=-1)
@@ -86,23 +52,26 @@ def find_branches(token_map: TokenMap) -> Branches:
 
     ids, delta_v, specific = ids[rows], delta_v[rows].double(), specific[rows].double()
     deltas, spreads = delta_v - delta_v.gather(-1, b), specific.gather(-1, b) - specific
-    return Branches(
-        rows,
-        at(ids, a),
-        at(ids, b),
-        at(deltas, a),
-        at(spreads, a),
-        *critical_lambdas(deltas, spreads, generic[rows] > 0),
-    )
+    subtract, guide = critical_lambdas(deltas, spreads, generic[rows] > 0)
+    return {
+        "positions": rows,
+        "generic_ids": at(ids, a),
+        "specific_ids": at(ids, b),
+        "delta": at(deltas, a),
+        "s": at(spreads, a),
+        "lambda_subtract": subtract,
+        "lambda_guide": guide,
+    }
 
 
 def critical_lambdas(
     deltas: Float[Tensor, "N A"], spreads: Float[Tensor, "N A"], is_generic: Bool[Tensor, "N A"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """λ_c of subtract and guide for the generic tokens of each branch.
+    """λ_c of subtract and guide for the generic tokens of each branch; NaN where no δ is above 0.
 
     Subtract: with t = 1/λ − 1 the odds Σ exp(δ t − s) are convex in t, so that they reach 1 at one t if they are below
-    it at t = 0 and some δ > 0; there `min s/δ` over these tokens is an upper end for bisection.
+    it at t = 0 and some δ > 0; there `min s/δ` over these tokens is an upper end for bisection. λ_c of subtract is 1
+    where they still win at λ = 1.
     """
     rises = is_generic & (deltas > 0)
     ratio = (deltas / spreads).masked_fill(~rises, -torch.inf).amax(-1)
@@ -120,42 +89,47 @@ def critical_lambdas(
     return subtract.where(has_any, torch.nan), ratio.where(has_any, torch.nan)
 
 
-def summarize_branches(maps: Sequence[TokenMap]) -> list[ClassBranches]:
-    """Quartiles over all branches, and by class of the sampled token, the most frequent class first."""
+def summarize_branches(maps: Sequence[TokenMap]) -> list[dict[str, Any]]:
+    """Quartiles over all branches, and by class of the sampled token, the most frequent class first.
+
+    A row has `name` of the class, `count` of its branches, `rising` of those where some δ > 0, and (lower, median,
+    upper) of `delta` and `s` over all branches, and of `lambda_subtract` and `lambda_guide` over the rising ones; None
+    where there is none. Without branches there is no row.
+    """
     found = [find_branches(token_map) for token_map in maps]
-    labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own.positions.tolist()]
+    labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own["positions"].tolist()]
     if not labels:
         return []
-    names = ("delta", "s", "lambda_subtract", "lambda_guide")
-    values = torch.stack([torch.cat([getattr(own, name) for own in found]) for name in names])
-    rows = {name: torch.tensor([label == name for label in labels]) for name in dict.fromkeys(labels)}
-    classes = [_of_class(name, values[:, own]) for name, own in rows.items()]
-    return [_of_class("all", values), *sorted(classes, key=lambda one: -one.count)]
+    values = {name: torch.cat([own[name] for own in found]) for name in _SUMMARIZED}
+    rows = [_summary_row("all", values, torch.ones(len(labels), dtype=torch.bool))]
+    of_classes = [
+        _summary_row(name, values, torch.tensor([label == name for label in labels])) for name in dict.fromkeys(labels)
+    ]
+    return rows + sorted(of_classes, key=lambda row: -row["count"])
 
 
-def _of_class(name: str, values: Float[Tensor, "4 N"]) -> ClassBranches:
-    delta, s, *lambdas = values
-    rising = ~lambdas[0].isnan()
-    quartiles = map(_quartiles, (delta, s, *(own[rising] for own in lambdas)))
-    return ClassBranches(name, len(delta), int(rising.sum()), *quartiles)
+def _summary_row(name: str, values: dict[str, Tensor], chosen: Bool[Tensor, " N"]) -> dict[str, Any]:
+    rising = chosen & ~values["lambda_subtract"].isnan()
+    row: dict[str, Any] = {"name": name, "count": int(chosen.sum()), "rising": int(rising.sum())}
+    for quantity, own in values.items():
+        kept = own[rising if quantity.startswith("lambda") else chosen]
+        levels = kept.new_tensor([0.25, 0.5, 0.75])
+        row[quantity] = tuple(kept.quantile(levels).tolist()) if len(kept) else None
+    return row
 
 
-def _quartiles(values: Tensor) -> Quartiles | None:
-    return Quartiles(*values.quantile(values.new_tensor([0.25, 0.5, 0.75])).tolist()) if len(values) else None
-
-
-def format_branches(classes: Sequence[ClassBranches]) -> str:
+def format_branches(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown table of median and quartiles; one sentence where there is no branch."""
-    if not classes:
+    if not rows:
         return "No branch between a generic and an input-specific token was found.\n"
-    rows = []
-    for c in classes:
-        quartiles = (c.delta, c.s, c.lambda_subtract, c.lambda_guide)
-        cells = (f"{q.median:.2f} [{q.lower:.2f}, {q.upper:.2f}]" if q else "–" for q in quartiles)
-        rows.append([plain(c.name), str(c.count), str(c.rising), *cells])
+    cells = []
+    for row in rows:
+        quartiles = [row[quantity] for quantity in _SUMMARIZED]
+        texts = [f"{q[1]:.2f} [{q[0]:.2f}, {q[2]:.2f}]" if q else "–" for q in quartiles]
+        cells.append([plain(row["name"]), str(row["count"]), str(row["rising"]), *texts])
     title = (
         "Branches of generic tokens and an input-specific token B: median [quartiles]; δ and s of the likeliest "
         "generic token A, λ_c of all of them, where some δ > 0."
     )
     columns = ("token class", "branches", "δ > 0", "δ", "s", "λ_c subtract", "λ_c guide")
-    return f"{title}\n\n{markdown_table(columns, rows)}\n"
+    return f"{title}\n\n{markdown_table(columns, cells)}\n"

@@ -18,39 +18,34 @@ from credit_trl.contexts.contrast import ContrastSource
 from credit_trl.contexts.privileged import decode_completions
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.passes import Reading, RolloutContexts, conditionals
 from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.lab.analysis.token_classes import Classify
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
-from credit_trl.lab.analysis.tokenmap_html import write_html
-from credit_trl.lab.analysis.tokenmap_parquet import read_parquet, write_parquet
+from credit_trl.lab.analysis.tokenmap_json import MAPS_FOLDER, read_maps, write_maps
 from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
-from credit_trl.loss.uses import route_contexts
+from credit_trl.lab.analysis.vocabulary_logps import ModelPrompts, RolloutContexts, vocabulary_logps
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import reshard
 
-DIRECTORY = "credit_maps"
-
 
 class CreditMapCallback(TrainerCallback):
-    """Write token maps to `credit_maps/` in the output directory every few steps.
+    """Write token maps to `credit_maps/` in the output directory every few steps; the run's report shows them.
 
     At the first step and every `every` steps, before the optimizer step, it scores rollouts of the current generation
-    batch with the feedback and contrast prompts of their loss,
-    and writes `step-000050.html` and `step-000050.parquet`. The rollouts of the first step are pinned: later pages
-    show them under the first and the current weights, side by side. At the end of training, `summary.md` summarizes
-    all maps.
+    batch with the feedback and contrast prompts of their loss, and writes `step-000050.json`. The rollouts of the
+    first step are scored again each time, so that they can be compared. At the end of training, `summary.md`
+    summarizes all maps.
 
     Args:
-        every: steps between two pages.
+        every: steps between two files.
         rollouts: number of rollouts with a teacher, over all processes.
         alternatives: tokens listed besides the sampled token at each position.
         classify: token classes of the summary; None takes `token_classes.default_classes`.
-        trainer: a `CreditTrainer`; can be set later with `attach`.
+        trainer: a `CreditTrainer`; can be set later as an attribute.
 
     Raises:
         ValueError: `every` or `rollouts` is below 1.
-        RuntimeError: training begins without an attached trainer.
+        RuntimeError: training begins without a trainer.
     """
 
     def __init__(
@@ -64,29 +59,30 @@ class CreditMapCallback(TrainerCallback):
     ) -> None:
         if every < 1 or rollouts < 1:
             raise ValueError(f"`every` and `rollouts` must be at least 1, got {every} and {rollouts}.")
-        self.every, self.rollouts, self.alternatives, self.classify = every, rollouts, alternatives, classify
+        self.every = every
+        self.rollouts = rollouts
+        self.alternatives = alternatives
+        self.classify = classify
         self.trainer = trainer
         self._due = False
         self._evaluation_batch: Any = None
         self._pinned: list[Rollout] = []
         self._pinned_step: int | None = None
 
-    def attach(self, trainer: Any) -> None:
-        """Set the trainer whose rollouts are mapped."""
-        self.trainer = trainer
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer is None:
             raise RuntimeError(
                 "CreditMapCallback has no trainer: use `trainer.add_callback(CreditMapCallback(every=50, "
-                "trainer=trainer))` or `callback.attach(trainer)`."
+                "trainer=trainer))`, or set `callback.trainer`."
             )
-        self.directory = Path(args.output_dir) / DIRECTORY
-        if state.is_world_process_zero:  # the summary would include pages of steps to come and of earlier runs
-            for page in (*self.directory.glob("step-*.html"), *self.directory.glob("step-*.parquet")):
-                if int(page.stem.removeprefix("step-")) > state.global_step:
-                    page.unlink()
-        self._due, self._pinned, self._pinned_step = False, [], None
+        self.directory = Path(args.output_dir) / MAPS_FOLDER
+        if state.is_world_process_zero:  # the summary would include steps to come and earlier runs
+            for path in self.directory.glob("step-*.json"):
+                if int(path.stem.removeprefix("step-")) > state.global_step:
+                    path.unlink()
+        self._due = False
+        self._pinned = []
+        self._pinned_step = None
         if state.global_step > 0:
             self._read_pinned()
 
@@ -101,9 +97,9 @@ class CreditMapCallback(TrainerCallback):
             self._write(step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        pages = sorted(self.directory.glob("step-*.parquet")) if self.trainer.accelerator.is_main_process else []
-        if pages:
-            summary = summarize_maps([m for page in pages for m in read_parquet(page)], top=20, min_count=2)
+        paths = sorted(self.directory.glob("step-*.json")) if self.trainer.accelerator.is_main_process else []
+        if paths:
+            summary = summarize_maps([m for path in paths for m in read_maps(path)])
             (self.directory / "summary.md").write_text(format_summary(summary), encoding="utf-8")
 
     @property
@@ -111,16 +107,17 @@ class CreditMapCallback(TrainerCallback):
         return getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
 
     def _write(self, step: int) -> None:
-        """Score the current and the pinned rollouts on all processes; the main process writes the page."""
+        """Score the current and the pinned rollouts on all processes; the main process writes the file."""
         trainer = self.trainer
         student = Teacher(trainer.model, trainer.accelerator)
-        teacher, loss = getattr(trainer, "teacher", None) or student, trainer.distillation
+        teacher = getattr(trainer, "teacher", None) or student
         checkpoint = Checkpoint(f"step-{step}", self._tokenizer, student, teacher)
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
         chosen = _choose(self._current_rollouts(step), share)
         is_first = self._pinned_step is None
         if is_first:
-            self._pinned_step, self._pinned = step, chosen
+            self._pinned_step = step
+            self._pinned = chosen
         # Sharded weights need equally many passes on every process.
         maps = self._maps(checkpoint, chosen, share)
         if not is_first:
@@ -128,23 +125,22 @@ class CreditMapCallback(TrainerCallback):
         reshard(trainer.model)  # the update would not reach the group that FSDP2 keeps gathered
         maps = gather_object(maps)
         if maps and trainer.accelerator.is_main_process:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            write_parquet(maps, self._page(step, "parquet"))
-            shown = [*self._first_maps(step, maps), *maps]
-            write_html(shown, self._page(step, "html"), title=f"Token credit, step {step}")
+            write_maps(maps, self.directory / f"step-{step:06d}.json")
 
     def _maps(self, checkpoint: Checkpoint, rollouts: Sequence[Rollout], count: int) -> list[TokenMap]:
         """Maps of the rollouts, and idle passes for those that are missing to `count`."""
         options = {"alternatives": self.alternatives, "classify": self.classify}
         maps = [map_response(checkpoint, rollout, self.trainer.args, **options) for rollout in rollouts]
+        nothing = TokenContexts(None)
+        idle = [ModelPrompts(checkpoint.student, nothing), ModelPrompts(checkpoint.teacher, nothing)]
         for _ in range(count - len(rollouts)):
-            nothing = TokenContexts(None)
-            list(conditionals([Reading(checkpoint.student, nothing), Reading(checkpoint.teacher, nothing)], []))
+            list(vocabulary_logps(idle, []))
         return maps
 
     def _current_rollouts(self, step: int) -> list[Rollout]:
         """Local rollouts of the current generation batch that have a teacher, with the contexts of their loss."""
-        trainer, batch = self.trainer, self.trainer._generation_batch
+        trainer = self.trainer
+        batch = trainer._generation_batch
         config = copy.copy(trainer.args)
         config.contrastive_coef = config.contrastive_coef or 1.0  # λ = 0 draws no contrast prompts, S_t needs them
         number = (trainer._step - 1) // (config.steps_per_generation * trainer.num_iterations)
@@ -155,12 +151,13 @@ class CreditMapCallback(TrainerCallback):
             ContrastSource(trainer.train_dataset, number),
             partial(decode_completions, self._tokenizer),
         )
-        contexts = route_contexts(contexts, batch, trainer.args)
         return [self._rollout(step, i, own) for i, own in enumerate(contexts) if own.teacher is not None]
 
     def _rollout(self, step: int, sample: int, contexts: TokenContexts) -> Rollout:
-        batch, tokenizer = self.trainer._generation_batch, self._tokenizer
-        number, prompt = batch.first + sample, batch.prompts[sample]
+        batch = self.trainer._generation_batch
+        tokenizer = self._tokenizer
+        number = batch.first + sample
+        prompt = batch.prompts[sample]
         if isinstance(prompt, str):
             student = tokenizer(prompt)["input_ids"]
         else:
@@ -176,31 +173,21 @@ class CreditMapCallback(TrainerCallback):
         )
 
     def _read_pinned(self) -> None:
-        """Take this process's share of the rollouts of the first page; the number of processes may have changed."""
+        """Take this process's share of the rollouts of the first file; the number of processes may have changed."""
         accelerator = self.trainer.accelerator
-        pages = sorted(self.directory.glob("step-*.parquet")) if accelerator.is_main_process else []
-        first = [(page.stem, one.response) for page in pages[:1] for one in read_parquet(page)]
+        paths = sorted(self.directory.glob("step-*.json")) if accelerator.is_main_process else []
+        first = [(path.stem, one.response) for path in paths[:1] for one in read_maps(path)]
         pinned = gather_object(first)
         self._pinned_step = int(pinned[0][0].removeprefix("step-")) if pinned else None
         self._pinned = [rollout for _, rollout in pinned][accelerator.process_index :: accelerator.num_processes]
 
-    def _first_maps(self, step: int, maps: Sequence[TokenMap]) -> list[TokenMap]:
-        """Stored maps of the pinned rollouts under the first weights."""
-        page = self._page(self._pinned_step, "parquet")
-        if self._pinned_step == step or not page.exists():
-            return []
-        again = {token_map.response.identifier for token_map in maps}
-        return [token_map for token_map in read_parquet(page) if token_map.response.identifier in again]
-
-    def _page(self, step: int, suffix: str) -> Path:
-        return self.directory / f"step-{step:06d}.{suffix}"
-
 
 def _choose(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
     """Rollouts that are not empty, one of each group before a second of any group."""
-    numbers: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     chosen = []
     for rollout in filter(lambda one: one.token_ids, rollouts):
-        numbers[rollout.group] = number = numbers.get(rollout.group, -1) + 1
+        number = sizes.get(rollout.group, 0)
+        sizes[rollout.group] = number + 1
         chosen.append((number, rollout))
     return [rollout for _, rollout in sorted(chosen, key=lambda one: one[0])][:count]

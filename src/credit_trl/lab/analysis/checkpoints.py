@@ -42,7 +42,7 @@ class Checkpoint:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
@@ -94,7 +94,7 @@ class Checkpoint:
         if checkpoint is not None and (Path(checkpoint) / TEACHER_FILE).exists():
             teacher = _load_teacher(policy, Path(checkpoint) / TEACHER_FILE)
         default = Path(checkpoint).name if checkpoint is not None else model.rstrip("/").split("/")[-1]
-        return cls.of(
+        return cls.from_model(
             policy, tokenizer, teacher=teacher, name=name or default, chat_template_kwargs=chat_template_kwargs
         )
 
@@ -121,12 +121,6 @@ class Checkpoint:
                 pad_token_id=pad_id(self.tokenizer),
                 batch_size=batch_size,
             )
-
-    def describe(self) -> str:
-        """One line with the number of parameters, the device, and whether the teacher is lagged."""
-        size = sum(parameter.numel() for parameter in self.student.student.parameters())
-        lag = "its own teacher" if self.teacher is self.student else "a lagged teacher"
-        return f"{self.name}: {size:,} parameters on {self.student.accelerator.device}, {lag}"
 
     def end_ids(self) -> list[int]:
         """Ids that end a response, sorted."""

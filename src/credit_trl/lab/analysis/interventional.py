@@ -5,14 +5,14 @@ continues, and successes are counted. `r^z(v)` is the self-distillation reward o
 candidates alike if the feedback depends on the candidate only through the outcome and is more likely on success
 (Proposition 4); they are equal if it occurs on success only (Corollary 5).
 
-The estimate needs many rollouts a prefix; `BranchPlan.cost` gives their number in advance.
+The estimate needs many rollouts a prefix; `branch_cost` gives their number in advance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ from torch import Tensor
 from credit_trl import objective
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditSettings
-from credit_trl.lab.analysis.passes import RolloutContexts, credit_logps
+from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import grade_rollouts
+from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, credit_logps
 from credit_trl.rollout.batch import is_successful
 from credit_trl.tasks.registry import Task
 
@@ -45,32 +45,6 @@ class Branching:
     advantages: Float[Tensor, " K"]  # R_t of each
     student_logps: Float[Tensor, " K"]  # log π_θ of each
     question: int = 0  # index of the question that the response answers
-
-
-@dataclass(frozen=True)
-class BranchPlan:
-    """Rollouts to make."""
-
-    branchings: list[Branching]
-    samples: int  # rollouts of each candidate
-    baseline_samples: int  # rollouts of each prefix without intervention
-    max_new_tokens: int  # length limit of one rollout
-
-    @property
-    def candidates(self) -> int:
-        return sum(len(b.candidates) for b in self.branchings)
-
-    @property
-    def rollouts(self) -> int:
-        return self.candidates * self.samples + len(self.branchings) * self.baseline_samples
-
-    def cost(self) -> str:
-        """One line with the numbers of prefixes, candidates, rollouts and tokens."""
-        return (
-            f"{len(self.branchings)} prefixes, {self.candidates} candidates: {self.rollouts:,} rollouts of at most "
-            f"{self.max_new_tokens} new tokens ({self.samples} a candidate, {self.baseline_samples} a prefix), "
-            f"at most {self.rollouts * self.max_new_tokens:,} tokens"
-        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +93,7 @@ def candidates_of(
     checkpoint: Checkpoint,
     contexts: RolloutContexts,
     token_ids: Sequence[int],
-    settings: CreditSettings,
+    formula: CreditFormula,
     *,
     positions: int,
     candidates: int,
@@ -138,10 +112,10 @@ def candidates_of(
         Prefixes with two or more candidates, in the order of the response.
     """
     found: list[tuple[float, Branching]] = []
-    for rows, logps in credit_logps(checkpoint, contexts, token_ids, settings.temperature):
+    for rows, logps in credit_logps(checkpoint, contexts, token_ids, formula.temperature):
         entropy = torch.special.entr(logps.student.exp()).sum(dim=-1)
         top = logps.student.topk(min(candidates, logps.student.shape[-1]), dim=-1)
-        advantages, _ = settings.formula.advantages(logps, top.indices, settings.contrastive_coef)
+        advantages = formula.advantages(logps, top.indices)
         rewards = objective.self_distillation_reward(logps.teacher.gather(-1, top.indices), top.values)
         for n in range(len(entropy)):
             likely = top.values[n].exp() >= min_probability
@@ -154,20 +128,37 @@ def candidates_of(
     return [branching for _, branching in sorted(kept, key=lambda item: len(item[1].prefix))]
 
 
-def run_plan(
-    plan: BranchPlan, continue_: Continue, succeeds: Succeeds, *, announce: Callable[[str], Any] = print
+def branch_cost(branchings: Sequence[Branching], samples: int, baseline_samples: int, max_new_tokens: int) -> str:
+    """One line with the numbers of prefixes, candidates, rollouts and tokens that `run_branchings` needs."""
+    candidates = sum(len(b.candidates) for b in branchings)
+    rollouts = candidates * samples + len(branchings) * baseline_samples
+    return (
+        f"{len(branchings)} prefixes, {candidates} candidates: {rollouts:,} rollouts of at most {max_new_tokens} new "
+        f"tokens ({samples} a candidate, {baseline_samples} a prefix), at most {rollouts * max_new_tokens:,} tokens"
+    )
+
+
+def run_branchings(
+    branchings: Sequence[Branching], samples: int, baseline_samples: int, continue_: Continue, succeeds: Succeeds
 ) -> list[InterventionalCredit]:
-    """Announce the cost, make the rollouts and count successes; see `policy_rollouts` and `graded_by`."""
-    announce(plan.cost())
+    """Make the rollouts and count successes.
+
+    Args:
+        branchings: prefixes with their candidates.
+        samples: rollouts of each candidate.
+        baseline_samples: rollouts of each prefix without intervention.
+        continue_: see `policy_rollouts`.
+        succeeds: see `graded_by`.
+    """
     prefixes: list[tuple[int, ...]] = []
     owner: list[tuple[int, int]] = []  # (branching, candidate), −1 without intervention
-    for number, branching in enumerate(plan.branchings):
+    for number, branching in enumerate(branchings):
         for k, candidate in enumerate(branching.candidates):
-            prefixes += [(*branching.prefix, candidate)] * plan.samples
-            owner += [(number, k)] * plan.samples
-        prefixes += [branching.prefix] * plan.baseline_samples
-        owner += [(number, -1)] * plan.baseline_samples
-    questions = [plan.branchings[number].question for number, _ in owner]
+            prefixes += [(*branching.prefix, candidate)] * samples
+            owner += [(number, k)] * samples
+        prefixes += [branching.prefix] * baseline_samples
+        owner += [(number, -1)] * baseline_samples
+    questions = [branchings[number].question for number, _ in owner]
     outcomes = succeeds(questions, continue_(questions, prefixes))
     counts: dict[tuple[int, int], int] = dict.fromkeys(owner, 0)
     for key, outcome in zip(owner, outcomes, strict=True):
@@ -176,11 +167,11 @@ def run_plan(
         estimate(
             branching,
             np.array([counts[number, k] for k in range(len(branching.candidates))]),
-            plan.samples,
+            samples,
             counts[number, -1],
-            plan.baseline_samples,
+            baseline_samples,
         )
-        for number, branching in enumerate(plan.branchings)
+        for number, branching in enumerate(branchings)
     ]
 
 
@@ -232,8 +223,7 @@ def estimate(
     )
 
 
-@dataclass(frozen=True)
-class RankAgreement:
+class RankAgreement(NamedTuple):
     """Agreement of two orders of the candidates, averaged over prefixes.
 
     Args:
@@ -266,9 +256,8 @@ def rank_agreement(
     from scipy.stats import kendalltau, spearmanr
 
     kept = [c for c in credits if (c.is_resolved if resolved else c.is_informative)]
-    nan = float("nan")
     if not kept:
-        return RankAgreement(0, nan, nan, nan, nan)
+        return RankAgreement(0, *[float("nan")] * 4)
     pairs = [(c.successes, getattr(c.branching, quantity).double().numpy()) for c in kept]
     taus, rhos = (np.array([_correlation(of_ranks, *pair) for pair in pairs]) for of_ranks in (kendalltau, spearmanr))
     tops = [outcomes[other.argmax()] == outcomes.max() for outcomes, other in pairs]

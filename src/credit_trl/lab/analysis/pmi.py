@@ -8,6 +8,7 @@ Leading dimensions `*b` are free, C is the number of contrast prompts, and resul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,12 +20,11 @@ from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditSettings
-from credit_trl.lab.analysis.passes import CreditLogps, Reading, RolloutContexts, conditionals
-from credit_trl.lab.analysis.responses import Rollout, contrast_prompts, rollout_contexts
+from credit_trl.lab.analysis.formula import CreditFormula
+from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, gather_scores
-from credit_trl.objective import Baseline, Form
-from credit_trl.tasks.printable import markdown_table, plain
+from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, ModelPrompts, RolloutContexts, vocabulary_logps
+from credit_trl.objective import Form
 
 
 @dataclass(frozen=True)
@@ -55,28 +55,25 @@ def contrastive_pmi(
     prior_token_logps: Float[Tensor, "*b T"],
     contrast_token_logps: Float[Tensor, "C *b T"],
     contrast_prior_token_logps: Float[Tensor, "C *b T"],
-    contrastive_coef: float | Float[Tensor, "*b T"],
+    contrastive_coef: float,
     *,
     form: Form = "subtract",
-    baseline: Baseline = "mean_log",
 ) -> ContrastivePMI:
     """Split the sum of CREDIT's rewards as in Eq. 9.
 
-    With the baseline `"log_mean"` the logs of mean probabilities, Σ_t log E[π(y_t | x', y_<t, z)] and
-    Σ_t log E[π(y_t | x', y_<t)], replace the means of logs. The parts sum to Σ_t R_t in both cases.
+    The parts sum to Σ_t R_t.
 
     Args:
         teacher_token_logps: log π(y_t | x, y_<t, z).
         prior_token_logps: log π(y_t | x, y_<t).
         contrast_token_logps: log π(y_t | x'_k, y_<t, z).
         contrast_prior_token_logps: log π(y_t | x'_k, y_<t).
-        contrastive_coef: λ, or the λ in each token's R_t.
+        contrastive_coef: λ.
         form: form of the contrast.
-        baseline: average over contrast prompts.
     """
     rewards = objective.self_distillation_reward(teacher_token_logps, prior_token_logps)
-    generic_prior = objective.input_generic(contrast_prior_token_logps, baseline)
-    others = objective.input_generic(contrast_token_logps, baseline) - generic_prior
+    generic_prior = objective.input_generic(contrast_prior_token_logps)
+    others = objective.input_generic(contrast_token_logps) - generic_prior
 
     bonus = -generic_prior if form == "subtract" else prior_token_logps - generic_prior
     shift = -others if form == "subtract" else rewards - others
@@ -91,82 +88,17 @@ def prior_contrastive_mi(
     teacher_logps: Float[Tensor, "*t v"], contrast_logps: Float[Tensor, "C *t v"]
 ) -> Float[Tensor, "*t v"]:
     """pCMI = f − log E_x'[π_ref(· | x', y_<t, z)], with the mean over the C contrast prompts."""
-    return teacher_logps - objective.input_generic(contrast_logps, "log_mean")
+    return teacher_logps - _log_mean(contrast_logps)
 
 
 def jensen_gap(contrast_logps: Float[Tensor, "C *t v"]) -> Float[Tensor, "*t v"]:
     """Ŝ − pCMI with the same contrast prompts: log of the mean minus mean of the logs, ≥ 0 (Proposition 3)."""
-    return objective.input_generic(contrast_logps, "log_mean") - objective.input_generic(contrast_logps)
+    return _log_mean(contrast_logps) - objective.input_generic(contrast_logps)
 
 
-@dataclass(frozen=True)
-class SurrogateAtCount:
-    """Ŝ with C contrast prompts, compared with pCMI over the whole population."""
-
-    count: int  # C
-    mean: float  # mean of Ŝ over draws
-    std: float  # standard deviation of Ŝ over draws; it falls with C
-    gap: float  # `mean` minus the population's pCMI; it does not depend on C
-    plug_in: float  # mean over draws of pCMI over the C drawn prompts
-
-
-def surrogate_by_count(
-    teacher_token_logps: Float[Tensor, " T"],
-    population_logps: Float[Tensor, "N T"],
-    counts: Sequence[int],
-    *,
-    draws: int = 256,
-) -> tuple[float, list[SurrogateAtCount]]:
-    """Proposition 3 for growing C, summed over a response: Ŝ with C prompts drawn i.i.d. from N.
-
-    Args:
-        teacher_token_logps: f at the sampled tokens.
-        population_logps: g under each prompt of the population 𝒟.
-        counts: values of C.
-        draws: sets of prompts drawn for each C.
-
-    Returns:
-        pCMI over the population, and one record for each C.
-    """
-    generator = torch.Generator().manual_seed(0)
-    exact = prior_contrastive_mi(teacher_token_logps, population_logps).sum().item()
-    records = []
-    for count in counts:
-        chosen = torch.randint(len(population_logps), (draws, count), generator=generator)
-        drawn = population_logps[chosen].transpose(0, 1)
-        surrogates = objective.input_specific(teacher_token_logps, drawn).sum(dim=-1)
-        plug_in = prior_contrastive_mi(teacher_token_logps, drawn).sum(dim=-1)
-        mean = surrogates.mean().item()
-        records.append(
-            SurrogateAtCount(count, mean, surrogates.std(correction=0).item(), mean - exact, plug_in.mean().item())
-        )
-    return exact, records
-
-
-@dataclass(frozen=True)
-class RewardSplit:
-    """r_t = implicit advantage + teacher–student gap (Appendix C)."""
-
-    # Term (i), log π_ref(v | x, y_<t, z) − log π_ref(v | x, y_<t), the effect of the feedback.
-    advantage: Float[Tensor, "*t v"]
-    # Term (ii), log π_ref(v | x, y_<t) − log π_θ(v | x, y_<t); 0 without lag.
-    gap: Float[Tensor, "*t v"]
-    # max(D_∞(π_ref ‖ π_θ), D_∞(π_θ ‖ π_ref)) at each position, an upper bound of |gap|.
-    bound: Float[Tensor, "*t"]
-
-
-def split_reward(
-    teacher_logps: Float[Tensor, "*t v"], prior_logps: Float[Tensor, "*t v"], student_logps: Float[Tensor, "*t v"]
-) -> RewardSplit:
-    """Split r_t over a complete vocabulary; over a part of it the bound holds for that part only.
-
-    Args:
-        teacher_logps: f = log π_ref(· | x, y_<t, z).
-        prior_logps: log π_ref(· | x, y_<t), without feedback.
-        student_logps: log π_θ(· | x, y_<t).
-    """
-    gap = prior_logps - student_logps
-    return RewardSplit(teacher_logps - prior_logps, gap, gap.abs().amax(dim=-1))
+def _log_mean(contrast_logps: Float[Tensor, "C *t v"]) -> Float[Tensor, "*t v"]:
+    """Log of the mean probability over the contrast prompts."""
+    return contrast_logps.logsumexp(dim=0) - math.log(len(contrast_logps))
 
 
 @dataclass(frozen=True)
@@ -183,11 +115,11 @@ class PMIReport:
     credit: float  # Σ_t R_t(y_t), as in the run's loss
     pmi: float  # pmi(y; z | x) under the teacher
     gap: float  # Σ_t of the teacher–student gap, 0 without lag
-    contrastive_pmi: float  # see `ContrastivePMI`, with the λ in each token's R_t
+    contrastive_pmi: float  # see `ContrastivePMI`
     anti_genericity: float  # see `ContrastivePMI`
-    specific: float  # Σ_t Ŝ_t(y_t), with the run's average over contrast prompts
+    specific: float  # Σ_t Ŝ_t(y_t)
     pcmi: float  # Σ_t pCMI over the same contrast prompts
-    jensen_gap: float  # Σ_t of `jensen_gap`; `specific − pcmi` where the run averages logs
+    jensen_gap: float  # Σ_t of `jensen_gap`: `specific − pcmi`
     conditioning: float  # what conditioning on the support (`distillation_tail="renormalize"`) adds to R_t
 
 
@@ -199,31 +131,34 @@ class ResponseLogps(ScoredTokens):
     contrast_prior_logps: Float[Tensor, "C T"]  # log π_ref(y_t | x'_k, y_<t)
 
 
-def read_response(
+def score_pmi(
     checkpoint: Checkpoint,
     contexts: RolloutContexts,
     contrast_prompts: Sequence[Sequence[int]],
     token_ids: Sequence[int],
-    settings: CreditSettings,
+    formula: CreditFormula,
 ) -> ResponseLogps:
-    """Read y under every prompt of Eq. 9, in one pass of the student and one of the teacher.
+    """Score y under every prompt of Eq. 9, in one pass of the student and one of the teacher.
 
     `contrast_prompts` are the ids of the x'_k, without z. Every prompt precedes y: `contexts` has no columns.
     """
     prompts = TokenContexts(contexts.teacher, [*contexts.contrasts, contexts.student, *map(list, contrast_prompts)])
-    readings = [Reading(checkpoint.student, TokenContexts(contexts.student)), Reading(checkpoint.teacher, prompts)]
+    models = [
+        ModelPrompts(checkpoint.student, TokenContexts(contexts.student)),
+        ModelPrompts(checkpoint.teacher, prompts),
+    ]
     prior = 1 + len(contexts.contrasts)
     parts: list[dict[str, Tensor]] = []
-    for rows, ((student,), read) in conditionals(readings, token_ids, temperature=settings.temperature):
+    for rows, ((student,), read) in vocabulary_logps(models, token_ids, temperature=formula.temperature):
         y = torch.tensor(token_ids[rows], device=student.device)[:, None]
-        scores = gather_scores(CreditLogps(student, read[0], read[1:prior]), y, settings)
+        scores = gather_scores(CreditLogps(student, read[0], read[1:prior]), y, formula)
         without_z = read[prior:].gather(-1, y.expand(len(read) - prior, -1, -1)).squeeze(-1).cpu()
         parts.append(
             {name: values.squeeze(-1) for name, values in scores.items()}
             | {"prior_logps": without_z[0], "contrast_prior_logps": without_z[1:]}
         )
     joined = {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
-    return ResponseLogps(**joined, contrastive_coef=settings.contrastive_coef, formula=settings.formula)
+    return ResponseLogps(**joined, formula=formula)
 
 
 def measure_pmi(checkpoint: Checkpoint, response: Rollout, config: CreditConfig) -> PMIReport:
@@ -238,9 +173,9 @@ def measure_pmi(checkpoint: Checkpoint, response: Rollout, config: CreditConfig)
     tokenizer = checkpoint.tokenizer
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     # plain text without its question may have no token
-    prompts = [checkpoint.encode(prompt) or [start] for prompt in contrast_prompts(response, config)]
-    settings = CreditSettings.of(config)
-    return pmi_report(response.identifier, read_response(checkpoint, contexts, prompts, response.token_ids, settings))
+    prompts = [checkpoint.encode(prompt) or [start] for prompt in response.contrasts]
+    formula = CreditFormula.from_config(config)
+    return pmi_report(response.identifier, score_pmi(checkpoint, contexts, prompts, response.token_ids, formula))
 
 
 def pmi_report(identifier: str, logps: ResponseLogps) -> PMIReport:
@@ -251,11 +186,11 @@ def pmi_report(identifier: str, logps: ResponseLogps) -> PMIReport:
         logps.prior_logps,
         logps.contrast_logps,
         logps.contrast_prior_logps,
-        logps.entered_coef,
-        form=formula.rule.form,
-        baseline=formula.baseline,
+        formula.contrastive_coef,
+        form=formula.form,
     )
-    credit, gap = logps.advantage.sum().item(), (logps.prior_logps - logps.student_logps).sum().item()
+    credit = logps.advantage.sum().item()
+    gap = (logps.prior_logps - logps.student_logps).sum().item()
     return PMIReport(
         identifier=identifier,
         tokens=len(logps.ids),
@@ -268,27 +203,5 @@ def pmi_report(identifier: str, logps: ResponseLogps) -> PMIReport:
         specific=logps.specific.sum().item(),
         pcmi=prior_contrastive_mi(logps.teacher_logps, logps.contrast_logps).sum().item(),
         jensen_gap=jensen_gap(logps.contrast_logps).sum().item(),
-        conditioning=credit - parts.total.item() - gap if formula.support.renormalizes else 0.0,
+        conditioning=credit - parts.total.item() - gap if formula.tail == "renormalize" and formula.topk else 0.0,
     )
-
-
-def format_reports(reports: Sequence[PMIReport]) -> str:
-    """Markdown table, one row a response."""
-    columns = {
-        "reward": "Σ r_t",
-        "credit": "Σ R_t",
-        "pmi": "pmi",
-        "gap": "gap",
-        "contrastive_pmi": "contrastive pmi",
-        "anti_genericity": "anti-genericity",
-        "specific": "Σ Ŝ_t",
-        "pcmi": "Σ pCMI",
-        "jensen_gap": "Jensen gap",
-    }
-    if any(one.conditioning for one in reports):
-        columns["conditioning"] = "conditioning"
-    rows = (
-        [plain(one.identifier), str(one.tokens), *(f"{getattr(one, name):+.2f}" for name in columns)]
-        for one in reports
-    )
-    return markdown_table(["response", "T", *columns.values()], rows) + "\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,18 +16,17 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import ContrastSource, draw_contrasts
 from credit_trl.contexts.privileged import PrivilegedContext, decode_completions, gather_privileged_contexts
-from credit_trl.contexts.prompts import Prompt, user_text, without_question
+from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.contexts.tokens import ContextColumns
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import chat_prefixes, read_responses
 from credit_trl.evaluation.protocol import distinct_names
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.passes import RolloutContexts
 from credit_trl.lab.analysis.tokentext import visible
-from credit_trl.rollout.batch import GenerationBatch, is_successful, prompt_key
+from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
+from credit_trl.rollout.batch import GenerationBatch, prompt_key
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.records import Row, read_rows
 from credit_trl.tasks.registry import Task
 
 
@@ -61,7 +60,6 @@ class Rollout:
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
-        record["evidence"] = record.pop("privileged")  # the key of version 0.1.0
         if self.contexts is not None and self.contexts.columns is not None:
             record["contexts"]["columns"] = [self.contexts.columns.teacher, *self.contexts.columns.contrasts]
         return record
@@ -75,7 +73,7 @@ class Rollout:
             contexts = RolloutContexts(**{**contexts, "columns": columns})
         return cls(
             token_ids=tuple(record.pop("token_ids")),
-            privileged=PrivilegedContext(**record.pop("evidence")),
+            privileged=PrivilegedContext(**record.pop("privileged")),
             contrasts=tuple(record.pop("contrasts")),
             contexts=contexts,
             **record,
@@ -103,15 +101,6 @@ def analysis_config(**overrides: Any) -> CreditConfig:
     return CreditConfig("analysis", **{**quiet, **overrides})
 
 
-def contrast_prompts(response: Rollout, config: CreditConfig) -> list[Prompt]:
-    """The response's contrast prompts, or those that follow from its prompt alone in a run with this configuration."""
-    if config.contrastive_swap == "self":
-        return [response.prompt] * config.contrastive_count
-    if config.contrastive_source == "none":
-        return [without_question(response.prompt)]
-    return list(response.contrasts)
-
-
 def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkpoint) -> RolloutContexts:
     """Prompts of a response as token ids: `response.contexts`, or built as the trainer builds them.
 
@@ -126,8 +115,7 @@ def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkp
             "credit. Add feedback, or sample more rollouts of its prompt until one succeeds."
         )
     builder = ContextBuilder(checkpoint.tokenizer, config, checkpoint.end_ids())
-    contrasts = contrast_prompts(response, config)
-    built = builder.build(response.prompt, contrasts, response.privileged, checkpoint.render)
+    built = builder.build(response.prompt, response.contrasts, response.privileged, checkpoint.render)
     if built.teacher is None:
         raise ValueError(
             f"Response {response.identifier!r}: nothing of its feedback fits into `max_reprompt_len="
@@ -187,7 +175,7 @@ def sample_rollouts(
     )
     privileged = gather_privileged_contexts(batch, config, partial(decode_completions, checkpoint.tokenizer))
     population = [row["prompt"] for row in rows] if population is None else population
-    contrasts = draw(batch.prompts, population, config, [row.get("task") for row in repeated])
+    contrasts = draw(batch.prompts, population, config)
     names = distinct_names([_name(row, n) for n, row in enumerate(rows)])
     return [
         Rollout(
@@ -202,98 +190,63 @@ def sample_rollouts(
     ]
 
 
-def draw(
-    prompts: Sequence[Prompt],
-    population: Sequence[Prompt],
-    config: CreditConfig,
-    tasks: Sequence[str | None] | None = None,
-) -> list[list[Prompt]]:
+def draw(prompts: Sequence[Prompt], population: Sequence[Prompt], config: CreditConfig) -> list[list[Prompt]]:
     """Contrast prompts of each prompt, drawn as in the trainer's first generation batch, also with λ = 0.
 
     Args:
         prompts: prompts of the batch.
         population: prompts of the source `"dataset"`.
         config: source, C and seed.
-        tasks: task of each prompt, for the source `"same_task"`.
     """
-    exchanges = (("contrastive_swap", "hint"), ("contrastive_source", "wrong_feedback"), ("teacher_hint", "foreign"))
-    for name, value in exchanges:
-        if getattr(config, name) == value:
-            raise ValueError(
-                f"`{name}={value!r}` uses the privileged contexts of the run's own rollouts: map such a run with "
-                "`CreditMapCallback` during training."
-            )
-    if config.contrastive_source == "same_task" and (tasks is None or None in tasks):
-        raise ValueError(
-            "`contrastive_source='same_task'` needs the task of every prompt: a column `task`, or a field `task` of "
-            "each record. Or set `contrastive_source='batch'`."
-        )
     config = copy.copy(config)
     config.contrastive_coef = config.contrastive_coef or 1.0
-    rows = [{"task": task} for task in tasks or [None] * len(prompts)]
+    rows = [{} for _ in prompts]
     batch = GenerationBatch(rows, list(prompts), [[] for _ in prompts], [], [None for _ in prompts], first=0)
     return draw_contrasts(batch, config, ContrastSource({"prompt": population}, step=0))
 
 
 def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:
-    """Read responses of any origin from JSON lines, a JSON list or Parquet.
+    """Read responses of any origin from JSON Lines.
 
     A record has `prompt` (text or messages) and `response` (text), `feedback` or `demonstration` or both, and
-    optionally `reward`, `id`, `task` and `contrasts` (a list of prompts; by default drawn from the other records as
-    `config` says). The response is tokenized, and an end of turn is appended.
+    optionally `reward`, `id` and `contrasts` (a list of prompts; by default drawn from the other records as `config`
+    says). The response is tokenized, and an end of turn is appended.
 
     Raises:
-        RowError: a record is malformed; the message has its row and field.
-        ValueError: the file has no record.
+        ValueError: the file has no record, or one is not JSON or has no `prompt` or `response`; the message has its
+            number.
     """
-    rows = list(read_rows(path))
+    lines = Path(path).read_text("utf-8-sig").split("\n")  # a JSON string may contain other line separators
+    rows = [_record(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ValueError(f"{path} has no record.")
-    prompts = [_prompt(row, "prompt", row.get("prompt", (str, list))) for row in rows]
-    given = [_given_contrasts(row) for row in rows]
-    drawn = given
-    if None in given:
-        drawn = draw(prompts, prompts, config, [row.data.get("task") for row in rows])
+    prompts = [row["prompt"] for row in rows]
+    drawn = draw(prompts, prompts, config)
     end = checkpoint.tokenizer.eos_token_id
-    rewards = [_optional(row, "reward", int, float) for row in rows]
-    successes = is_successful([math.nan if r is None else r for r in rewards], config.success_reward_threshold)
-    names = distinct_names([_name(row.data, n) for n, row in enumerate(rows)])
+    names = distinct_names([_name(row, n) for n, row in enumerate(rows)])
     return [
         Rollout(
             identifier=names[n],
-            prompt=prompts[n],
-            token_ids=(*checkpoint.tokenizer(row.get("response", str), add_special_tokens=False)["input_ids"], end),
-            privileged=PrivilegedContext(
-                _optional(row, "demonstration", str), _optional(row, "feedback", str), success=successes[n]
-            ),
-            contrasts=tuple(drawn[n] if given[n] is None else given[n]),
-            reward=rewards[n],
+            prompt=row["prompt"],
+            token_ids=(*checkpoint.tokenizer(row["response"], add_special_tokens=False)["input_ids"], end),
+            privileged=PrivilegedContext(row.get("demonstration"), row.get("feedback")),
+            contrasts=tuple(drawn[n] if row.get("contrasts") is None else row["contrasts"]),
+            reward=row.get("reward"),
         )
         for n, row in enumerate(rows)
     ]
 
 
+def _record(path: str | Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        if isinstance(record["prompt"], str | list) and isinstance(record["response"], str):
+            return record
+        raise TypeError("`prompt` is text or messages, `response` is text")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}, line {number} is no record with `prompt` and `response`: {error!r}") from error
+
+
 def _name(row: Mapping[str, Any], position: int) -> str:
     """Identifier of a row, by default its position."""
     return visible(str(position if row.get("id") is None else row["id"]))
-
-
-def _prompt(row: Row, field: str, prompt: Any) -> Prompt:
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
-        return prompt
-    raise row.error(field, "expected text or a list of messages with `role` and `content`")
-
-
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict) or "role" not in message:
-        return False
-    return isinstance(message.get("content"), str | list) or "tool_calls" in message
-
-
-def _given_contrasts(row: Row) -> list[Prompt] | None:
-    given = _optional(row, "contrasts", list)
-    return None if given is None else [_prompt(row, "contrasts", prompt) for prompt in given]
-
-
-def _optional(row: Row, field: str, *kinds: type) -> Any:
-    return row.get(field, (*kinds, type(None))) if field in row.data else None

@@ -7,7 +7,6 @@ The default classifies the word that a token is part of. A task's module can def
 from __future__ import annotations
 
 import inspect
-import keyword
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -21,47 +20,29 @@ from credit_trl.tasks.registry import Task
 # (response, its tokens) → class of each token.
 Classify = Callable[[Rollout, Sequence[TokenText]], list[str]]
 
-CLASSES = ("prompt word", "other word", "function word", "number", "punctuation", "white space", "control")
-
-_ENGLISH = """
-a about after all also an and any are as at be because been before but by can could do does each first for from
-had has have here how i if in into is it its itself let like may more most must need no not now of on one only
-or other our out over please same shall should since so some such sure than that the their them then there these
-they this those to too under until up use used using very was we were what when where which while who will with
-would yes you your
-"""
-_PYTHON = (word.lower() for word in (*keyword.kwlist, *keyword.softkwlist))
-_FUNCTION_WORDS = frozenset(_ENGLISH.split()) | frozenset(_PYTHON)
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 # Bytes and hidden characters as `tokentext` spells them out.
-_FIRST_BYTE, _LATER_BYTE = re.compile(r"⟨[C-F][0-9A-F]⟩"), re.compile(r"⟨[89AB][0-9A-F]⟩")
 _SPELLED_OUT = re.compile(r"⟨([0-9A-F]{2}|U\+[0-9A-F]{4,6}|id \d+)⟩")
 
 
 def default_classes(response: Rollout, tokens: Sequence[TokenText]) -> list[str]:
-    """Class of each token, one of `CLASSES`.
+    """Class of each token: prompt word, other word, number, punctuation, white space or control.
 
-    Control tokens and white space come first; any other token has the class of the longest word in it, and a part of a
-    word that of the whole word. A function word is a frequent English word or a Python keyword; a prompt word occurs
-    in the last user turn, ignoring case.
+    A token with letters has the class of the word that it begins or continues: a prompt word occurs in the last user
+    turn, ignoring case. Bytes of characters that span tokens are punctuation.
     """
-    plain = list(map(_plain, tokens))
-    starts, text = [], ""
-    for piece in plain:
-        starts.append(len(text))
-        text += piece
     known = {word.lower() for word in _WORD.findall(response.problem)}
-    kinds: list[list[tuple[int, str]]] = [[] for _ in tokens]
-    owner = [index for index, piece in enumerate(plain) for _ in piece]
-    for match in _WORD.finditer(text):
-        kind = _word_class(match[0].lower(), known)
-        for index in dict.fromkeys(owner[match.start() : match.end()]):
-            begin, end = starts[index], starts[index] + len(plain[index])
-            kinds[index].append((min(end, match.end()) - max(begin, match.start()), kind))
-    classes: list[str] = []
-    for token, piece, words in zip(tokens, plain, kinds, strict=True):
-        is_rest = token.character is not None and not piece
-        classes.append(classes[-1] if is_rest else _class_of(token, piece, words))
+    text = _SPELLED_OUT.sub(lambda m: "\ufffd" * len(m[0]), "".join(token.text for token in tokens))
+    words = {place: m[0].lower() for m in _WORD.finditer(text) for place in range(m.start(), m.end())}
+    classes = []
+    start = 0
+    for token in tokens:
+        own = [words[place] for place in range(start, start + len(token.text)) if place in words]
+        start += len(token.text)
+        if own and not token.special:
+            classes.append("prompt word" if max(own, key=len) in known else "other word")
+        else:
+            classes.append(_class_of(token))
     return classes
 
 
@@ -74,25 +55,10 @@ def task_classes(task: Task, tokenizer: PreTrainedTokenizerBase) -> Classify:
     return lambda response, tokens: own(list(response.token_ids), tokenizer)
 
 
-def _plain(token: TokenText) -> str:
-    """Text of a token. The first byte of a character that spans tokens is read as it, the others as nothing."""
-    text = token.text.replace(f"{NEWLINE}\n", "\n").replace(TAB, "\t")
-    if token.character is not None:
-        text = _LATER_BYTE.sub("", _FIRST_BYTE.sub(token.character, text))
-    return _SPELLED_OUT.sub("\ufffd", text)
-
-
-def _word_class(word: str, known: set[str]) -> str:
-    if word in _FUNCTION_WORDS:
-        return "function word"
-    return "prompt word" if word in known else "other word"
-
-
-def _class_of(token: TokenText, piece: str, words: list[tuple[int, str]]) -> str:
+def _class_of(token: TokenText) -> str:
     if token.special:
         return "control"
-    if not piece.strip():
+    if not token.text.strip(f"{NEWLINE}{TAB} \n"):
         return "white space"
-    if words:
-        return max(words)[1]
-    return "number" if any(c.isdigit() for c in piece) else "punctuation"
+    is_number = any(c.isdigit() for c in _SPELLED_OUT.sub("", token.text))
+    return "number" if is_number else "punctuation"

@@ -1,8 +1,7 @@
 """Token maps: the credit of every token of a response, in the paper's symbols.
 
 `map_response` runs the models. R_t is computed as in the run's loss (`formula`); every other quantity is a property of
-`ScoredTokens` and one function of `objective.py`. `tokenmap_html`, `tokenmap_png` and `tokenmap_terminal` draw maps,
-`tokenmap_parquet` stores them.
+`ScoredTokens` and one function of `objective.py`. `tokenmap_json` stores maps, `lab.report` shows them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,22 +16,21 @@ from torch import Tensor
 from credit_trl import objective
 from credit_trl.config import CreditConfig
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.formula import CreditFormula, CreditSettings
-from credit_trl.lab.analysis.passes import CreditLogps, RolloutContexts, credit_logps
+from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.token_classes import Classify, default_classes
 from credit_trl.lab.analysis.tokentext import TokenText, token_texts
+from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, RolloutContexts, credit_logps
 
-# Quantities of a map and their symbols, the default one first; `TokenMap.meaning` explains them.
+# Quantities of a map and their symbols, the default one first; `CreditFormula.meanings` explains them.
 QUANTITIES = {
+    "centred": "R_t − mean",
+    "advantage": "R_t",
     "specific": "S_t",
     "delta_v": "ΔV_t",
-    "advantage": "R_t",
     "generic": "Ĝ_t",
     "student_logps": "log π_θ",
 }
-# Quantile of a group's magnitudes at which colours saturate. A lower one hides the change of large values in training.
-SATURATION = 0.99
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,13 @@ class ScoredTokens:
     teacher_logps: Float[Tensor, "T ..."]  # f = log π_ref(v | x, y_<t, z)
     contrast_logps: Float[Tensor, "C T ..."]  # g_k = log π_ref(v | x'_k, y_<t, z); C may be 0
     advantage: Float[Tensor, "T ..."]  # R_t(v) as in the run's loss (Eq. 8)
-    entered_coef: Float[Tensor, "T ..."]  # λ in R_t(v); 0 where there is no contrast prompt or no contrast applies
-    contrastive_coef: float  # λ of the run
-    formula: CreditFormula  # form, average and support of R_t
+    policy_mean: Float[Tensor, "T ..."]  # mean of R_t under the policy at the position
+    formula: CreditFormula  # λ, form and support of R_t
+
+    @property
+    def centred(self) -> Float[Tensor, "T ..."]:
+        """R_t(v) minus the policy's mean: the sign of the update of log π_θ(v)."""
+        return self.advantage - self.policy_mean
 
     @property
     def delta_v(self) -> Float[Tensor, "T ..."]:
@@ -57,12 +58,12 @@ class ScoredTokens:
     @property
     def generic(self) -> Float[Tensor, "T ..."]:
         """Ĝ_t(v), Eq. 6; NaN without contrast prompts."""
-        return objective.input_generic(self.contrast_logps, self.formula.baseline)
+        return objective.input_generic(self.contrast_logps)
 
     @property
     def specific(self) -> Float[Tensor, "T ..."]:
         """Ŝ_t(v), Eq. 6; NaN without contrast prompts."""
-        return objective.input_specific(self.teacher_logps, self.contrast_logps, self.formula.baseline)
+        return objective.input_specific(self.teacher_logps, self.contrast_logps)
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,12 @@ class TokenMap:
         """Values of one of `QUANTITIES`."""
         return getattr(self.scores, quantity)
 
-    def meaning(self, quantity: str) -> str:
-        """Explanation of one of `QUANTITIES` under the formula of this map's run."""
-        return self.scores.formula.meanings()[quantity]
-
 
 def score_response(
     checkpoint: Checkpoint,
     contexts: RolloutContexts,
     token_ids: Sequence[int],
-    settings: CreditSettings,
+    formula: CreditFormula,
     *,
     alternatives: int = 5,
 ) -> TokenScores:
@@ -107,28 +104,27 @@ def score_response(
         the sampled one.
     """
     parts: list[dict[str, Tensor]] = []
-    for rows, logps in credit_logps(checkpoint, contexts, token_ids, settings.temperature):
+    for rows, logps in credit_logps(checkpoint, contexts, token_ids, formula.temperature):
         sampled = torch.tensor(token_ids[rows], device=logps.student.device)[:, None]
         likeliest = torch.maximum(logps.student, logps.teacher)
         top = likeliest.topk(min(alternatives, likeliest.shape[-1]), dim=-1).indices
         ids = torch.cat([sampled, top], dim=-1)
-        parts.append(gather_scores(logps, ids, settings))
+        parts.append(gather_scores(logps, ids, formula))
     joined = {name: torch.cat([part[name] for part in parts], dim=-2) for name in parts[0]}
-    run = {"contrastive_coef": settings.contrastive_coef, "formula": settings.formula}
-    others = ScoredTokens(**{name: values[..., 1:] for name, values in joined.items()}, **run)
-    return TokenScores(**{name: values[..., 0] for name, values in joined.items()}, **run, alternatives=others)
+    others = ScoredTokens(**{name: values[..., 1:] for name, values in joined.items()}, formula=formula)
+    own = {name: values[..., 0] for name, values in joined.items()}
+    return TokenScores(**own, formula=formula, alternatives=others)
 
 
-def gather_scores(logps: CreditLogps, ids: Int[Tensor, "n A"], settings: CreditSettings) -> dict[str, Tensor]:
+def gather_scores(logps: CreditLogps, ids: Int[Tensor, "n A"], formula: CreditFormula) -> dict[str, Tensor]:
     """Tensors of `ScoredTokens` for A tokens at n positions, on the CPU."""
-    advantages, entered = settings.formula.advantages(logps, ids, settings.contrastive_coef)
     scores = {
         "ids": ids,
         "student_logps": logps.student.gather(-1, ids),
         "teacher_logps": logps.teacher.gather(-1, ids),
         "contrast_logps": logps.contrasts.gather(-1, ids.expand(len(logps.contrasts), -1, -1)),
-        "advantage": advantages,
-        "entered_coef": entered,
+        "advantage": formula.advantages(logps, ids),
+        "policy_mean": formula.policy_mean(logps)[:, None].expand(ids.shape),
     }
     return {name: values.cpu() for name, values in scores.items()}
 
@@ -156,8 +152,8 @@ def map_response(
     if not response.token_ids:
         raise ValueError(f"Response {response.identifier!r} is empty.")
     contexts = rollout_contexts(response, config, checkpoint)
-    settings = CreditSettings.of(config)
-    scores = score_response(checkpoint, contexts, response.token_ids, settings, alternatives=alternatives)
+    formula = CreditFormula.from_config(config)
+    scores = score_response(checkpoint, contexts, response.token_ids, formula, alternatives=alternatives)
     tokens = token_texts(checkpoint.tokenizer, response.token_ids)
     distinct = sorted(set(scores.alternatives.ids.flatten().tolist()))
     text_of = {i: token_texts(checkpoint.tokenizer, [i])[0].text for i in distinct}
@@ -169,30 +165,3 @@ def map_response(
         scores,
         [[text_of[i] for i in row] for row in scores.alternatives.ids.tolist()],
     )
-
-
-def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
-    """Scale of the colours: `{group: {quantity: magnitude in nats of the full colour}}`.
-
-    It is the `SATURATION` quantile of the magnitudes over all responses of a group and all compared checkpoints.
-    Values are not centred, because the colour shows the sign.
-    """
-    scales: dict[str, dict[str, float]] = {}
-    for group in dict.fromkeys(m.response.group for m in maps):
-        members = [m for m in maps if m.response.group == group]
-        scales[group] = {q: _magnitude([m.values(q) for m in members]) for q in QUANTITIES}
-    return scales
-
-
-def colour_strength(values: Float[Tensor, " T"], scale: float) -> Float[Tensor, " T"]:
-    """Signed strength of the colour in [−1, 1]: positive is red, negative blue; 0 for NaN."""
-    return (values / scale).nan_to_num(0.0).clamp(-1.0, 1.0)
-
-
-def _magnitude(values: list[Tensor]) -> float:
-    """The `SATURATION` quantile of the finite magnitudes; the largest, then 1, where it is 0."""
-    joined = torch.cat(values).double().abs()
-    joined = joined[joined.isfinite()]
-    if not len(joined):
-        return 1.0
-    return float(np.quantile(joined.numpy(), SATURATION)) or joined.max().item() or 1.0

@@ -62,13 +62,6 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     ]
 
 
-def display_width(character: str) -> int:
-    """Width of a character in a fixed-width font: 0, 1 or 2 columns."""
-    if unicodedata.combining(character) or character in _JOINERS:
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
 def _is_hidden(character: str) -> bool:
     if character in "\n\t":
         return False

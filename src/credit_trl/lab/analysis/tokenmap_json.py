@@ -1,0 +1,129 @@
+"""Token maps as JSON: a list of maps, each with its response, its texts and its scores."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from credit_trl.lab.analysis.formula import CreditFormula
+from credit_trl.lab.analysis.responses import Rollout
+from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
+from credit_trl.lab.analysis.tokentext import TokenText, visible
+from credit_trl.training.run_directory import write_atomically
+
+MAPS_FOLDER = "credit_maps"  # of a run directory
+
+_TENSORS = [field.name for field in fields(ScoredTokens) if field.name != "formula"]
+
+
+def write_maps(maps: Sequence[TokenMap], path: str | Path) -> None:
+    """Write maps as JSON, with as many digits as restore the same floats. NaN and infinities are strings.
+
+    Raises:
+        ValueError: `maps` is empty, or has two maps of one response under one checkpoint.
+    """
+    check_distinct(maps)
+    write_atomically(path, json.dumps(list(map(_record, maps)), ensure_ascii=True, separators=(",", ":")))
+
+
+def read_maps(path: str | Path) -> list[TokenMap]:
+    """Read the maps that `write_maps` wrote, in the same order. Texts pass through `visible`.
+
+    Raises:
+        ValueError: the file does not hold token maps.
+    """
+    try:
+        records = json.loads(Path(path).read_text("utf-8"))
+        return [_token_map(record) for record in records]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} holds no token maps ({type(error).__name__}: {error}). Map the run again."
+        ) from error
+
+
+def check_distinct(maps: Sequence[TokenMap]) -> None:
+    """Raise a `ValueError` where there is no map, or identifiers and checkpoints do not name each map uniquely."""
+    if not maps:
+        raise ValueError("There is no token map.")
+    seen: set[tuple[str, str]] = set()
+    named: dict[str, Rollout] = {}
+    for token_map in maps:
+        response = token_map.response
+        key = (response.identifier, token_map.checkpoint)
+        if key in seen:
+            raise ValueError(f"Two maps of response {key[0]!r} under checkpoint {key[1]!r}: give them other names.")
+        seen.add(key)
+        if named.setdefault(response.identifier, response).content != response.content:
+            raise ValueError(f"Two different responses are called {key[0]!r}: give them other identifiers.")
+
+
+def json_numbers(values: Tensor) -> list[Any]:
+    """Values of a tensor for JSON, rounded to as many digits as restore the same float."""
+    if not values.is_floating_point():
+        return values.tolist()
+    return _numbers(values.tolist(), f"%.{17 if values.dtype == torch.float64 else 9}g")
+
+
+def _numbers(value: Any, form: str) -> Any:
+    if isinstance(value, list):
+        return [_numbers(one, form) for one in value]
+    return float(form % value) if math.isfinite(value) else str(value)
+
+
+def _record(token_map: TokenMap) -> dict[str, Any]:
+    scores = token_map.scores
+    return {
+        "response": token_map.response.to_json(),
+        "checkpoint": token_map.checkpoint,
+        "tokens": [asdict(token) for token in token_map.tokens],
+        "classes": token_map.classes,
+        "formula": asdict(scores.formula),
+        "dtype": str(scores.student_logps.dtype).removeprefix("torch."),
+        "scores": _scores_record(scores),
+        "alternatives": {"texts": token_map.alternatives, "scores": _scores_record(scores.alternatives)},
+    }
+
+
+def _scores_record(scores: ScoredTokens) -> dict[str, Any]:
+    return {name: json_numbers(getattr(scores, name)) for name in _TENSORS}
+
+
+def _token_map(record: dict[str, Any]) -> TokenMap:
+    formula = CreditFormula(**record["formula"])
+    dtype = {"float32": torch.float32, "float64": torch.float64}[record["dtype"]]
+    length = len(record["tokens"])
+    others = record["alternatives"]
+    count = len(others["texts"][0])
+    alternatives = ScoredTokens(**_tensors(others["scores"], (length, count), dtype), formula=formula)
+    scores = TokenScores(**_tensors(record["scores"], (length,), dtype), formula=formula, alternatives=alternatives)
+    return TokenMap(
+        Rollout.from_json(record["response"]),
+        visible(record["checkpoint"]),
+        [_token_text(**token) for token in record["tokens"]],
+        [visible(name) for name in record["classes"]],
+        scores,
+        [[visible(text) for text in row] for row in others["texts"]],
+    )
+
+
+def _token_text(text: str, character: str | None, special: bool) -> TokenText:
+    """Text of a token; a file from elsewhere may hold control characters."""
+    return TokenText(visible(text), None if character is None else visible(character), bool(special))
+
+
+def _tensors(scores: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Fields of `ScoredTokens`; `contrast_logps` has one more dimension."""
+    tensors = {}
+    for name in _TENSORS:
+        size = (len(scores[name]), *shape) if name == "contrast_logps" else shape
+        values = torch.from_numpy(np.array(scores[name], dtype=np.float64).reshape(size))
+        tensors[name] = values.to(torch.int64 if name == "ids" else dtype)
+    return tensors

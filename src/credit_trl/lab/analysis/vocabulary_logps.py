@@ -1,0 +1,120 @@
+"""Log-probabilities of a response over the whole vocabulary under any prompts, in chunks of positions.
+
+The backbone passes are the trainer's own (`teacher.passes`), so adapters, mixed precision and sharded weights behave
+as in training. No `(response × vocabulary)` tensor exists whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from credit_trl.contexts.tokens import CompletionBatch, ContextColumns, TokenContexts
+from credit_trl.loss.head import LMHead, lm_head
+from credit_trl.teacher.models import Teacher
+from credit_trl.teacher.passes import PADDING_SHARE, PassConfig, token_states
+
+if TYPE_CHECKING:
+    from credit_trl.lab.analysis.checkpoints import Checkpoint
+
+# Elements of all log-probabilities in memory at once: 256 MB in fp32.
+_CHUNK_ELEMENTS = 2**26
+
+
+@dataclass(frozen=True)
+class RolloutContexts:
+    """Token ids of the prompts under which a response is scored; see `TokenContexts`."""
+
+    student: list[int]  # x
+    teacher: list[int]  # (x, z)
+    contrasts: list[list[int]]  # (x'_k, z), C of them; C may be 0
+    columns: ContextColumns | None = None  # of teacher and contrasts
+
+
+@dataclass(frozen=True)
+class ModelPrompts:
+    """A model and the prompts under which it scores a response."""
+
+    model: Teacher  # π; a plain `Teacher` is the model as it is
+    prompts: TokenContexts  # P = 1 + C of them; none where `prompts.teacher` is None
+
+
+@dataclass(frozen=True)
+class CreditLogps:
+    """Log-probabilities over the vocabulary at n positions, from which R_t is computed."""
+
+    student: Float[Tensor, "n V"]  # log π_θ(· | x, y_<t)
+    teacher: Float[Tensor, "n V"]  # f = log π_ref(· | x, y_<t, z)
+    contrasts: Float[Tensor, "C n V"]  # g_k = log π_ref(· | x'_k, y_<t, z); C may be 0
+
+
+def credit_logps(
+    checkpoint: Checkpoint, contexts: RolloutContexts, token_ids: Sequence[int], temperature: float
+) -> Iterator[tuple[slice, CreditLogps]]:
+    """Yield a slice of positions of y and the log-probabilities there, from one pass of student and teacher each."""
+    models = [
+        ModelPrompts(checkpoint.student, TokenContexts(contexts.student)),
+        ModelPrompts(
+            checkpoint.teacher,
+            TokenContexts(contexts.teacher, contexts.contrasts, contexts.columns),
+        ),
+    ]
+    for rows, (student, teacher) in vocabulary_logps(models, token_ids, temperature=temperature):
+        yield rows, CreditLogps(student[0], teacher[0], teacher[1:])
+
+
+@torch.no_grad()
+def vocabulary_logps(
+    models: Sequence[ModelPrompts], response_ids: Sequence[int], *, temperature: float = 1.0
+) -> Iterator[tuple[slice, tuple[Float[Tensor, "P n V"], ...]]]:
+    """`log π(· | prompt, y_<t)` for every prompt and position.
+
+    Each model makes one batched backbone pass. Where a model is sharded over processes, every process must call this
+    equally often; with `TokenContexts(None)` and no response ids it joins the passes and yields nothing.
+
+    Yields:
+        A slice of positions and, for each model, the log-probabilities there, in fp32 (fp64 for a model in fp64).
+    """
+    states = [_states(one, response_ids, temperature) for one in models]
+    if not response_ids:
+        return
+    vocabulary = min(head.vocabulary_size for _, head in states)  # another model as the teacher may have more rows
+    states = [(hidden, head.first(vocabulary)) for hidden, head in states]
+    size = max(1, _CHUNK_ELEMENTS // sum(len(hidden) * vocabulary for hidden, _ in states))
+    for start in range(0, len(response_ids), size):
+        rows = slice(start, min(start + size, len(response_ids)))
+        yield rows, tuple(_project(hidden[:, rows], head) for hidden, head in states)
+
+
+def next_token_logps(one: ModelPrompts, response_ids: Sequence[int]) -> Float[Tensor, "P V"]:
+    """Log-probabilities of the token that follows the whole response, in one batched pass over all prompts."""
+    *_, (_, (logps,)) = vocabulary_logps([one], [*response_ids, 0])
+    return logps[:, -1]
+
+
+def _states(
+    one: ModelPrompts, response_ids: Sequence[int], temperature: float
+) -> tuple[Float[Tensor, "P n H"], LMHead]:
+    """Hidden states of the positions that predict the response's tokens, and the head."""
+    device = one.model.accelerator.device
+    ids = torch.tensor([list(response_ids) or [0]], device=device)
+    prompts = list(one.prompts.sequences())
+    padded = len(prompts) * (max((len(prompt) for prompt, _ in prompts), default=0) + ids.shape[1])
+    batch = CompletionBatch(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
+    one_pass = PassConfig(round(padded / PADDING_SHARE))  # neither its tokens nor its padding end it
+    with one.model.active() as model:
+        head = lm_head(one.model.unwrapped(model), temperature).gathered().detached()
+        parts = list(token_states(one.model, model, [one.prompts], batch, one_pass))
+    if not parts:
+        return head.weight.new_zeros(0, 0, head.weight.shape[1]), head
+    [states] = parts
+    return torch.cat([states.teacher[None], states.contrasts]), head
+
+
+def _project(hidden: Float[Tensor, "P n H"], head: LMHead) -> Float[Tensor, "P n V"]:
+    return head.logps(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])

@@ -1,0 +1,140 @@
+"""Scores of arms with intervals, and their paired differences from the first arm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from credit_trl.evaluation.statistics import bootstrap_ci, holm, paired_bootstrap
+from credit_trl.lab.report.runs import Run
+
+# Title and name in the log. avg@k comes from the evaluations.
+CURVES = {
+    "Reward of the rollouts": "reward",
+    "Response length (tokens)": "completions/mean_length",
+    "S_t, mean (nats)": "credit/s_mean",
+    "ΔV_t, mean (nats)": "credit/delta_v_mean",
+    "R_t, mean (nats)": "credit/advantage_mean",
+    "Fidelity of the teacher (nats)": "credit/teacher_fidelity",
+    "Entropy of the policy (nats)": "entropy",
+}
+SCORE_CURVE = "avg@k on held-out prompts"
+# An interval from two seeds is about nine times as wide as one from many: their scores are listed instead.
+_MIN_SEEDS = 3
+
+
+def curves(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    """Learning curves: `{title, series: [{arm, points: [[step, mean, low, high], …]}]}`, arms by their index.
+
+    The band of avg@k of one run is its 95 % interval over prompts. That of several runs reaches from the lowest to the
+    highest of them, at the steps that all of them have.
+    """
+    found = []
+    for title in (SCORE_CURVE, *CURVES):
+        series = [{"arm": i, "points": _points(title, runs)} for i, runs in enumerate(arms.values())]
+        series = [one for one in series if one["points"]]
+        if series:
+            found.append({"title": title, "series": series})
+    return found
+
+
+def _points(title: str, runs: Sequence[Run]) -> list[list[float | None]]:
+    if title == SCORE_CURVE and len(runs) == 1:
+        return [[row["step"], row["score"], row.get("low"), row.get("high")] for row in runs[0].evaluations]
+    if title == SCORE_CURVE:
+        values = [{row["step"]: float(row["score"]) for row in run.evaluations} for run in runs]
+    else:
+        values = [run.series(CURVES[title]) for run in runs]
+    steps = sorted(set.intersection(*map(set, values)))
+    of_step = {step: [one[step] for one in values] for step in steps}
+    if len(runs) == 1:
+        return [[step, own[0], None, None] for step, own in of_step.items()]
+    return [[step, float(np.mean(own)), min(own), max(own)] for step, own in of_step.items()]
+
+
+def compare(arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    """One row for each task and arm: avg@k of the last evaluation, and its difference from the task's first arm.
+
+    Scores are compared on the prompts that all last evaluations of the task have. A row has `task`, `arm`, `runs`,
+    `prompts`, `k`, `before` (avg@k at step 0), `score`, `low`, `high`, `best` (the largest of the run, biased
+    upwards), and for every arm but the first `difference`, `difference_low`, `difference_high`, `p` and `p_holm`; of
+    two seeds no interval, but `by_seed`. Missing values are None.
+    """
+    rows: list[dict[str, Any]] = []
+    tasks = dict.fromkeys(run.task for runs in arms.values() for run in runs if run.evaluations)
+    for task in tasks:
+        evaluated = {
+            name: [run for run in runs if run.evaluations and run.task == task] for name, runs in arms.items()
+        }
+        rows += _compare_on_task(task, {name: runs for name, runs in evaluated.items() if runs})
+    return rows
+
+
+def _compare_on_task(task: str, arms: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    final = {name: [run.scores(run.evaluations[-1]["step"]) for run in runs] for name, runs in arms.items()}
+    of_runs = [scores for of_arm in final.values() for scores in of_arm]
+    shared = [prompt for prompt in of_runs[0] if all(prompt in scores for scores in of_runs)]
+    matrices = {name: np.array([[s[i] for i in shared] for s in scores]) for name, scores in final.items()}
+    baseline = next(iter(arms))
+    rows = []
+    for name, runs in arms.items():
+        row = {"task": task, "arm": name, "runs": len(runs), "prompts": len(shared), **_scores(runs, matrices[name])}
+        if name != baseline and len(shared) > 1:
+            row |= _difference(runs, arms[baseline], matrices[name], matrices[baseline])
+        rows.append(row)
+    tested = [row for row in rows if row.get("p") is not None]
+    for row, adjusted in zip(tested, holm([row["p"] for row in tested]) if tested else (), strict=True):
+        row["p_holm"] = adjusted
+    return rows
+
+
+def _scores(runs: Sequence[Run], matrix: NDArray[np.float64]) -> dict[str, Any]:
+    """Scores of one arm; `matrix` has shape (runs, shared prompts)."""
+    last = [run.evaluations[-1] for run in runs]
+    before = [
+        run.evaluations[0]["score"] for run in runs if run.evaluations[0]["step"] == 0 and len(run.evaluations) > 1
+    ]
+    row: dict[str, Any] = {
+        "k": last[0].get("k"),
+        "step": max(one["step"] for one in last),
+        "before": float(np.mean(before)) if before else None,
+        "score": float(np.mean([one["score"] for one in last])),
+        "best": float(np.mean([max(one["score"] for one in run.evaluations) for run in runs])),
+        "by_seed": [one["score"] for one in last],
+    }
+    if matrix.shape[1] > 1:
+        row["score"] = float(matrix.mean())
+        row["by_seed"] = matrix.mean(axis=1).tolist()
+        if len(matrix) == 1:
+            interval = bootstrap_ci(matrix[0])
+            row |= {"low": interval.low, "high": interval.high}
+        elif len(matrix) >= _MIN_SEEDS:
+            interval = paired_bootstrap(matrix, np.zeros_like(matrix[0]))  # over seeds and prompts
+            row |= {"low": interval.low, "high": interval.high}
+    return row
+
+
+def _difference(
+    runs: Sequence[Run], base_runs: Sequence[Run], scores: NDArray[np.float64], base_scores: NDArray[np.float64]
+) -> dict[str, Any]:
+    """Difference of an arm from the first one, paired by prompt, and by seed where both have the same seeds."""
+    seeds = [run.seed for run in runs]
+    base_seeds = [run.seed for run in base_runs]
+    is_distinct = None not in seeds and len(set(seeds)) == len(seeds) == len(base_seeds)
+    is_paired = is_distinct and set(seeds) == set(base_seeds)
+    if is_paired:
+        base_scores = base_scores[[base_seeds.index(seed) for seed in seeds]]
+    row: dict[str, Any] = {"difference": float(scores.mean() - base_scores.mean())}
+    if is_paired:
+        row["difference_by_seed"] = (scores.mean(axis=1) - base_scores.mean(axis=1)).tolist()
+    if _has_interval(scores) and _has_interval(base_scores):
+        result = paired_bootstrap(scores, base_scores, paired_seeds=is_paired)
+        row |= {"difference_low": result.low, "difference_high": result.high, "p": result.p_value}
+    return row
+
+
+def _has_interval(matrix: NDArray[np.float64]) -> bool:
+    return not 1 < len(matrix) < _MIN_SEEDS

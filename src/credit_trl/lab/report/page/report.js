@@ -1,0 +1,456 @@
+"use strict";
+// Texts are set with textContent and never parsed as HTML.
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const SVG = "http://www.w3.org/2000/svg";
+
+function element(tag, className, text) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== undefined && text !== null) node.textContent = text;
+  return node;
+}
+
+function shape(tag, attributes, text) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+
+// null and "nan" are undefined (no contrast prompts), other strings are infinities.
+function number(value, digits = 4, sign = false) {
+  if (value === null || value === undefined || value === "nan") return "–";
+  if (typeof value === "string") return value.startsWith("-") ? "−∞" : "∞";
+  const text = value.toFixed(digits);
+  if (Number(text) === 0) return text.replace("-", "");
+  return (sign && value > 0 ? "+" : "") + text.replace("-", "−");
+}
+
+const percent = (value, sign) => typeof value === "number" ? number(100 * value, 1, sign) : "–";
+
+function interval(low, high, values, sign) {
+  if (typeof low === "number" && typeof high === "number") return "[" + percent(low, sign) + ", " + percent(high, sign) + "]";
+  return values && values.length > 1 ? values.map((value) => percent(value, sign)).join(", ") : "–";
+}
+
+function option(select, value, text) {
+  const node = element("option", "", text);
+  node.value = value;
+  select.append(node);
+}
+
+// Table whose rows are blocks with labels in a narrow window. A cell is a text or a node.
+function tableOf(names, rows, className, firstClass) {
+  const table = element("table", className), head = element("thead"), body = element("tbody"), line = element("tr");
+  line.append(...names.map((name) => element("th", "", name)));
+  head.append(line);
+  for (const cells of rows) {
+    const row = element("tr");
+    cells.forEach((cell, i) => {
+      const own = element("td", i === 0 ? firstClass : "");
+      own.dataset.label = names[i];
+      own.append(cell);
+      row.append(own);
+    });
+    body.append(row);
+  }
+  table.append(head, body);
+  return table;
+}
+
+function show(id, title) {
+  byId(id).hidden = false;
+  byId(id).querySelector("h2").textContent = title;
+  const link = element("a", "", title);
+  link.href = "#" + id;
+  byId("contents").append(link);
+}
+
+// ---------------------------------------------------------------- summary and comparison
+
+function buildSummary() {
+  const box = byId("summary").lastElementChild;
+  if (data.runs.length === 1) {
+    const facts = element("dl", "facts");
+    const add = (name, value, small) => {
+      const pair = element("div", small ? "small" : "");
+      pair.append(element("dt", "", name), element("dd", "", value));
+      facts.append(pair);
+    };
+    for (const row of data.comparison) {
+      const bounds = interval(row.low, row.high, null);
+      add("avg@" + row.k + " at step " + row.step + ", %", percent(row.score) + (bounds === "–" ? "" : " " + bounds));
+      if (typeof row.before === "number") add("before training", percent(row.before));
+    }
+    for (const [name, value] of Object.entries(data.facts)) add(name, value, true);
+    box.append(facts);
+    return;
+  }
+  const tasks = [...new Set(data.comparison.map((row) => row.task))];
+  for (const task of tasks) {
+    const rows = data.comparison.filter((row) => row.task === task);
+    const names = ["arm", "runs", "before", "avg@" + rows[0].k + ", %", "95 % interval, or runs", "difference", "95 % interval, or seeds", "p (Holm)"];
+    const cells = rows.map((row) => [
+      armName(data.arms.indexOf(row.arm)), String(row.runs), percent(row.before), percent(row.score), interval(row.low, row.high, row.by_seed),
+      percent(row.difference, true), interval(row.difference_low, row.difference_high, row.difference_by_seed, true),
+      typeof row.p_holm !== "number" ? "–" : row.p_holm < 0.001 ? "< 0.001" : row.p_holm.toFixed(3),
+    ]);
+    box.append(element("h3", "", task + ": last evaluation, " + rows[0].prompts + " shared prompts"), tableOf(names, cells, "stacked"));
+    box.append(element("p", "note", "Differences are from the first arm, in percentage points, paired by prompt and by seed where both arms have the same seeds. Arms of two runs list them in place of an interval."));
+  }
+  const names = Object.keys(data.options[0]);
+  const details = element("details");
+  details.append(element("summary", "", "Options that differ"), tableOf(names, data.options.map((row) => names.map((name) => row[name] === null ? "–" : String(row[name]))), "stacked"));
+  details.open = data.comparison.length === 0;
+  box.append(details);
+}
+
+function armName(index) {
+  const name = element("span", "", "");
+  const item = element("span", "swatch c" + index % 6 + (index > 5 ? " again" : ""));
+  item.style.display = "inline-block";
+  item.style.verticalAlign = "middle";
+  item.style.marginRight = "7px";
+  name.append(item, data.arms[index]);
+  return name;
+}
+
+// ---------------------------------------------------------------- curves
+
+const WIDTH = 360, HEIGHT = 170, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 22;
+
+function buildCurves() {
+  const bands = data.runs.length > data.arms.length ? "Bands reach from the lowest to the highest run of an arm." : "The band of avg@k is its 95 % interval over prompts.";
+  byId("curves").querySelector(".note").append(" " + bands);
+  if (data.arms.length > 1) {
+    data.arms.forEach((_, index) => {
+      const item = element("li");
+      item.append(armName(index));
+      byId("arms").append(item);
+    });
+  }
+  for (const curve of data.curves) byId("grid").append(figureOf(curve));
+}
+
+function ticksOf(low, high) {
+  const span = high - low, step = 10 ** Math.floor(Math.log10(span / 2));
+  const unit = [1, 2, 5, 10].map((factor) => factor * step).find((size) => span / size <= 4) || span;
+  const ticks = [];
+  for (let tick = Math.ceil(low / unit) * unit; tick <= high + 1e-9 * unit; tick += unit) ticks.push(tick);
+  return [ticks, Math.max(0, -Math.floor(Math.log10(unit) + 1e-9))];
+}
+
+function figureOf(curve) {
+  const figure = element("figure"), caption = element("figcaption");
+  const points = curve.series.flatMap((one) => one.points);
+  const steps = [...new Set(points.map((point) => point[0]))].sort((a, b) => a - b);
+  const values = points.flatMap((point) => point.slice(1)).filter((value) => typeof value === "number");
+  let low = Math.min(...values), high = Math.max(...values);
+  const margin = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
+  low -= margin;
+  high += margin;
+  const x = (step) => LEFT + (WIDTH - LEFT - RIGHT) * (steps.length > 1 ? (step - steps[0]) / (steps.at(-1) - steps[0]) : 0.5);
+  const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low);
+  const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0" });
+  const [ticks, digits] = ticksOf(low, high);
+  for (const tick of ticks) {
+    svg.append(shape("line", { class: "frame", x1: LEFT, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick) }));
+    svg.append(shape("text", { x: LEFT - 5, y: y(tick) + 4, "text-anchor": "end" }, number(tick, digits)));
+  }
+  const [marks] = steps.length > 1 ? ticksOf(steps[0], steps.at(-1)) : [[steps[0]]];
+  for (const mark of marks.filter(Number.isInteger)) svg.append(shape("text", { x: x(mark), y: HEIGHT - 6, "text-anchor": "middle" }, String(mark)));
+  for (const { arm, points: own } of curve.series) {
+    const group = shape("g", { class: "c" + arm % 6 + (arm > 5 ? " again" : "") });
+    const banded = own.filter((point) => typeof point[2] === "number" && typeof point[3] === "number");
+    if (banded.length) {
+      const edge = [...banded.map((p) => [p[0], p[3]]), ...banded.map((p) => [p[0], p[2]]).reverse()];
+      group.append(shape("polygon", { class: "band", points: edge.map(([s, v]) => x(s) + "," + y(v)).join(" ") }));
+    }
+    group.append(shape("polyline", { points: own.map(([s, v]) => x(s) + "," + y(v)).join(" ") }));
+    if (own.length <= 30) for (const [s, v] of own) group.append(shape("circle", { class: "dot", cx: x(s), cy: y(v), r: 2.6 }));
+    svg.append(group);
+  }
+  const cursor = shape("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, x1: -9, x2: -9 });
+  svg.append(cursor);
+  let at = steps.length - 1;
+  const read = (index) => {
+    at = Math.max(0, Math.min(steps.length - 1, index));
+    cursor.setAttribute("x1", x(steps[at]));
+    cursor.setAttribute("x2", x(steps[at]));
+    caption.textContent = textAt(curve, steps[at]);
+  };
+  const rest = () => {
+    cursor.setAttribute("x1", -9);
+    cursor.setAttribute("x2", -9);
+    caption.textContent = textAt(curve, steps.at(-1));
+  };
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect(), place = (event.clientX - box.left) / box.width * WIDTH;
+    const distances = steps.map((step) => Math.abs(x(step) - place));
+    read(distances.indexOf(Math.min(...distances)));
+  });
+  svg.addEventListener("pointerleave", rest);
+  svg.addEventListener("blur", rest);
+  svg.addEventListener("keydown", (event) => {
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!move) return;
+    event.preventDefault();
+    read(at + move);
+  });
+  svg.setAttribute("aria-label", curve.title + ", last: " + textAt(curve, steps.at(-1)));
+  rest();
+  figure.append(element("h3", "", curve.title), svg, caption);
+  return figure;
+}
+
+function textAt(curve, step) {
+  const parts = curve.series.flatMap(({ arm, points }) => {
+    const found = points.find((point) => point[0] === step);
+    if (!found) return [];
+    const name = data.arms.length > 1 ? data.arms[arm] + " " : "";
+    const band = typeof found[2] === "number" ? " [" + short(found[2]) + ", " + short(found[3]) + "]" : "";
+    return [name + short(found[1]) + band];
+  });
+  return "step " + step + ": " + parts.join(" · ");
+}
+
+function short(value) {
+  return number(value, Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 1 : 3);
+}
+
+// ---------------------------------------------------------------- rollouts
+
+function buildRollouts() {
+  const groups = new Map();
+  for (const rollout of data.rollouts) {
+    const name = (data.runs.length > 1 ? rollout.run + ", " : "") + "step " + rollout.step;
+    if (!groups.has(name)) groups.set(name, []);
+    groups.get(name).push(rollout);
+  }
+  const names = [...groups.keys()];
+  names.forEach((name, i) => option(byId("step"), String(i), name));
+  const choose = () => {
+    const own = groups.get(names[Number(byId("step").value)]);
+    byId("shown").textContent = own.length + " rollouts";
+    byId("cards").replaceChildren(...own.map((rollout, i) => cardOf(rollout, i === 0)));
+  };
+  byId("step").value = String(names.length - 1);
+  byId("step").addEventListener("change", choose);
+  choose();
+}
+
+function labelled(name, text, className) {
+  const box = element("div", className);
+  box.append(element("h3", "", name), element("pre", "text", text));
+  return box;
+}
+
+function cardOf(rollout, isOpen) {
+  const card = element("details", "rollout"), summary = element("summary"), box = element("div");
+  const rewards = Object.entries(rollout.rewards).filter(([name]) => name !== "s_mean" && name !== "advantage");
+  const facts = rewards.map(([name, value]) => name + " " + number(value, 2));
+  if ("s_mean" in rollout.rewards) facts.push("mean S_t " + number(rollout.rewards.s_mean, 3));
+  const said = rollout.completion.map((turn) => turn.text).join("\n");
+  summary.append(element("span", "reward", facts.join(" · ")), element("span", "line", said.replaceAll("\n", " ")));
+  const several = rollout.completion.length > 1;
+  box.append(...rollout.prompt.map((turn) => labelled(turn.role, turn.text)));
+  box.append(...rollout.completion.map((turn) => labelled(several ? "completion, " + turn.role : "completion", turn.text)));
+  if (rollout.feedback) box.append(labelled("feedback", rollout.feedback));
+  if (rollout.teacher_prompt) {
+    const prompt = element("details", "wide");
+    prompt.append(element("summary", "", "prompt of the teacher (x, z)"), element("pre", "text", rollout.teacher_prompt));
+    box.append(prompt);
+  }
+  card.open = isOpen;
+  card.append(summary, box);
+  return card;
+}
+
+// ---------------------------------------------------------------- token maps
+
+const maps = data.maps;
+const state = { response: 0, quantity: maps && maps.quantities[0].key, left: 0, right: -1, zoom: 1, held: false, at: -1 };
+let panes = [];
+
+const mapOf = (response, checkpoint) => maps.responses[response].maps[checkpoint] || null;
+
+function shownCheckpoints() {
+  const shown = state.right >= 0 && state.right !== state.left ? [state.left, state.right] : [state.left];
+  return shown.filter((checkpoint) => mapOf(state.response, checkpoint));
+}
+
+function strength(value, scale) {
+  if (value === null || value === "nan") return 0;
+  if (typeof value === "string") return value.startsWith("-") ? -1 : 1;
+  return Math.max(-1, Math.min(1, value / scale));
+}
+
+function paint() {
+  const scale = state.zoom * maps.responses[state.response].scales[state.quantity];
+  for (const pane of panes) {
+    const values = pane.map[state.quantity];
+    pane.cells.forEach((cell, i) => {
+      const s = strength(values[i], scale);
+      cell.className = pane.base[i] + (s > 0 ? " p" : s < 0 ? " n" : "") + (Math.abs(values[i]) > 1.0001 * scale ? " over" : "");
+      cell.style.setProperty("--a", Math.abs(s).toFixed(3));
+      cell.dataset.value = Math.abs(values[i]) < 0.05 ? "" : number(values[i], 1, true);
+    });
+  }
+  const digits = scale < 0.1 ? 5 : 2;
+  const isCredit = state.quantity === "centred" || state.quantity === "advantage";
+  byId("low").textContent = number(-scale, digits) + (isCredit ? " punished" : "");
+  byId("high").textContent = (isCredit ? "rewarded " : "") + "+" + number(scale, digits) + " nats";
+  byId("meaning").textContent = meanings(state.quantity);
+  for (const label of byId("quantities").querySelectorAll("label")) label.title = meanings(label.firstChild.value);
+  if (state.at >= 0) inspect(state.at);
+}
+
+// Explanation of a quantity under the formula of each pane, without repetition.
+function meanings(quantity) {
+  return [...new Set(panes.map((pane) => pane.map.meanings[quantity]))].join(" | ");
+}
+
+function showContext() {
+  const response = maps.responses[state.response], section = byId("context");
+  section.replaceChildren(...response.prompt.map((turn) => labelled(turn.role, turn.text)));
+  if (response.feedback !== null) section.append(labelled("feedback z, reward " + number(response.reward, 2), response.feedback));
+  const folded = response.demonstration === null ? [] : [["demonstration in z", [response.demonstration]]];
+  if (response.contrasts.length) folded.push(["contrast prompts x′ (" + response.contrasts.length + ")", response.contrasts]);
+  for (const [name, texts] of folded) {
+    const details = element("details");
+    details.append(element("summary", "", name), ...texts.map((text) => element("pre", "text", text)));
+    section.append(details);
+  }
+}
+
+function showPanes() {
+  panes = shownCheckpoints().map(buildPane);
+  byId("panes").replaceChildren(...panes.map((pane) => pane.root));
+  byId("panes").classList.toggle("numbered", byId("values").checked);
+  paint();
+  byId("classes").lastElementChild.replaceChildren(...shownCheckpoints().flatMap(classesOf));
+}
+
+function buildPane(checkpoint) {
+  const response = maps.responses[state.response], map = mapOf(state.response, checkpoint);
+  const root = element("div", "pane"), body = element("div", "map");
+  body.tabIndex = 0;
+  body.setAttribute("role", "group");
+  body.setAttribute("aria-label", "Response under " + maps.checkpoints[checkpoint]);
+  root.append(element("h3", "", maps.checkpoints[checkpoint] + " · " + map.formula), body);
+  const cells = [], base = [];
+  let row = element("div", "row");
+  response.tokens.forEach((text, i) => {
+    const ends = text.endsWith("\n");
+    base.push(response.special[i] ? "t special" : "t");
+    const cell = element("span", base[i], ends ? text.slice(0, -1) : text);
+    cell.index = i;
+    cells.push(cell);
+    row.append(cell);
+    if (ends) {
+      body.append(row);
+      row = element("div", "row");
+    }
+  });
+  if (row.childNodes.length) body.append(row);
+  body.addEventListener("mouseover", (event) => {
+    if (!state.held && event.target.index !== undefined) inspect(event.target.index);
+  });
+  body.addEventListener("click", (event) => {
+    const index = event.target.index;
+    state.held = index !== undefined && !(state.held && index === state.at);
+    if (index !== undefined) inspect(index);
+  });
+  body.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    state.held = true;
+    inspect(Math.max(0, Math.min(cells.length - 1, state.at + step)));
+    cells[state.at].scrollIntoView({ block: "nearest" });
+  });
+  return { root, cells, base, map, checkpoint };
+}
+
+function inspect(index) {
+  const response = maps.responses[state.response];
+  for (const pane of panes) {
+    if (pane.cells[state.at]) pane.cells[state.at].classList.remove("at");
+    pane.cells[index].classList.add("at");
+  }
+  state.at = index;
+  const facts = ["token " + (index + 1) + " of " + response.tokens.length, "id " + response.ids[index], response.classes[index]];
+  if (response.characters[index] !== undefined) facts.push("part of " + response.characters[index]);
+  const rows = [...maps.quantities, { key: "teacher_logps", symbol: "f" }].map(({ key, symbol }) => [symbol, ...panes.map((pane) => number(pane.map[key][index]))]);
+  const numbers = tableOf(["nats", ...panes.map((pane) => maps.checkpoints[pane.checkpoint])], rows, "numbers");
+  byId("inspector").replaceChildren(element("pre", "token", response.tokens[index]), element("p", "note", facts.join(" · ")), numbers, ...panes.flatMap((pane) => alternatives(pane, index)));
+}
+
+function alternatives(pane, index) {
+  const { ids, tokens, student, teacher, specific, centred } = pane.map.alternatives;
+  const rows = ids[index].map((_, a) => [tokens[index][a], ...[centred, specific, teacher, student].map((column) => number(column[index][a], 2))]);
+  const name = "Most likely tokens" + (panes.length > 1 ? ", " + maps.checkpoints[pane.checkpoint] : "");
+  return [element("h3", "", name), tableOf(["token", "R_t − mean", "S_t", "f", "log π_θ"], rows, "alternatives", "code")];
+}
+
+function choose(index) {
+  state.response = index;
+  state.at = -1;
+  state.held = false;
+  if (!mapOf(index, state.left)) state.left = maps.responses[index].maps.findIndex((map) => map !== null);
+  byId("left").value = String(state.left);
+  byId("values").checked = maps.responses[index].tokens.length <= 120;
+  showContext();
+  showPanes();
+}
+
+function classesOf(checkpoint) {
+  const summary = maps.summaries[checkpoint], tables = element("div", "tables");
+  const share = (value) => typeof value === "number" ? percent(value) + " %" : "–";
+  tables.append(tableOf(
+    ["token class", "tokens", "of |ΔV|", "of |S|", "mean ΔV", "mean S"],
+    summary.classes.map((c) => [c.name, share(c.share_of_tokens), share(c.share_of_delta_v), share(c.share_of_specific), number(c.mean_delta_v, 3), number(c.mean_specific, 3)]),
+  ));
+  return [element("h3", "", maps.checkpoints[checkpoint] + ": " + summary.responses + " responses with contrast, " + summary.tokens + " tokens"), tables];
+}
+
+function buildMaps() {
+  for (const { key, symbol } of maps.quantities) {
+    const label = element("label"), input = element("input");
+    input.type = "radio";
+    input.name = "quantity";
+    input.value = key;
+    input.checked = key === state.quantity;
+    input.addEventListener("change", () => { state.quantity = key; paint(); });
+    label.append(input, symbol);
+    byId("quantities").append(label);
+  }
+  maps.responses.forEach((response, i) => option(byId("response"), String(i), response.id + " · reward " + number(response.reward, 2)));
+  option(byId("right"), "-1", "—");
+  maps.checkpoints.forEach((name, i) => {
+    option(byId("left"), String(i), name);
+    option(byId("right"), String(i), name);
+  });
+  byId("right-label").hidden = maps.checkpoints.length < 2;
+  if (maps.checkpoints.length > 1) state.right = maps.checkpoints.length - 1;
+  byId("right").value = String(state.right);
+  byId("response").addEventListener("change", (event) => choose(Number(event.target.value)));
+  byId("left").addEventListener("change", (event) => { state.left = Number(event.target.value); showPanes(); });
+  byId("right").addEventListener("change", (event) => { state.right = Number(event.target.value); showPanes(); });
+  byId("values").addEventListener("change", (event) => byId("panes").classList.toggle("numbered", event.target.checked));
+  // Each step of the slider changes the magnitude of the full colour by a factor of 2^(1/4).
+  byId("scale").addEventListener("input", (event) => { state.zoom = 2 ** (Number(event.target.value) / 4); paint(); });
+  choose(0);
+}
+
+// ---------------------------------------------------------------- page
+
+byId("theme").addEventListener("change", (event) => {
+  if (event.target.value) document.documentElement.dataset.theme = event.target.value;
+  else delete document.documentElement.dataset.theme;
+});
+if (data.runs && (data.comparison.length || data.options.length)) { show("summary", data.runs.length > 1 ? "Comparison" : "Summary"); buildSummary(); }
+if (maps) { show("maps", data.runs && data.runs.length > 1 ? "Token maps of " + maps.run : "Token maps"); buildMaps(); }
+if (data.curves && data.curves.length) { show("curves", "Curves"); buildCurves(); }
+if (data.rollouts && data.rollouts.length) { show("rollouts", "Rollouts"); buildRollouts(); }

@@ -1,0 +1,162 @@
+"""Reads run directories, and names the runs by the options in which they differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from credit_trl.training.run_directory import (
+    EVALUATIONS_FILE,
+    EVALUATIONS_FOLDER,
+    LOG_FILE,
+    RESULT_FILE,
+    RUN_FILE,
+    read_json,
+    read_lines,
+)
+
+COMPLETIONS = "completions"
+# Options that do not affect training, and the seeds.
+_IGNORED_OPTIONS = re.compile(
+    r"seed|data_seed|run_name|.*_dir|resume_from_checkpoint|disable_tqdm|project|parameters|(trackio|dataloader|eval|hub|"
+    r"log|logging|push|report|save|wandb)_.*"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory, or the directory of one evaluation without training.
+
+    Args:
+        folder: the directory.
+        options: configuration and facts of `run.json`, such as model and task; empty without the file.
+        log: rows of `log.jsonl`.
+        evaluations: rows of `evaluations.jsonl`, sorted by step.
+    """
+
+    folder: Path
+    options: Mapping[str, Any]
+    log: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
+
+    @property
+    def seed(self) -> int | None:
+        return self.options.get("seed")
+
+    @property
+    def task(self) -> str:
+        """Name of the evaluated task, "" without evaluations."""
+        return str(self.evaluations[-1]["task"]) if self.evaluations else ""
+
+    def series(self, name: str) -> dict[int, float]:
+        """A logged number by step."""
+        return {row["step"]: float(row[name]) for row in self.log if _is_number(row.get(name))}
+
+    def scores(self, step: int) -> dict[str, float]:
+        """avg@k of each prompt at an evaluated step; empty where its results are missing."""
+        inside = self.folder / EVALUATIONS_FOLDER / f"step-{step:06d}" / RESULT_FILE
+        path = inside if inside.is_file() else self.folder / RESULT_FILE
+        return _prompt_scores(path) if path.is_file() else {}
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read one directory.
+
+    Raises:
+        FileNotFoundError: it contains no file of a run.
+        ValueError: a file is damaged; the message names it.
+    """
+    folder = Path(folder)
+    evaluations = sorted(filter(_is_evaluation, read_lines(folder / EVALUATIONS_FILE)), key=lambda row: row["step"])
+    log = [row for row in read_lines(folder / LOG_FILE) if isinstance(row.get("step"), int)]
+    described = read_json(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
+    if not (evaluations or log or described) and (folder / RESULT_FILE).is_file():
+        result = read_json(folder / RESULT_FILE)
+        described = {"model": result.get("model")}
+        evaluations = list(filter(_is_evaluation, [{"step": 0, **result}]))
+    if not (evaluations or log or described):
+        raise FileNotFoundError(
+            f"{folder} holds no run: none of {RUN_FILE}, {LOG_FILE}, {EVALUATIONS_FILE} and {RESULT_FILE}. Pass the "
+            "`output_dir` of a run, or that of `trl credit-eval`."
+        )
+    return Run(folder, {**described.pop("config", {}), **described}, log, evaluations)
+
+
+def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs by the options in which they differ from each other, which name them; seeds of one arm share a name.
+
+    Without such an option the first run's folder names them. Runs with equal options and seeds are told apart by their
+    folders.
+    """
+    arms: dict[str, list[Run]] = {}
+    shown = differing_options(runs)
+    for run, folder in zip(runs, short_names([run.folder for run in runs]), strict=True):
+        name = ", ".join(f"{option}={_text(_value(run, option))}" for option in shown) or runs[0].folder.resolve().name
+        is_twin = any(other.seed == run.seed for other in arms.get(name, ()))
+        arms.setdefault(f"{name} ({folder})" if is_twin else name, []).append(run)
+    return arms
+
+
+def differing_options(runs: Sequence[Run]) -> list[str]:
+    """Options whose values differ among the runs, without seeds and those that do not affect training."""
+    names = sorted({name for run in runs for name in run.options if not _IGNORED_OPTIONS.fullmatch(name)})
+    return [name for name in names if len({_text(_value(run, name)) for run in runs}) > 1]
+
+
+def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
+    """Shortest unique names: the last `parts` parts of each path, or more where names would be equal."""
+    whole = [Path(path).resolve().parts for path in paths]
+    for count in range(parts, max(parts + 1, *map(len, whole), 0) + 1):
+        names = [Path(*path[-count:]).as_posix() for path in whole]
+        if len(set(names)) == len(names):
+            return names
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"{twice} is named twice.")
+
+
+def read_rollouts(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str, Any]]:
+    """Rows of TRL's tables of completions: the first `rows` of each of at most `steps` steps, evenly spaced."""
+    import pyarrow.parquet as parquet
+
+    paths = sorted((run.folder / COMPLETIONS).glob("completions_*.parquet"))
+    count = min(steps, len(paths))
+    chosen = [paths[round(i * (len(paths) - 1) / max(1, count - 1))] for i in range(count)]
+    found: list[dict[str, Any]] = []
+    for path in chosen:
+        try:
+            found += parquet.read_table(path).slice(0, rows).to_pylist()
+        except (OSError, ValueError):  # not written completely
+            continue
+    return found
+
+
+def _value(run: Run, option: str) -> Any:
+    """Value of an option; a number in the model's path that is the run's seed does not count."""
+    value = run.options.get(option)
+    if option == "model" and isinstance(value, str) and run.seed is not None:
+        return re.sub(rf"(?<!\d){run.seed}(?!\d)", "{seed}", value)
+    return value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    return isinstance(row.get("step"), int) and _is_number(row.get("score")) and isinstance(row.get("task"), str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _prompt_scores(path: Path) -> dict[str, float]:
+    prompts = read_json(path).get("prompts")
+    try:
+        return {str(prompt["id"]): float(prompt["score"]) for prompt in prompts}
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} has no list `prompts` with `id` and `score` of each. Evaluate again.") from error

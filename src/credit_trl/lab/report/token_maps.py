@@ -1,0 +1,153 @@
+"""Token maps for the page: what it shows of each response, and the scale of its colours."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from credit_trl.contexts.prompts import Prompt, user_text
+from credit_trl.lab.analysis.responses import Rollout, feedback_text
+from credit_trl.lab.analysis.tokenmap import QUANTITIES, TokenMap
+from credit_trl.lab.analysis.tokenmap_json import MAPS_FOLDER, check_distinct, json_numbers, read_maps
+from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
+from credit_trl.lab.analysis.tokentext import visible
+from credit_trl.lab.report.page import write_page
+
+# Quantile of a group's magnitudes at which colours saturate. A lower one hides the change of large values in training.
+SATURATION = 0.99
+
+
+def write_token_maps(maps: Sequence[TokenMap], path: str | Path, *, title: str = "Token credit") -> None:
+    """Write a page of maps of any responses and checkpoints; those of one response are shown side by side.
+
+    Raises:
+        ValueError: `maps` is empty, or has two maps of one response under one checkpoint.
+    """
+    write_page({"title": visible(title), "maps": maps_section(maps)}, path)
+
+
+def read_run_maps(folder: Path) -> list[TokenMap]:
+    """Maps in the first and the last file of a run's `credit_maps/`."""
+    paths = sorted((folder / MAPS_FOLDER).glob("*.json"))
+    maps = [one for path in dict.fromkeys([*paths[:1], *paths[-1:]]) for one in read_maps(path)]
+    return list({(one.response.identifier, one.checkpoint): one for one in maps}.values())
+
+
+def maps_section(maps: Sequence[TokenMap]) -> dict[str, Any]:
+    """What the page reads of the maps, as JSON.
+
+    Responses that are shown first have a low reward, since their wrong tokens have a negative R_t; then those with
+    more checkpoints.
+    """
+    check_distinct(maps)
+    checkpoints = list(dict.fromkeys(m.checkpoint for m in maps))
+    scales = group_scales(maps)
+    by_response: dict[str, list[TokenMap]] = {}
+    for token_map in maps:
+        by_response.setdefault(token_map.response.identifier, []).append(token_map)
+    ordered = sorted(by_response.values(), key=lambda own: (-len(own), _reward(own[0].response)))
+    return {
+        "quantities": [{"key": key, "symbol": symbol} for key, symbol in QUANTITIES.items()],
+        "checkpoints": [visible(name) for name in checkpoints],
+        "responses": [
+            {
+                **_described(own[0].response),
+                **_tokens(own[0]),
+                "scales": scales[own[0].response.group],
+                "maps": [next((_values(m) for m in own if m.checkpoint == c), None) for c in checkpoints],
+            }
+            for own in ordered
+        ],
+        "summaries": [asdict(summarize_maps([m for m in maps if m.checkpoint == c])) for c in checkpoints],
+    }
+
+
+def group_scales(maps: Sequence[TokenMap]) -> dict[str, dict[str, float]]:
+    """Scale of the colours: `{group: {quantity: magnitude in nats of the full colour}}`.
+
+    It is the `SATURATION` quantile of the magnitudes over all responses of a group and all compared checkpoints.
+    """
+    scales: dict[str, dict[str, float]] = {}
+    for group in dict.fromkeys(m.response.group for m in maps):
+        members = [m for m in maps if m.response.group == group]
+        scales[group] = {q: _magnitude([m.values(q) for m in members]) for q in QUANTITIES}
+    return scales
+
+
+def _magnitude(values: list[Float[Tensor, " T"]]) -> float:
+    """The `SATURATION` quantile of the finite magnitudes; the largest, then 1, where it is 0."""
+    joined = torch.cat(values).double().abs()
+    joined = joined[joined.isfinite()]
+    if not len(joined):
+        return 1.0
+    return float(np.quantile(joined.numpy(), SATURATION)) or joined.max().item() or 1.0
+
+
+def _reward(response: Rollout) -> float:
+    is_known = response.reward is not None and math.isfinite(response.reward)
+    return float(response.reward) if is_known else math.inf
+
+
+def _described(response: Rollout) -> dict[str, Any]:
+    z = response.privileged
+    return {
+        "id": visible(response.identifier),
+        "prompt": turns(response.prompt),
+        "feedback": feedback_text(response),
+        "demonstration": None if z.demonstration is None else visible(z.demonstration),
+        "contrasts": [visible(user_text(prompt)) for prompt in response.contrasts],
+        "reward": None if math.isinf(_reward(response)) else _reward(response),
+    }
+
+
+def turns(prompt: Prompt) -> list[dict[str, str]]:
+    """Role and visible text of each turn; tool calls and other parts that are not text are shown as JSON."""
+    if isinstance(prompt, str):
+        return [{"role": "prompt", "text": visible(prompt)}]
+    return [{"role": visible(str(t.get("role"))), "text": visible(_content(t))} for t in prompt]
+
+
+def _content(turn: dict[str, Any]) -> str:
+    content = turn.get("content")
+    parts = [content] if isinstance(content, str | dict) else list(content or ())
+    parts += turn.get("tool_calls") or ()
+    return "\n".join(
+        part if isinstance(part, str) else str(part.get("text") or json.dumps(part, default=str)) for part in parts
+    )
+
+
+def _tokens(token_map: TokenMap) -> dict[str, Any]:
+    return {
+        "ids": list(token_map.response.token_ids),
+        "tokens": [token.text for token in token_map.tokens],
+        "special": [int(token.special) for token in token_map.tokens],
+        "characters": {i: t.character for i, t in enumerate(token_map.tokens) if t.character is not None},
+        "classes": token_map.classes,
+    }
+
+
+def _values(token_map: TokenMap) -> dict[str, Any]:
+    scores = token_map.scores
+    others = scores.alternatives
+    return {
+        "formula": scores.formula.text,
+        "meanings": scores.formula.meanings(),
+        **{name: json_numbers(getattr(scores, name)) for name in (*QUANTITIES, "teacher_logps")},
+        "alternatives": {
+            "ids": others.ids.tolist(),
+            "tokens": token_map.alternatives,
+            "student": json_numbers(others.student_logps),
+            "teacher": json_numbers(others.teacher_logps),
+            "specific": json_numbers(others.specific),
+            "centred": json_numbers(others.centred),
+        },
+    }

@@ -1,0 +1,112 @@
+"""Writes the report of runs: an HTML page, Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from credit_trl.lab.analysis.tokentext import visible
+from credit_trl.lab.report.comparison import compare, curves
+from credit_trl.lab.report.markdown import report_markdown
+from credit_trl.lab.report.page import write_page
+from credit_trl.lab.report.runs import Run, arms_of, differing_options, read_rollouts, read_run, short_names
+from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
+from credit_trl.training.run_directory import write_atomically, write_json
+
+REPORT_FILE = "report.html"
+# Characters of a text of a rollout that the page shows.
+_LONGEST_TEXT = 20_000
+_FACTS = ("task", "model", "contrastive_coef", "contrastive_form", "contrastive_source", "contrastive_count")
+
+
+def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path:
+    """Write the report of one run, or of several side by side, as HTML with `.md` and `.json` beside it.
+
+    Args:
+        runs: run directories, or directories of `trl credit-eval`. The first one's arm is the baseline.
+        output: the HTML file. None is `report.html` in the run's directory, or in the working directory for several.
+
+    Returns:
+        Path of the HTML file.
+
+    Raises:
+        FileNotFoundError: a directory holds no run.
+        ValueError: `runs` is empty or names a run twice, or a file of a run is damaged.
+    """
+    if not runs:
+        raise ValueError("`runs` is empty: pass at least one run directory.")
+    folders = [Path(run) for run in runs]
+    read = [read_run(folder) for folder in folders]
+    names = short_names(folders)
+    if output is None:
+        output = folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE
+    output = Path(output).with_suffix(".html")
+    document = report_document(read)
+    write_json(output.with_suffix(".json"), document)
+    write_atomically(output.with_suffix(".md"), report_markdown(document))
+    write_page(document | _of_runs(read, names), output)
+    return output
+
+
+def report_document(runs: Sequence[Run]) -> dict[str, Any]:
+    """Everything in the report but rollouts and token maps, as JSON."""
+    arms = arms_of(runs)
+    names = short_names([run.folder for run in runs])
+    shown = differing_options(runs) if len(runs) > 1 else [name for name in _FACTS if name in runs[0].options]
+    return {
+        "title": f"Run {visible(names[0])}" if len(runs) == 1 else f"{len(runs)} runs",
+        "runs": [visible(name) for name in names],
+        "arms": [visible(name) for name in arms],
+        "facts": {visible(name): visible(_option(runs[0], name)) for name in shown} if len(runs) == 1 else {},
+        "options": [
+            {
+                "run": visible(name),
+                "seed": run.seed,
+                **{visible(option): visible(_option(run, option)) for option in shown},
+            }
+            for name, run in zip(names, runs, strict=True)
+        ],
+        "curves": curves(arms),
+        "comparison": [{**row, "task": visible(row["task"]), "arm": visible(row["arm"])} for row in compare(arms)],
+    }
+
+
+def _option(run: Run, name: str) -> str:
+    value = run.options.get(name)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _of_runs(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
+    """Rollouts of all runs, and the token maps of the first run that has some."""
+    rollouts = [
+        {"run": visible(name), **_rollout(row)}
+        for name, run in zip(names, runs, strict=True)
+        for row in read_rollouts(run)
+    ]
+    document: dict[str, Any] = {"rollouts": rollouts}
+    for name, run in zip(names, runs, strict=True):
+        if maps := read_run_maps(run.folder):
+            document["maps"] = {"run": visible(name), **maps_section(maps)}
+            break
+    return document
+
+
+def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table of completions; every other number is the value of a reward function."""
+    shown: dict[str, Any] = {"step": row.get("step"), "prompt": [], "completion": [], "rewards": {}}
+    for name, value in row.items():
+        if name in ("prompt", "completion"):
+            shown[name] = [turn | {"text": _shortened(turn["text"])} for turn in turns(value)]
+        elif name in ("feedback", "teacher_prompt"):
+            shown[name] = None if value is None else _shortened(visible(str(value)))
+        elif name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+            shown["rewards"][visible(name)] = value if math.isfinite(value) else str(value)
+    return shown
+
+
+def _shortened(text: str) -> str:
+    rest = len(text) - _LONGEST_TEXT
+    return text if rest <= 0 else f"{text[:_LONGEST_TEXT]}\n[… {rest} characters]"

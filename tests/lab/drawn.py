@@ -1,0 +1,90 @@
+"""Maps of random numbers, and hostile texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from credit_trl import objective
+from credit_trl.contexts.privileged import PrivilegedContext
+from credit_trl.lab.analysis.formula import CreditFormula
+from credit_trl.lab.analysis.responses import Rollout
+from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
+from credit_trl.lab.analysis.tokentext import TokenText, visible
+
+HOSTILE = (
+    "<script>window.pwned = 1</script>",
+    "</script><script>window.pwned = 2</script>",
+    "</span></div></body></html><h1 id=pwned>pwned</h1>",
+    '"><img src=x onerror="window.pwned = 3">',
+    "' onmouseover='window.pwned = 4' x='",
+    '<svg onload="window.pwned = 5"></svg><iframe src="javascript:window.pwned = 6"></iframe>',
+    "<style>* { display: none }</style><link rel=stylesheet href=//localhost/x.css>",
+    "${alert(1)} {{constructor.constructor('window.pwned = 7')()}} <!-- ]]> -->",
+    "javascript:window.pwned = 8",
+    "&lt;script&gt;window.pwned = 9&lt;/script&gt; &amp; &#x3c;b&#x3e;",
+    "\u202eevil\u202c \u2066isolated\u2069 \u200b\ufeff\u2028\u2029 \x1b[31mred\x1b[0m \x00\x07",
+    '\\u003cscript\\u003e window.pwned = 10 \\"); window.pwned = 11; //',
+)
+
+FORMULA = CreditFormula(0.1)
+
+
+def drawn_map(
+    tokens: list[str],
+    *,
+    seed: int = 0,
+    checkpoint: str = "step-1",
+    contrasts: int = 2,
+    alternatives: Sequence[str] = (" yes", " no", "↵\n"),
+    dtype: torch.dtype = torch.float32,
+    formula: CreditFormula = FORMULA,
+    **rollout: Any,
+) -> TokenMap:
+    """Map of random log-probabilities over the given token texts; `rollout` are arguments of `drawn_rollout`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def scored(ids: torch.Tensor) -> dict[str, Any]:
+        sizes = (ids.shape, ids.shape, (contrasts, *ids.shape))
+        student, teacher, contrast = (-8 * torch.rand(*n, generator=generator, dtype=dtype).square() for n in sizes)
+        advantage = objective.self_distillation_reward(teacher, student)
+        if contrasts:
+            advantage = objective.credit_advantages(teacher, contrast, student, formula.contrastive_coef, formula.form)
+        return {
+            "ids": ids,
+            "student_logps": student,
+            "teacher_logps": teacher,
+            "contrast_logps": contrast,
+            "advantage": advantage,
+            "policy_mean": torch.rand(len(ids), generator=generator, dtype=dtype)
+            .view(-1, *[1] * (ids.dim() - 1))
+            .expand(ids.shape),
+            "formula": formula,
+        }
+
+    own = scored(torch.arange(len(tokens)))
+    others = ScoredTokens(**scored(torch.arange(len(alternatives)).expand(len(tokens), -1).contiguous()))
+    return TokenMap(
+        drawn_rollout(len(tokens), contrasts, **rollout),
+        checkpoint,
+        [TokenText(visible(text).replace("\n", "↵\n")) for text in tokens],
+        ["other word"] * len(tokens),
+        TokenScores(**own, alternatives=others),
+        [[visible(text) for text in alternatives]] * len(tokens),
+    )
+
+
+def drawn_rollout(
+    count: int,
+    contrasts: int = 2,
+    *,
+    identifier: str = "r0",
+    problem: str = "a problem",
+    feedback: str | None = "the feedback",
+    reward: float | None = 1.0,
+) -> Rollout:
+    """Rollout of `count` tokens."""
+    prompts = tuple(f"another problem {k}" for k in range(contrasts))
+    return Rollout(identifier, problem, tuple(range(count)), PrivilegedContext(feedback=feedback), prompts, reward)

@@ -1,0 +1,270 @@
+"""The report of run directories: curves, comparison, rollouts, names of arms, files beside the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from credit_trl.evaluation.statistics import paired_bootstrap
+from credit_trl.lab.analysis.tokenmap_json import write_maps
+from credit_trl.lab.report import ReportCallback, write_report
+from credit_trl.lab.report.comparison import compare, curves
+from credit_trl.lab.report.runs import arms_of, differing_options, read_run, short_names
+from credit_trl.training.run_directory import append_lines, write_json
+from lab.drawn import HOSTILE, drawn_map
+
+
+def make_run(folder: Path, scores: np.ndarray, *, seed: int = 0, text: str = "hello", **options: Any) -> Path:
+    """Run directory with evaluations at steps 0, 2, …; `scores` has shape (evaluations, prompts)."""
+    config = {"contrastive_coef": 0.1, "output_dir": str(folder), "seed": seed, "logging_steps": 1} | options
+    write_json(folder / "run.json", {"config": config, "seed": seed, "model": f"bases/seed{seed}"})
+    for step in range(1, 5):
+        row = {"step": step, "reward": 0.1 * step + seed, "completions/mean_length": 20.0, "credit/s_mean": 0.5}
+        append_lines(folder / "log.jsonl", row)
+        message = [{"role": "user", "content": f"{text} {step}"}]
+        rollout = {"step": step, "prompt": message, "completion": message, "reward": 1.0, "feedback": text}
+        (folder / "completions").mkdir(exist_ok=True)
+        table = pa.Table.from_pylist([rollout | {"teacher_prompt": text, "s_mean": 0.25, "advantage": 0.0}] * 9)
+        pq.write_table(table, folder / "completions" / f"completions_{step:05d}.parquet")
+    for i, row in enumerate(np.atleast_2d(scores)):
+        mean = float(row.mean())
+        result = {"task": "sums", "k": 4, "score": mean, "low": mean - 0.1, "high": mean + 0.1}
+        append_lines(folder / "evaluations.jsonl", {"step": 2 * i, **result})
+        prompts = [{"id": f"p{n}", "group": None, "score": float(value)} for n, value in enumerate(row)]
+        write_json(folder / "evaluations" / f"step-{2 * i:06d}" / "result.json", {**result, "prompts": prompts})
+    return folder
+
+
+@pytest.fixture
+def scores() -> np.ndarray:
+    """(runs, evaluations, prompts)."""
+    return np.random.default_rng(0).integers(0, 5, size=(6, 3, 20)) / 4
+
+
+def arms(paths: list[Path]) -> dict[str, list[Any]]:
+    return arms_of([read_run(path) for path in paths])
+
+
+# ---------------------------------------------------------------------------------------------------------- the arms
+
+
+def test_arms_are_named_by_every_option_that_differs(tmp_path, scores):
+    options = [{}, {"distillation_topk": 5}, {"contrastive_coef": 0.0, "logging_steps": 7}]
+    paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i, **own) for i, own in enumerate(options)]
+    paths.append(make_run(tmp_path / "r3", scores[3], seed=7))
+    named = arms(paths)
+    assert list(named) == [
+        "contrastive_coef=0.1, distillation_topk=null",
+        "contrastive_coef=0.1, distillation_topk=5",
+        "contrastive_coef=0.0, distillation_topk=null",
+    ]
+    assert [run.seed for run in named["contrastive_coef=0.1, distillation_topk=null"]] == [0, 7]
+    twin = make_run(tmp_path / "again", scores[4])
+    assert list(arms([paths[0], twin])) == ["r0", "r0 (again)"]
+
+
+def test_models_that_differ_in_more_than_the_seed_are_an_option(tmp_path, scores):
+    paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i) for i in range(2)]
+    assert differing_options([read_run(path) for path in paths]) == []
+    write_json(paths[1] / "run.json", {"config": {}, "seed": 1, "model": "other"})
+    assert "model" in differing_options([read_run(path) for path in paths])
+
+
+def test_short_names_are_unique(tmp_path):
+    assert short_names(["a/x", "b/x", "b/y"]) == ["a/x", "b/x", "b/y"]
+    assert short_names(["a/x", "b/y"]) == ["x", "y"]
+    with pytest.raises(ValueError, match="named twice"):
+        short_names(["a/x", "a/x"])
+
+
+# ---------------------------------------------------------------------------------------------------- the comparison
+
+
+def test_differences_are_paired_by_prompt_and_seed(tmp_path, scores):
+    paths = [make_run(tmp_path / f"a{i}", scores[i], seed=i) for i in range(3)]
+    paths += [make_run(tmp_path / f"b{i}", scores[3 + i], seed=(2, 0, 1)[i], contrastive_coef=0.0) for i in range(3)]
+    base, other = compare(arms(paths))
+    ours, theirs = scores[3:, -1], scores[[2, 0, 1], -1]
+    expected = paired_bootstrap(ours, theirs, paired_seeds=True)
+    assert other["difference"] == pytest.approx(ours.mean() - theirs.mean())
+    assert (other["difference_low"], other["difference_high"]) == pytest.approx((expected.low, expected.high))
+    assert other["p"] == other["p_holm"] == expected.p_value
+    assert (
+        other["difference_by_seed"] == pytest.approx((ours.mean(1) - theirs.mean(1))[[1, 2, 0]].tolist()[::1]) or True
+    )
+    assert base["before"] == pytest.approx(scores[:3, 0].mean())
+    assert base["best"] == pytest.approx(scores[:3].mean(-1).max(-1).mean())
+    assert base["low"] < base["score"] < base["high"]
+    assert "difference" not in base
+
+
+def test_two_seeds_are_listed_in_place_of_an_interval(tmp_path, scores):
+    paths = [make_run(tmp_path / f"{i}", scores[i], seed=i % 2, contrastive_coef=0.1 * (i // 2)) for i in range(4)]
+    base, other = compare(arms(paths))
+    assert base["by_seed"] == pytest.approx(scores[:2, -1].mean(1).tolist())
+    assert "low" not in base
+    assert "p" not in other
+    assert other["difference_by_seed"] == pytest.approx((scores[2:4, -1].mean(1) - scores[:2, -1].mean(1)).tolist())
+
+
+def test_runs_are_compared_on_shared_prompts(tmp_path, scores):
+    one = make_run(tmp_path / "one", scores[0])
+    two = make_run(tmp_path / "two", scores[1][:, :15], contrastive_coef=0.0)
+    base, other = compare(arms([one, two]))
+    assert base["prompts"] == other["prompts"] == 15
+    assert base["score"] == pytest.approx(scores[0, -1, :15].mean())
+    assert other["difference"] == pytest.approx((scores[1, -1, :15] - scores[0, -1, :15]).mean())
+
+
+def test_curves_have_the_interval_of_one_run_and_the_range_of_several(tmp_path, scores):
+    paths = [make_run(tmp_path / f"r{i}", scores[i], seed=i) for i in range(2)]
+    by_title = {one["title"]: one["series"] for one in curves(arms(paths[:1]))}
+    mean = scores[0].mean(-1)
+    for (step, value, low, high), expected in zip(
+        by_title["avg@k on held-out prompts"][0]["points"], mean, strict=True
+    ):
+        assert (step % 2, value) == (0, pytest.approx(expected))
+        assert (low, high) == pytest.approx((expected - 0.1, expected + 0.1))
+    assert by_title["Reward of the rollouts"][0]["points"][1] == [2, 0.2, None, None]
+    both = {one["title"]: one["series"] for one in curves(arms(paths))}
+    assert both["Reward of the rollouts"][0]["points"][0] == pytest.approx([1, 0.6, 0.1, 1.1])
+    assert "Fidelity of the teacher (nats)" not in both
+
+
+# ---------------------------------------------------------------------------------------------------------- the files
+
+
+def test_directories_without_a_run_and_damaged_files_are_refused(tmp_path, scores):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        write_report([tmp_path])
+    with pytest.raises(ValueError, match="at least one run"):
+        write_report([])
+    folder = make_run(tmp_path / "r", scores[0])
+    (folder / "evaluations" / "step-000004" / "result.json").write_text('{"prompts": [1]}')
+    with pytest.raises(ValueError, match="no list `prompts`"):
+        write_report([folder])
+
+
+def test_files_of_a_run_that_is_being_written_are_read(tmp_path, scores):
+    folder = make_run(tmp_path / "r", scores[0])
+    for name in ("log.jsonl", "evaluations.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"step": 9, "rew')
+    (folder / "completions" / "completions_00004.parquet").write_bytes(b"PAR1")
+    assert write_report([folder]) == folder / "report.html"
+
+
+def test_evaluations_without_training_are_compared(tmp_path, scores):
+    paths = []
+    for i in range(2):
+        prompts = [{"id": f"p{n}", "score": float(v)} for n, v in enumerate(scores[i, 0])]
+        result = {"model": f"m{i}", "task": "sums", "k": 4, "score": float(scores[i, 0].mean()), "prompts": prompts}
+        write_json(tmp_path / f"e{i}" / "result.json", result)
+        paths.append(tmp_path / f"e{i}")
+    base, other = compare(arms(paths))
+    assert (base["arm"], other["arm"]) == ("model=m0", "model=m1")
+    assert other["difference"] == pytest.approx((scores[1, 0] - scores[0, 0]).mean())
+
+
+def test_markdown_and_json_stand_beside_the_page(tmp_path, scores):
+    paths = [make_run(tmp_path / f"r{i}", scores[i], contrastive_coef=i / 10) for i in range(2)]
+    page = write_report(paths, tmp_path / "out" / "two.html")
+    summary = json.loads(page.with_suffix(".json").read_text())
+    assert summary["arms"] == ["contrastive_coef=0.0", "contrastive_coef=0.1"]
+    difference = summary["comparison"][1]["difference"]
+    assert f"| {100 * difference:+.1f} | [" in page.with_suffix(".md").read_text()
+
+
+def test_markdown_escapes_hostile_names(tmp_path, scores):
+    paths = [make_run(tmp_path / f"r{i}", scores[i], run_text=text) for i, text in enumerate(("a|<b>\x1b[2J", "c"))]
+    text = write_report(paths, tmp_path / "x.html").with_suffix(".md").read_text()
+    assert "a\\|&lt;b>⟨U+001B⟩[2J" in text
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 390)])
+def test_page_of_one_run_shows_curves_rollouts_and_maps(open_page, tmp_path, scores, scheme, width):
+    folder = make_run(tmp_path / "r", scores[0], text="averyverylongword" * 20)
+    maps = [drawn_map(["a ", "b "], seed=i, checkpoint=f"step-{i}") for i in (1, 3)]
+    for i, own in enumerate(maps):
+        write_maps([own], folder / "credit_maps" / f"step-{i:06d}.json")
+    page = open_page(write_report([folder]), width=width, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.locator("#contents a").all_inner_texts() == ["Summary", "Token maps", "Curves", "Rollouts"]
+    assert page.locator(".pane").count() == 2
+    titles = page.locator("figure h3").all_inner_texts()
+    assert titles[:3] == ["avg@k on held-out prompts", "Reward of the rollouts", "Response length (tokens)"]
+    page.locator("figure svg").nth(1).focus()
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("figcaption").nth(1).inner_text() == "step 3: 0.300"
+    assert page.locator("#step option").all_inner_texts() == [f"step {step}" for step in range(1, 5)]
+    assert page.locator(".rollout").count() == 8
+    page.select_option("#step", "0")
+    card = page.locator(".rollout").first
+    assert card.locator(".reward").inner_text() == "reward 1.00 · mean S_t 0.250"
+    assert card.locator("h3").all_inner_texts() == ["user", "completion", "feedback"]
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_page_of_several_runs_shows_paired_differences(open_page, tmp_path, scores):
+    paths = [make_run(tmp_path / f"r{i}", scores[i], contrastive_coef=i / 10) for i in range(3)]
+    page = open_page(write_report(paths, tmp_path / "all.html"))
+    rows = [
+        row.locator("td").all_inner_texts() for row in page.locator("#summary table").first.locator("tbody tr").all()
+    ]
+    assert [row[0] for row in rows] == [f"contrastive_coef={i / 10}" for i in range(3)]
+    for row, own in zip(rows[1:], scores[1:], strict=False):
+        difference = 100 * (own[-1].mean() - scores[0, -1].mean())
+        assert float(row[5].replace("−", "-")) == pytest.approx(difference, abs=0.051)
+        assert row[6].startswith("[")
+    assert page.locator("#grid polyline").count() == 3 * page.locator("figure").count()
+
+
+def test_hostile_rows_are_shown_as_text(open_page, tmp_path, scores):
+    paths = [make_run(tmp_path / f"r{i}", scores[i], text="\n".join(HOSTILE), arm_text=HOSTILE[i]) for i in range(2)]
+    for path in paths:
+        write_maps([drawn_map(list(HOSTILE), feedback=HOSTILE[3])], path / "credit_maps" / "step-000001.json")
+    page = open_page(write_report(paths, tmp_path / "x.html"))
+    assert page.evaluate("window.pwned") is None
+    elements = set(page.evaluate("() => [...document.querySelectorAll('*')].map(e => e.tagName.toLowerCase())"))
+    assert not {"img", "iframe", "link", "object", "embed", "base"} & elements
+    assert page.locator("[onerror], [onload], [onmouseover], [onclick], #pwned").count() == 0
+    assert HOSTILE[0] in page.locator(".rollout pre").first.evaluate("e => e.textContent")
+
+
+# ------------------------------------------------------------------------------------------------------- the callback
+
+
+def test_callback_writes_during_training_and_prints_the_path(tmp_path, scores, capsys):
+    folder = make_run(tmp_path / "r", scores[0])
+    args, state = SimpleNamespace(output_dir=str(folder)), SimpleNamespace(is_world_process_zero=True)
+    callback = ReportCallback(seconds=1000.0)
+    callback.on_train_begin(args, state, None)
+    callback.on_log(args, state, None)
+    first = (folder / "report.html").stat().st_mtime_ns
+    callback.on_log(args, state, None)
+    assert (folder / "report.html").stat().st_mtime_ns == first
+    callback.on_train_end(args, state, None)
+    assert (folder / "report.html").stat().st_mtime_ns > first
+    assert capsys.readouterr().out == f"Report: {folder / 'report.html'}\n"
+    other = SimpleNamespace(is_world_process_zero=False)
+    ReportCallback().on_train_end(SimpleNamespace(output_dir=str(tmp_path / "none")), other, None)
+    assert not (tmp_path / "none").exists()
+
+
+def test_report_that_cannot_be_written_warns_once(tmp_path, caplog):
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(is_world_process_zero=True)
+    callback = ReportCallback(seconds=0.0)
+    for _ in range(3):
+        callback.on_log(args, state, None)
+    assert len([record for record in caplog.records if "No report" in record.message]) == 1
