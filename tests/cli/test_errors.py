@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from credit_trl import cli
-from credit_trl.cli import errors
+from credit_trl.cli import errors, training
+from credit_trl.cli.options_file import load_yaml
 
-ROOT = Path(__file__).parents[2]
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--max_steps", "1", "--report_to", "none"]
 SMALL = ["--per_device_train_batch_size", "4", "--num_generations", "2", "--max_completion_length", "4"]
 OWN_MODULE = """
@@ -48,138 +45,90 @@ def folder(tmp_path, monkeypatch) -> Path:
     rows = [{"prompt": [{"role": "user", "content": f"{n} + 1?"}], "solution": str(n + 1)} for n in range(8)]
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "own_module.py").write_text(OWN_MODULE)
-    (tmp_path / "typo.yaml").write_text("task: quickstart\nmodel_name_or_path: quickstart\ncontrastive_coeff: 0.1\n")
+    typos = "task: quickstart\nmodel_name_or_path: quickstart\ncontrastive_coeff: 0.1\nlambda: 0.1\n"
+    (tmp_path / "typo.yaml").write_text(typos)
     (tmp_path / "latin.yaml").write_bytes("task: café\n".encode("latin-1"))
     (tmp_path / "no_yaml.yaml").write_text("task: [quickstart\n")
+    (tmp_path / "list.yaml").write_text("- a\n- b\n")
+    (tmp_path / "twice.yaml").write_text("seed: 1\nseed: 2\n")
     (tmp_path / "windows.yaml").write_text(r'output_dir: "C:\Users\me\runs"')
-    (tmp_path / "grid.yaml").write_text("contrastive_coef: [0.1, 0.2]\n")
+    (tmp_path / "deep.yaml").write_text("task: " + "[" * 5000)
+    (tmp_path / "text.txt").write_text("x")
+    (tmp_path / "torn.jsonl").write_text('{"prompt": ')
+    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "run.json").write_text("{")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "run.json").write_text('{"config": {"max_completion_length": 8}, "model": "quickstart"}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path
 
 
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a child process."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "credit_trl", *argv]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-
-
-def last_line(result: subprocess.CompletedProcess[str]) -> str:
-    assert "Traceback" not in result.stderr, result.stderr[-3000:]
-    return [line for line in result.stderr.splitlines() if "error: " in line][-1]
-
-
-@pytest.mark.slow  # the fast tests run it in this process
-def test_typo_in_the_yaml_suggests_the_nearest_option(folder):
-    result = run("credit", "--config", "typo.yaml")  # without a second error about the missing GPU
-    assert result.returncode == 2
-    assert last_line(result).startswith("trl credit: error: unknown argument --contrastive_coeff")
-    assert "Did you mean --contrastive_coef?" in last_line(result)
-    assert result.stderr.count("error: ") == 1
-
-
-@pytest.mark.slow  # the fast tests run it in this process
-def test_missing_column_is_named_with_the_fix(folder):
-    line = ["--model_name_or_path", "quickstart", "--dataset_name", "./data", "--reward_funcs", "own_module.exact"]
-    result = run("credit", *line, *ON_CPU, *SMALL)
-    assert result.returncode == 2
-    message = "Reward function `exact` needs the column `answer`, which `train_dataset` does not have"
-    assert message in last_line(result)
-    assert "its columns are prompt, solution" in last_line(result)
-    assert "dataset.rename_column('solution', 'answer')" in last_line(result)
-    assert not (folder / "trainer_output").exists() or not any((folder / "trainer_output").iterdir())
-
-
-@pytest.mark.slow  # the fast tests run both in this process
-@pytest.mark.parametrize(
-    ("command", "line"),
-    [("credit", ["--task", "nowhere", "--model_name_or_path", "no/such"]), ("credit-quickstart", [])],
-)
-def test_coefficient_out_of_range_fails_before_loading(folder, command, line):
-    result = run(command, *line, "--contrastive_coef", "2")
-    assert result.returncode != 0
-    assert last_line(result).startswith(f"trl {command}: error: `contrastive_coef` must be in [0, 1], got 2.0.")
-    assert not re.search(r"bf16|no/such|nowhere|Loading weights", result.stderr)
-    assert not list(folder.glob("runs*"))
-
-
-# Run in this process, which loads TRL once.
+# Command line -> parts of its message.
 LINES = [
-    ("credit --config typo.yaml", "unknown argument --contrastive_coeff (on the command line or"),
-    ("credit --config typo.yaml", "Did you mean --contrastive_coef?"),
-    ("credit --config no_yaml.yaml", "no_yaml.yaml"),
+    ("grop", "there is no command 'grop'. Did you mean grpo?"),
+    ("credit-mapp --model m", "Did you mean credit-map?"),
+    ("credit --config typo.yaml", "--contrastive_coeff. Did you mean --contrastive_coef?"),
+    ("credit --config typo.yaml", "--lambda. Set `contrastive_coef`."),
+    ("credit --lr 1 --alpha 1 --batch_size 8", "--lr. Set `learning_rate`. --alpha. Set `distillation_alpha`."),
+    ("credit --lam 1 --lambda 1", "unknown arguments (on the command line or"),
+    ("credit --dataset q.jsonl --tokenizer t", "--dataset. Give `--dataset_path FILE`"),
+    ("credit --config typo.yaml --learning_rte 1", "--learning_rte. Did you mean --learning_rate?"),
+    ("credit --config no_yaml.yaml", "no_yaml.yaml is not YAML"),
+    ("credit --config list.yaml", "must contain a YAML mapping"),
+    ("credit --config twice.yaml", "`seed` is set twice"),
+    ("credit --config deep.yaml", "nested more than 32 levels deep"),
     ("credit --config windows.yaml", "A path with backslashes needs single quotes, or none."),
+    ("credit --config latin.yaml", "latin.yaml is not a text file in UTF-8"),
     ("credit --config nowhere.yaml", "nowhere.yaml"),
-    ("credit --config", "give its path"),
-    ("credit --config grid.yaml", "`contrastive_coef` must be a number, got [0.1, 0.2]"),
+    ("credit --config", "`--config` names a YAML file: give its path"),
+    ("credit --recipe livecodebench_qwen", "Did you mean livecodebench_qwen3_8b?"),
+    ("credit typo.yaml", "unexpected `typo.yaml`; did you mean `--config typo.yaml`?"),
+    ("credit train.py --use_cpu true --bf16 false", "unexpected `train.py`; every value follows its option"),
+    ("credit --help zebra", "--help zebra: no option has this word"),
     ("credit --task nowhere --model_name_or_path no/such --contrastive_coef 2", "must be in [0, 1], got 2.0"),
-    ("credit --task quickstart", "set `use_cpu=True` and `bf16=False`"),
+    (
+        "credit --use_cpu true --bf16 false --gradient_accumulation_steps 4 --task quickstrat",
+        "Did you mean 'quickstart'",
+    ),
     ("credit --learning_rate much", "invalid float value: 'much'"),
     ("credit --contrastive_form divide", "invalid choice: 'divide'"),
     ("credit --sandbox docker", "neither one of auto, bubblewrap"),
-    ("credit --use_cpu true --bf16 false --generation_batch_size 64 --num_processes few", "invalid whole number"),
+    ("credit --accelerate_config nowhere", "neither a file nor a valid config"),
+    ("credit --num_processes few", "invalid whole number"),
     ("credit --use_cpu true --bf16 false --num_processes -1", "--num_processes: must be at least 1, got -1"),
-    ("credit --config latin.yaml", "latin.yaml is not a text file in UTF-8"),
+    ("credit --avg_at_k_steps 0", "`--avg_at_k_steps` must be at least 1, got 0"),
+    ("credit --max_train_rows 0", "`--max_train_rows` must be at least 1, got 0"),
     ("credit-quickstart --contrastive_coef 2", "error: `contrastive_coef` must be in [0, 1], got 2.0"),
-    ("credit-quickstart --step 5", "unknown argument --step. Did you mean --steps?"),
+    ("credit-quickstart --step 5 --sed 1", "unknown argument --step. Did you mean --steps? unknown argument --sed."),
     ("credit-quickstart --steps 0", "`steps` must be at least 1"),
     ("credit-quickstart --world nowhere", "Known worlds: plain, shortcut, style, weak."),
     ("credit-quickstart --output_dir typo.yaml", "typo.yaml"),
-    ("credit-eval --model no/such --task quickstart", "couldn't find them"),
+    ("credit-eval --model no/such --task quickstart", "neither a folder nor in the cache"),
     ("credit-eval --model quickstart --task quickstar", "Known tasks"),
+    ("credit-eval --model quickstart", "give a run directory, or --model and --task"),
     ("credit-eval --model quickstart --task own_module:Unasked", "no column `prompt`; its columns are question"),
-    ("credit-eval --model quickstart --task quickstart --k 0", "k"),
+    ("credit-eval --model quickstart --task quickstart --k 0", "`k` must be at least 1"),
     ("credit-eval --model quickstart --task quickstart --split nowhere", "Unknown split"),
-    ("credit-eval --model quickstart --task quickstart --max_prompts 0", "max_prompts"),
-    ("credit-eval --model quickstart --task quickstart --max_prompts 1 --temperature -1", "temperature"),
-    ("credit-eval --model quickstart --task quickstart --max_prompts 1 --top_p 2", "top_p"),
-    ("credit-eval --model quickstart --task quickstart --batch_size 0", "`batch_size` must be at least 1"),
-    ('credit-eval --model quickstart --task quickstart --engine_options {"dtype":1}', "takes `chat_template_kwargs`"),
-    ('credit-eval --model quickstart --task quickstart --engine_options {"batch_size":0}', "`batch_size` must be"),
-    (
-        'credit-eval --model quickstart --task quickstart --engine_options {"chat_template_kwargs":3}',
-        "`chat_template_kwargs` must be an object such as {'enable_thinking': False}, got 3",
-    ),
-    ("credit-compat --model quickstart --task quickstart --chat_template_kwargs [1]", "a JSON object such as"),
+    ("credit-eval --model quickstart --task quickstart --max_prompts 0", "`max_prompts` must be at least 1"),
+    ("credit-eval --model quickstart --task quickstart --max_prompts 1 --top_p 2", "`top_p`"),
+    ("credit-eval --model quickstart --task quickstart --engine_options [1]", "a JSON object such as"),
+    ("credit-eval --model quickstart --task quickstart --output_dir bare", "is the folder of a training run"),
+    ("credit-eval --model quickstart --task quickstart --sandbox docker", "--sandbox docker"),
+    ("credit-eval data", "data is not a run directory: it has no run.json"),
+    ("credit-eval bare", "bare holds neither a final model nor a checkpoint"),
+    ("credit-eval bare --model quickstart", "bare: run.json does not describe data and verifier. Give `--task`."),
     ("credit-map --model quickstart", "--task or --responses"),
     ("credit-map --model quickstart --task quickstart --contrastive_coef 2", "must be in [0, 1]"),
     ("credit-map --model quickstart --task quickstart --max_prompts 0", "--max_prompts: must be at least 1"),
-    ("credit-map --model quickstart --task quickstart --samples 0", "--samples: must be at least 1"),
-    ("credit-map --model quickstart --task quickstart --alternatives -1", "--alternatives: must be at least 0"),
-    ("credit-map --model quickstart --task quickstart --pictures -1", "--pictures: must be at least 0, got -1"),
-    ("credit-map --model quickstart --task quickstart --top ten", "--top: invalid whole number value: 'ten'"),
+    ("credit-map --model quickstart --task quickstart --samples ten", "--samples: invalid whole number value: 'ten'"),
     ("credit-map --model quickstart --task own_module:Unasked", "no column `prompt`"),
-    ("credit-map --model quickstart --responses typo.yaml", "rows are read from .json"),
-    ("credit-map --maps typo.yaml", "typo.yaml"),
-    ("credit-map --maps nowhere.parquet", "--maps nowhere.parquet: no such file."),
     ("credit-map --model quickstart --task quickstart --config no_yaml.yaml", "expected"),
-    ("credit-compat --model quickstart --task quickstart", "no multiple choice"),
-    ("credit-compat --model quickstart --task quickstart --letters AAB", "give two or more letters, each once"),
-    ("credit-compat --model quickstart --task quickstart --feedback {x}", "`--feedback` lacks {letter}: '{x}'"),
-    ("credit-compat --model quickstart --task own_module:Unasked", "no column `prompt`"),
-    ("credit-compat --model quickstart --task nowhere", "Known tasks"),
-    ("credit-plan", "holds one prompt"),
-    ("credit-plan --generation_batch_size 64", "--model_name_or_path"),
-    ("credit-plan --config typo.yaml", "Did you mean --contrastive_coef?"),
-    ("credit-plan --config no_yaml.yaml", "no_yaml.yaml"),
-    ("credit-plan --config", "give its path"),
-    ("credit-plan --model_name_or_path Qwen/Qwen3-8B --contrastive_coef 2", "must be in [0, 1]"),
-    ("credit-plan --model_name_or_path Qwen/Qwen3-8B --gpu_memory 0", "--gpu_memory 0: give"),
-    ("credit-plan --rows -3", "--rows: must be at least 1, got -3"),
-    (
-        "credit-plan --model_name_or_path Qwen/Qwen3-8B --generation_batch_size 64 --mean_prompt 4096",
-        "--mean_prompt 4096 exceeds `--max_prompt 2048`",
-    ),
-    ("credit-sweep nowhere.yaml", "nowhere.yaml"),
-    ("credit-sweep no_yaml.yaml", "is not YAML"),
-    ("credit-sweep typo.yaml", "unknown field contrastive_coeff"),
-    ("credit-compare nowhere", "holds no run"),
-    ("credit-compare nowhere --target 45", "--target 45: scores are in [0, 1]"),
-    ("credit-compare damaged", "is not JSON"),
+    ("credit-report nowhere", "holds no run"),
+    ("credit-report damaged", "is not JSON"),
+    ("credit-init data --recipe livecodebench", "there is no recipe 'livecodebench'"),
 ]
 
 
@@ -196,68 +145,47 @@ def test_user_error_has_an_exit_code_and_no_traceback(folder, capsys, line, mess
     assert "Traceback" not in printed
 
 
-SPEC = {"model": "quickstart", "task": "quickstart", "grid": {"method": ["CREDIT"]}, "seeds": [1]}
-RUNS = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 16}
+# Arguments of the training process -> part of its message.
+TRAINING = [
+    ("--task own_module:Unasked", "no column `prompt`"),
+    ("--task quickstart --dataset_name foo/bar", "given by `--task quickstart` and `--dataset_name foo/bar`"),
+    ("--dataset_name ./data --dataset_path q.jsonl", "`--dataset_name ./data` and `--dataset_path q.jsonl`"),
+    ("--dataset_name ./data", "Nothing grades the answers: give `--task NAME`, or `--reward_funcs"),
+    ("--reward_funcs own_module.exact", "No training data: give `--task NAME`"),
+    ("--dataset_path nowhere.jsonl --reward_funcs own_module.exact", "nowhere.jsonl`: no such file"),
+    ("--dataset_path text.txt --reward_funcs own_module.exact", "text.txt`: expected one of .jsonl"),
+    ("--dataset_path torn.jsonl --reward_funcs own_module.exact", "torn.jsonl` cannot be read: "),
+    ("--dataset_path empty.jsonl --reward_funcs own_module.exact", "empty.jsonl` cannot be read: it is empty"),
+    ("--dataset_name ./data --reward_funcs own_module.exact", "Reward function `exact` needs the column `answer`"),
+    ("--dataset_name ./data --reward_funcs no_module.exact", "no module `no_module`"),
+    ("--dataset_name ./data --reward_funcs exact", "expected a dotted import path"),
+    ("--dataset_name ./data --reward_funcs own_module.nothing", "has no `nothing`"),
+    ("--dataset_name ./data --reward_funcs own_module.exact --dataset_train_split tran", "the data has train"),
+    ("--dataset_name ./nothing --reward_funcs own_module.exact", "nothing"),
+    ("--task quickstart --resume_from_checkpoint nowhere", "nowhere"),
+    (
+        "--task quickstart --teacher_model_kind model --teacher_model_name_or_path runs/techer",
+        "The model `runs/techer` is neither a folder nor in the cache",
+    ),
+    ("--dataset_name ./data --reward_funcs own_module.wrong_feedback", "got dict"),
+    ("--dataset_name ./data --reward_funcs own_module.wrong_feedback", "(own_module.py, line 9)"),
+    ("--dataset_name ./data --reward_funcs own_module.one_for_all", "returned 1 elements"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"config": {**RUNS, "contrastive_coef": 2}}, "must be in [0, 1]"),
-        ({"config": {**RUNS, "contrastive_coeff": 0.1}}, "contrastive_coeff"),
-        ({"config": {**RUNS, "use_successful_as_teacher": "false"}}, "must be True or False, got 'false'"),
-        ({"config": [1]}, "config"),
-        ({"seeds": 3}, "`seeds` must be a list"),
-        ({"grid": {"method": ["CREDITS"]}}, "Unknown method 'CREDITS'"),
-        ({"grid": 3}, "grid"),
-        ({"task": "quickstar"}, "Known tasks"),
-        ({"model": 3}, "model"),
-        ({"evaluation": {"kk": 3}}, "kk"),
-        ({"evaluation": {"eval_step": 1}}, "did you mean `eval_steps`?"),
-        ({"evaluation": {"k": 0}}, "`k` must be at least 1"),
-        ({"evaluation": {"temperature": -1}}, "`temperature` must be at least 0"),
-    ],
-)
-def test_error_in_a_sweep_is_reported_before_a_job_starts(folder, capsys, changed, message):
-    (folder / "sweep.yaml").write_text(json.dumps({**SPEC, "config": RUNS, **changed}))  # JSON is YAML
-    assert cli.main(["credit-sweep", "sweep.yaml", "--output_dir", "jobs", "--dry_run"]) in (1, 2)
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert not (folder / "jobs").exists()
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--task own_module:Unasked", "no column `prompt`"),
-        ("--dataset_name ./data --reward_funcs own_module.exact", "Reward function `exact` needs the column `answer`"),
-        ("--dataset_name ./data --reward_funcs own_module.exact", "dataset.rename_column('solution', 'answer')"),
-        ("--dataset_name ./data --reward_funcs no_module.exact", "no module `no_module`"),
-        ("--dataset_name ./data --reward_funcs own_module.nothing", "has no `nothing`"),
-        ("--dataset_name ./data --reward_funcs own_module.exact --dataset_train_split tran", "the data has train"),
-        ("--dataset_name ./nothing --reward_funcs own_module.exact", "nothing"),
-        ("--task quickstart --resume_from_checkpoint nowhere", "nowhere"),
-        ("--dataset_name ./data --reward_funcs own_module.wrong_feedback", "got dict"),
-        ("--dataset_name ./data --reward_funcs own_module.wrong_feedback", "(own_module.py, line 9)"),
-        ("--dataset_name ./data --reward_funcs own_module.one_for_all", "returned 1 elements"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), TRAINING)
 def test_training_process_reports_user_errors_alike(folder, capsys, line, message):
-    from credit_trl.cli import training
-
     own = ["--model_name_or_path", "quickstart", "--output_dir", "run", "--save_strategy", "no"]
     assert training.run([*line.split(), *own, *ON_CPU, *SMALL]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_errors_spell_control_characters_out(capsys):
-    assert errors.report_user_error("trl credit", ValueError("a\x1b[2J\nb\r\u202e"), 3) == 3
-    assert capsys.readouterr().err == "trl credit: error: a⟨U+001B⟩[2J\nb⟨U+000D⟩⟨U+202E⟩\n"
+def test_a_missing_model_names_the_option():
+    with pytest.raises(ValueError, match="give `--model_name_or_path"):
+        training.resolve_model(None)
 
 
 def test_bug_in_a_verifier_keeps_its_traceback(folder):
-    from credit_trl.cli import training
-
     own = ["--model_name_or_path", "quickstart", "--output_dir", "run", "--save_strategy", "no"]
     with pytest.raises(TypeError, match="NoneType"):
         training.run(["--dataset_name", "./data", "--reward_funcs", "own_module.buggy", *own, *ON_CPU, *SMALL])
@@ -267,3 +195,44 @@ def test_traceback_of_a_user_error_is_shown_on_request(folder, monkeypatch):
     monkeypatch.setenv(errors.TRACEBACK, "1")
     with pytest.raises(ValueError, match="`steps` must be at least 1"):
         cli.main(["credit-quickstart", "--steps", "0"])
+
+
+def test_errors_spell_control_characters_out(capsys):
+    assert errors.report_user_error("trl credit", ValueError("a\x1b[2J\nb\r\u202e"), 3) == 3
+    assert capsys.readouterr().err == "trl credit: error: a⟨U+001B⟩[2J\nb⟨U+000D⟩⟨U+202E⟩\n"
+
+
+def test_errors_begin_on_a_line_of_their_own_under_a_progress_bar(capsys):
+    from tqdm.auto import tqdm
+
+    bar = tqdm(total=2, file=sys.stderr, mininterval=0)
+    bar.update()
+    errors.report_user_error("trl credit", ValueError("wrong"))
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[-1] == "trl credit: error: wrong"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: " + "[" * 40 + "]" * 40, "levels deep"),
+        ("a: [" + "1," * 30_000 + "]", "keys and values"),
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1]\n"
+            + "".join(f"{c}: &{c} [{','.join(['*' + p] * 9)}]\n" for p, c in zip("abcdef", "bcdefg", strict=False)),
+            "aliases",
+        ),
+        ("base: &m {" + ",".join(f"k{i}: 1" for i in range(500)) + "}\nx: [" + "{<<: *m}," * 100 + "]", "aliases"),
+        ("a: &a [*a]", "aliases"),
+    ],
+)
+def test_yaml_beyond_the_limits_is_refused_before_it_is_built(text, message):
+    with pytest.raises(ValueError, match=message):
+        load_yaml(text)
+
+
+def test_yaml_within_the_limits_equals_safe_load():
+    text = "a: &x {b: 1, c: [1, 2.5, null]}\nd: {<<: *x, e: 'text'}\nf: *x\n"
+    expected = {"b": 1, "c": [1, 2.5, None]}
+    assert load_yaml(text) == {"a": expected, "d": {**expected, "e": "text"}, "f": expected}
+    assert load_yaml("") is None

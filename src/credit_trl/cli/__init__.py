@@ -3,9 +3,8 @@
 TRL has no plug-in point for commands, so this package installs its own `trl` script. `credit-trl` and
 `python -m credit_trl` run the same program; no other installation overwrites the name `credit-trl`.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> int`, imported when the command is called. A
-module with `PASSES_UNKNOWN_ARGUMENTS = True` receives the arguments that its parser does not define as second argument
-of `run`. `continues(args) -> bool`, if there is one, says whether the same command line continues an interrupted one.
+A command is a module with `add_arguments(parser)` and `run(args) -> int`, imported when the command is called.
+`continues(args) -> bool`, if there is one, says whether the same command line continues an interrupted one.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import importlib
 import os
 import signal
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, HelpFormatter
 from importlib.metadata import version
 
 from credit_trl.cli.output import output_is_closed, spell_unencodable
@@ -23,13 +22,11 @@ TRAINING = ("credit", "Run the CREDIT training script")
 
 # `credit-…` command -> its module and its line in `trl --help`.
 COMPANIONS = {
-    "credit-compare": ("credit_trl.cli.credit_compare", "Compare runs: tables, curves and one HTML report"),
-    "credit-compat": ("credit_trl.cli.credit_compat", "Check Assumption 1 at the answer letter (Appendix E)"),
-    "credit-eval": ("credit_trl.cli.credit_eval", "avg@k of a model on a task, with bootstrap intervals"),
+    "credit-eval": ("credit_trl.cli.credit_eval", "avg@k of a run or a model, with bootstrap intervals"),
+    "credit-init": ("credit_trl.cli.credit_init", "Write a first configuration, verifier and rows"),
     "credit-map": ("credit_trl.cli.credit_map", "Draw the credit of every token of a response"),
-    "credit-plan": ("credit_trl.cli.credit_plan", "Estimate memory, tokens and time of a run, without weights"),
     "credit-quickstart": ("credit_trl.cli.quickstart", "Train the embedded task on a CPU and map its credit"),
-    "credit-sweep": ("credit_trl.cli.credit_sweep", "Run a sweep of methods, options and seeds, resumable"),
+    "credit-report": ("credit_trl.cli.credit_report", "One HTML page for a run, or for several side by side"),
 }
 
 
@@ -77,15 +74,18 @@ def _run_companion(name: str, argv: list[str]) -> int:
 
     ignore_future_warnings()
     module = importlib.import_module(COMPANIONS[name][0])
-    parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False)
+    parser = ArgumentParser(prog=f"trl {name}", allow_abbrev=False, formatter_class=_one_row_an_option)
     module.add_arguments(parser)
+    places = "".join(f" [{one.metavar or one.dest}]" for one in parser._actions if not one.option_strings)
+    parser.usage = f"{parser.prog}{places} [options]"
     options, unknown = parser.parse_known_args(argv)
-    passes_unknown = getattr(module, "PASSES_UNKNOWN_ARGUMENTS", False)
-    if unknown and not passes_unknown:
-        parser.error(f"unknown argument {unknown[0]}.{suggest(unknown[0], parser._option_string_actions)}")
+    if unknown:
+        known = parser._option_string_actions
+        named = [word for word in unknown if word.startswith("-")] or unknown
+        parser.error(" ".join(f"unknown argument {word}.{suggest(word, known)}" for word in named))
     sys.path.insert(0, os.getcwd())  # tasks of the user's own
     try:
-        status = module.run(options, unknown) if passes_unknown else module.run(options)
+        status = module.run(options)
         sys.stdout.flush()
         return status
     except USER_ERRORS as error:
@@ -93,11 +93,15 @@ def _run_companion(name: str, argv: list[str]) -> int:
             return 128 + signal.SIGPIPE
         if isinstance(error, TypeError) and not is_user_error(error):
             raise
-        return report_user_error(f"trl {name}", error, getattr(module, "ERROR_CODE", 1))
+        return report_user_error(f"trl {name}", error)
     except KeyboardInterrupt:
         continues = getattr(module, "continues", lambda _: False)(options)
         print(f"trl {name}: interrupted{'; the same command continues' if continues else ''}", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _one_row_an_option(prog: str) -> HelpFormatter:
+    return HelpFormatter(prog, max_help_position=34)
 
 
 def _help_parser() -> ArgumentParser:
@@ -109,7 +113,7 @@ def _help_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="trl", allow_abbrev=False)
     versions = ", ".join(f"{name} {version(name)}" for name in ("trl", "credit-trl"))
     parser.add_argument("--version", action="version", version=versions)
-    subparsers = parser.add_subparsers(help="available commands", dest="command")
+    subparsers = parser.add_subparsers(help="available commands", dest="command", metavar="COMMAND")
     for name in sorted(lines):
         subparsers.add_parser(name, help=lines[name])
     return parser

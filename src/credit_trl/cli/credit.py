@@ -1,7 +1,7 @@
 """`trl credit`: check the command line, then launch the training module with accelerate.
 
 Accepts the arguments of TRL's training commands: `--config FILE.yaml` with overrides, arguments of `accelerate launch`
-and `--accelerate_config`. An argument that neither the trainer nor accelerate defines fails before the launch.
+and `--accelerate_config`. Arguments that neither the trainer nor accelerate defines fail before the launch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.cli.arguments import at_least, read_options
+from credit_trl.cli.arguments import at_least
 from credit_trl.cli.errors import USER_ERRORS, report_exit_code, report_failed_process, report_user_error, suggest
+from credit_trl.cli.help import print_help
+from credit_trl.cli.options_file import config_file, load_yaml, read_options
+from credit_trl.cli.recipes import recipe_names, recipe_path, with_accelerate_file
 from credit_trl.cli.training import make_parser, refuse
 from credit_trl.tasks.registry import check_name
 from credit_trl.training.future_warnings import ignore_future_warnings
@@ -24,6 +28,11 @@ from credit_trl.training.future_warnings import ignore_future_warnings
 if TYPE_CHECKING:
     from trl import TrlParser
 
+# Arguments of the trainer in Python, which the command line has no option for.
+_HINTS = {
+    "dataset": "Give `--dataset_path FILE` or `--dataset_name NAME`.",
+    "tokenizer": "It is that of `--model_name_or_path`.",
+}
 TRAINING_MODULE = "credit_trl.cli.training"
 PROG = "trl credit"
 
@@ -33,6 +42,10 @@ def run(argv: list[str]) -> int:
     ignore_future_warnings()
     with ExitStack() as merged:
         try:
+            topic = help_topic(argv)
+            if topic is not None:
+                print_help(make_parser(prog=PROG), topic or None, recipe_names())
+                return 0
             argv = merged.enter_context(one_config(argv))
             parser = make_parser(prog=PROG, processes=processes_of(argv))
             script, *_, from_config, from_line = parse(parser, argv)
@@ -42,6 +55,17 @@ def run(argv: list[str]) -> int:
         except USER_ERRORS as error:
             return report_user_error(PROG, error, code=2)
         return launch(launched)
+
+
+def help_topic(argv: list[str]) -> str | None:
+    """The word after `--help`, `""` for none, `"all"` for `--help-all`; None for a line that asks for no help."""
+    if "--help-all" in argv:
+        return "all"
+    at = next((at for at, word in enumerate(argv) if word in ("-h", "--help")), None)
+    if at is None:
+        return None
+    following = argv[at + 1 : at + 2]
+    return "" if not following or following[0].startswith("-") else following[0]
 
 
 def launch(launched: Namespace) -> int:
@@ -97,7 +121,8 @@ def launch_arguments(argv: list[str], from_config: list[str], from_line: list[st
     options = resolve_accelerate_config_argument(from_config + from_line)
     own = _subtract_subsequence(argv, from_line)
     launched = launcher.parse_args([*map(str, options), "--module", TRAINING_MODULE, *own])
-    if (word := launched.training_script) != TRAINING_MODULE:
+    word = launched.training_script
+    if word != TRAINING_MODULE:
         is_file = word.endswith((".yaml", ".yml", ".json"))
         fix = f"did you mean `--config {word}`?" if is_file else "every value follows its option, as in `--task NAME`."
         raise ValueError(f"unexpected `{word}`; {fix}")
@@ -106,80 +131,102 @@ def launch_arguments(argv: list[str], from_config: list[str], from_line: list[st
 
 @contextmanager
 def one_config(argv: list[str]) -> Iterator[list[str]]:
-    """Merge all `--config` files into a temporary one, since TRL's parser reads one, after the word `--config`.
+    """Merge the files of `--config` and `--recipe` into a temporary one, since TRL's parser reads one.
 
-    Options of a later file override those of an earlier one, variables of `env` each by itself.
+    Options of a later file override those of an earlier one, variables of `env` each by itself. An accelerate file of
+    the package is found from any directory.
     """
     import yaml
 
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    places = [at for at, word in enumerate(words) if word == "--config"]
-    if len(places) < 2:
+    words = [
+        part
+        for word in argv
+        for part in (word.split("=", 1) if word.startswith(("--config=", "--recipe=")) else [word])
+    ]
+    places = [at for at, word in enumerate(words) if word in ("--config", "--recipe")]
+    others = [word for at, word in enumerate(words) if not {at, at - 1} & set(places)]
+    files = [_named_file(words[at:]) for at in places]
+    options = merged_options(files)
+    resolved = with_accelerate_file(options)
+    if len(files) == 1 and resolved == options:
+        yield ["--config", str(files[0]), *others]
+        return
+    if not files:
         yield words
         return
-    merged: dict[str, Any] = {}
-    for at in places:
-        options = config_file(words[at:])
-        if env := {**(merged.get("env") or {}), **(options.get("env") or {})}:
-            options["env"] = env
-        merged |= options
-    others = [word for at, word in enumerate(words) if not {at, at - 1} & set(places)]
     with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        yaml.safe_dump(merged, file)
+        yaml.safe_dump(resolved, file)
         file.flush()
         yield ["--config", file.name, *others]
 
 
+def _named_file(words: list[str]) -> Path:
+    """The file that follows `--config`, or whose name follows `--recipe`."""
+    option, *rest = words
+    if not rest or rest[0].startswith("--"):
+        what = "names a YAML file: give its path" if option == "--config" else "names a recipe: give its name"
+        raise ValueError(f"`{option}` {what}.")
+    return recipe_path(rest[0]) if option == "--recipe" else Path(rest[0])
+
+
+def merged_options(files: list[Path]) -> dict[str, Any]:
+    """Options of several files, the later before the earlier ones."""
+    merged: dict[str, Any] = {}
+    for path in files:
+        options = read_options(path)
+        env = {**(merged.get("env") or {}), **(options.get("env") or {})}
+        merged |= {**options, "env": env} if env else options
+    return merged
+
+
 def processes_of(argv: list[str]) -> int:
-    """Number of processes that accelerate will start, by default one per GPU."""
+    """Number of processes that accelerate will start, by default one per GPU.
+
+    Of accelerate's configuration file, overridden by the YAML file, overridden by the command line.
+    """
     import torch
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    return int(launcher_of(argv).get("num_processes") or max(torch.cuda.device_count(), 1))
-
-
-def launcher_of(argv: list[str]) -> dict[str, Any]:
-    """Settings of accelerate: its configuration file, overridden by the YAML file, overridden by the command line."""
-    from credit_trl.lab.planning.setup import read_launcher
-
-    parser, in_file = ArgumentParser(add_help=False, allow_abbrev=False), config_file(argv)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = refuse
-    count = at_least(1)
-    kinds = {"accelerate_config": str, "config_file": str, "num_processes": count, "num_machines": count}
+    in_file = config_file(argv)
+    kinds = {"accelerate_config": str, "config_file": str, "num_processes": at_least(1)}
     for name, kind in kinds.items():
         parser.add_argument(f"--{name}", type=kind, default=in_file.get(name))
     given, _ = parser.parse_known_args(argv)
-    counts = {"num_processes": given.num_processes, "num_machines": given.num_machines}
-    return read_launcher(given.accelerate_config or given.config_file, counts)
+    path = given.accelerate_config or given.config_file
+    count = given.num_processes
+    if count is None and path is not None:
+        _, resolved = resolve_accelerate_config_argument(["--accelerate_config", str(path)])
+        count = (load_yaml(Path(resolved).read_text(encoding="utf-8")) or {}).get("num_processes")
+    return int(count or max(torch.cuda.device_count(), 1))
 
 
-def check_names(parser: ArgumentParser, argv: list[str], own: Iterable[str] = ()) -> None:
+def check_names(parser: ArgumentParser, argv: list[str]) -> None:
     """Check that the training module or accelerate defines every argument of a command line and its YAML file.
 
-    Runs before values are parsed, because TRL's errors about values or the machine would hide a misspelt name. The
-    error may suggest one of `own`, further options of the command, for a name on the line.
+    Runs before values are parsed, because TRL's errors about values or the machine would hide a misspelt name.
     """
     from accelerate.commands.launch import launch_command_parser
 
-    from credit_trl.config import unknown_option
+    from credit_trl.config import OTHER_NAMES
 
+    hints = OTHER_NAMES | _HINTS
     of_launcher = {*launch_command_parser()._option_string_actions, "--accelerate_config"}
     options = {"--config", *parser._option_string_actions, *of_launcher}
     fields = {action.dest for action in parser._actions} | {"env"}  # the spelling with a dash is for the line
     in_file = [f"--{key}" for key in config_file(argv) if key not in fields and f"--{key}" not in of_launcher]
     on_line = [word.split("=")[0] for word in argv if word.startswith("--") and " " not in word]
-    unknown = [name for name in on_line if not any(option.startswith(name) for option in options)]  # or abbreviated
-    for name in (*in_file, *unknown):
+    unknown = [
+        name
+        for name in on_line
+        if name not in options and (name[2:] in hints or not any(option.startswith(name) for option in options))
+    ]  # abbreviations are known
+    problems = []
+    for name in dict.fromkeys([*in_file, *unknown]):
+        hint = hints.get(name[2:])
+        problems.append(f"{name}.{suggest(name, options - {name}) if hint is None else f' {hint}'}")
+    if problems:
+        many = "s" if len(problems) > 1 else ""
         place = "(on the command line or, without the dashes, in the YAML file)"
-        similar = options if name in in_file else options.union(own)
-        advice = unknown_option(name.removeprefix("--"), ()) or suggest(name, similar - {name})
-        raise ValueError(f"unknown argument {name} {place}.{advice}")
-
-
-def config_file(argv: list[str]) -> dict[str, Any]:
-    """Contents of the YAML file that a command line names, or an empty mapping."""
-    if "--config" not in argv:
-        return {}
-    path = next(iter(argv[argv.index("--config") + 1 :]), None)
-    if path is None or path.startswith("--"):
-        raise ValueError("`--config` names a YAML file: give its path.")
-    return read_options(path)
+        raise ValueError(f"unknown argument{many} {place}: {' '.join(problems)}")

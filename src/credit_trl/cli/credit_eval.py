@@ -1,58 +1,74 @@
-"""`trl credit-eval`: avg@k of a model on a task, with bootstrap intervals. Resumable."""
+"""`trl credit-eval`: avg@k of a run or a model on a task, with bootstrap intervals. Resumable."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 
 from credit_trl.cli.arguments import add_sandbox_arguments, json_object
+from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.run_directory import RUN_FILE
+
+EVALUATION_FOLDER = "credit_eval"  # of a run directory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Sample k responses to every prompt of a task, verify them, and report avg@k with a 95% bootstrap interval "
-        "over prompts, pass@k, maj@k for tasks whose answers are letters, lengths and truncation. An interrupted "
-        "evaluation continues when started again with the same --output_dir."
+        "Sample k responses to every prompt, verify them, and report avg@k with a 95% bootstrap interval over "
+        "prompts, pass@k, lengths and truncation. The same command continues an interrupted evaluation."
     )
-    parser.add_argument("--model", required=True, help="hub name or directory of the model, smollm2 or quickstart")
-    parser.add_argument(
-        "--task", required=True, help="such as sciknoweval:chemistry, toolalpaca, my_package.task:Task"
-    )
-    parser.add_argument("--k", type=int, default=16, help="samples per prompt (default 16)")
-    parser.add_argument("--temperature", type=float, default=0.6, help="default 0.6")
-    parser.add_argument("--top_p", type=float, default=0.95, help="default 0.95")
-    parser.add_argument("--top_k", type=int, default=0, help="0 for no limit (default)")
-    parser.add_argument("--max_completion_length", type=int, default=4096, help="tokens per response (default 4096)")
-    parser.add_argument("--split", default="test", help="split of the task's data (default test)")
-    parser.add_argument("--path", help="local data file or folder, instead of the hub")
-    parser.add_argument("--max_prompts", type=int, help="use the first prompts only")
-    parser.add_argument("--group_by", help="column whose values are reported separately")
-    parser.add_argument("--seed", type=int, default=0, help="sampling seed (default 0)")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="run directory, whose model, data and verifier are used")
+    parser.add_argument("--model", metavar="NAME", help="hub name or directory, smollm2 or quickstart")
+    parser.add_argument("--task", metavar="NAME", help="such as sciknoweval:chemistry, my_package.task:Task")
+    parser.add_argument("--k", metavar="K", type=int, default=16, help="samples per prompt (default 16)")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.6, help="default 0.6")
+    parser.add_argument("--top_p", metavar="P", type=float, default=0.95, help="default 0.95")
+    parser.add_argument("--top_k", metavar="K", type=int, default=0, help="0 for no limit (default)")
+    parser.add_argument("--max_completion_length", metavar="N", type=int, help="tokens (default: the run's, or 4096)")
+    parser.add_argument("--split", metavar="NAME", default="test", help="split of the task's data (default test)")
+    parser.add_argument("--path", metavar="PATH", help="local data file or folder")
+    parser.add_argument("--max_prompts", metavar="N", type=int, help="use the first prompts only")
+    parser.add_argument("--group_by", metavar="COLUMN", help="column whose values are reported separately")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="sampling seed (default 0)")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--engine_options", type=json_object, default={}, metavar="JSON", help="of the engine")
+    parser.add_argument("--batch_size", metavar="N", type=int, help="responses generated at a time")
     parser.add_argument(
-        "--engine_options", type=json_object, default={}, help="JSON, such as '{\"chat_template_kwargs\": {...}}'"
+        "--output_dir", metavar="PATH", help=f"samples and result (default: RUN/{EVALUATION_FOLDER}, or none)"
     )
-    parser.add_argument("--batch_size", type=int, help="responses generated at a time")
-    parser.add_argument("--output_dir", help="folder of samples and result (default: not saved)")
     add_sandbox_arguments(parser)
 
 
 def continues(args: argparse.Namespace) -> bool:
     """Whether samples are stored, so that the same command line continues an interrupted evaluation."""
-    return bool(args.output_dir)
+    return bool(args.output_dir or args.run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from credit_trl.evaluation import EvaluationConfig, evaluate
+    from credit_trl.cli.data import load_own_task
+    from credit_trl.evaluation import evaluate
 
-    if args.output_dir and (Path(args.output_dir) / RUN_FILE).is_file():
-        raise ValueError(f"`--output_dir {args.output_dir}` is the folder of a training run; give another one.")
-    accepted = {field.name for field in fields(EvaluationConfig)}
     choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)
-    print(evaluate(args.model, args.task, **{name: value for name, value in vars(args).items() if name in accepted}))
-    if args.output_dir:
-        print(f"  written to {args.output_dir}")
+    sampling = ("k", "temperature", "top_p", "top_k", "seed", "split", "path", "max_prompts", "group_by", "engine")
+    options = {name: getattr(args, name) for name in (*sampling, "batch_size", "output_dir")}
+    options["engine_options"] = dict(args.engine_options)
+    options["max_completion_length"] = args.max_completion_length or 4096
+    if args.run is not None:
+        config = read_run(args.run)["config"]
+        model = args.model or str(model_of_run(args.run))
+        task = task_of_run(args.run, args.task)
+        options["output_dir"] = args.output_dir or str(Path(args.run) / EVALUATION_FOLDER)
+        options["max_completion_length"] = args.max_completion_length or config["max_completion_length"]
+        options["engine_options"].setdefault("chat_template_kwargs", config.get("chat_template_kwargs"))
+    elif args.model is None or args.task is None:
+        raise ValueError("give a run directory, or --model and --task.")
+    else:
+        model = args.model
+        task = load_own_task(args.task)
+    if options["output_dir"] and (Path(options["output_dir"]) / RUN_FILE).is_file():
+        raise ValueError(f"`--output_dir {options['output_dir']}` is the folder of a training run; give another one.")
+    print(evaluate(model, task, **options))
+    if options["output_dir"]:
+        print(f"  written to {options['output_dir']}")
     return 0

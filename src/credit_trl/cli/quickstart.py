@@ -1,48 +1,306 @@
-"""`trl credit-quickstart`: train a task on a CPU and report accuracy and credit before and after.
+"""`trl credit-quickstart`: train the embedded task on a CPU and report accuracy and credit before and after.
 
-The embedded model is part of the package; SmolLM2 is downloaded and warmed up on first use. The data are generated.
+The embedded model is part of the package, the data are generated.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from credit_trl.config import CreditConfig
+    from credit_trl.evaluation import Evaluation, EvaluationCallback
+    from credit_trl.lab.analysis.responses import Rollout
+    from credit_trl.lab.analysis.tokenmap import TokenMap
+    from credit_trl.lab.analysis.tokenmap_summary import ClassShare
+    from credit_trl.trainer import CreditTrainer
+
+STAGES = ("rollout", "verdict", "contexts", "scores", "update")
+GROUPS = ("known", "unknown", "holdout")  # of cues
+CLASSES = ("cue", "topic", "tool", "city")  # of tokens, besides "generic"
+
+SAMPLES = 4  # k of the held-out avg@k
+EVALUATIONS = 5  # those before the first and after the last step included
+ROWS_PER_CUE = 4  # of the held-out prompts
+SCORED_PROMPTS = 32  # with two responses each, of the table of S_t
+SHOWN = 16  # responses on the page of token maps
+
+# Options of `CreditConfig`: 16 prompts of 4 rollouts per step; learning rate and its schedule are for half a million
+# parameters. A frozen teacher does not unlearn to read feedback as an average of the policy does. With reverse KL and
+# JSD a cue could stay unlearnt (seeds 100 to 102): where the policy's probability of the right topic has become small,
+# their gradients vanish, that of forward KL does not. The templates are SDPO's, with which the base was pretrained.
+OPTIONS: dict[str, Any] = {
+    "max_steps": 130,
+    "per_device_train_batch_size": 64,
+    "num_generations": 4,
+    "max_completion_length": 32,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "warmup_stable_decay",
+    "lr_scheduler_kwargs": {"num_decay_steps": 30},
+    "warmup_steps": 10,
+    "teacher_model_kind": "base",
+    "distillation_alpha": 0.0,
+    "reprompt_template": "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
+    "feedback_template": "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
+    "scoring_batch_tokens": 4096,  # the states of a pass stay in the cache of a core
+    "bf16": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
+
+
+@dataclass(frozen=True)
+class QuickstartResult:
+    """Measurements of a quickstart run, in `run_directory` with log, evaluations and model.
+
+    Args:
+        page: report with curves and token maps of some responses before and after training.
+        before, after: avg@k on held-out prompts at temperature 1, by group of prompts.
+        credit_before, credit_after: credit by token class under the first and the last teacher.
+        stage_seconds: mean seconds per step by stage, without evaluations.
+    """
+
+    run_directory: Path
+    page: Path
+    before: Evaluation
+    after: Evaluation
+    credit_before: Sequence[ClassShare]
+    credit_after: Sequence[ClassShare]
+    stage_seconds: Mapping[str, float]
+    steps: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Train the embedded model on the embedded task, on one CPU core in two to three minutes, or SmolLM2 with 135 "
-        "million parameters on tool choice in English, on two cores. Prints held-out accuracy before and after, "
-        "S_t by token class, and seconds per stage. Writes a learning curve and a page of token maps to --output_dir."
+        "Train the embedded model on the embedded task, on one CPU core in two to three minutes. Prints held-out "
+        "accuracy before and after, S_t by token class, and seconds per stage, and writes a page with learning curves "
+        "and token maps."
     )
-    parser.add_argument("--model", choices=("quickstart", "smollm2"), default="quickstart", help="default quickstart")
-    parser.add_argument("--output_dir", help="default runs/quickstart or runs/smollm2")
-    parser.add_argument("--steps", type=int, help="optimizer steps (default 130, with SmolLM2 40)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", metavar="PATH", default="runs/quickstart", help="default runs/quickstart")
     parser.add_argument(
-        "--world", default="plain", help="plain (default), or a world pretrained before: shortcut, style, weak"
+        "--steps", metavar="N", type=int, default=OPTIONS["max_steps"], help="optimizer steps (default 130)"
     )
-    parser.add_argument("--contrastive_coef", type=float, default=0.1, help="λ; 0 is SDPO (default 0.1)")
-    parser.add_argument("--distillation_weight", type=float, default=1.0, help="0 is GRPO (default 1)")
-    parser.add_argument("--use_peft", action="store_true", help="train LoRA adapters instead of all weights")
+    parser.add_argument("--seed", metavar="N", type=int, default=0)
+    parser.add_argument(
+        "--world", metavar="NAME", default="plain", help="what the base knows: plain (default), shortcut, style, weak"
+    )
+    parser.add_argument("--contrastive_coef", metavar="L", type=float, default=0.1, help="λ; 0 is SDPO (default 0.1)")
+    parser.add_argument("--distillation_weight", metavar="W", type=float, default=1.0, help="0 is GRPO (default 1)")
 
 
 def run(args: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
-    from credit_trl.cli.quickstart_report import format_result
-    from credit_trl.cli.quickstart_run import run_quickstart
-    from credit_trl.cli.quickstart_tasks import quickstart_task
-
     disable_progress_bar()  # of the libraries
-    result = run_quickstart(
-        args.output_dir or f"runs/{args.model}",
-        args.steps,
-        args.seed,
-        task=quickstart_task(args.model),
-        world=args.world,
-        use_peft=args.use_peft,
-        contrastive_coef=args.contrastive_coef,
-        distillation_weight=args.distillation_weight,
-    )
-    print(format_result(result))
+    weights = {"contrastive_coef": args.contrastive_coef, "distillation_weight": args.distillation_weight}
+    print(format_result(run_quickstart(args.output_dir, args.steps, args.seed, world=args.world, **weights)))
     return 0
+
+
+def run_quickstart(
+    output_dir: str | Path,
+    steps: int = OPTIONS["max_steps"],
+    seed: int = 0,
+    *,
+    world: str = "plain",
+    progress: bool = True,
+    **overrides: Any,
+) -> QuickstartResult:
+    """Train the embedded base and evaluate it before and after.
+
+    Args:
+        world: world of the base; see `tasks.quickstart_model.load_model`.
+        progress: show a progress bar.
+        **overrides: further options of `CreditConfig`, such as `contrastive_coef=0.0`.
+    """
+    import torch
+
+    from credit_trl.config import CreditConfig
+    from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
+
+    if steps < 1:
+        raise ValueError(f"`steps` must be at least 1, got {steps}.")
+    torch.set_num_threads(1)  # more gain little for this model
+    config = CreditConfig(str(output_dir), **{**OPTIONS, "max_steps": steps, "seed": seed, **overrides})
+    trainer = quickstart_trainer(config, world, progress)
+    evaluation = _evaluate_during_training(trainer, world)
+    maps_before = token_maps(trainer, "before")
+    trainer.train()
+    maps_after = token_maps(trainer, "after")
+    directory = Path(config.output_dir)
+    page = write_page(trainer, maps_before, directory)
+    trainer.save_model(str(directory / "model"))
+    trainer.accelerator.end_training()
+    return QuickstartResult(
+        run_directory=directory,
+        page=page,
+        before=read_evaluation(directory, evaluation.history[0]["step"]),
+        after=read_evaluation(directory, evaluation.history[-1]["step"]),
+        credit_before=summarize_maps(maps_before).classes,
+        credit_after=summarize_maps(maps_after).classes,
+        stage_seconds=stage_seconds(directory),
+        steps=steps,
+    )
+
+
+def quickstart_trainer(config: CreditConfig, world: str = "plain", progress: bool = False) -> CreditTrainer:
+    """The trainer of the embedded base, without evaluations, with a progress bar in place of printed logs."""
+    from transformers import PrinterCallback, ProgressCallback
+
+    from credit_trl.tasks import quickstart
+    from credit_trl.tasks.registry import load_task
+    from credit_trl.trainer import CreditTrainer
+
+    model, tokenizer = quickstart.load_model(world=world)
+    task = load_task(quickstart.TASK)
+    trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
+    for callback in list(trainer.callback_handler.callbacks):
+        if isinstance(callback, PrinterCallback):
+            trainer.remove_callback(callback)
+    if progress:
+
+        class Bar(ProgressCallback):
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+                if logs and "reward" in logs:
+                    self.training_bar.set_postfix_str(f"reward {logs['reward']:.2f}", refresh=False)
+
+        trainer.add_callback(Bar)
+    return trainer
+
+
+def _evaluate_during_training(trainer: CreditTrainer, world: str) -> EvaluationCallback:
+    """Add the held-out evaluations to a trainer."""
+    from credit_trl.evaluation import EvaluationCallback
+    from credit_trl.tasks import quickstart
+    from credit_trl.tasks.registry import load_task
+    from credit_trl.tasks.run_data import describe_data
+
+    task = load_task(quickstart.TASK)
+    evaluation = EvaluationCallback(
+        trainer,
+        task,
+        SAMPLES,
+        max(1, -(-trainer.args.max_steps // (EVALUATIONS - 1))),
+        dataset=task.build("test", rows_per_cue=ROWS_PER_CUE),
+        keep_best=False,
+        batch_size=288,
+        temperature=1.0,
+        top_p=1.0,
+        group_by="group",
+        progress=False,
+    )
+    trainer.run_log.facts.update(task=task.name, world=world, data=describe_data(task.reward, task=task.name))
+    trainer.add_callback(evaluation)
+    return evaluation
+
+
+def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] | None = None) -> list[TokenMap]:
+    """Token maps of responses under the current model and teacher, by default of new rollouts.
+
+    Tokens have the classes of the task: words of the input (such as topic, tool, city) and the template.
+    """
+    from credit_trl.lab.analysis.checkpoints import Checkpoint
+    from credit_trl.lab.analysis.responses import sample_rollouts
+    from credit_trl.lab.analysis.token_classes import task_classes
+    from credit_trl.lab.analysis.tokenmap import map_response
+    from credit_trl.tasks import quickstart
+    from credit_trl.tasks.registry import load_task
+    from credit_trl.teacher.models import Teacher
+
+    tokenizer = trainer.processing_class
+    task = load_task(quickstart.TASK)
+    student = Teacher(trainer.model, trainer.accelerator)
+    # GRPO has no teacher. Its student scores itself, as an EMA teacher would at the first step.
+    checkpoint = Checkpoint(name, tokenizer, student, trainer.teacher or student)
+    if responses is None:
+        rows = trainer.train_dataset.to_list()[:SCORED_PROMPTS]
+        responses = sample_rollouts(checkpoint, task, rows, trainer.args, samples=2)
+    classify = task_classes(task, tokenizer)
+    return [map_response(checkpoint, response, trainer.args, classify=classify) for response in responses]
+
+
+def write_page(trainer: CreditTrainer, before: Sequence[TokenMap], directory: Path) -> Path:
+    """Write the report with `SHOWN` responses before and after training, wrong ones first, and return its path."""
+    from credit_trl.lab.analysis.tokenmap_json import MAPS_FOLDER, write_maps
+    from credit_trl.lab.report import write_report
+
+    shown = sorted((one for one in before if one.response.privileged), key=lambda one: one.response.reward)[:SHOWN]
+    after = token_maps(trainer, "after", [one.response for one in shown])
+    write_maps([*shown, *after], directory / MAPS_FOLDER / "before_and_after.json")
+    return write_report([directory])
+
+
+def stage_seconds(directory: Path) -> dict[str, float]:
+    """Mean seconds per step of every logged stage of a run."""
+    from credit_trl.training.run_directory import LOG_FILE, read_lines
+
+    logs = read_lines(directory / LOG_FILE)
+    logged = {stage: [row.get(f"credit/seconds_{stage}") for row in logs] for stage in STAGES}
+    seconds = {stage: [value for value in values if value is not None] for stage, values in logged.items()}
+    return {stage: sum(values) / len(values) for stage, values in seconds.items() if values}
+
+
+def read_evaluation(directory: Path, step: int) -> Evaluation:
+    """The evaluation of a run at a step."""
+    from credit_trl.evaluation import Evaluation
+    from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
+
+    return Evaluation.from_dict(read_json(directory / EVALUATIONS_FOLDER / f"step-{step:06d}" / RESULT_FILE))
+
+
+def format_result(result: QuickstartResult) -> str:
+    """Text of a result: tables of accuracy, credit and seconds, then the paths."""
+    return "\n\n".join(
+        [
+            _format_accuracy(result.before, result.after),
+            _format_credit(result.credit_before, result.credit_after),
+            _format_seconds(result.stage_seconds, result.steps),
+            f"report          {result.page}   (open it in a browser)\nrun directory   {result.run_directory}",
+        ]
+    )
+
+
+def _format_accuracy(before: Evaluation, after: Evaluation) -> str:
+    """Table in per cent, with 95 % intervals over prompts."""
+    lines = [f"held-out avg@{after.k}, %     before -> after   95 % CI after      format before -> after"]
+    for group in (name for name in GROUPS if name in after.groups):
+        score = after.groups[group]
+        interval = f"[{100 * score.low:.1f}, {100 * score.high:.1f}]"
+        formats = (before.group_metrics[group]["format"], after.group_metrics[group]["format"])
+        lines.append(
+            f"  {f'{group} cues':<20}{100 * before.groups[group].mean:8.1f} -> {100 * score.mean:5.1f}   "
+            f"{interval:<16}{100 * formats[0]:9.1f} -> {100 * formats[1]:5.1f}"
+        )
+    if before.metrics.get("shortcut") or after.metrics.get("shortcut"):
+        lines.append(
+            f"  planted shortcut    {100 * before.metrics['shortcut']:8.1f} -> {100 * after.metrics['shortcut']:5.1f}"
+        )
+    return "\n".join(lines)
+
+
+def _format_credit(before: Sequence[ClassShare], after: Sequence[ClassShare]) -> str:
+    """Table of the mean S_t in nats by token class."""
+    first, last = ({share.name: share for share in shares} for shares in (before, after))
+    lines = ["S_t, nats a token          before -> after   share of |S| before"]
+    for name in (*CLASSES, "generic"):
+        values = [f"{shares[name].mean_specific:z.2f}" if name in shares else "none" for shares in (first, last)]
+        share = f"{100 * first[name].share_of_specific:.1f} %" if name in first else ""
+        title = "generic (template)" if name == "generic" else name
+        lines.append(f"  {title:<20}{values[0]:>8} -> {values[1]:>5}   {share:>12}")
+    return "\n".join(lines)
+
+
+def _format_seconds(seconds: Mapping[str, float], steps: int) -> str:
+    from credit_trl.tasks.printable import counted
+
+    total = sum(seconds.values())
+    lines = [f"{'seconds a step':<24}{total:6.3f}   ({counted(steps, 'step')} in {steps * total:.0f} s)"]
+    return "\n".join([*lines, *(f"  {stage:<22}{value:6.3f}" for stage, value in seconds.items())])

@@ -14,42 +14,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.evaluation.config import EvaluationConfig, SamplingConfig
-from credit_trl.evaluation.statistics import bootstrap_ci, majority_at_k, paired_bootstrap, pass_at_k, two_level_ci
+from credit_trl.evaluation.statistics import bootstrap_ci, paired_bootstrap, pass_at_k
 
 if TYPE_CHECKING:
     from credit_trl.evaluation.callback import EvaluationCallback
-    from credit_trl.evaluation.engines import TransformersEngine, VLLMEngine
-    from credit_trl.evaluation.generation import generate_ids
     from credit_trl.evaluation.protocol import evaluate
     from credit_trl.evaluation.result import Evaluation
-
-Sampling = SamplingConfig  # the name in version 0.1.0
 
 __all__ = [
     "Evaluation",
     "EvaluationCallback",
     "EvaluationConfig",
-    "Sampling",
     "SamplingConfig",
-    "TransformersEngine",
-    "VLLMEngine",
     "bootstrap_ci",
     "evaluate",
-    "generate_ids",
-    "majority_at_k",
     "paired_bootstrap",
     "pass_at_k",
-    "two_level_ci",
 ]
 
-_MODULES = {
-    "Evaluation": "result",
-    "EvaluationCallback": "callback",
-    "TransformersEngine": "engines",
-    "VLLMEngine": "engines",
-    "evaluate": "protocol",
-    "generate_ids": "generation",
-}
+_MODULES = {"Evaluation": "result", "EvaluationCallback": "callback", "evaluate": "protocol"}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,7 @@ from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.evaluation.verdicts import VerifierFailed
 from credit_trl.rollout.verdict import VerifierPolicy
 from credit_trl.tasks.registry import Task, load_task
-from credit_trl.training.drift import diversity_message
-from credit_trl.training.metrics import Alarms
 from credit_trl.training.run_directory import (
-    BEST_FILE,
     EVALUATIONS_FILE,
     EVALUATIONS_FOLDER,
     SUMMARY_FILE,
@@ -33,9 +29,6 @@ from credit_trl.training.run_directory import (
 )
 
 logger = logging.getLogger(__name__)
-
-# Options of `evaluate` that the callback sets itself.
-_OWN_OPTIONS = {"tokenizer", "engine", "engine_options", "output_dir", "policy"}
 
 
 class EvaluationCallback(TrainerCallback):
@@ -57,7 +50,7 @@ class EvaluationCallback(TrainerCallback):
         k: samples per prompt.
         eval_steps: optimizer steps between evaluations (5 in the paper).
         keep_best: save the model with the highest avg@k so far, the earliest of equals, in
-            `<output_dir>/best-step-<step>`. The previous best model is removed after the next checkpoint is saved.
+            `<output_dir>/best-step-<step>`, in place of the previous one.
         first: also evaluate before the first step.
         **options: other fields of [`EvaluationConfig`]. `max_completion_length` is the trainer's by default,
             `batch_size` (per process) its `per_device_eval_batch_size`.
@@ -80,11 +73,17 @@ class EvaluationCallback(TrainerCallback):
     ) -> None:
         if eval_steps < 1:
             raise ValueError(f"`eval_steps` must be at least 1, got {eval_steps}.")
-        check_options(k, options)
         args = trainer.args
-        policy = VerifierPolicy(getattr(args, "on_verifier_error", "raise"), getattr(args, "verifier_timeout", None))
+        self.folder = Path(args.output_dir)
+        own = {
+            "engine_options": None,
+            "output_dir": self.folder / EVALUATIONS_FOLDER,
+            "policy": VerifierPolicy(
+                getattr(args, "on_verifier_error", "raise"), getattr(args, "verifier_timeout", None)
+            ),
+        }
         defaults = {"progress": not args.disable_tqdm, "max_completion_length": trainer.max_completion_length}
-        config = EvaluationConfig(k=k, policy=policy, **{**defaults, **options})
+        config = EvaluationConfig(k=k, **own, **{**defaults, **options})
         self.trainer = trainer
         self.task = load_task(task) if isinstance(task, str) else task
         self.config = replace(config, dataset=task_rows(self.task, config))
@@ -92,9 +91,7 @@ class EvaluationCallback(TrainerCallback):
         self.eval_steps = eval_steps
         self.keep_best = keep_best
         self.first = first
-        self.folder = Path(args.output_dir)
         self.history: list[dict[str, Any]] = []
-        self.alarms = Alarms(self.engine.is_main)
         self._has_begun = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -106,13 +103,12 @@ class EvaluationCallback(TrainerCallback):
             keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step)
             self.history = read_lines(self.folder / EVALUATIONS_FILE)
             (self.folder / SUMMARY_FILE).unlink(missing_ok=True)
-            self._write_best()
-            self._remove_other_models()
         self.history = self.engine.share(self.history)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluate before the first step, and where a run resumes from a step that ended before its evaluation."""
-        step, resumes = state.global_step, not self._has_begun
+        step = state.global_step
+        resumes = not self._has_begun
         self._has_begun = True
         if (self.first and step == 0) or (resumes and step > 0 and step % self.eval_steps == 0):
             self._evaluate(step)
@@ -120,15 +116,9 @@ class EvaluationCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.eval_steps == 0 and not control.should_training_stop:  # else `on_train_end` does
             self._evaluate(state.global_step)
-            if args.save_strategy == "no":
-                self._remove_other_models()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._remove_other_models()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluate(state.global_step)
-        self._remove_other_models()
         if self.engine.is_main and any(row["step"] == state.global_step for row in self.history):
             write_json(self.folder / SUMMARY_FILE, score_summary(self.history, state.global_step))
 
@@ -141,13 +131,10 @@ class EvaluationCallback(TrainerCallback):
             logger.warning(f"Step {step} was not evaluated: {error} Training continues (`on_verifier_error='skip'`).")
             return
         if self.keep_best and all(result.score > row["score"] for row in self.history):
-            self._save_model(step)
+            self._save_best(step)
         self.history.append({"step": step, **_row(result)})
-        if (message := diversity_message(self.history)) is not None:
-            self.alarms.raise_once("diversity", message)
         if self.engine.is_main:
             append_lines(self.folder / EVALUATIONS_FILE, self.history[-1])
-            self._write_best()
         self.trainer.accelerator.wait_for_everyone()
         # TRL's `log` would also reset the averages of the training log, and any log clears `should_log`.
         due = self.trainer.control.should_log
@@ -165,41 +152,13 @@ class EvaluationCallback(TrainerCallback):
             self.trainer.accelerator.wait_for_everyone()
         return run_evaluation(self.engine, self.task, config)
 
-    def _save_model(self, step: int) -> None:
-        folder = self.folder / best_folder(step)
-        if self.engine.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+    def _save_best(self, step: int) -> None:
+        """Save the model of a step, then remove that of an earlier one."""
+        self.trainer.save_model(str(self.folder / f"best-step-{step}"))
         self.trainer.accelerator.wait_for_everyone()
-        self.trainer.save_model(str(folder))
-
-    def _write_best(self) -> None:
-        """Write the best evaluation so far to `best.json`, with the folder of its model if that was kept."""
-        if not self.history:
-            (self.folder / BEST_FILE).unlink(missing_ok=True)
-            return
-        best = best_of(self.history)
-        folder = best_folder(best["step"])
-        has_model = self.keep_best and (self.folder / folder).is_dir()  # a later best model may have replaced it
-        write_json(self.folder / BEST_FILE, {"folder": folder if has_model else None, **best})
-
-    def _remove_other_models(self) -> None:
-        """Remove all saved models except the best, on the main process."""
-        best = best_folder(best_of(self.history)["step"]) if self.history else None
-        for folder in self.folder.glob("best-step-*"):
-            if self.engine.is_main and folder.name != best:
+        for folder in self.folder.glob("best-step-*") if self.engine.is_main else ():
+            if folder.name != f"best-step-{step}":
                 shutil.rmtree(folder)
-
-
-def check_options(k: int, options: Mapping[str, Any]) -> None:
-    """Check the options of an `EvaluationCallback` before training."""
-    if own := sorted(_OWN_OPTIONS & options.keys()):
-        raise TypeError(f"`EvaluationCallback` sets `{own[0]}` itself; remove it.")
-    EvaluationConfig.from_options({"k": k, **options}, others=("eval_steps", "keep_best", "first"))
-
-
-def best_folder(step: int) -> str:
-    """Name of the folder of the best model, saved at `step`."""
-    return f"best-step-{step}"
 
 
 def best_of(history: list[dict[str, Any]]) -> dict[str, Any]:
@@ -224,16 +183,10 @@ def score_summary(history: list[dict[str, Any]], last_step: int) -> dict[str, An
 
 
 def _row(result: Evaluation) -> dict[str, Any]:
+    copied = ("task", "k", "score", "low", "high", "mean_length", "truncated")
     return {
-        "task": result.task,
-        "k": result.k,
-        "score": result.score,
-        "low": result.low,
-        "high": result.high,
+        **{name: getattr(result, name) for name in copied},
         "pass_at_k": result.pass_at[result.k],
-        "majority": result.majority,
-        "mean_length": result.mean_length,
-        "truncated": result.truncated,
         "metrics": dict(result.metrics),
         "groups": {name: interval.mean for name, interval in result.groups.items()},
         "group_metrics": {name: dict(metrics) for name, metrics in result.group_metrics.items()},

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.evaluation.statistics import N_RESAMPLES
 from credit_trl.rollout.verdict import VerifierPolicy
 
 if TYPE_CHECKING:
@@ -40,14 +38,15 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < math.inf:
-            raise ValueError(f"`temperature` must be at least 0, got {self.temperature}.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"`top_p` must be in (0, 1], got {self.top_p}.")
-        if self.top_k < 0:
-            raise ValueError(f"`top_k` must be at least 0 (0: no limit), got {self.top_k}.")
-        if self.max_completion_length < 1:
-            raise ValueError(f"`max_completion_length` must be at least 1, got {self.max_completion_length}.")
+        ranges = {
+            "temperature": (0.0 <= self.temperature < math.inf, "at least 0"),
+            "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, "at least 0 (0: no limit)"),
+            "max_completion_length": (self.max_completion_length >= 1, "at least 1"),
+        }
+        for name, (holds, words) in ranges.items():
+            if not holds:
+                raise ValueError(f"`{name}` must be {words}, got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +66,7 @@ class EvaluationConfig(SamplingConfig):
         output_dir: directory of settings, samples and result, from which an interrupted evaluation continues; None
             writes no files.
         success_threshold: reward from which a sample is a success in pass@k.
-        answer_of: extracts the answer from a completion, for maj@k, which compares it as text with the column
-            `answer`; by default the text between `<answer>` tags, if all gold answers are single capital letters.
         policy: error and timeout policy for the verifier; by default errors are raised and there is no timeout.
-        n_resamples: bootstrap resamples of the intervals.
         progress: show a progress bar.
 
     Raises:
@@ -89,30 +85,14 @@ class EvaluationConfig(SamplingConfig):
     batch_size: int | None = None
     output_dir: str | Path | None = None
     success_threshold: float = 1.0
-    answer_of: Callable[[str], str | None] | None = None
     policy: VerifierPolicy | None = None
-    n_resamples: int = N_RESAMPLES
     progress: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("k", "max_prompts", "batch_size", "n_resamples"):
+        for name in ("k", "max_prompts", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
         if self.engine not in ENGINES:
             raise ValueError(f"`engine` must be 'transformers' or 'vllm', got {self.engine!r}.")
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], others: Sequence[str] = ()) -> EvaluationConfig:
-        """Build the settings from keyword arguments.
-
-        `others` are names that the caller takes itself, for the message.
-        """
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                close = difflib.get_close_matches(name, [*known, *others], n=1)
-                suggestion = f"; did you mean `{close[0]}`?" if close else "."
-                raise TypeError(f"Unknown option `{name}`{suggestion} Options: {', '.join([*known, *others])}.")
-        return cls(**options)

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import (
     Response,
-    chat_prefixes,
     encode_prompt,
     end_of_turn_ids,
     generate_ids,
@@ -65,45 +64,7 @@ class Engine(Protocol):
         """Broadcast the main process's value."""
 
 
-class _LocalEngine:
-    """Base of the engines that run in a single process."""
-
-    is_main = True
-
-    def __init__(
-        self, tokenizer: Any, name: str, batch_size: int, chat_template_kwargs: Mapping[str, Any] | None
-    ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
-        if not isinstance(chat_template_kwargs or {}, Mapping):
-            raise ValueError(
-                f"`chat_template_kwargs` must be an object such as {{'enable_thinking': False}}, got "
-                f"{chat_template_kwargs!r}."
-            )
-        self.tokenizer = tokenizer
-        self.name = name
-        self.batch_size = batch_size
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
-
-    def encode(self, requests: Sequence[Request]) -> list[list[int]]:
-        return [encode_prompt(self.tokenizer, request.prompt, **self.chat_template_kwargs) for request in requests]
-
-    def read(
-        self,
-        requests: Sequence[Request],
-        prompt_ids: Sequence[Sequence[int]],
-        ids: Sequence[Sequence[int]],
-        eos_token_ids: Sequence[int],
-    ) -> list[Response]:
-        """Responses from the completion ids of requests, whose `encode` is `prompt_ids`."""
-        prefixes = chat_prefixes([request.prompt for request in requests], prompt_ids)
-        return read_responses(self.tokenizer, ids, eos_token_ids, prefixes)
-
-    def share(self, value: Any) -> Any:
-        return value
-
-
-class TransformersEngine(_LocalEngine):
+class TransformersEngine:
     """Samples with `model.generate`.
 
     Args:
@@ -114,6 +75,8 @@ class TransformersEngine(_LocalEngine):
         name: name of the model in results; by default the path or hub name it was loaded from.
     """
 
+    is_main = True
+
     def __init__(
         self,
         model: Any,
@@ -123,27 +86,26 @@ class TransformersEngine(_LocalEngine):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         name: str | None = None,
     ) -> None:
-        name = name or getattr(model, "name_or_path", "") or type(model).__name__
-        super().__init__(tokenizer, name, batch_size, chat_template_kwargs)
         self.model = model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
         self.eos_token_ids = end_of_turn_ids(model, tokenizer)
 
     @classmethod
-    def from_pretrained(cls, name: str, **options: Any) -> TransformersEngine:
-        """Load a model and its tokenizer by hub name or directory, onto the accelerator if there is one.
-
-        Raises:
-            ValueError: an unknown option.
-        """
+    def from_pretrained(
+        cls, name: str, *, batch_size: int = 32, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> TransformersEngine:
+        """Load a model and its tokenizer by hub name or directory, onto the accelerator if there is one."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        if unknown := sorted(options.keys() - {"batch_size", "chat_template_kwargs"}):
-            raise ValueError(f"The transformers engine takes `chat_template_kwargs`, not {', '.join(unknown)}.")
         path = model_path(name)
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
         with naming_model(name):
             model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device)
-        return cls(model, AutoTokenizer.from_pretrained(path), name=name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        return cls(model, tokenizer, name=name, batch_size=batch_size, chat_template_kwargs=chat_template_kwargs)
 
     def identity(self) -> str:
         return weight_fingerprint(self.model)
@@ -152,7 +114,8 @@ class TransformersEngine(_LocalEngine):
         return eval_mode(self.model)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
-        prompt_ids = self.encode(requests)
+        prompts = [request.prompt for request in requests]
+        prompt_ids = [encode_prompt(self.tokenizer, prompt, **self.chat_template_kwargs) for prompt in prompts]
         ids = generate_ids(
             self.model,
             prompt_ids,
@@ -161,10 +124,13 @@ class TransformersEngine(_LocalEngine):
             pad_token_id=pad_id(self.tokenizer),
             seeds=[request.seed for request in requests],
         )
-        return self.read(requests, prompt_ids, ids, self.eos_token_ids)
+        return read_responses(self.tokenizer, prompts, prompt_ids, ids, self.eos_token_ids)
+
+    def share(self, value: Any) -> Any:
+        return value
 
 
-class VLLMEngine(_LocalEngine):
+class VLLMEngine:
     """Samples with an offline `vllm.LLM`.
 
     Args:
@@ -174,25 +140,24 @@ class VLLMEngine(_LocalEngine):
         chat_template_kwargs: such as `{"enable_thinking": False}`.
     """
 
+    is_main = True
+
     def __init__(
         self, llm: Any, *, name: str, batch_size: int = 512, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(llm.get_tokenizer(), name, batch_size, chat_template_kwargs)
         self.llm = llm
+        self.tokenizer = llm.get_tokenizer()
+        self.name = name
+        self.batch_size = batch_size
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> VLLMEngine:
-        """Start a vLLM engine. `options` are `batch_size`, `chat_template_kwargs` and the arguments of `vllm.LLM`.
-
-        Raises:
-            ImportError: vLLM is not installed.
-        """
+        """Start a vLLM engine. `options` are `batch_size`, `chat_template_kwargs` and the arguments of `vllm.LLM`."""
         try:
             from vllm import LLM
         except ImportError as error:
-            raise ImportError(
-                "`engine='vllm'` needs vLLM, which is not installed: pip install vllm, or use the transformers engine."
-            ) from error
+            raise ImportError("`engine='vllm'` needs vLLM: pip install vllm, or use transformers.") from error
         own = {key: options.pop(key) for key in ("batch_size", "chat_template_kwargs") if key in options}
         return cls(LLM(model=model_path(name), **options), name=name, **own)
 
@@ -209,15 +174,17 @@ class VLLMEngine(_LocalEngine):
         filters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         options = {"n": 1, "max_tokens": sampling.max_completion_length, **filters}
         parameters = [SamplingParams(seed=request.seed, **options) for request in requests]
-        prompt_ids = self.encode(requests)
-        prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
-        outputs = self.llm.generate(prompts, sampling_params=parameters, use_tqdm=False)
+        prompts = [request.prompt for request in requests]
+        prompt_ids = [encode_prompt(self.tokenizer, prompt, **self.chat_template_kwargs) for prompt in prompts]
+        inputs = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        outputs = self.llm.generate(inputs, sampling_params=parameters, use_tqdm=False)
         completions = [output.outputs[0] for output in outputs]
-        responses = self.read(requests, prompt_ids, [c.token_ids for c in completions], ())
-        return [
-            replace(response, truncated=c.finish_reason == "length")
-            for response, c in zip(responses, completions, strict=True)
-        ]
+        responses = read_responses(self.tokenizer, prompts, prompt_ids, [c.token_ids for c in completions], ())
+        ended = [completion.finish_reason != "length" for completion in completions]
+        return [replace(one, truncated=not end) for one, end in zip(responses, ended, strict=True)]
+
+    def share(self, value: Any) -> Any:
+        return value
 
 
 def file_fingerprint(folder: Path) -> str:

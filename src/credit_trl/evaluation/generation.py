@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from trl.chat_template_utils import parse_response
 
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.rollout.batch import Prompt
-from credit_trl.rollout.thinking import open_unclosed_thinking
+from credit_trl.rollout.thinking import mark_thinking, thinking_marks
 from credit_trl.tasks.completions import response_text
 
 _LAST_TOKENS = 16  # of a prompt, which contain a tag at its end
@@ -62,8 +62,8 @@ class SeededChoice(LogitsProcessor):
 
     def __call__(self, input_ids: Int[Tensor, "B S"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         step = input_ids.shape[1] - self.prompt_width
-        cumulative = scores.to(_widest_float(scores.device)).softmax(dim=-1).cumsum(dim=-1)
-        height = self.uniforms[:, step : step + 1].to(cumulative) * cumulative[:, -1:]
+        cumulative = scores.to(self.uniforms.dtype).softmax(dim=-1).cumsum(dim=-1)
+        height = self.uniforms[:, step : step + 1] * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, height, right=True).clamp(max=scores.shape[1] - 1)
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
@@ -94,12 +94,11 @@ def generate_ids(
         eos_token_id=list(eos_token_ids) or None,
         pad_token_id=pad_token_id,
     )
-    ends = set(eos_token_ids)
+    size = batch_size or max(1, len(prompts))
     completions = []
     with _generation_config(model, config):
-        for start in range(0, len(prompts), batch_size or max(1, len(prompts))):
-            rows = slice(start, start + (batch_size or len(prompts)))
-            batch = prompts[rows]
+        for start in range(0, len(prompts), size):
+            batch = prompts[start : start + size]
             width = max(map(len, batch))
             padded = torch.tensor([[pad_token_id] * (width - len(ids)) + list(ids) for ids in batch])
             mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch])
@@ -107,10 +106,10 @@ def generate_ids(
                 input_ids=padded.to(model.device),
                 attention_mask=mask.to(model.device),
                 generation_config=config,
-                logits_processor=_processors(sampling, streams[rows], width, model.device),
+                logits_processor=_processors(sampling, streams[start : start + size], width, model.device),
             )
             for row in sequences[:, width:].tolist():
-                length = next((n for n, token in enumerate(row, 1) if token in ends), len(row))
+                length = next((n for n, token in enumerate(row, 1) if token in eos_token_ids), len(row))
                 completions.append(row[:length])
     return completions
 
@@ -118,19 +117,15 @@ def generate_ids(
 def _processors(sampling: SamplingConfig, seeds: Sequence[Any], width: int, device: Any) -> LogitsProcessorList:
     if sampling.temperature == 0.0:
         return LogitsProcessorList()
-    draws = np.stack([np.random.default_rng(seed).random(sampling.max_completion_length) for seed in seeds])
     processors = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
     if sampling.top_k > 0:
         processors.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
         processors.append(TopPLogitsWarper(float(sampling.top_p)))
-    processors.append(SeededChoice(torch.from_numpy(draws).to(device, _widest_float(device)), width))
+    draws = np.stack([np.random.default_rng(seed).random(sampling.max_completion_length) for seed in seeds])
+    precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
+    processors.append(SeededChoice(torch.from_numpy(draws).to(device, precise), width))
     return processors
-
-
-def _widest_float(device: Any) -> torch.dtype:
-    """float64, or float32 on MPS, which has no float64."""
-    return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
 @contextmanager
@@ -149,48 +144,38 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 def read_responses(
     tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    prompt_ids: Sequence[Sequence[int]],
     ids: Sequence[Sequence[int]],
     eos_token_ids: Sequence[int],
-    prefixes: Sequence[Sequence[int] | None] | None = None,
 ) -> list[Response]:
     """Decode completion ids; a completion without an end of turn counts as truncated.
 
-    If the tokenizer parses responses, completions with `chat_prefixes` are parsed as TRL does before it calls reward
-    functions, which removes the reasoning from the content; other text
-    that ends inside thinking, which its prompt opened, is marked so.
+    If the tokenizer parses responses, those to conversations are parsed as TRL does before it calls reward functions,
+    which removes the reasoning from the content; other text that ends inside thinking, which its prompt opened, is
+    marked so.
     """
     texts = tokenizer.batch_decode([list(row) for row in ids], skip_special_tokens=True)
-    ends = set(eos_token_ids)
-    decoded = [Response(text, len(row), not row or row[-1] not in ends) for text, row in zip(texts, ids, strict=True)]
-    if prefixes is None:
-        return decoded
-    read = _parsed if parses_responses(tokenizer) else _with_opened_thinking
-    return [
-        response if prefix is None else read(tokenizer, response, list(row), list(prefix))
-        for response, row, prefix in zip(decoded, ids, prefixes, strict=True)
-    ]
+    parses = parses_responses(tokenizer)
+    marks = thinking_marks(tokenizer)
+    responses = []
+    for prompt, prefix, row, text in zip(prompts, prompt_ids, ids, texts, strict=True):
+        message = None
+        if not isinstance(prompt, str) and parses:
+            message = parse_response(tokenizer, list(row), prefix=list(prefix))
+            text = response_text([message])
+        elif not isinstance(prompt, str):
+            plain = [{"role": "assistant", "content": text}]
+            end = tokenizer.decode(list(prefix[-_LAST_TOKENS:]))
+            [graded] = mark_thinking([plain], [list(row)], tokenizer, lambda _, end=end: end, marks)
+            message = None if graded is plain else graded[0]
+        responses.append(Response(text, len(row), not row or row[-1] not in eos_token_ids, message))
+    return responses
 
 
 def parses_responses(tokenizer: Any) -> bool:
     """Whether a tokenizer has a `response_template` or `response_schema`, with which TRL parses completions."""
     return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
-
-
-def chat_prefixes(prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]]) -> list[Sequence[int] | None]:
-    """Token ids of the prompts that are conversations, and None for texts, whose completions are not parsed."""
-    return [None if isinstance(prompt, str) else ids for prompt, ids in zip(prompts, prompt_ids, strict=True)]
-
-
-def _parsed(tokenizer: Any, response: Response, ids: list[int], prefix: list[int]) -> Response:
-    message = parse_response(tokenizer, ids, prefix=prefix)
-    return replace(response, text=response_text([message]), message=message)
-
-
-def _with_opened_thinking(tokenizer: Any, response: Response, ids: list[int], prefix: list[int]) -> Response:
-    """The response with the message that training grades where it ends inside thinking that its prompt opened."""
-    plain = [{"role": "assistant", "content": response.text}]
-    [graded] = open_unclosed_thinking([plain], [ids], tokenizer, lambda _: tokenizer.decode(prefix[-_LAST_TOKENS:]))
-    return response if graded is plain else replace(response, message=graded[0])
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, **chat_template_kwargs: Any) -> list[int]:
@@ -206,9 +191,7 @@ def end_of_turn_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = {tokenizer.eos_token_id, *(eos if isinstance(eos, list | tuple) else [eos])} - {None}
     if not found:
-        raise ValueError(
-            "Neither the model nor the tokenizer has an `eos_token_id`, so completions would not end. Set one."
-        )
+        raise ValueError("Completions would not end: neither model nor tokenizer has an `eos_token_id`. Set one.")
     return sorted(found)
 
 

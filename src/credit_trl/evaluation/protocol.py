@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,6 @@ from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.evaluation.verdicts import Unit, grade
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, load_task
-from credit_trl.tasks.sciknoweval import given_answer
 from credit_trl.training.checks import check_column_names
 from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, read_json, write_json
 
@@ -57,15 +55,13 @@ def evaluate(
         The [`Evaluation`], on every process of a distributed run.
 
     Raises:
-        TypeError: an unknown option; the message names the nearest one.
-        ValueError: a setting is out of range, there are no rows, a column is missing or has a reserved name, or the
-            verifier does not apply to a row.
+        TypeError: an unknown option.
+        ValueError: a setting is out of range, there are no rows, a column is missing or has a reserved name, the
+            verifier does not apply to a row, or another process is evaluating in `output_dir`.
         VerifierFailed: the verifier failed and `policy` has `on_error="skip"`.
         EvaluationMismatchError: `output_dir` holds another evaluation; the message lists the differences.
-        ValueError: another process is evaluating in `output_dir`.
     """
-    options = {"k": k, "temperature": temperature, "top_p": top_p, **options}
-    return run_evaluation(model, task, EvaluationConfig.from_options(options))
+    return run_evaluation(model, task, EvaluationConfig(k=k, temperature=temperature, top_p=top_p, **options))
 
 
 def run_evaluation(model: Any, task: str | Task, config: EvaluationConfig) -> Evaluation:
@@ -86,15 +82,13 @@ def run_evaluation(model: Any, task: str | Task, config: EvaluationConfig) -> Ev
     if has_conversations and parses_responses(getattr(engine, "tokenizer", None)):
         settings["parsed"] = True  # absent in evaluations that graded the unparsed text
     folder = None if config.output_dir is None else Path(config.output_dir)
-    golds = letter_golds(rows) if config.answer_of is None else {row["id"]: str(row["answer"]) for row in rows}
-    read_answer = _text_reader(config.answer_of) if config.answer_of else (tagged_letter if golds else None)
     units = [(row, number) for row in rows for number in range(config.k)]
     with _locked(engine, folder):
-        file = _on_main(engine, _open, folder, settings, units, read_answer)
-        samples = _sample(engine, task, units, config, file, read_answer)
+        file = _on_main(engine, _open, folder, settings, units)
+        samples = _sample(engine, task, units, config, file)
 
     def finish() -> Evaluation:
-        result = summarize(samples, config, model=engine.name, settings=settings, golds=golds, groups=groups)
+        result = summarize(samples, config, model=engine.name, settings=settings, groups=groups)
         if folder is not None:
             write_json(folder / RESULT_FILE, result.to_dict())
         return result
@@ -126,12 +120,6 @@ def task_rows(task: Task, config: EvaluationConfig) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"Task {task.name!r} has no rows to evaluate.")
     check_column_names(f"The data of task {task.name!r}", set().union(*rows))
-    if config.answer_of is not None and (without := [row for row in rows if "answer" not in row]):
-        raise ValueError(
-            f"`answer_of` computes maj@k, which needs the column `answer`; rows of task {task.name!r} do not have it, "
-            f"their columns are {', '.join(without[0])}. Rename the column with the correct answers to `answer` "
-            "(dataset.rename_column), or remove `answer_of`."
-        )
     ids = [str(row.get("id") or hashlib.sha256(prompt_key(row["prompt"]).encode()).hexdigest()[:16]) for row in rows]
     return [{**row, "id": name} for row, name in zip(rows, distinct_names(ids), strict=True)]
 
@@ -163,35 +151,7 @@ def sample_seed(seed: int, prompt: str, sample: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def letter_golds(rows: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
-    """Gold letters by prompt id, or None unless all gold answers are single capital letters."""
-    golds = {row["id"]: row.get("answer") for row in rows}
-    is_letter = all(isinstance(gold, str) and re.fullmatch("[A-Z]", gold) for gold in golds.values())
-    return golds if is_letter else None
-
-
-def tagged_letter(text: str) -> str | None:
-    """The single capital letter between a completion's `<answer>` tags, or None."""
-    given = given_answer(text)
-    return given if re.fullmatch("[A-Z]", given) else None
-
-
-def _text_reader(answer_of: Callable[[str], Any]) -> Callable[[str], str | None]:
-    """`answer_of` with its answers as text, as which they are compared with the gold answers."""
-
-    def read(text: str) -> str | None:
-        answer = answer_of(text)
-        return None if answer is None else str(answer)
-
-    return read
-
-
-def _open(
-    folder: Path | None,
-    settings: Mapping[str, Any],
-    units: Sequence[Unit],
-    read_answer: Callable[[str], str | None] | None,
-) -> SampleFile:
+def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit]) -> SampleFile:
     """Open the sample file, after checking that it belongs to this evaluation."""
     wanted = [(row["id"], number) for row, number in units]
     if folder is None:
@@ -200,16 +160,15 @@ def _open(
     if path.is_file():
         before = read_json(path)
         now = json.loads(json.dumps(settings))
-        if differing := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+        differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        if differing:
             changes = "; ".join(f"{name}: {before.get(name)!r} there, {now.get(name)!r} now" for name in differing)
             raise EvaluationMismatchError(
                 f"{folder} holds another evaluation ({changes}). Use another `output_dir`, or remove it."
             )
     else:
         write_json(path, settings)
-    file = SampleFile(folder / SAMPLES_FILE, wanted)
-    file.read_answers(read_answer)
-    return file
+    return SampleFile(folder / SAMPLES_FILE, wanted)
 
 
 @contextmanager
@@ -235,12 +194,7 @@ def _locked(engine: Engine, folder: Path | None) -> Iterator[None]:
 
 
 def _sample(
-    engine: Engine,
-    task: Task,
-    units: Sequence[Unit],
-    config: EvaluationConfig,
-    file: SampleFile,
-    read_answer: Callable[[str], str | None] | None,
+    engine: Engine, task: Task, units: Sequence[Unit], config: EvaluationConfig, file: SampleFile
 ) -> list[Sample]:
     """Generate, grade and write the missing samples in batches. Only the main process grades and writes."""
     start = len(file.samples)
@@ -255,7 +209,7 @@ def _sample(
     )
 
     def write(batch: Sequence[Unit], responses: Sequence[Any]) -> None:
-        file.append(grade(task, batch, responses, read_answer, config.policy))
+        file.append(grade(task, batch, responses, config.policy))
 
     with bar, engine.session(config):
         for position in range(start, len(units), engine.batch_size):

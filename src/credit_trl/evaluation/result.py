@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.samples import Sample
-from credit_trl.evaluation.statistics import Interval, bootstrap_ci, majority_at_k, pass_at_k
+from credit_trl.evaluation.statistics import Interval, bootstrap_ci, pass_at_k
 from credit_trl.rollout.batch import is_successful
 from credit_trl.tasks.printable import counted, printable
 
@@ -24,8 +24,7 @@ class PromptScore:
     group: str | None  # such as its task; None if the rows have no groups
     score: float  # mean reward
     successes: int  # number of samples whose reward reaches `success_threshold`
-    majority: float | None = None  # maj@k; None if answers are not read from the samples
-    metrics: Mapping[str, float] = field(default_factory=dict)  # means of the verdicts' metrics
+    metrics: Mapping[str, float]  # means of the verdicts' metrics
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Evaluation:
         prompts: per-prompt scores, in the order of the rows.
         score, low, high: avg@k and its 95 % bootstrap interval over prompts.
         pass_at: unbiased pass@j by j, for the powers of two up to k, and k.
-        majority: maj@k; None if answers are not read from the samples, or some succeed and none has a readable answer.
         mean_length: mean number of tokens of a completion.
         truncated: fraction of completions that reached the length limit.
         metrics: means of the verdicts' metrics over the samples that have them.
@@ -56,12 +54,11 @@ class Evaluation:
     low: float
     high: float
     pass_at: Mapping[int, float]
-    majority: float | None
     mean_length: float
     truncated: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    groups: Mapping[str, Interval] = field(default_factory=dict)
-    group_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    metrics: Mapping[str, float]
+    groups: Mapping[str, Interval]
+    group_metrics: Mapping[str, Mapping[str, float]]
 
     @property
     def per_prompt_scores(self) -> list[float]:
@@ -97,18 +94,16 @@ class Evaluation:
             **{f"eval_{name}": value for name, value in self.metrics.items()},
             **{f"eval_{name}/avg@{self.k}": interval.mean for name, interval in self.groups.items()},
         }
-        if self.majority is not None:
-            logs[f"eval_maj@{self.k}"] = self.majority
         return {name: value for name, value in logs.items() if not math.isnan(value)}
 
     def __str__(self) -> str:
+        greedy = ", greedy" if self.settings.get("temperature") == 0.0 else ""
+        sizes = f"{counted(len(self.prompts), 'prompt')} × {counted(self.k, 'sample')}"
         lines = [
-            f"{self.task}: {self.model}, {counted(len(self.prompts), 'prompt')} × {counted(self.k, 'sample')}",
+            f"{self.task}: {self.model}, {sizes}{greedy}",
             f"  {f'avg@{self.k}':<10}{100 * self.score:5.1f} %  95 % CI {_bounds(self.low, self.high)}",
             *(f"  {f'pass@{k}':<10}{100 * value:5.1f} %" for k, value in self.pass_at.items() if k > 1),
         ]
-        if self.majority is not None:
-            lines.append(f"  {f'maj@{self.k}':<10}{100 * self.majority:5.1f} %")
         for name, interval in self.groups.items():
             bounds = _bounds(interval.low, interval.high)
             lines.append(f"  {printable(name):<18}{100 * interval.mean:5.1f} %  {bounds}")
@@ -122,25 +117,25 @@ def summarize(
     *,
     model: str,
     settings: Mapping[str, Any],
-    golds: Mapping[str, str] | None,
     groups: Mapping[str, str | None],
 ) -> Evaluation:
     """Compute the result of graded samples.
 
     Args:
         samples: k per prompt, prompts contiguous.
-        config: k, the success threshold and the bootstrap resamples.
+        config: k and the success threshold.
         model, settings: as in [`Evaluation`]; `settings["task"]` names the task.
-        golds: gold answer by prompt id, or None for no maj@k.
         groups: group by prompt id.
     """
     k = config.k
-    if _successes(samples, config) and not any(s.answer is not None for s in samples):
-        golds = None  # the verifier reads answers elsewhere
-    prompts = [_prompt_score(samples[i : i + k], config, golds, groups) for i in range(0, len(samples), k)]
-    mean, low, high = bootstrap_ci([prompt.score for prompt in prompts], config.n_resamples)
-    successes = [prompt.successes for prompt in prompts]
-    powers = sorted({2**e for e in range(k.bit_length())} | {k})
+    prompts = []
+    for first in range(0, len(samples), k):
+        own = samples[first : first + k]
+        rewards = [sample.reward for sample in own]
+        successes = sum(is_successful(rewards, config.success_threshold))
+        name = own[0].prompt
+        prompts.append(PromptScore(name, groups[name], float(np.mean(rewards)), successes, _metric_means(own)))
+    mean, low, high = bootstrap_ci([prompt.score for prompt in prompts])
     names = sorted({group for group in groups.values() if group is not None})
     scores = {name: [p.score for p in prompts if p.group == name] for name in names if len(names) > 1}
     return Evaluation(
@@ -152,35 +147,16 @@ def summarize(
         score=mean,
         low=low,
         high=high,
-        pass_at={j: float(pass_at_k(successes, k, j).mean()) for j in powers},
-        majority=None if golds is None else float(np.mean([prompt.majority for prompt in prompts])),
+        pass_at={
+            j: float(pass_at_k([prompt.successes for prompt in prompts], k, j).mean())
+            for j in sorted({2**e for e in range(k.bit_length())} | {k})
+        },
         mean_length=float(np.mean([s.length for s in samples])),
         truncated=float(np.mean([s.truncated for s in samples])),
         metrics=_metric_means(samples),
-        groups={name: bootstrap_ci(values, config.n_resamples) for name, values in scores.items()},
+        groups={name: bootstrap_ci(values) for name, values in scores.items()},
         group_metrics={name: _metric_means([s for s in samples if groups[s.prompt] == name]) for name in scores},
     )
-
-
-def _prompt_score(
-    samples: Sequence[Sample],
-    config: EvaluationConfig,
-    golds: Mapping[str, str] | None,
-    groups: Mapping[str, str | None],
-) -> PromptScore:
-    name = samples[0].prompt
-    return PromptScore(
-        id=name,
-        group=groups[name],
-        score=float(np.mean([s.reward for s in samples])),
-        successes=_successes(samples, config),
-        majority=None if golds is None else majority_at_k([s.answer for s in samples], golds[name]),
-        metrics=_metric_means(samples),
-    )
-
-
-def _successes(samples: Sequence[Sample], config: EvaluationConfig) -> int:
-    return sum(is_successful([s.reward for s in samples], config.success_threshold))
 
 
 def _bounds(low: float, high: float) -> str:

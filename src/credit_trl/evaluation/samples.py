@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from credit_trl.training.run_directory import append_lines, json_line, read_lines, write_atomically
+from credit_trl.training.run_directory import append_lines, read_lines
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -24,7 +24,6 @@ class Sample:
     reward: float
     feedback: str | None
     metrics: dict[str, float]  # of the verdict, those that are finite
-    answer: str | None  # read from the text, for maj@k
 
 
 class SampleFile:
@@ -46,18 +45,6 @@ class SampleFile:
         if self.path is not None:
             append_lines(self.path, *map(asdict, samples))
         self.samples.extend(samples)
-
-    def read_answers(self, read_answer: Callable[[str], str | None] | None) -> None:
-        """Read the answers from the texts again, as earlier samples may have those of another `answer_of`.
-
-        The file is rewritten if an answer differs.
-        """
-        samples = [replace(s, answer=read_answer(s.text) if read_answer else None) for s in self.samples]
-        if samples == self.samples:
-            return
-        if self.path is not None:
-            write_atomically(self.path, "".join(json_line(asdict(sample)) for sample in samples))
-        self.samples = samples
 
 
 def _read(path: Path) -> list[Sample]:

@@ -18,7 +18,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.engines import Request, TransformersEngine
-from credit_trl.evaluation.generation import Response
+from credit_trl.evaluation.generation import Response, encode_prompt, read_responses
 from credit_trl.rollout.vllm import seeded
 from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import reshard
@@ -67,10 +67,11 @@ class TrainerEngine:
         first = self.trainer.accelerator.process_index * share
         mine = padded[first : first + share]
         if self.trainer.use_vllm:
-            prompt_ids = self._local.encode(mine)
+            prompts = [request.prompt for request in mine]
+            prompt_ids = [encode_prompt(self.tokenizer, p, **self._local.chat_template_kwargs) for p in prompts]
             with self._vllm_seeds([request.seed for request in padded], share):
                 ids = self.trainer.vllm_generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
-            responses = self._local.read(mine, prompt_ids, ids, self._local.eos_token_ids)
+            responses = read_responses(self.tokenizer, prompts, prompt_ids, ids, self._local.eos_token_ids)
         else:
             responses = self._local.generate(mine, sampling)
         return gather_object(responses)[: len(requests)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from credit_trl.evaluation.generation import Response
@@ -28,11 +28,7 @@ class VerifierFailed(RuntimeError):
 
 
 def grade(
-    task: Task,
-    batch: Sequence[Unit],
-    responses: Sequence[Response],
-    read_answer: Callable[[str], str | None] | None,
-    policy: VerifierPolicy | None,
+    task: Task, batch: Sequence[Unit], responses: Sequence[Response], policy: VerifierPolicy | None
 ) -> list[Sample]:
     """Grade a batch. Undecided samples are graded a second time, without the others; then they count as 0.
 
@@ -42,16 +38,15 @@ def grade(
     """
     rows = [row for row, _ in batch]
     verdicts = task_verdicts(task, rows, responses, policy)
-    if again := [i for i, verdict in enumerate(verdicts) if _is_undecided(verdict)]:
+    again = [i for i, verdict in enumerate(verdicts) if _is_undecided(verdict)]
+    if again:
         second = task_verdicts(task, [rows[i] for i in again], [responses[i] for i in again], policy)
         for i, verdict in zip(again, second, strict=True):
             verdicts[i] = dataclasses.replace(verdict, reward=0.0) if _is_undecided(verdict) else verdict
         if count := sum(map(_is_undecided, second)):
-            logger.warning(
-                f"{task.name} could not decide {count} samples in two calls; they count as 0 (`{UNDECIDED}`)."
-            )
+            logger.warning(f"{task.name} could not decide {count} samples in two calls; they count as 0.")
     return [
-        _sample(row["id"], number, response, verdict, read_answer)
+        _sample(row["id"], number, response, verdict)
         for (row, number), response, verdict in zip(batch, responses, verdicts, strict=True)
     ]
 
@@ -67,50 +62,36 @@ def task_verdicts(
     """
     check_column_names(f"The data of task {task.name!r}", rows[0])
     is_text = isinstance(rows[0]["prompt"], str)
+    messages = [response.message or {"role": "assistant", "content": response.text} for response in responses]
     arguments = {
-        "completions": [response.text if is_text else [_message(response)] for response in responses],
+        "completions": [response.text for response in responses] if is_text else [[message] for message in messages],
         "prompts": [row["prompt"] for row in rows],
         **{name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"},
         "truncated": [response.truncated for response in responses],
     }
-    verdicts = (policy or VerifierPolicy()).call(
-        task.name, lambda **given: call_reward(task.reward, **given), arguments
-    )
+    policy = policy or VerifierPolicy()
+    verdicts = policy.call(task.name, lambda **given: call_reward(task.reward, **given), arguments)
     if verdicts is FAILED:
         raise VerifierFailed(f"The verifier of {task.name!r} failed, so its samples have no reward.")
     return as_verdicts(task.name, verdicts, arguments)
-
-
-def _message(response: Response) -> dict[str, Any]:
-    return {"role": "assistant", "content": response.text} if response.message is None else response.message
 
 
 def _is_undecided(verdict: Verdict) -> bool:
     return verdict.reward is None and bool(verdict.metrics.get(UNDECIDED))
 
 
-def _sample(
-    prompt: str,
-    number: int,
-    response: Response,
-    verdict: Verdict,
-    read_answer: Callable[[str], str | None] | None,
-) -> Sample:
+def _sample(prompt: str, number: int, response: Response, verdict: Verdict) -> Sample:
     if not math.isfinite(verdict):
-        raise ValueError(
-            f"The verifier returned no finite reward for prompt {prompt!r}; avg@k needs one for every sample."
-        )
-    text = _encodable(response.text)
+        raise ValueError(f"The verifier returned no finite reward for prompt {prompt!r}; avg@k needs one for each.")
     return Sample(
         prompt=prompt,
         sample=number,
-        text=text,
+        text=_encodable(response.text),
         length=response.length,
         truncated=response.truncated,
         reward=float(verdict),
         feedback=None if verdict.feedback is None else _encodable(verdict.feedback),
         metrics={name: float(value) for name, value in verdict.metrics.items() if math.isfinite(value)},
-        answer=read_answer(text) if read_answer else None,
     )
 
 

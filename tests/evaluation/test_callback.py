@@ -97,7 +97,6 @@ def test_summary_has_best_and_final_and_best_model_is_kept(train, tmp_path):
     assert (reported["final"]["step"], reported["final"]["score"]) == (4, 0.5)
     assert "biased" in reported["note"]
     assert [path.name for path in tmp_path.glob("best-step-*")] == ["best-step-2"]
-    assert json.loads((tmp_path / "best.json").read_text())["folder"] == "best-step-2"
     kept = type(trainer.model).from_pretrained(tmp_path / "best-step-2")
     evaluated = json.loads((tmp_path / "evaluations" / "step-000002" / "settings.json").read_text())["weights"]
     assert evaluated != weight_fingerprint(trainer.model)
@@ -115,15 +114,6 @@ def test_run_that_starts_again_keeps_the_earlier_best_model(train, tmp_path, cap
     assert f"are now in {tmp_path / 'previous-1'}" in caplog.text
 
 
-def test_best_names_no_model_that_a_later_one_replaced(train, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2}
-    train(tmp_path, scores={0: 0.25, 2: 0.5, 4: 0.75}, **options)
-    train(tmp_path, scores={0: 0.25, 2: 0.5, 4: 0.25}, resume=str(tmp_path / "checkpoint-2"), **options)
-    best = json.loads((tmp_path / "best.json").read_text())
-    assert (best["step"], best["folder"]) == (2, None)
-    assert (tmp_path / "previous-1" / "best-step-4" / "model.safetensors").is_file()
-
-
 def test_equal_scores_keep_the_earlier_model():
     rows = [{"step": s, "score": v} for s, v in [(0, 0.1), (5, 0.4), (10, 0.4)]]
     assert best_of(rows)["step"] == 5
@@ -138,7 +128,7 @@ def results(folder):
         {k: v for k, v in row.items() if "second" not in k and "time" not in k}
         for row in read_lines(folder / "log.jsonl")
     ]
-    names = ["evaluations.jsonl", "best.json"]
+    names = ["evaluations.jsonl"]
     samples = {p.parent.name: p.read_bytes() for p in sorted(folder.glob("evaluations/*/samples.jsonl"))}
     reported = json.loads((folder / "summary.json").read_text())
     return (
@@ -205,18 +195,6 @@ def test_evaluation_of_other_weights_is_replaced(train, tmp_path):
     assert (again / "samples.jsonl").read_bytes() != first
     assert [row["step"] for row in read_lines(tmp_path / "evaluations.jsonl")] == [0, 2, 4]
     assert len([row for row in read_lines(tmp_path / "log.jsonl") if "loss" in row]) == 4
-
-
-def test_invalid_options_raise_before_training(train, tmp_path):
-    trainer = train(tmp_path, evaluated=False, max_steps=1)
-    for options, message in (
-        ({"k": 0}, "`k` must be at least 1"),
-        ({"temperature": -1.0}, "`temperature` must be"),
-        ({"tempreture": 1.0}, "did you mean `temperature`"),
-        ({"output_dir": "elsewhere"}, "sets `output_dir` itself"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            EvaluationCallback(trainer, TASK, first=False, **options)
 
 
 def test_trainer_with_tools_raises(train, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import types
 from types import SimpleNamespace
@@ -13,9 +12,9 @@ import torch
 from scipy import stats
 from trl.chat_template_utils import parse_response
 
-from credit_trl.evaluation import EvaluationConfig, Sampling, SamplingConfig, engines
+from credit_trl.evaluation import EvaluationConfig, SamplingConfig, engines
 from credit_trl.evaluation.engines import Request, TransformersEngine, VLLMEngine, weight_fingerprint
-from credit_trl.evaluation.generation import chat_prefixes, encode_prompt, generate_ids, read_responses
+from credit_trl.evaluation.generation import encode_prompt, generate_ids, read_responses
 from credit_trl.evaluation.protocol import make_engine
 
 PROMPT = [{"role": "user", "content": "2+2="}]
@@ -134,7 +133,7 @@ def test_sampling_keeps_random_state_and_training_mode(engine):
 
 def test_length_counts_end_of_turn_and_truncated_lacks_it(engine, tokenizer):
     word, end = tokenizer("ab")["input_ids"], tokenizer.eos_token_id
-    full, cut, empty = read_responses(tokenizer, [[*word, end], word, [end]], [end])
+    full, cut, empty = read_responses(tokenizer, ["2+2="] * 3, [[1]] * 3, [[*word, end], word, [end]], [end])
     assert (full.text, full.length, full.truncated) == ("ab", 3, False)
     assert (cut.text, cut.length, cut.truncated) == ("ab", 2, True)
     assert (empty.text, empty.length, empty.truncated) == ("", 1, False)
@@ -160,20 +159,20 @@ def completion_ids(tokenizer, text, end=True):
 @pytest.mark.parametrize("end", [True, False])
 def test_responses_to_conversations_are_parsed_as_trl_does(parsing, text, end):
     ids, prefix = completion_ids(parsing, text, end), encode_prompt(parsing, PROMPT)
-    [response] = read_responses(parsing, [ids], [parsing.eos_token_id], [prefix])
+    [response] = read_responses(parsing, [PROMPT], [prefix], [ids], [parsing.eos_token_id])
     assert response.message == parse_response(parsing, ids, prefix=prefix)
     assert response.text == response.message["content"]
     assert (response.length, response.truncated) == (len(ids), not end)
 
 
 def test_texts_and_other_tokenizers_are_not_parsed(parsing, tokenizer):
-    prefixes = chat_prefixes(["2+2=", PROMPT], [[1], [2, 3]])
-    assert prefixes == [None, [2, 3]]
+    prompts = ["2+2=", PROMPT]
     ids = [completion_ids(parsing, THOUGHT)] * 2
-    text, answer = read_responses(parsing, ids, [], prefixes)
+    text, answer = read_responses(parsing, prompts, [[1], [2, 3]], ids, [])
     assert (text.text, text.message) == (THOUGHT, None)
     assert (answer.text, answer.message["role"]) == ("weather(Oslo)", "assistant")
-    assert read_responses(tokenizer, ids, [], prefixes) == read_responses(tokenizer, ids, [])
+    for response in read_responses(tokenizer, prompts, [[1], [2, 3]], ids, []):
+        assert "hotels(Oslo)" in response.text
 
 
 def test_unclosed_thinking_of_the_prompt_is_graded_as_in_training(tokenizer, monkeypatch):
@@ -181,7 +180,7 @@ def test_unclosed_thinking_of_the_prompt_is_graded_as_in_training(tokenizer, mon
     monkeypatch.setattr(tokenizer, "chat_template", template)
     prefix = encode_prompt(tokenizer, PROMPT)
     ids = [tokenizer(text)["input_ids"] for text in ("draft", "draft</think>done")]
-    cut, whole = read_responses(tokenizer, ids, [], [prefix] * 2)
+    cut, whole = read_responses(tokenizer, [PROMPT] * 2, [prefix] * 2, ids, [])
     assert (cut.text, cut.message) == ("draft", {"role": "assistant", "content": "<think>draft"})
     assert (whole.text, whole.message) == ("draft</think>done", None)
 
@@ -204,16 +203,6 @@ def test_fingerprint_changes_with_the_weights(make_model):
     assert weight_fingerprint(make_model()) == before != weight_fingerprint(make_model(seed=1))
     with torch.no_grad():
         model.model.norm.weight[3] += 1e-6
-    assert weight_fingerprint(model) != before
-
-
-def test_fingerprint_covers_quantized_weights(make_model):
-    model = make_model()
-    packed = torch.arange(12, dtype=torch.uint8)
-    model.register_parameter("packed", torch.nn.Parameter(packed, requires_grad=False))
-    before = weight_fingerprint(model)
-    with torch.no_grad():
-        model.packed[0] += 1
     assert weight_fingerprint(model) != before
 
 
@@ -291,50 +280,30 @@ def test_vllm_identity_changes_with_the_weight_files(vllm, tmp_path):
     assert make(str(tmp_path), engine="vllm").identity() != before
 
 
-def test_quickstart_model_and_unknown_engine_options():
-    engine = make("quickstart", batch_size=3)
-    assert (engine.name, engine.batch_size) == ("quickstart", 3)
-    with pytest.raises(ValueError, match="`chat_template_kwargs`, not max_model_len"):
-        make("quickstart", engine_options={"max_model_len": 512})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "`temperature` must be at least 0"),
+        ({"temperature": float("nan")}, "`temperature`"),
+        ({"top_p": 0.0}, "`top_p` must be in"),
+        ({"top_p": 1.1}, "`top_p`"),
+        ({"top_k": -1}, "`top_k`"),
+        ({"max_completion_length": 0}, "`max_completion_length`"),
+        ({"k": 0}, "`k` must be at least 1"),
+        ({"batch_size": 0}, "`batch_size`"),
+        ({"engine": "sglang"}, "'transformers' or 'vllm'"),
+    ],
+)
+def test_values_out_of_range_name_their_option(options, message):
+    with pytest.raises(ValueError, match=message):
+        EvaluationConfig(**options)
 
 
-def test_missing_vllm_error_names_the_extra(monkeypatch):
+def test_models_without_a_tokenizer_or_vllm_say_what_to_do(make_model, monkeypatch):
+    with pytest.raises(ValueError, match="pass `tokenizer`"):
+        make(make_model())
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match="pip install vllm"):
         make("some/model", engine="vllm")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": -1.0},
-        {"temperature": float("nan")},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_k": -1},
-        {"max_completion_length": 0},
-    ],
-)
-def test_sampling_config_rejects_values_out_of_range(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        SamplingConfig(**options)
-
-
-def test_sampling_is_an_alias_of_sampling_config():
-    assert Sampling is SamplingConfig
-
-
-@pytest.mark.parametrize(
-    ("given", "nearest"),
-    [("tempreture", "; did you mean `temperature`"), ("dataset_", "; did you mean `dataset`"), ("x", ". Options")],
-)
-def test_unknown_option_error_names_the_nearest(given, nearest):
-    with pytest.raises(TypeError, match=re.escape(f"`{given}`{nearest}")):
-        EvaluationConfig.from_options({given: 1})
-
-
-def test_model_needs_tokenizer_and_engine_a_known_name(make_model):
-    with pytest.raises(ValueError, match="tokenizer"):
-        make(make_model())
-    with pytest.raises(ValueError, match="'transformers' or 'vllm'"):
-        make("x", engine="sglang")
+    with pytest.raises(TypeError, match="max_model_len"):  # before the weights are loaded
+        make("no/such/model", engine_options={"max_model_len": 512})

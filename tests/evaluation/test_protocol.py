@@ -123,15 +123,7 @@ def test_scores_follow_from_the_samples(tmp_path):
     assert {name: interval.mean for name, interval in result.groups.items()} == pytest.approx(
         {"even": sum(map(sum, by_prompt[::2])) / 15, "odd": sum(map(sum, by_prompt[1::2])) / 15}
     )
-    assert 0.0 <= result.majority <= 1.0
     assert Evaluation.from_dict(json.loads((tmp_path / "result.json").read_text())) == result
-
-
-def test_printed_scores_are_in_one_column(tmp_path):
-    lines = str(run(tmp_path)[0]).splitlines()
-    assert {line.index(" %") for line in lines if re.match("  (avg|pass|maj)@", line)} == {17}
-    one = evaluate(FakeEngine(), TASK, 1, max_prompts=1, progress=False)
-    assert "1 prompt × 1 sample\n" in str(one)
 
 
 def test_a_single_prompt_has_no_interval(tmp_path):
@@ -154,70 +146,6 @@ def test_a_sum_of_rewards_is_a_success_despite_its_rounding(reward, succeeds):
     assert reward < 1.0
     task = rewarded(lambda completions, **columns: [reward] * len(completions))
     assert evaluate(FakeEngine(), task, 2, progress=False).pass_at[2] == succeeds
-
-
-def test_majority_needs_letter_answers_or_answer_of():
-    rows = letters().map(lambda row: {"answer": f"{row['answer']}!"})
-    task = Task("texts", lambda *a: rows, graded, batch_of(graded, "texts"))
-    assert evaluate(FakeEngine(), task, 3, progress=False).majority is None
-    counted = evaluate(FakeEngine(), task, 3, answer_of=lambda text: text[8:9] + "!", progress=False)
-    assert counted.majority is not None
-
-
-def test_letters_that_are_given_elsewhere_have_no_majority():
-    def last_letter(response, answer, *, truncated=False):
-        return Verdict(1.0)
-
-    rows = letters().map(lambda row: {"answer": row["answer"]})
-    task = Task("boxed", lambda *a: rows, last_letter, batch_of(last_letter, "boxed"))
-    engine = FakeEngine()
-    engine.generate = lambda requests, sampling: [Response("\\boxed{A}", 3, False)] * len(requests)
-    assert evaluate(engine, task, 2, progress=False).majority is None
-    wrong = Task("wrong", lambda *a: rows, graded, batch_of(graded, "wrong"))
-    assert evaluate(engine, wrong, 2, progress=False).majority == 0.0
-
-
-def after_tag(text):
-    """Another reading of `FakeEngine`'s answers than `tagged_letter`; everyone votes."""
-    return text[8:9]
-
-
-@pytest.mark.parametrize("finished", [True, False])
-@pytest.mark.parametrize("before", [None, lambda text: "A"])
-def test_answers_of_another_answer_of_are_read_again(tmp_path, finished, before):
-    def interrupted(count):
-        if count > 8 and not finished:
-            raise KeyboardInterrupt
-
-    options = {"k": 3, "progress": False}
-    expected = evaluate(FakeEngine(), TASK, answer_of=after_tag, output_dir=tmp_path / "expected", **options)
-    options["output_dir"] = tmp_path / "again"
-    with nullcontext() if finished else pytest.raises(KeyboardInterrupt):
-        earlier = evaluate(FakeEngine(on_generate=interrupted), TASK, answer_of=before, **options)
-        assert earlier.majority != expected.majority
-    engine = FakeEngine()
-    assert evaluate(engine, TASK, answer_of=after_tag, **options) == expected
-    assert len(engine.seeds) == (0 if finished else 18 - 8)
-    assert files(tmp_path / "again") == files(tmp_path / "expected")
-
-
-def test_gold_answers_that_are_not_text_have_a_majority():
-    numbered = [{**row, "answer": LETTERS.index(row["answer"])} for row in letters()]
-    task = Task("numbers", lambda *a: numbered, graded, lambda completions, **columns: [1.0] * len(completions))
-    texts = [{**row, "answer": str(row["answer"])} for row in numbered]
-    options = {"progress": False, "k": 5}
-    expected = evaluate(FakeEngine(), task, dataset=texts, answer_of=lambda text: str(ord(text[8]) - 65), **options)
-    assert expected.majority > 0.0
-    for answer_of in (lambda text: str(ord(text[8]) - 65), lambda text: ord(text[8]) - 65):
-        assert evaluate(FakeEngine(), task, answer_of=answer_of, **options).majority == expected.majority
-
-
-def test_answer_of_without_answers_raises_before_sampling():
-    rows = letters().rename_column("answer", "gold")
-    engine = FakeEngine()
-    with pytest.raises(ValueError, match=r"column `answer`.*columns are prompt, gold.*remove `answer_of`"):
-        evaluate(engine, TASK, 2, dataset=rows, answer_of=after_tag, progress=False)
-    assert engine.seeds == []
 
 
 @pytest.mark.parametrize("name", ["completions", "prompts", "truncated"])
@@ -249,11 +177,8 @@ def test_verifier_gets_parsed_messages_and_their_text_is_kept(tmp_path):
     result = evaluate(engine, rewarded(spy), 2, max_prompts=1, output_dir=tmp_path, progress=False)
     assert seen == [[message] for message in messages]
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert [(s["text"], s["answer"], s["reward"]) for s in samples] == [
-        ("<answer>A</answer>", "A", 1.0),
-        ("", None, 0),
-    ]
-    assert (result.score, result.majority) == (0.5, 1.0)
+    assert [(s["text"], s["reward"]) for s in samples] == [("<answer>A</answer>", 1.0), ("", 0)]
+    assert result.score == 0.5
 
 
 def test_samples_of_unparsed_text_are_not_continued_as_parsed(tmp_path):

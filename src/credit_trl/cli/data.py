@@ -1,0 +1,226 @@
+"""Data and verifier of `trl credit`: a task, or TRL's dataset options with reward functions of the user's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trl import ScriptArguments
+
+from credit_trl.cli.errors import suggest
+from credit_trl.sandbox import choose_sandbox
+
+if TYPE_CHECKING:
+    from trl import DatasetMixtureConfig
+
+    from credit_trl.tasks.registry import Task
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CreditScriptArguments(ScriptArguments):
+    """Arguments of `trl credit` for data, verifier and evaluation, in addition to TRL's `ScriptArguments`."""
+
+    task: str | None = field(
+        default=None, metadata={"help": "Task of the registry, or package.module:attribute: dataset and verifier."}
+    )
+    dataset_path: str | None = field(
+        default=None, metadata={"help": "Local data: of the task, or JSONL, JSON, CSV or Parquet without a task."}
+    )
+    eval_dataset_path: str | None = field(
+        default=None, metadata={"help": "The same for the evaluation data; defaults to dataset_path."}
+    )
+    max_train_rows: int | None = field(
+        default=None, metadata={"help": "Use the first rows of the training data only."}
+    )
+    max_eval_rows: int | None = field(
+        default=None, metadata={"help": "Use the first rows of the evaluation data only."}
+    )
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Drop rows whose prompt has more tokens, as SDPO's pipeline does (2048)."}
+    )
+    reward_funcs: list[str] | None = field(
+        default=None, metadata={"help": "my_module.my_reward: reward functions, in addition to a task's verifier."}
+    )
+    token_weight: str | None = field(
+        default=None, metadata={"help": "my_module:my_weight: function that weights the losses token by token."}
+    )
+    avg_at_k: int | None = field(
+        default=None, metadata={"help": "k: evaluate avg@k on the test split, save the best model and a log."}
+    )
+    avg_at_k_steps: int = field(default=5, metadata={"help": "Generation batches between two evaluations."})
+    avg_at_k_temperature: float = field(default=0.6, metadata={"help": "Sampling temperature of avg@k."})
+    avg_at_k_top_p: float = field(default=0.95, metadata={"help": "Nucleus mass of avg@k."})
+    sandbox: str | None = field(
+        default=None, metadata={"help": "auto (default), bubblewrap, landlock, or the address of a remote sandbox."}
+    )
+    allow_unsandboxed: bool = field(
+        default=False, metadata={"help": "Without a sandbox, run model-written programs with resource limits only."}
+    )
+    sandbox_packages: list[str] | None = field(
+        default=None, metadata={"help": "Installed packages that model-written programs may import, such as numpy."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("avg_at_k", "avg_at_k_steps", "max_train_rows", "max_eval_rows", "max_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`--{name}` must be at least 1, got {value}.")
+        if isinstance(self.reward_funcs, str):  # `reward_funcs: my_module.my_reward` in a YAML file
+            self.reward_funcs = [name.strip() for name in self.reward_funcs.split(",")]
+        choose_sandbox(self.sandbox, self.allow_unsandboxed, self.sandbox_packages)
+
+
+def load_data(
+    script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig, wants_eval: bool
+) -> tuple[Any, Any, list[Any]]:
+    """(training rows, evaluation rows or None, reward functions) of a task, or of TRL's dataset options."""
+    _check_one_source(script_args, dataset_args)
+    reward_funcs = [import_function(name, "--reward_funcs") for name in script_args.reward_funcs or []]
+    train_split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
+    if script_args.task is not None:
+        task = load_own_task(script_args.task)
+        reward_funcs.insert(0, task.reward)
+        train = task.build(train_split, script_args.dataset_path)
+        path = script_args.eval_dataset_path or script_args.dataset_path
+        evaluation = task.build(test_split, path) if wants_eval else None
+    else:
+        if not reward_funcs:
+            raise ValueError(
+                "Nothing grades the answers: give `--task NAME`, or `--reward_funcs my_module.my_reward`."
+            )
+        data = _dataset(script_args, dataset_args)
+        train = _split(data, train_split, "dataset_train_split")
+        evaluation = _split(data, test_split, "dataset_test_split") if wants_eval else None
+    return (
+        first_rows(train, script_args.max_train_rows),
+        first_rows(evaluation, script_args.max_eval_rows),
+        reward_funcs,
+    )
+
+
+def load_own_task(name: str) -> Task:
+    """The task of a name, also of a module in the working directory."""
+    from credit_trl.tasks.registry import load_task
+
+    search_working_directory()
+    return load_task(name)
+
+
+def search_working_directory() -> None:
+    """Let modules of the working directory be imported."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def import_function(name: str, option: str) -> Any:
+    """Import the function of `module.name` or `module:name`, also from the working directory."""
+    from credit_trl.tasks.registry import import_named
+
+    module, _, function = name.replace(":", ".").rpartition(".")
+    if not all(part.isidentifier() and part != "py" for part in (*module.split("."), function)):
+        raise ValueError(f"`{option} {name}`: expected a dotted import path such as my_module.my_function.")
+    search_working_directory()
+    missing = f"`{option} {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
+    found = import_named(module, ValueError(missing))
+    if not hasattr(found, function):
+        raise ValueError(f"`{option} {name}`: {module} has no `{function}`.{suggest(function, vars(found))}")
+    return getattr(found, function)
+
+
+def _check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig) -> None:
+    """Raise where the data is given twice, of which one would be ignored."""
+    own = {
+        "--task": script_args.task,
+        "--dataset_name": script_args.dataset_name,
+        "datasets": dataset_args.datasets or None,
+        "--dataset_path": None if script_args.task else script_args.dataset_path,  # the local copy of a task's data
+    }
+    given = [f"`{option} {value}`" for option, value in own.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"The training data is given by {' and '.join(given)}. Remove all but one.")
+
+
+def _dataset(script_args: CreditScriptArguments, dataset_args: DatasetMixtureConfig) -> Any:
+    from datasets import load_dataset
+    from trl import get_dataset
+
+    if dataset_args.datasets:
+        return get_dataset(dataset_args)
+    if script_args.dataset_path is not None:
+        return _local_files(script_args)
+    if script_args.dataset_name is None:
+        raise ValueError(
+            "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
+            "`datasets:` in the YAML."
+        )
+    name, config = script_args.dataset_name, script_args.dataset_config
+    return load_dataset(name, name=config, streaming=script_args.dataset_streaming)
+
+
+def _local_files(script_args: CreditScriptArguments) -> Any:
+    """Rows of `--dataset_path` and `--eval_dataset_path` as splits, read by `datasets`."""
+    from datasets import DatasetDict, IterableDatasetDict
+
+    from credit_trl.tasks.run_data import read_rows
+
+    streams = script_args.dataset_streaming
+    splits = {script_args.dataset_train_split: read_rows(script_args.dataset_path, "--dataset_path", streams)}
+    if script_args.eval_dataset_path is not None:
+        path = script_args.eval_dataset_path
+        splits[script_args.dataset_test_split] = read_rows(path, "--eval_dataset_path", streams)
+    return (IterableDatasetDict if streams else DatasetDict)(splits)
+
+
+def describe(
+    script_args: CreditScriptArguments, reward_funcs: list[Any], weights: list[float] | None
+) -> dict[str, Any]:
+    """Field `data` of `run.json`, from which `credit-eval RUN` and others find rows and verifier again."""
+    from credit_trl.tasks.run_data import describe_data, describe_rows
+
+    path, test_path = script_args.dataset_path, script_args.eval_dataset_path
+    hub = {"name": script_args.dataset_name, "config": script_args.dataset_config}
+    places: dict[str, Any] = {"train": None, "test": None}
+    if script_args.task is not None or path is not None:
+        places["train"] = None if path is None else describe_rows(path)
+        places["test"] = describe_rows(test_path) if test_path is not None else places["train"]
+    elif script_args.dataset_name is not None:
+        places["train"] = describe_rows(**hub, split=script_args.dataset_train_split)
+        places["test"] = describe_rows(**hub, split=script_args.dataset_test_split)
+    return describe_data(reward_funcs, weights, task=script_args.task, **places)
+
+
+def _split(data: Any, name: str, option: str) -> Any:
+    if name not in data:
+        files = " Name a file with `--eval_dataset_path`." if option == "dataset_test_split" else ""
+        raise ValueError(f"`--{option} {name}`: no such split; the data has {', '.join(data)}.{files}")
+    return data[name]
+
+
+def first_rows(dataset: Any, rows: int | None) -> Any:
+    """The first rows of a dataset, or all of them for `rows=None`."""
+    return dataset if dataset is None or rows is None else dataset.take(rows)
+
+
+def drop_long_prompts(name: str, dataset: Any, model: str, limit: int, options: dict[str, Any]) -> Any:
+    """The rows whose prompt has at most `limit` tokens, with the chat template's generation prompt.
+
+    `name` is that of the rows in messages, `options` are `chat_template_kwargs`.
+    """
+    from transformers import AutoTokenizer
+
+    from credit_trl.evaluation.generation import encode_prompt
+    from credit_trl.tasks.model_names import naming_model
+
+    with naming_model(model):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    kept = dataset.filter(lambda row: len(encode_prompt(tokenizer, row["prompt"], **options)) <= limit)
+    if hasattr(kept, "__len__"):
+        if len(kept) == 0:
+            raise ValueError(f"`--max_prompt_tokens {limit}` drops all {len(dataset)} {name} rows. Raise it.")
+        logger.info(f"{len(dataset) - len(kept)} of {len(dataset)} {name} rows have more than {limit} prompt tokens.")
+    return kept

@@ -1,0 +1,95 @@
+"""The one reader of YAML and JSON files of options, with limits on depth, size and merged keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from credit_trl.training.run_directory import RUN_FILE
+
+MAX_DEPTH = 32  # nested mappings and lists
+MAX_NODES = 20_000  # keys and values, those of aliases and merged mappings counted each time they are used
+
+
+def read_options(path: str | Path) -> dict[str, Any]:
+    """Options of a YAML or JSON file, or of the run that a `run.json` describes.
+
+    Raises:
+        ValueError: the file has another form, exceeds a limit, or sets an option twice, of which YAML would ignore
+            the first.
+    """
+    load = json.loads if Path(path).suffix == ".json" else load_yaml  # YAML reads JSON's 1e-05 as text
+    try:
+        content = load(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
+    except yaml.YAMLError as error:
+        backslash = "\nA path with backslashes needs single quotes, or none." if "escape" in str(error) else ""
+        raise ValueError(f"{path} is not YAML: {error}{backslash}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if isinstance(content, dict) and Path(path).name == RUN_FILE:
+        content = content.get("config")
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must contain a YAML mapping, `option: value` on each line.")
+    return content
+
+
+def load_yaml(text: str) -> Any:
+    """Content of a YAML text.
+
+    Raises:
+        ValueError: it is nested too deeply, too large with its aliases expanded, or sets a key twice.
+    """
+    _check_depth(text)
+    node = yaml.compose(text, yaml.SafeLoader)
+    if node is None:
+        return None
+    nodes = _expanded_size(node, {})
+    if nodes > MAX_NODES:
+        raise ValueError(f"more than {MAX_NODES} keys and values, aliases expanded; a file of options has few.")
+    content = yaml.safe_load(text)
+    if isinstance(content, dict):
+        names = [key.value for key, _ in node.value]
+        repeated = [name for name in content if names.count(name) > 1]
+        if repeated:
+            raise ValueError(f"`{repeated[0]}` is set twice. Remove one, of which YAML would ignore the first.")
+    return content
+
+
+def _check_depth(text: str) -> None:
+    """Check nesting and number of events before anything is built, which recurses."""
+    depth = 0
+    for count, event in enumerate(yaml.parse(text, yaml.SafeLoader)):
+        if isinstance(event, yaml.events.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.events.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} levels deep; options need three.")
+        if count > 2 * MAX_NODES:
+            raise ValueError(f"more than {MAX_NODES} keys and values; a file of options has few.")
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Nodes of a graph whose aliases are expanded; one that contains itself counts as too many."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in sizes:
+        sizes[id(node)] = MAX_NODES + 1  # while it is open
+        pairs = node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
+        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes) for child in pairs)
+    return sizes[id(node)]
+
+
+def config_file(argv: list[str]) -> dict[str, Any]:
+    """Contents of the YAML file that a command line names, or an empty mapping."""
+    if "--config" not in argv:
+        return {}
+    path = next(iter(argv[argv.index("--config") + 1 :]), None)
+    if path is None or path.startswith("--"):
+        raise ValueError("`--config` names a YAML file: give its path.")
+    return read_options(path)

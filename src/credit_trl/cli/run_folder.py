@@ -1,0 +1,57 @@
+"""A run directory as the one argument of `credit-eval`, `credit-map` and `credit-report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from credit_trl.training.run_directory import RUN_FILE, read_json
+
+if TYPE_CHECKING:
+    from credit_trl.tasks.registry import Task
+
+_MODEL_FILES = ("config.json", "adapter_config.json")
+
+
+def read_run(folder: str | Path) -> dict[str, Any]:
+    """Content of `run.json`.
+
+    Raises:
+        FileNotFoundError: the folder is not a run directory.
+    """
+    path = Path(folder) / RUN_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is not a run directory: it has no {RUN_FILE}. Give a run's `output_dir`.")
+    return read_json(path)
+
+
+def task_of_run(folder: str | Path, name: str | None) -> Task:
+    """The task called `name`, else that of the run.
+
+    Raises:
+        ValueError: the run does not say where its data and verifier are, or they are not found again.
+    """
+    from credit_trl.cli.data import load_own_task
+    from credit_trl.tasks.run_data import task_of_data
+
+    if name is not None:
+        return load_own_task(name)
+    data = read_run(folder).get("data")
+    if data is None:
+        raise ValueError(f"{folder}: run.json does not describe data and verifier. Give `--task`.")
+    return task_of_data(data)
+
+
+def model_of_run(folder: str | Path) -> Path:
+    """Folder of the final model, or of the last checkpoint of a run that has not ended.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    folder = Path(folder)
+    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    checkpoints.sort(key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
+    for place in (folder, folder / "model", *checkpoints):
+        if any((place / name).is_file() for name in _MODEL_FILES):
+            return place
+    raise FileNotFoundError(f"{folder} holds neither a final model nor a checkpoint. Give `--model`.")

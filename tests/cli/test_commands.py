@@ -1,0 +1,263 @@
+"""The `trl` script: TRL's commands unchanged, the `credit` commands and their help."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+from trl.cli.commands import get_commands
+
+from credit_trl import cli
+from credit_trl.cli import credit, training
+from credit_trl.sandbox import CHOICE, PACKAGES
+from credit_trl.training.preemption import REQUEUE
+
+ROOT = Path(__file__).parents[2]
+ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "4"]
+
+
+def test_both_scripts_run_the_same_program():
+    scripts = {p.name: p.value for p in entry_points(group="console_scripts") if p.value.startswith("credit_trl")}
+    assert scripts == {"trl": "credit_trl.cli:main", "credit-trl": "credit_trl.cli:main"}
+
+
+def test_help_lists_commands_of_trl_and_of_this_package(capsys):
+    assert cli.main([]) == 0
+    listed = capsys.readouterr().out
+    for name in [command.name for command in get_commands()] + ["credit", *cli.COMPANIONS]:
+        assert f"    {name} " in listed or f"    {name}\n" in listed, name
+    assert len(listed.splitlines()) <= 40
+
+
+@pytest.mark.parametrize("name", cli.COMPANIONS)
+def test_help_of_companions_fits_a_screen(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"usage: trl {name}")
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("line", [["--help"], ["--help-all"], ["--help", "contrastive"]])
+def test_rows_of_the_help_are_legible_at_80_columns(line, capsys):
+    assert credit.run(line) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "--contrastive_coef" in "\n".join(lines)
+    assert "\x1b" not in "\n".join(lines)  # no terminal
+    if line == ["--help"]:
+        assert len(lines) <= 70
+        assert [name for name in ("data", "model", "credit", "teacher", "run") if name not in lines] == []
+    if line == ["--help", "contrastive"]:
+        assert "λ, the weight of the input-generic baseline" in " ".join(" ".join(lines).split())
+        assert "--learning_rate" not in lines
+
+
+def test_help_of_all_has_every_option(capsys):
+    credit.run(["--help-all"])
+    shown = set(re.findall(r"^  --(\w+)$", capsys.readouterr().out, re.MULTILINE))
+    assert {action.dest for action in training.make_parser()._actions} - {"help"} <= shown
+
+
+def test_help_is_coloured_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    credit.run(["--help"])
+    assert "\x1b[1;36m--contrastive_coef\x1b[0m" in capsys.readouterr().out
+
+
+def test_help_of_companions_loads_neither_torch_nor_trl():
+    code = (
+        "import argparse, importlib, sys\n"
+        f"for module in {[module for module, _ in cli.COMPANIONS.values()]}:\n"
+        "    importlib.import_module(module).add_arguments(argparse.ArgumentParser())\n"
+        "print([name for name in ('torch', 'trl', 'transformers', 'datasets') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("argv", [["sft", "--help"], ["grpo", "--help"], ["env"]])
+def test_trl_commands_receive_the_unchanged_line(monkeypatch, argv):
+    given = []
+    monkeypatch.setattr("trl.cli.main", lambda line: given.append(line) or 0)
+    assert cli.main(argv) == 0
+    assert given == [argv]
+
+
+def test_version_names_both_packages(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"trl \S+, credit-trl \S+\n", capsys.readouterr().out)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Arguments of the launches, none of which is started."""
+    calls = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", calls.append)
+    return calls
+
+
+def test_arguments_are_split_between_trainer_and_accelerate(launched, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "task: quickstart\nuse_cpu: true\nbf16: false\nnum_processes: 2\ngradient_accumulation_steps: 4\n"
+    )
+    line = ["--contrastive_coef=0.2", "--mixed_precision", "no", "--output_dir", "out"]
+    assert credit.run([f"--config={config}", *line]) == 0
+    (args,) = launched
+    assert args.training_script == "credit_trl.cli.training"
+    assert (args.module, args.num_processes, args.mixed_precision) == (True, 2, "no")
+    assert args.training_script_args == ["--config", str(config), "--contrastive_coef=0.2", "--output_dir", "out"]
+
+
+def test_options_of_several_files_are_merged(monkeypatch, tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("env: {FIRST: a, BOTH: a}\ntask: quickstart\ntop_p: 0.5\nuse_cpu: true\nmax_steps: 5\n")
+    second.write_text("env: {BOTH: b}\ntask: null\ntop_p: 0.9\nbf16: false\nmax_steps: 6\nnum_processes: 1\n")
+    seen = []
+    for name in ("FIRST", "BOTH"):
+        monkeypatch.setenv(name, "")
+
+    def read(launched):
+        words = launched.training_script_args
+        script, config, *_ = training.make_parser().parse_args_and_config(words, fail_with_unknown_args=False)
+        seen.append((script.task, config.top_p, config.max_steps, launched.num_processes))
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", read)
+    line = ["--config", str(first), "--max_steps", "7", f"--config={second}", "--gradient_accumulation_steps", "4"]
+    assert credit.run(line) == 0
+    assert seen == [(None, 0.9, 7, 1)]
+    assert (os.environ["FIRST"], os.environ["BOTH"]) == ("a", "b")
+
+
+def test_recipe_and_its_accelerate_file_are_found_from_any_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def read(launched):
+        words = launched.training_script_args
+        script, *_ = training.make_parser().parse_args_and_config(words, fail_with_unknown_args=False)
+        seen.append((script.task, launched.config_file, launched.num_processes))
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", read)
+    assert credit.run(["--recipe", "livecodebench_qwen3_8b", "--use_cpu", "true", "--bf16", "false"]) == 0
+    [(task, accelerate_file, processes)] = seen
+    assert task == "livecodebench:v6"
+    assert Path(accelerate_file).is_file()
+    assert processes is None or processes == 8
+
+
+def test_batches_are_checked_for_the_launched_processes(launched, capsys):
+    """Eight rollouts of one process are one prompt, sixteen of two processes are two prompts."""
+    line = ["--use_cpu", "true", "--bf16", "false", "--per_device_train_batch_size", "8"]
+    assert credit.run([*line, "--num_processes", "2"]) == 0
+    assert credit.run(line) == 2
+    assert "holds one prompt, so there is no contrast" in capsys.readouterr().err
+    assert len(launched) == 1
+
+
+def test_named_accelerate_config_is_resolved_as_by_trl(launched):
+    assert credit.run(["--accelerate_config", "single_gpu", *ON_CPU]) == 0
+    assert launched[0].config_file.endswith("single_gpu.yaml")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "printed"),
+    [
+        (subprocess.CalledProcessError(3, "python"), 3, ""),
+        (subprocess.CalledProcessError(-9, "python"), 137, "signal 9 (Killed) ended the process"),
+        (KeyboardInterrupt(), 130, "`--resume_from_checkpoint latest` continues the run"),
+        (SignalException("one of several", signal.SIGHUP), 129, "continues the run"),
+        (ValueError("You need to use at least 2 processes"), 2, "at least 2 processes"),
+    ],
+)
+def test_ended_launches_return_their_code_without_traceback(monkeypatch, capfd, raised, code, printed):
+    def fail(args):
+        assert not args.quiet  # accelerate's exit code would be 1
+        raise raised
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", fail)
+    assert credit.run([*ON_CPU, "--quiet"]) == code
+    error = capfd.readouterr().err
+    assert printed in error
+    assert error.count("\n") == bool(printed)
+
+
+@pytest.mark.parametrize("interrupted", ["make_trainer", "train"])
+def test_interrupted_training_process_prints_no_traceback(monkeypatch, capfd, interrupted):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "make_trainer", lambda *args: None)
+    monkeypatch.setattr(training, interrupted, interrupt)
+    assert training.run(ON_CPU) == 130
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "module", "printed"),
+    [
+        ("credit-report runs", "credit_report.run", "trl credit-report: interrupted\n"),
+        ("credit-eval --model m --task t", "credit_eval.run", "trl credit-eval: interrupted\n"),
+        ("credit-eval run", "credit_eval.run", "trl credit-eval: interrupted; the same command continues\n"),
+        ("credit --task quickstart", "credit.processes_of", "trl credit: interrupted\n"),
+    ],
+)
+def test_interrupted_command_prints_one_line(monkeypatch, capsys, line, module, printed):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"credit_trl.cli.{module}", interrupt)
+    assert cli.main(line.split()) == 130
+    assert capsys.readouterr().err == printed
+
+
+def test_sigterm_outside_of_steps_ends_with_the_code_to_requeue(monkeypatch):
+    monkeypatch.setattr(training, "make_trainer", lambda *args: None)
+    monkeypatch.setattr(training, "train", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        training.run(ON_CPU)
+    assert ended.value.code == REQUEUE
+
+
+def test_options_of_the_sandbox_select_it_and_its_packages(monkeypatch, tmp_path):
+    for name in (CHOICE, PACKAGES):
+        monkeypatch.setenv(name, "")
+    config = tmp_path / "run.yaml"
+    config.write_text("reward_funcs: a.b, c.d\nsandbox_packages: numpy, torch\nsandbox: landlock\n")
+    script, *_ = training.make_parser().parse_args_and_config(["--config", str(config), *ON_CPU])
+    assert script.reward_funcs == ["a.b", "c.d"]  # a text in YAML is a list of names
+    assert (os.environ[CHOICE], os.environ[PACKAGES]) == ("landlock", "numpy, torch")
+
+
+def test_output_whose_reader_ends_is_no_error(tmp_path):
+    line = [sys.executable, "-m", "credit_trl", "credit-init", str(tmp_path / "first")]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        process.stdout.close()  # before the command writes
+        error = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert error == ""
+
+
+@pytest.mark.parametrize("locale", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}])
+def test_characters_that_the_locale_lacks_are_spelled_out(locale):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
+    line = [sys.executable, "-m", "credit_trl", "credit-map", "--help"]
+    environment |= {"PYTHONUTF8": "0", **locale}
+    result = subprocess.run(line, env=environment, capture_output=True, cwd=ROOT, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr[-1000:]
+    assert b"\\u03bb (default" in result.stdout

@@ -1,0 +1,110 @@
+"""A person's own rows and verifier through training, evaluation, maps and report by the run's folder alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from credit_trl import Verdict, cli
+from credit_trl.cli import training
+from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
+from credit_trl.evaluation import evaluate
+from credit_trl.tasks.run_data import describe_data, describe_function, describe_rows, task_of_data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of `trl credit-init`, trained for two steps by its own configuration."""
+    folder = tmp_path_factory.mktemp("own") / "first"
+    with pytest.MonkeyPatch.context() as patch:
+        assert cli.main(["credit-init", str(folder)]) == 0
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        assert training.run(["--config", "run.yaml", "--max_steps", "2"]) == 0
+        yield folder
+    sys.modules.pop("my_verifier", None)
+
+
+def test_starter_trains_evaluates_and_writes_its_report(folder):
+    run = folder / "runs" / "first"
+    assert (run / "report.html").is_file()
+    assert model_of_run(run) == run
+    history = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in history] == [0, 2]
+    assert read_run(run)["data"]["reward_funcs"][0]["name"] == "my_verifier:check"
+
+
+@pytest.mark.parametrize("command", ["credit-eval", "credit-map", "credit-report"])
+def test_commands_need_the_run_alone(folder, command, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)  # from any directory
+    options = {"credit-eval": ["--k", "2"], "credit-map": ["--max_prompts", "2"], "credit-report": []}
+    run = folder / "runs" / "first"
+    assert cli.main([command, str(run), *options[command]]) == 0
+    written = {"credit-eval": "credit_eval/result.json", "credit-map": "credit_maps/maps.json"}
+    assert (run / written.get(command, "report.html")).is_file()
+    if command == "credit-eval":
+        assert "5 prompts × 2 samples" in capsys.readouterr().out
+
+
+def test_task_of_a_run_is_found_again_in_python(folder):
+    task = task_of_run(folder / "runs" / "first", None)
+    result = evaluate("quickstart", task, k=1, max_completion_length=4, progress=False)
+    assert (result.task, len(result.prompts)) == ("questions", 5)
+
+
+def test_starter_and_recipes_are_not_overwritten(folder, tmp_path, capsys):
+    assert cli.main(["credit-init", str(folder)]) == 1
+    assert "run.yaml exists and is not overwritten" in capsys.readouterr().err
+    assert cli.main(["credit-init", str(tmp_path), "--recipe", "sciknoweval_qwen3_8b"]) == 0
+    assert "task: sciknoweval" in (tmp_path / "sciknoweval_qwen3_8b.yaml").read_text()
+
+
+def half(completions, **columns):
+    return [Verdict(0.5, "Half.") for _ in completions]
+
+
+def length(completions, **columns):
+    return [float(len(one)) if isinstance(one, str) else None for one in completions]
+
+
+def test_several_reward_functions_are_one_verifier():
+    task = task_of_data(describe_data([half, length], [2.0, 1.0]))
+    verdicts = task.reward(completions=["abc", [{"role": "assistant", "content": "x"}]], prompts=["?", "?"])
+    assert [(one.reward, one.feedback) for one in verdicts] == [(4.0, "Half."), (1.0, "Half.")]
+    assert task.verify("abc", None).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (lambda completions, **columns: [], r"`.*<lambda>` of this run has no import name. Define it with `def`"),
+        ([half, type("Callable", (), {"__call__": half})()], "`Callable` of this run has no import name"),
+    ],
+)
+def test_functions_without_an_import_name_say_what_to_write(functions, message):
+    with pytest.raises(ValueError, match=message):
+        task_of_data(describe_data(functions))
+
+
+def test_changed_or_missing_data_is_refused(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    task = task_of_data(describe_data(half, train=describe_rows(path)))
+    assert next(iter(task.build("test")))["answer"] == "2"
+    path.write_text('{"prompt": "1+1=", "answer": "3"}\n')
+    with pytest.raises(ValueError, match=r"q\.jsonl has changed since the run. Name the file to use with `--path`"):
+        task.build("test")
+    assert next(iter(task.build("test", path)))["answer"] == "3"
+    with pytest.raises(ValueError, match="were a `Dataset` object"):
+        task_of_data(describe_data(half)).build("test")
+    moved = {**describe_function(half), "name": "no_such_module:half"}
+    with pytest.raises(ValueError, match=r"no_such_module:half of this run is not found .* Run from the folder"):
+        task_of_data({**describe_data(half), "reward_funcs": [moved]})
+
+
+def test_built_in_task_is_found_by_its_name():
+    task = task_of_data(describe_data(half, task="quickstart"))
+    assert task.name == "quickstart"
+    assert len(task.build("test", None, rows_per_cue=1)) > 0
