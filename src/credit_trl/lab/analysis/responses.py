@@ -18,7 +18,7 @@ from credit_trl.contexts.contrast import Contrast, ContrastBatch, draw_contrasts
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.evaluation.config import SamplingConfig
-from credit_trl.evaluation.generation import chat_prefixes, read_responses
+from credit_trl.evaluation.generation import read_responses
 from credit_trl.evaluation.protocol import distinct_names
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
@@ -124,8 +124,9 @@ def grade_rollouts(
 ) -> list[Verdict]:
     """Verdicts of sampled ids by one call of the task's reward function; `rows` are the data set rows of each."""
     prompts = [row["prompt"] for row in rows]
-    prefixes = chat_prefixes(prompts, list(map(checkpoint.encode, prompts)))
-    return task_verdicts(task, rows, read_responses(checkpoint.tokenizer, token_ids, checkpoint.end_ids(), prefixes))
+    prompt_ids = list(map(checkpoint.encode, prompts))
+    responses = read_responses(checkpoint.tokenizer, prompts, prompt_ids, token_ids, checkpoint.end_ids())
+    return task_verdicts(task, rows, responses)
 
 
 def sample_rollouts(
