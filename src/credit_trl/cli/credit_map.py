@@ -166,7 +166,7 @@ def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
     from credit_trl.lab.analysis.tokenmap_json import write_maps
     from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
     from credit_trl.lab.report.token_maps import write_token_maps
-    from credit_trl.tasks.printable import counted
+    from credit_trl.tasks.escaping import pluralized
 
     directory = Path(args.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -179,4 +179,4 @@ def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
         summaries.append(f"## {name}\n\n{summary}\n{format_branches(summarize_branches(own))}")
     (directory / "summary.md").write_text("\n".join(summaries), encoding="utf-8")
     print("\n".join(summaries))
-    print(f"{directory / 'maps.html'}: {counted(len(maps), 'map')}, with maps.json and summary.md beside it")
+    print(f"{directory / 'maps.html'}: {pluralized(len(maps), 'map')}, with maps.json and summary.md beside it")

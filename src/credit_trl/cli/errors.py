@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from yaml import YAMLError
 
 from credit_trl.sandbox import SandboxError
-from credit_trl.tasks.printable import printable_lines
+from credit_trl.tasks.escaping import printable_lines
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -299,8 +299,8 @@ def _format_credit(before: Sequence[ClassShare], after: Sequence[ClassShare]) ->
 
 
 def _format_seconds(seconds: Mapping[str, float], steps: int) -> str:
-    from credit_trl.tasks.printable import counted
+    from credit_trl.tasks.escaping import pluralized
 
     total = sum(seconds.values())
-    lines = [f"{'seconds a step':<24}{total:6.3f}   ({counted(steps, 'step')} in {steps * total:.0f} s)"]
+    lines = [f"{'seconds a step':<24}{total:6.3f}   ({pluralized(steps, 'step')} in {steps * total:.0f} s)"]
     return "\n".join([*lines, *(f"  {stage:<22}{value:6.3f}" for stage, value in seconds.items())])

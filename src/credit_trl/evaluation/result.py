@@ -13,7 +13,8 @@ from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.samples import Sample
 from credit_trl.evaluation.statistics import Interval, bootstrap_ci, pass_at_k
 from credit_trl.rollout.batch import is_successful
-from credit_trl.tasks.printable import counted, printable
+from credit_trl.sandbox.protocol import printable
+from credit_trl.tasks.escaping import pluralized
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Evaluation:
 
     def __str__(self) -> str:
         greedy = ", greedy" if self.settings.get("temperature") == 0.0 else ""
-        sizes = f"{counted(len(self.prompts), 'prompt')} × {counted(self.k, 'sample')}"
+        sizes = f"{pluralized(len(self.prompts), 'prompt')} × {pluralized(self.k, 'sample')}"
         lines = [
             f"{self.task}: {self.model}, {sizes}{greedy}",
             f"  {f'avg@{self.k}':<10}{100 * self.score:5.1f} %  95 % CI {_bounds(self.low, self.high)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import os
@@ -12,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.rollout.verdict import Verdict, as_verdicts, join_feedback
+from credit_trl.rollout.verdict import as_verdicts
 from credit_trl.tasks.registry import call_reward, load_task
 from credit_trl.tasks.task import Rewards, Task
 
@@ -89,9 +90,11 @@ def task_of_data(data: Mapping[str, Any]) -> Task:
     if data["folder"] not in sys.path:
         sys.path.insert(0, data["folder"])
     if data["task"] is None:
-        reward = _combined([_import(one) for one in data["reward_funcs"]], data["reward_weights"])
-        name = Path((data["test"] or data["train"] or {}).get("path") or "run").stem
-        task = Task(name=name, build=_own_rows, verify=_single(reward), reward=reward)
+        functions = [_import(one) for one in data["reward_funcs"]]
+        weights = data["reward_weights"] or [1.0] * len(functions)
+        weighted = [_weighted(one, weight) for one, weight in zip(functions, weights, strict=True)]
+        place = data["test"] or data["train"] or {}
+        task = Task.from_dataset({}, weighted, Path(place.get("path") or place.get("name") or "run").stem)
     else:
         task = load_task(data["task"])
 
@@ -157,38 +160,18 @@ def _import(described: Mapping[str, Any]) -> Callable[..., Any]:
     return found
 
 
-def _combined(functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None) -> Callable[..., Rewards]:
-    """One reward function of several: the weighted sum of the rewards, the feedback joined."""
-    factors = [1.0] * len(functions) if weights is None else weights
+def _weighted(function: Callable[..., Any], weight: float) -> Callable[..., Any]:
+    """The reward function with its rewards multiplied by its weight."""
+    if weight == 1.0:
+        return function
 
+    @functools.wraps(function)
     def reward(completions: Sequence[Any], **columns: Any) -> Rewards:
         arguments = {"completions": completions, **columns}
-        graded = [
-            as_verdicts(getattr(one, "__name__", "reward"), call_reward(one, **arguments), arguments)
-            for one in functions
-        ]
-        return [_sum(verdicts, factors) for verdicts in zip(*graded, strict=True)]
+        verdicts = as_verdicts(function.__name__, call_reward(function, **arguments), arguments)
+        return [replace(one, reward=one.reward and weight * one.reward) for one in verdicts]
 
     return reward
-
-
-def _sum(verdicts: Sequence[Verdict], weights: Sequence[float]) -> Verdict:
-    given = [(verdict.reward, weight) for verdict, weight in zip(verdicts, weights, strict=True)]
-    rewards = [weight * reward for reward, weight in given if reward is not None]
-    metrics = {name: value for verdict in verdicts for name, value in verdict.metrics.items()}
-    feedback = join_feedback([verdict.feedback for verdict in verdicts])
-    return Verdict(sum(rewards) if rewards else None, feedback, metrics)
-
-
-def _single(reward: Callable[..., Rewards]) -> Callable[..., Verdict]:
-    """Verifier of one response, from a reward function of a batch."""
-
-    def verify(response: str, answer: Any, *, truncated: bool = False, **columns: Any) -> Verdict:
-        rows = {name: [value] for name, value in {"answer": answer, **columns}.items()}
-        completion = [{"role": "assistant", "content": response}]
-        return reward(completions=[completion], truncated=[truncated], **rows)[0]
-
-    return verify
 
 
 def _file_digest(path: Path) -> str:
