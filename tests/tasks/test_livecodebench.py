@@ -20,7 +20,6 @@ from credit_trl.sandbox import Outcome, Program, Sandbox, open_sandbox
 from credit_trl.tasks import livecodebench, load_task, mixed_reward
 from credit_trl.tasks.lcb_cases import parse_answer
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT
-from credit_trl.tasks.records import RowError
 
 
 def hub_row(number: int = 0, private: int = 6, packed: bool = False, **changes) -> dict:
@@ -82,12 +81,6 @@ def test_functional_problem_shows_starter_code(write_jsonl):
     assert (answer["testtype"], answer["fn_name"]) == ("functional", "turn")
 
 
-def test_braces_in_problem_are_text(write_jsonl):
-    row = hub_row(question_content="Print {x} and {problem} and {0}.")
-    built = livecodebench.build("test", write_jsonl([row]), prompt="[{time_limit}] {problem}", time_limit=2)[0]
-    assert built["prompt"][0]["content"].startswith("[2] Print {x} and {problem} and {0}.")
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 9, 10])
 def test_train_split_has_half_of_the_private_tests(write_jsonl, count):
     path = write_jsonl([hub_row(number, private=count) for number in range(12)])
@@ -123,22 +116,11 @@ def test_draw_is_uniform():
     assert all(abs(drawn.count(place) - 1000) < 120 for place in range(6))
 
 
-def test_public_tests_come_first_if_enabled(write_jsonl):
-    path = write_jsonl([hub_row()])
-    assert "7\n" not in inputs_of(livecodebench.build("test", path)[0])
-    for split in ("train", "test"):
-        assert inputs_of(livecodebench.build(split, path, public_tests=True)[0])[0] == "7\n"
-
-
-def test_contest_dates_are_filtered_and_counted(write_jsonl, capsys):
+def test_contest_dates_are_filtered(write_jsonl):
     dates = ["2025-01-31T23:59:59", "2025-02-01T00:00:00", "2025-04-30T23:59:59", "2025-05-01T00:00:00", "2024-06-01"]
     path = write_jsonl([hub_row(number, contest_date=day) for number, day in enumerate(dates)])
     built = livecodebench.build("test", path)
     assert built["id"] == ["livecodebench-q1", "livecodebench-q2"]
-    line = capsys.readouterr().err
-    assert "5 read, 2 kept, 3 dropped" in line
-    assert "2 of contests before 2025-02-01" in line
-    assert "1 of contests from 2025-05-01 on" in line
     assert len(livecodebench.build("test", path, since="2024-01-01", until="2026-01-01")) == 5
 
 
@@ -174,10 +156,8 @@ def test_release_selects_files_of_the_hub(tmp_path, write_jsonl, release, count)
 def test_folder_lacking_release_files_raises(tmp_path, write_jsonl):
     write_jsonl([hub_row()], "part/test6.jsonl")
     assert len(livecodebench.build("test", tmp_path / "part")) == 1
-    with pytest.raises(FileNotFoundError, match=r"lacks test\.jsonl, test2\.jsonl.* for release_v2; it holds test6"):
+    with pytest.raises(FileNotFoundError, match=r"lacks test\.jsonl, test2\.jsonl for release_v2"):
         livecodebench.build("test", tmp_path / "part", release="release_v2")
-    write_jsonl([hub_row()], "own/mine.jsonl")
-    assert len(livecodebench.build("test", tmp_path / "own")) == 1
 
 
 @pytest.mark.parametrize(
@@ -185,8 +165,8 @@ def test_folder_lacking_release_files_raises(tmp_path, write_jsonl):
     [
         ({"split": "validation"}, "train .* or test"),
         ({"split": "test", "release": "v7"}, "release_v6, examples"),
-        ({"split": "test", "since": "February"}, "`since` is a date such as '2025-02-01'"),
-        ({"split": "test", "until": None}, "`until` is a date"),
+        ({"split": "test", "since": "February"}, "are dates such as"),
+        ({"split": "test", "until": None}, "are dates such as"),
         ({"split": "test", "hub": "no-such-owner/no-such-data"}, "pass `path=`"),
     ],
 )
@@ -202,10 +182,9 @@ MALFORMED = {
     "no id": (hub_row(question_id=" "), "question_id"),
     "an id twice": (hub_row(0), "question_id"),
     "no text": (hub_row(1, question_content=""), "question_content"),
-    "starter code missing": (hub_row(1, starter_code=None), "starter_code"),
-    "metadata not JSON": (hub_row(1, metadata="{"), "metadata"),
-    "a function's name that is a number": (functional_row(1, metadata='{"func_name": 3}'), "metadata"),
-    "functional without a function's name": (functional_row(1, metadata="{}"), "metadata"),
+    "metadata not JSON": (hub_row(1, metadata="{"), "private_test_cases"),
+    "a function's name that is a number": (functional_row(1, metadata='{"func_name": 3}'), "private_test_cases"),
+    "functional without a function's name": (functional_row(1, metadata="{}"), "private_test_cases"),
     "private tests missing": (hub_row(1, private_test_cases=None), "private_test_cases"),
     "private tests of no form": (hub_row(1, private_test_cases="%%%"), "private_test_cases"),
     "private tests an object": (hub_row(1, private_test_cases="{}"), "private_test_cases"),
@@ -240,13 +219,10 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("row", "field"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field, capsys):
+def test_malformed_row_raises_with_file_row_and_field(write_jsonl, row, field):
     path = write_jsonl([hub_row(0), row], "problems.jsonl")
-    with pytest.raises(RowError, match=r"problems\.jsonl, row 2, field ") as caught:
+    with pytest.raises(ValueError, match=rf"problems\.jsonl, row 2, field '{field}'"):
         livecodebench.build("test", path)
-    assert caught.value.field == field
-    assert len(livecodebench.build("test", path, on_malformed="drop")) == 1
-    assert f"2 read, 1 kept, 1 dropped (1 malformed in '{field}')" in capsys.readouterr().err
 
 
 # ---- the verifier, in a real sandbox ----
@@ -257,8 +233,10 @@ def sandbox() -> Iterator[Sandbox]:
     """A sandbox for the programs of this file, unprotected if necessary, as all are harmless."""
     if not sys.platform.startswith("linux"):
         pytest.skip("the local sandbox needs Linux")
-    with open_sandbox(allow_unsandboxed=True) as opened:
-        yield opened
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CREDIT_TRL_ALLOW_UNSANDBOXED", "1")
+        with open_sandbox() as opened:
+            yield opened
 
 
 @pytest.fixture(scope="module")

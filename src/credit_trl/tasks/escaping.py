@@ -1,4 +1,4 @@
-"""Text for output: escaping of untrusted text, such as names of runs and values of data rows, tables and counts."""
+"""Escaping of untrusted text for output, such as names of runs and values of rows; Markdown tables and plurals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from credit_trl.sandbox.protocol import printable
 
 
-def plain(text: str) -> str:
+def table_cell(text: str) -> str:
     """Text for a cell of a Markdown table: no cell, HTML tag or terminal escape sequence can begin in it."""
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", printable(text)).replace("|", "\\|")
 
@@ -16,7 +16,7 @@ def plain(text: str) -> str:
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """A Markdown table without a final newline, whose first `left` columns are aligned left and the others right.
 
-    Cells are not escaped: untrusted text passes through `plain` first.
+    Cells are not escaped: untrusted text passes through `table_cell` first.
     """
     alignment = ["---"] * left + ["---:"] * (len(columns) - left)
     return "\n".join(
@@ -29,6 +29,6 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def counted(count: float, noun: str, ending: str = "s") -> str:
+def pluralized(count: float, noun: str, ending: str = "s") -> str:
     """`1 GPU`, `2 GPUs`, `1,024 GPUs`."""
     return f"{f'{count:,}' if isinstance(count, int) else f'{count:g}'} {noun}{'' if count == 1 else ending}"

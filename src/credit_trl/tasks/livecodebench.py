@@ -10,22 +10,23 @@ from __future__ import annotations
 import atexit
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.deadline import remaining_seconds
+from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.completions import answer_part, response_text
 from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer
 from credit_trl.tasks.lcb_checker import same_output, same_value
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
-from credit_trl.tasks.printable import printable
-from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows, task_folder
+from credit_trl.tasks.records import Row, dataset_of, load_rows, read_rows
+from credit_trl.tasks.responses import response_text
 from credit_trl.tasks.task import TaskOption
 
 if TYPE_CHECKING:
@@ -63,71 +64,50 @@ FUNCTION_FORM = (
 )
 
 
-@dataclass(frozen=True)
-class BuildOptions:
-    """Keyword arguments of `build`, checked."""
-
-    release: str = "v6"
-    since: str = "2025-02-01"
-    until: str = "2025-05-01"
-    seed: int = 0
-    public_tests: bool = False
-    time_limit: float = TIME_LIMIT
-    prompt: str = PROMPT
-    hub: str = HUB
-
-    def __post_init__(self) -> None:
-        OPTION.check(self.release, "LiveCodeBench")
-        for name in ("since", "until"):
-            try:
-                datetime.fromisoformat(getattr(self, name))
-            except (TypeError, ValueError) as error:
-                problem = f"`{name}` is a date such as '2025-02-01', got {getattr(self, name)!r}."
-                raise ValueError(problem) from error
-
-
-def build(split: str, path: str | Path | None = None, *, on_malformed: str = "raise", **options: Any) -> Dataset:
+def build(
+    split: str,
+    path: str | Path | None = None,
+    *,
+    release: str = "v6",
+    since: str = "2025-02-01",
+    until: str = "2025-05-01",
+    seed: int = 0,
+    hub: str = HUB,
+) -> Dataset:
     """Problems as conversational rows: `prompt` (user), `answer` (JSON text with the tests), `task`, `id`.
 
     Args:
         split: `"train"`: `max(1, n // 2)` of each problem's n private tests, drawn by the seed and the problem's id.
             `"test"`: all of them. Both splits have the same problems.
-        path: a file, or a folder (its subfolder `livecodebench` if it has one) with the hub's files or other files
-            with such rows. `None` loads from the hub.
-        on_malformed: `"raise"`, or `"drop"` to print, count and drop malformed rows.
+        path: a file with the hub's rows, or a folder (its subfolder `livecodebench` if it has one) with the hub's
+            files. `None` loads from the hub.
         release: files of the hub to read: `"v6"` are the problems that the sixth release added, `"release_v6"` all of
             its problems (several gigabytes), `"examples"` a small set that comes with this package.
         since, until: ISO dates; contests with `since <= date < until` are kept, by default the paper's 131 problems.
         seed: seed of the draw of training tests.
-        public_tests: put the public tests, which the problem's text shows, before the private ones, as
-            LiveCodeBench's own runner does.
-        time_limit: seconds per test.
-        prompt: template of the user turn, with the fields `{problem}` and `{time_limit}`.
         hub: hub repository, or a local folder in its layout.
 
     Raises:
-        ValueError: an unknown split or release, an invalid date, or no rows left.
-        RowError: a malformed row, with its file, row and field; also private tests that are a pickle of anything but
-            one text.
+        ValueError: an unknown split or release, an invalid date, no rows left, or a malformed row, named with its
+            file and field; also private tests that are a pickle of anything but one text.
     """
     if split not in ("train", "test"):
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
-    chosen = BuildOptions(**options)
-    first, end = (datetime.fromisoformat(day).date() for day in (chosen.since, chosen.until))
-    tally = Tally(f"livecodebench:{chosen.release} {split}")
-    seen: dict[str, str] = {}  # file of each problem; a row would keep its packed tests
-
-    def convert(row: Row) -> dict[str, Any] | None:
-        day = _contest_date(row)
-        if not first <= day < end:
-            return tally.drop(f"of contests before {first}" if day < first else f"of contests from {end} on")
-        identity = row.text("question_id")
-        if identity in seen:
-            raise row.error("question_id", f"{identity!r} occurs before, in {seen[identity]}")
-        seen[identity] = row.source
-        return _problem(row, identity, split, chosen)
-
-    return dataset_of(list(accept(_rows(path, chosen.release, chosen.hub), convert, tally, on_malformed)), tally)
+    OPTION.check(release, "LiveCodeBench")
+    try:
+        first, end = (datetime.fromisoformat(day).date() for day in (since, until))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`since` and `until` are dates such as '2025-02-01', got {since!r}, {until!r}.") from error
+    seen: set[str] = set()
+    problems = []
+    for row in _rows(path, release, hub):
+        if first <= _contest_date(row) < end:
+            identity = row.text("question_id")
+            if identity in seen:
+                raise row.error("question_id", f"{identity!r} occurs before")
+            seen.add(identity)
+            problems.append(_problem(row, identity, split, seed))
+    return dataset_of(problems, f"livecodebench:{release} {split}")
 
 
 def verify(
@@ -170,7 +150,7 @@ def reward(
     cases_of = {text: parse_answer(text) for text in {text for text in answer if isinstance(text, str)}}
     graded_by = [cases_of[gold] if isinstance(gold, str) else parse_answer(gold) for gold in answer]
     flags = [False] * len(completions) if truncated is None else truncated
-    sources = [find_program(answer_part(response_text(completion))) for completion in completions]
+    sources = [find_program(answer_part(response_text(completion)) or "") for completion in completions]
     programs: list[Program] = []
     tests: list[tuple[Cases, int]] = []
     for group, (source, cases) in enumerate(zip(sources, graded_by, strict=True)):
@@ -272,43 +252,28 @@ def _verdict(cases: Cases, results: Sequence[Result] | None, truncated: bool) ->
 
 
 def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
-    if path is None and release == "examples":
-        return read_rows(EXAMPLES)
     files = RELEASES.get(release, ())
-    if path is None:
-        prefix = hub if Path(hub).is_dir() else f"hf://datasets/{hub}"
-        return hub_rows("json", "train", name=f"{hub} {release}", data_files=[f"{prefix}/{file}" for file in files])
-    if not Path(path).is_dir():
-        return read_rows(path)
-    own = data_files(task_folder(Path(path), "livecodebench"), "livecodebench")
-    names = {file.name for file in own}
-    is_hub = not names.isdisjoint(FILES.values())
-    missing = set(files) - names if is_hub else set()
-    if missing or not own:
-        held = printable(", ".join(file.name for file in own)) or "none"
+    if path is None and files and not Path(hub).is_dir():
+        return load_rows(hub, "json", data_files=[f"hf://datasets/{hub}/{file}" for file in files], split="train")
+    folder = Path(hub if path is None else path)
+    if path is None and not files:
+        folder = EXAMPLES
+    if folder.is_dir() and (missing := set(files) - {file.name for file in folder.rglob("*.jsonl")}):
         raise FileNotFoundError(
-            f"{path} lacks {', '.join(sorted(missing)) or 'data files'} for {release}; it holds {held}. Add them, use "
-            "another release, or pass one file."
+            f"{folder} lacks {', '.join(sorted(missing))} for {release}. Add them, or pass one file."
         )
-    return (row for file in own if not is_hub or file.name in files for row in read_rows(file))
+    return read_rows("livecodebench", release, folder, hub, [Path(file).stem for file in files])
 
 
 def _contest_date(row: Row) -> date:
-    value = row.get("contest_date", (str, date))  # `datasets` reads ISO dates as datetimes
-    if isinstance(value, str):
-        try:
-            value = datetime.fromisoformat(value)
-        except ValueError as error:
-            raise row.error("contest_date", str(error)) from error
-    return value.date() if isinstance(value, datetime) else value
-
-
-def _cases(row: Row, field: str) -> list[Any]:
-    value = row.get(field, (str, list))
+    value = row.get("contest_date")  # `datasets` reads ISO dates as datetimes
     try:
-        return decode_cases(value) if isinstance(value, str) else value
+        value = datetime.fromisoformat(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise row.error(field, str(error)) from error
+        raise row.error("contest_date", str(error)) from error
+    if not isinstance(value, date):
+        raise row.error("contest_date", f"expected an ISO date, got {value!r:.100}")
+    return value.date() if isinstance(value, datetime) else value
 
 
 def _half(count: int, identity: str, seed: int) -> list[int]:
@@ -317,32 +282,21 @@ def _half(count: int, identity: str, seed: int) -> list[int]:
     return sorted(drawn[: max(1, count // 2)])
 
 
-def _problem(row: Row, identity: str, split: str, options: BuildOptions) -> dict[str, Any]:
+def _problem(row: Row, identity: str, split: str, seed: int) -> dict[str, Any]:
     """The row of the data set: the problem's text with the form of its programs, and its tests."""
-    tests = _cases(row, "private_test_cases")
-    if split == "train":
-        tests = [tests[index] for index in _half(len(tests), identity, options.seed)]
-    if options.public_tests:
-        tests = [*_cases(row, "public_test_cases"), *tests]
-    fn_name = _fn_name(row)
-    if not fn_name and any(isinstance(case, dict) and case.get("testtype") == "functional" for case in tests):
-        raise row.error("metadata", "no `func_name` for functional tests")
     try:
-        answer = answer_of(tests, fn_name, options.time_limit)
-    except ValueError as error:
+        tests = decode_cases(row.text("private_test_cases"))
+        if split == "train":
+            tests = [tests[index] for index in _half(len(tests), identity, seed)]
+        metadata = row.get("metadata") or {}
+        metadata = json.loads(metadata) if isinstance(metadata, str) and metadata.strip() else metadata
+        fn_name = (metadata.get("func_name") or "") if isinstance(metadata, dict) else ""
+        answer = answer_of(tests, fn_name, TIME_LIMIT)
+    except (ValueError, RecursionError) as error:
         raise row.error("private_test_cases", str(error)) from error
-    starter = row.get("starter_code", str).rstrip()
+    starter = (row.get("starter_code") or "").rstrip()
     form = FUNCTION_FORM.replace("{starter}", starter) if starter.strip() else STDIN_FORM
     problem = f"{row.text('question_content')}\n\n{form}"
-    content = options.prompt.replace("{time_limit}", f"{options.time_limit:g}").replace("{problem}", problem)
+    content = PROMPT.replace("{time_limit}", f"{TIME_LIMIT:g}").replace("{problem}", problem)
     turns = [{"role": "user", "content": content}]
     return {"prompt": turns, "answer": answer, "task": "livecodebench", "id": f"livecodebench-{identity}"}
-
-
-def _fn_name(row: Row) -> str:
-    metadata = row.get("metadata", (str, dict))
-    metadata = row.parsed("metadata") if isinstance(metadata, str) and metadata.strip() else metadata
-    name = metadata.get("func_name") or "" if isinstance(metadata, dict) else ""
-    if not isinstance(name, str):
-        raise row.error("metadata", f"`func_name` is {type(name).__name__} and not a text")
-    return name

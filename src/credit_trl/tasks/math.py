@@ -1,24 +1,32 @@
-r"""Mathematics with a final `\boxed{}` answer, compared by `math-verify`.
+r"""Mathematics with a final `\boxed{}` answer, compared by `math_answers` on top of math-verify.
 
-Data: rows with a question and an answer, from files or from the hub. The reward is 1 if the last `\boxed{...}` of the
-response equals the gold answer, as text or as mathematics; the feedback is the correct answer. Comparing simplifies
-expressions written by a model, so it runs in worker processes with limits (`math_worker`).
+The reward is 1 if the last box after the thinking equals the gold answer, as text or as mathematics, else 0; the
+feedback is the correct answer. Expressions written by a model are compared in killable processes.
 """
 
 from __future__ import annotations
 
-import math
+import atexit
+import contextlib
+import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from credit_trl.rollout.deadline import remaining_seconds
+from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.completions import response_text
-from credit_trl.tasks.math_operations import finished_part
-from credit_trl.tasks.math_worker import equivalent
-from credit_trl.tasks.printable import printable
-from credit_trl.tasks.records import Row, Tally, accept, data_files, dataset_of, hub_rows, read_rows, task_folder
+from credit_trl.sandbox.cores import worker_count
+from credit_trl.tasks.records import Row, dataset_of, read_rows
+from credit_trl.tasks.responses import response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,12 +35,11 @@ HUB = "trl-lib/DeepMath-103K"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 QUESTION_FIELDS = ("problem", "question", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
-LONGEST_SOLUTION = 300  # maximum characters of a `solution` that is a final answer itself
-
+LONGEST = 400  # characters of an answer above which only equal texts are equal
+LONGEST_SOLUTION = 300  # characters of a `solution` that is a final answer itself
 DEADLINE_SECONDS = 900.0
 
 NO_BOX = r"No final answer was found. The final answer must be given in the format \boxed{answer}."
-UNDONE = "The answer leaves an operation undone: the final answer must be its value."
 TRUNCATED = "The response was cut off because it reached the maximum length."
 
 
@@ -44,48 +51,55 @@ def build(
     answer_field: str | None = None,
     instruction: str = INSTRUCTION,
     hub: str = HUB,
-    on_malformed: str = "raise",
 ) -> Dataset:
     r"""Problems as conversational rows: `prompt`, `answer` (the final answer alone), `task`, `id`.
 
     Args:
         split: split of the hub data set, or stem of the file in a folder; ignored for a single file.
-        path: a file, or a folder (its subfolder `math` if it has one) with `<split>.*` or all of its shards
-            `<split>-00000-of-00002.*`; `None` loads from the hub.
+        path: a file, or a folder (its subfolder `math` if it has one) with `<split>.*` or its shards; `None` loads
+            from the hub.
         question_field: field of the question, text or messages; by default the first of `QUESTION_FIELDS` present.
         answer_field: field of the answer; by default the first of `ANSWER_FIELDS` present. The answer of a worked
-            solution is its last box (`\boxed{x}`, `\boxed x` or `\fbox{x}`), or the text after its last `####`
-            (GSM8K). A `solution` with neither must be a final answer itself.
+            solution is its last box, or the text after its last `####` (GSM8K).
         instruction: text appended to the question; "" for none.
         hub: hub data set, or a local folder in its layout.
-        on_malformed: `"raise"`, or `"drop"` to print, count and drop malformed rows.
 
     Raises:
-        ValueError: no rows left, or the hub data set cannot be loaded.
-        RowError: a malformed row, with file, row and field.
+        ValueError: no rows, a row without a question or a final answer, or an unreadable file or data set.
     """
-    tally = Tally(f"math {split}")
 
     def convert(row: Row) -> dict[str, Any]:
-        question = _field_of(row, question_field, QUESTION_FIELDS)
-        answer = _field_of(row, answer_field, ANSWER_FIELDS)
-        named = (name for name in ("id", "idx", "unique_id") if row.data.get(name) is not None)
-        identity = next((row.get(name, (str, int, float)) for name in named), row.number)
-        return {
-            "prompt": _prompt(row, question, instruction),
-            "answer": _gold(row, answer),
-            "task": "math",
-            "id": f"math-{identity}",
-        }
+        question = row.first(question_field, QUESTION_FIELDS)
+        turns = row[question]
+        if isinstance(turns, str):
+            turns = [{"role": "user", "content": row.text(question)}]
+        if not isinstance(turns, list) or not turns or turns[-1].get("role") != "user":
+            raise row.error(question, "not a text or a list of messages that ends with a user message")
+        turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+        if instruction:
+            turns[-1]["content"] += f"\n\n{instruction}"
+        field = row.first(answer_field, ANSWER_FIELDS)
+        gold = _gold(row, field)
+        identity = next((row[name] for name in ("id", "idx", "unique_id") if row.get(name) is not None), row.number)
+        return {"prompt": turns, "answer": gold, "task": "math", "id": f"math-{identity}"}
 
-    rows = hub_rows(hub, split) if path is None else read_rows(_files_of(Path(path), split))
-    return dataset_of(list(accept(rows, convert, tally, on_malformed)), tally)
+    return dataset_of(map(convert, read_rows("math", split, path, hub)), f"math {split}")
+
+
+def _gold(row: Row, field: str) -> str:
+    text = str(row[field]) if isinstance(row[field], int | float) else row.text(field)
+    marked = last_boxed(text) or (text.rpartition("####")[2] if "####" in text else None)
+    gold = (text if marked is None else marked).strip()
+    is_solution = "\n\n" in gold or (field == "solution" and marked is None and len(gold) > LONGEST_SOLUTION)
+    if not gold or is_solution:
+        raise row.error(field, r"no final answer: neither \boxed{...} nor ####; pass the `answer_field` of answers")
+    return gold
 
 
 def verify(
     response: str, answer: str, *, truncated: bool = False, deadline: float | None = DEADLINE_SECONDS
 ) -> Verdict:
-    r"""Grade one response by its last `\boxed{...}`; see `reward`."""
+    """Grade one response by its last box; see `reward`."""
     return reward([response], [answer], [truncated], deadline=deadline)[0]
 
 
@@ -97,138 +111,114 @@ def reward(
     deadline: float | None = DEADLINE_SECONDS,
     **columns: Any,
 ) -> list[Verdict]:
-    """Grade a batch of texts or conversations with parallel comparisons, for `reward_funcs`.
+    """Grade a batch of texts or conversations, with parallel comparisons; for `reward_funcs`.
 
-    A response that is not compared within `deadline` seconds, if there is one, has the reward `None` and the metric
-    `undecided` alone. Others have the metric `answer_format` (1 if there is a box), and `comparison_failed` if
-    comparing the answer exceeded its processor time or crashed.
+    A response that is not compared within `deadline` seconds has the reward `None` and the metric `undecided` alone.
+    Others have the metric `answer_format` (1 if there is a box), and `comparison_failed` if comparing the answer
+    exceeded its processor time or crashed.
     """
-    flags = [False] * len(completions) if truncated is None else truncated
     for gold in answer:
         if not isinstance(gold, str) or not gold.strip():
             raise ValueError(f"A math answer must be a text that is not blank, got {gold!r}.")
-    texts = [response_text(completion) for completion in completions]
-    boxes = [last_boxed(text) for text in texts]
-    given = [None if box is None else finished_part(gold, box) for gold, box in zip(answer, boxes, strict=True)]
-    compared = equivalent(list(zip(answer, given, strict=True)), deadline)
+    flags = [False] * len(completions) if truncated is None else truncated
+    boxes = [last_boxed(answer_part(response_text(completion)) or "") for completion in completions]
+    compared = compare(list(zip(answer, boxes, strict=True)), remaining_seconds(deadline))
     verdicts = []
-    for text, gold, box, part, comparison, flag in zip(texts, answer, boxes, given, compared, flags, strict=True):
-        if comparison == "undecided":
+    for gold, box, result, flag in zip(answer, boxes, compared, flags, strict=True):
+        if result == "undecided":
             verdicts.append(Verdict(None, None, {"undecided": 1.0}))
             continue
         metrics = {"answer_format": float(box is not None)}
-        if comparison == "failed":
+        if result == "failed":
             metrics["comparison_failed"] = 1.0
-        words = f"{_remark(box, part, bool(flag))}Correct answer: {gold}"
-        corrected = None if comparison == "equal" else with_answer(text, gold)
-        verdicts.append(Verdict(float(comparison == "equal"), words, metrics, corrected=corrected))
+        remark = f"{TRUNCATED} " if flag else f"{NO_BOX} " if box is None else ""
+        verdicts.append(Verdict(float(result == "equal"), f"{remark}Correct answer: {gold}", metrics))
     return verdicts
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}`, with balanced braces; `None` if there is none or it is not closed."""
-    *_, box = [None, *re.finditer(r"\\boxed\s*\{", text)]
-    return None if box is None else _braced(text, box.end())
-
-
-def with_answer(text: str, answer: str) -> str | None:
-    """The text with another answer in its last box, `None` if `last_boxed` finds none."""
-    content = last_boxed(text)
-    if content is None:
+    r"""Content of the last `\boxed{...}`, `\fbox{...}` or `\boxed 7`; `None` without one or where it is not closed."""
+    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
+    box = re.compile(r"\\(?:boxed|fbox)\s*(\{?)").match(text, start) if start >= 0 else None
+    if box is None:
         return None
-    *_, box = re.finditer(r"\\boxed\s*\{\s*", text)
-    return f"{text[: box.end()]}{answer}{text[box.end() + len(content) :]}"
-
-
-def _braced(text: str, start: int) -> str | None:
-    """Stripped text from `start` to the closing brace; `None` if there is no closing brace."""
+    if not box[1]:
+        bare = re.compile(r"[^\s$]*").match(text, box.end())[0].rstrip(".,;:)")
+        return bare.removesuffix("\\") or None
     depth = 0
-    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):  # skips `\{`, but not the brace after `\\`
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, box.end()):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth < 0:
-            return text[start : start + brace.start()].strip()
+            return text[box.end() : brace.start()].strip()
     return None
 
 
-def _remark(box: str | None, part: str | None, truncated: bool) -> str:
-    """Sentence of the feedback before the correct answer, with a trailing space, or ""."""
-    remark = TRUNCATED if truncated else NO_BOX if box is None else UNDONE if part is None else ""
-    return f"{remark} ".lstrip()
+def compare(pairs: Sequence[tuple[str, str | None]], seconds: float | None) -> list[str]:
+    """Compare pairs of a gold and a given answer: "equal", "different", "failed" or, after `seconds`, "undecided".
 
-
-def _files_of(path: Path, split: str) -> list[Path]:
-    """The file of a split or its shards in order, below a folder's subfolder `math`, or anywhere below the folder but
-    in subfolders for other tasks.
+    A given `None` is different from every answer. Equal pairs are compared once.
     """
-    if not path.is_dir():
-        return [path]
-    path = task_folder(path, "math")
-    files = data_files(path)
-    named = re.compile(rf"{re.escape(split)}(?:-(\d{{5}})-of-(\d{{5}}))?")
-    found = {file: name.groups() for file in data_files(path, "math") if (name := named.fullmatch(file.stem))}
-    sets = {(file.parent, file.suffix, count) for file, (_, count) in found.items()}
-    if len(sets) == 1 and len(found) == int(next(iter(sets))[2] or 1):
-        return list(found)
-    raise FileNotFoundError(
-        f"{path} has {len(found)} files named {split}.jsonl, .json or .parquet or shards of one (it contains "
-        f"{', '.join(printable(file.relative_to(path).as_posix()) for file in files) or 'no data file'}); pass one "
-        "file, or a folder with one file or all of its shards."
-    )
+    results: dict[tuple[str, str | None], str] = {}
+    for gold, given in pairs:
+        if given is None or gold.strip() == given.strip() or max(len(gold), len(given)) > LONGEST or not given:
+            results[gold, given] = "equal" if given is not None and gold.strip() == given.strip() else "different"
+    unread = [pair for pair in dict.fromkeys(pairs) if pair not in results]
+    if unread:
+        results |= zip(unread, _COMPARER.ask(unread, seconds), strict=True)
+    return [results[pair] for pair in pairs]
 
 
-def _field_of(row: Row, wanted: str | None, known: tuple[str, ...]) -> str:
-    if wanted is not None:
-        return wanted
-    for name in known:
-        if row.data.get(name) is not None:
-            return name
-    raise row.error(known[0], f"missing, as are {', '.join(known[1:])}; pass the name of the field to `build`")
+class _Comparer:
+    """Process of `math_worker`, started when needed and again after it has ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, pairs: list[tuple[str, str | None]], seconds: float | None) -> list[str]:
+        limit = DEADLINE_SECONDS if seconds is None else seconds
+        until = time.monotonic() + limit
+        if limit <= 0 or not self._lock.acquire(timeout=limit):
+            return ["undecided"] * len(pairs)
+        try:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            self._process.stdin.write(json.dumps([pairs, limit]).encode() + b"\n")
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._process.stdout, selectors.EVENT_READ)
+                line = self._process.stdout.readline() if selector.select(until - time.monotonic()) else b""
+            if line:
+                return json.loads(line)
+            self.close()
+            return ["undecided"] * len(pairs)
+        finally:
+            self._lock.release()
+
+    def _start(self) -> None:
+        path = os.pathsep.join(filter(os.path.isabs, sys.path))
+        self._process = subprocess.Popen(
+            [sys.executable, *"-P -s -m credit_trl.tasks.math_worker".split(), str(worker_count())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={"PATH": os.defpath, "PYTHONPATH": path, "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd="/",
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C in the terminal goes to the trainer alone
+        )
+        if self._process.stdout.readline() != b"ready\n":
+            self.close()
+            raise ImportError("The math task needs math-verify and pebble: pip install 'credit-trl[math]'.")
+
+    def close(self) -> None:
+        """End the process and its workers."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process.stdin.close()
+            self._process.stdout.close()
+            self._process = None
 
 
-def _prompt(row: Row, field: str, instruction: str) -> list[dict[str, str]]:
-    value = row.get(field, (str, list))
-    turns = [{"role": "user", "content": row.text(field)}] if isinstance(value, str) else list(value)
-    if not turns or not all(_is_turn(turn) for turn in turns) or turns[-1]["role"] != "user":
-        raise row.error(field, "not a list of messages {role, content} that ends with a user message")
-    turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
-    if instruction:
-        turns[-1]["content"] += f"\n\n{instruction}"
-    return turns
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-
-
-def _gold(row: Row, field: str) -> str:
-    value = row.get(field, (str, int, float))
-    if isinstance(value, float) and not math.isfinite(value):
-        raise row.error(field, f"{value} is not a final answer")
-    text = row.text(field) if isinstance(value, str) else str(value)
-    marked = _marked(text)
-    gold = text.strip() if marked is None else marked.strip()
-    if not gold:
-        raise row.error(field, "contains no final answer")
-    if "\n\n" in gold or (field == "solution" and marked is None and _is_prose(gold)):
-        raise row.error(field, r"a worked solution without \boxed{...} or ####; pass the `answer_field` of answers")
-    return gold
-
-
-def _marked(text: str) -> str | None:
-    r"""Final answer of a worked solution: the last box (also `\fbox{x}` and `\boxed x`), or the text after the last
-    `####`. "" if a box is not closed, `None` if there is neither.
-    """
-    *_, box = [None, *re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(\{?)", text)]
-    if box is None:
-        return text.rpartition("####")[2] if "####" in text else None
-    if box[1]:
-        return _braced(text, box.end()) or ""
-    bare = re.match(r"(?:(?!\\[)\]])[^\s$])*", text[box.end() :])[0].rstrip(".,;:")
-    return bare if bare.count("{") == bare.count("}") else ""
-
-
-def _is_prose(text: str) -> bool:
-    r"""Whether a text has too many words or characters for a final answer; words in `\text{...}` are not counted."""
-    outside = re.sub(r"\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}", " ", text)
-    words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}", outside)
-    return "\n" in text or len(text) > LONGEST_SOLUTION or len(words) > (3 if text.endswith(".") else 8)
+_COMPARER = _Comparer()
+atexit.register(_COMPARER.close)

@@ -31,6 +31,8 @@ REWRITES = [
         (r"\\\\", "¶"),  # a row's end
         (r"\\\{|\\lbrace(?![A-Za-z])", "«"),
         (r"\\\}|\\rbrace(?![A-Za-z])", "»"),
+        (r"\\\$ ?(\d[\d.,]*)", r"\1\\text{dollars}"),
+        (r"(?<=\d) ?\\\$", r"\\text{dollars}"),
         (r"\\\$|\$|\\[()\[\]!]", ""),
         (r"(?<![\w.^])\d{1,3}(?:(?:\{,\}|\\[,;: ]|~| )\d{3})+(?![\d/])", lambda found: re.sub(r"\D", "", found[0])),
         (r"(?<![\w.([,])\d{1,3}(?:,\d{3})+(?![\w,])", lambda found: found[0].replace(",", "")),
@@ -75,9 +77,9 @@ MODULUS = re.compile(
     r"(?P<unit> ?\d+| ?[A-Za-z]|\([^()]*\)|\{(?:[^{}]|\{[^{}]*\})*\})\)?"
 )
 UNIT = re.compile(
-    r"(?P<value>-?(?:[\d.,/^{}+()-]|\\frac|\\sqrt|\\pi|\\cdot)*[\d)}i])"
+    r"(?P<value>-?(?:[\d.,/^{}+()-]|\\frac|\\sqrt|\\pi|\\cdot)*(?:[\d)}i]|\\pi))"
     r"(?P<unit>(?:\^\\circ ?)?(?:\\text ?\{[^{}]*\}|\\?%|(?<=\\circ )[A-Z]|(?<=\\circ)[A-Z])?(?:/\\text ?\{[^{}]*\})?"
-    r"(?:\^\{?-?\d\}?)?|_\d|_\{\d+\}| [A-Za-z]{2,})"
+    r"(?:(?<=\})\^\{?-?\d\}?)?|_\d|_\{\d+\}| [A-Za-z]{2,})"
 )
 CONDITION = re.compile(r"\b(?:if|when|for|where|while|unless|otherwise|except|not|with|as|mod|base|times|more|less)\b")
 COMPARED = re.compile(r"<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z])|=")
@@ -87,7 +89,7 @@ Reading = tuple[Any, ...]
 
 
 def same_answer(gold: str, given: str) -> bool:
-    """Whether two answers are equal; a `\log` without a base is natural where the other answer has `\ln`."""
+    r"""Whether two answers are equal; a `\log` without a base is natural where the other answer has `\ln`."""
     sides = [_clean(text) for text in (gold, given)]
     has_ln = [r"\ln" in side for side in sides]
     has_log = [re.search(r"\\log(?!_|[A-Za-z])", side) is not None for side in sides]
@@ -116,7 +118,7 @@ def _read(text: str) -> Reading:
         return _read(found[1].strip())
     if (found := MODULUS.fullmatch(text)) is not None and (r"\equiv" in text or "(" in text or r"\pmod" in text):
         left, _, residue = found["value"].rpartition(r"\equiv")
-        value = residue if re.fullmatch(r"[\d^{}]+|[A-Za-z]", left) else found["value"]
+        value = residue if re.fullmatch(r"(?:[\d^{}]|\\equiv)+|[A-Za-z]", left) else found["value"]
         return ("marked", "modulus", found["unit"].strip("{} ()"), _read(value))
     if text.startswith(r"\in", 1) and (found := NAME.fullmatch(text)) is not None:
         return ("marked", "name", found["name"], _read(found["value"]))
@@ -152,7 +154,10 @@ def _relation(sides: list[str], signs: list[str], text: str) -> Reading:
     names = [place for place, side in enumerate(sides) if re.fullmatch(r"[A-Za-z]", side)]
     if "=" not in signs and len(sides) <= 3 and names and (len(sides) == 2 or names == [1]):
         place = names[0]
-        low, high = (sides[place - 1] if place else r"-\infty"), (sides[place + 1] if place + 1 < len(sides) else r"\infty")
+        low, high = (
+            (sides[place - 1] if place else r"-\infty"),
+            (sides[place + 1] if place + 1 < len(sides) else r"\infty"),
+        )
         left = "[" if place and signs[place - 1] == r"\le" else "("
         right = "]" if place < len(signs) and signs[place] == r"\le" else ")"
         return ("marked", "name", sides[place], ("bracket", left + right, _read(low), _read(high)))
@@ -189,7 +194,10 @@ def _quantity(text: str) -> Reading:
     if len(ratio) > 1 and all(map(_is_expression, ratio)) and not re.fullmatch(r"\d{1,2}(:\d\d)+", text):
         return ("ratio", *ratio)
     if re.search(r"\\[pm]{2}(?![A-Za-z])", text):
-        signs = [re.sub(r"\\(pm|mp)(?![A-Za-z])", lambda m, s=s: s[m[1]], text) for s in ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"})]
+        signs = [
+            re.sub(r"\\(pm|mp)(?![A-Za-z])", lambda m, s=s: s[m[1]], text)
+            for s in ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"})
+        ]
         return ("list", *(_read(one.removeprefix("+")) for one in signs))
     return ("value", text) if _is_expression(text) else ("text", _as_text(text))
 
@@ -253,7 +261,12 @@ def _same(one: Reading, other: Reading) -> bool:
         percents = [mark.get("unit") == "%" for mark in marks]
         return _same_value(one[1], other[1]) or (
             percents[0] != percents[1]
-            and _same_value(*(f"({side[1]})/100" if is_percent else side[1] for side, is_percent in zip((one, other), percents, strict=True)))
+            and _same_value(
+                *(
+                    f"({side[1]})/100" if is_percent else side[1]
+                    for side, is_percent in zip((one, other), percents, strict=True)
+                )
+            )
         )
     if len(kinds) > 1 or "text" in kinds:
         return one == other
@@ -283,13 +296,15 @@ def _same_items(some: list[Reading], others: list[Reading]) -> bool:
 
 
 def _same_sequence(some: list[Reading], others: list[Reading]) -> bool:
-    r"""Whether sequences are equal item by item. Before an ellipsis one may have more terms of the same progression."""
+    r"""Whether sequences are equal. Before an ellipsis one may have more terms of the same progression."""
     dots = ("text", r"\ldots")
     if dots in some and dots in others:
         heads = sorted((some[: some.index(dots)], others[: others.index(dots)]), key=len)
-        steps = {
-            _difference(before, after) for before, after in zip(heads[1], heads[1][1:], strict=False)
-        } if len(heads[0]) < len(heads[1]) else set()
+        steps = (
+            {_difference(before, after) for before, after in zip(heads[1], heads[1][1:], strict=False)}
+            if len(heads[0]) < len(heads[1])
+            else set()
+        )
         if len(heads[0]) < 2 or len(steps) > 1 or None in steps:
             return len(some) == len(others) and all(map(_same, some, others))
         tails = some[some.index(dots) :], others[others.index(dots) :]
@@ -344,7 +359,7 @@ def _value(text: str) -> Any:
     config = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
     try:
         value = latex2sympy(text, normalization_config=None, conversion_config=config)
-        value = value.subs({I: Symbol("I"), Symbol("i"): I}, simultaneous=True)
+        value = value.subs({I: Symbol("I"), Symbol("i"): I}, simultaneous=True).doit()
         return value if isinstance(value, Expr) else None
     except Exception:  # its errors are plain `Exception`s
         return None
@@ -377,9 +392,12 @@ def _quotients(left: Any, right: Any) -> list[Any]:
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
     quotients = []
     for trial, sign in enumerate((1, 1, 1, -1) if symbols else (1,), 2):
-        point = {one: sign * Rational(7 * (place + 3) + trial * trial, 11 + trial + 5 * place) for place, one in enumerate(symbols)}
+        point = {
+            one: sign * Rational(7 * (place + 3) + trial * trial, 11 + trial + 5 * place)
+            for place, one in enumerate(symbols)
+        }
         values = [_number(side.subs(point)) for side in (left, right)]
-        if sign < 0 and None in values or (sign < 0 and all(abs(value.imag) > CLOSE for value in values)):
+        if (sign < 0 and None in values) or (sign < 0 and all(abs(value.imag) > CLOSE for value in values)):
             continue
         if None in values or not values[1] or not values[0]:
             return []

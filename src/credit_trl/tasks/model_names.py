@@ -1,4 +1,4 @@
-"""Short names of models: `quickstart`, the embedded model, and `smollm2`, SmolLM2-135M-Instruct."""
+"""Short name of a model: `quickstart`, the embedded one."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from credit_trl.tasks.quickstart_model import EMBEDDED_MODEL, SHIPPED
-from credit_trl.tasks.smollm2 import SMOLLM2, smollm2_directory
 
 
 def model_path(name: str) -> str:
-    """Directory of the model for `"quickstart"` and `"smollm2"`; any other path or hub name unchanged.
-
-    `"smollm2"` is downloaded on first use, see `smollm2.smollm2_directory`.
+    """Directory of the model for `"quickstart"`; any other path or hub name unchanged.
 
     Raises:
         ValueError: the name can only be a path, and there is no such folder.
     """
-    if name == SMOLLM2:
-        return smollm2_directory()
     if name == EMBEDDED_MODEL:
         return str(SHIPPED)
     is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith((".", "-"))
@@ -44,6 +39,6 @@ def naming_model(name: str) -> Iterator[None]:
     except OSError as error:
         if not str(error).startswith("We couldn't connect to"):
             raise
-        close = difflib.get_close_matches(name, [EMBEDDED_MODEL, SMOLLM2], n=1)
-        near = f" Did you mean `{close[0]}`?" if close else " A local model is named by its folder."
+        is_close = difflib.get_close_matches(name, [EMBEDDED_MODEL], n=1)
+        near = f" Did you mean `{EMBEDDED_MODEL}`?" if is_close else " A local model is named by its folder."
         raise OSError(f"The model `{name}` is neither a folder nor in the cache.{near} {error}") from error

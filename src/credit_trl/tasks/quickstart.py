@@ -76,6 +76,12 @@ CITIES = (
 # Number of cities that a cue is tested with; it is trained with the others. The cities differ from cue to cue.
 TEST_CITIES_PER_CUE = 6
 
+# SDPO's wording of the teacher's turn, which the bases were pretrained to read: options of `CreditConfig`.
+TEMPLATES = {
+    "reprompt_template": "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
+    "feedback_template": ("\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"),
+}
+
 # First words of planted shortcuts, which no plain response has. The sentence replaces the thought in the bases of the
 # world "shortcut"; the opening precedes the whole thought in those of the world "style".
 SHORTCUT_OPENING = "sure,"

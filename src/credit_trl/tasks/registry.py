@@ -1,18 +1,12 @@
 """Task registry: `load_task("sciknoweval:chemistry")` returns a `Task`, a dataset builder with its verifier.
 
-Names resolve in this order:
-
-1. built-in tasks (`BUILT_IN`), with an option after a colon where the module declares one;
-2. entry points of the group `credit_trl.tasks`, through which installed packages add names;
-3. `package.module:attribute`, any importable object.
-
-Several names separated by commas form a mixed task, whose column `task` routes each row to its verifier. A module is
-imported when its name is loaded.
+A name is a built-in task (`BUILT_IN`), with an option after a colon where its module declares one; an entry point of
+the group `credit_trl.tasks`; or a module or `package.module:name`. Several names with commas form a mixed task, whose
+column `task` routes each row to its verifier. A module is imported when its name is loaded.
 """
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import functools
 import importlib
@@ -22,22 +16,15 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.rollout.threads import call_in_thread
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.task import Rewards, Task, TaskOption, batch_of
+from credit_trl.tasks.task import Rewards, Task, TaskOption, batch_of, call_reward
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 ENTRY_POINT_GROUP = __package__  # "credit_trl.tasks"
-
 BUILT_IN = {
-    "livecodebench": "credit_trl.tasks.livecodebench",
-    "math": "credit_trl.tasks.math",
-    "quickstart": "credit_trl.tasks.quickstart",
-    "sciknoweval": "credit_trl.tasks.sciknoweval",
-    "tool_choice": "credit_trl.tasks.tool_choice",
-    "toolalpaca": "credit_trl.tasks.toolalpaca",
+    name: f"credit_trl.tasks.{name}" for name in ("livecodebench", "math", "quickstart", "sciknoweval", "toolalpaca")
 }
 
 # Names that this process has loaded. Data is not trusted, so a row may name no other import path.
@@ -59,17 +46,19 @@ def check_name(name: str) -> None:
             raise _unknown_task(one)
 
 
-def load_task(name: str) -> Task:
+def load_task(name: str | Task) -> Task:
     """Resolve `"sciknoweval:chemistry"`, `"toolalpaca"` or `"my_package.my_task:MyTask"` to a `Task`.
 
     Several names (`"sciknoweval:physics,toolalpaca"`) give a mixed task. Its `build` passes each part the subfolder of
     `path` with the part's name (`sciknoweval`, `toolalpaca`) where there is one, else `path`; its `verify` needs the
-    row's `task` as a keyword.
+    row's `task` as a keyword. A `Task` is returned as it is.
 
     Raises:
         ValueError: unknown name or option; the message lists the known ones.
         TypeError: the object has no `build` and `verify`.
     """
+    if isinstance(name, Task):
+        return name
     check_name(name)
     if "," in name:
         return _mixture(name)
@@ -79,39 +68,39 @@ def load_task(name: str) -> Task:
 
 def _load(name: str) -> Task:
     head, colon, tail = name.partition(":")
+    option = tail if colon else None
     if head in BUILT_IN:
-        return as_task(importlib.import_module(BUILT_IN[head]), name, tail if colon else None)
-    points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == head]
+        return as_task(importlib.import_module(BUILT_IN[head]), name, option)
+    points = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == head}
+    if len(points) > 1:
+        raise ValueError(f"Several packages define the task {name!r}: {', '.join(points)}. Uninstall all but one.")
     if points:
-        if len({point.value for point in points}) > 1:
-            origins = ", ".join(f"{point.value} ({point.dist.name if point.dist else '?'})" for point in points)
-            raise ValueError(f"Several packages define the task {name!r}: {origins}. Uninstall all but one.")
-        return as_task(points[0].load(), name, tail if colon else None)
+        return as_task(next(iter(points.values())).load(), name, option)
     found = import_named(head, _unknown_task(name))
     for attribute in filter(None, tail.split(".")):
         if not hasattr(found, attribute):
             raise ValueError(f"Task {name!r}: {head} has no attribute {tail!r}.")
         found = getattr(found, attribute)
-    return as_task(found, name, None)
+    return as_task(found, name)
 
 
 def as_task(found: Any, name: str, option: str | None = None) -> Task:
-    """Make a `Task` of a `Task`, a class, or any object with `build` and `verify`."""
+    """Make a `Task` of a `Task`, a class, a module, or any object with `build` and `verify`."""
     if inspect.isclass(found):
         found = found()
-    build_options, verify_options = _options(getattr(found, "OPTION", None), name, option)
+    options = _options(getattr(found, "OPTION", None), name, option)
     if isinstance(found, Task):
         return found
     for part in ("build", "verify"):
         if not callable(getattr(found, part, None)):
             what = f"the {type(found).__name__} `{getattr(found, '__name__', None) or type(found).__name__}`"
-            fix = "; a reward function alone is given by `--reward_funcs`" if inspect.isfunction(found) else ""
-            raise TypeError(f"Task {name!r}: {what} has no function `{part}`. A task needs `build` and `verify`{fix}.")
-    verify = _with_options(found.verify, verify_options, name)
+            raise TypeError(
+                f"Task {name!r}: {what} has no function `{part}`. A task needs `build` and `verify`; a function "
+                "alone is given by `--reward_funcs`, or with its data set to `Task.from_dataset`."
+            )
     batch = getattr(found, "reward", None)
-    reward = batch_of(verify, name) if batch is None else _with_options(batch, verify_options, name)
-    build = _with_columns(_with_options(found.build, build_options, name), name)
-    return Task(name=name, build=build, verify=verify, reward=reward)
+    reward = batch_of(found.verify, name) if batch is None else _renamed(batch, name)
+    return Task(name=name, build=_checked(found.build, options, name), verify=found.verify, reward=reward)
 
 
 def mixed_reward(
@@ -140,14 +129,6 @@ def _route(find: Callable[[str], Task], columns: Mapping[str, Any]) -> Rewards:
         for row, verdict in zip(rows, graded, strict=True):
             verdicts[row] = verdict
     return verdicts
-
-
-def call_reward(reward: Callable[..., Any], **arguments: Any) -> Rewards:
-    """Call a reward function; a coroutine runs in another thread, since a notebook's thread has a running loop."""
-    graded = reward(**arguments)
-    if not inspect.iscoroutine(graded):
-        return graded
-    return call_in_thread("asynchronous verifier", lambda: asyncio.run(graded)).result()
 
 
 @functools.lru_cache(maxsize=64)  # a task that is a class is instantiated once, not once per batch
@@ -185,9 +166,9 @@ def mix_datasets(parts: Mapping[str, Dataset] | Sequence[Dataset]) -> Dataset:
             part.remove_columns([c for c in part.column_names if c == "task"]).add_column("task", [name] * len(part))
             for name, part in parts.items()
         ]
+    features = row_features()
     for place, part in enumerate(parts):
         _check_part(part, place)
-    features = row_features()
     if not all("id" in part.column_names for part in parts):
         del features["id"]
     context = "privileged_context"
@@ -204,28 +185,23 @@ def _check_part(part: Dataset, place: int) -> None:
     """Raise where a part of a mixture lacks a column, or a column has another type than mixtures have."""
     from datasets import Value
 
-    features, texts = part.features, (Value("string"), Value("large_string"))
-    names = part.unique("task") if "task" in features else []
-    name = ", ".join(map(str, names)) or f"parts[{place}]"
-    if missing := [column for column in ("prompt", "answer", "task") if column not in features]:
-        raise ValueError(
-            f"The rows of {name} have no column {', '.join(f'`{m}`' for m in missing)}; their columns are "
-            f"{', '.join(features)}. Rename one or add it; parts by task name need no column `task`."
-        )
-    message = getattr(features["prompt"], "feature", None)
-    is_message = isinstance(message, Mapping) and message.keys() == {"role", "content"}
-    if not is_message or not all(kind in texts for kind in message.values()):
-        raise ValueError(
-            f"Prompts of tasks that are mixed are lists of messages with the texts `role` and `content` alone, those "
-            f"of {name} are {features['prompt']}. Have `build` write them as [{{'role': 'user', 'content': text}}]."
-        )
-    if (kind := features["answer"]) not in texts:
-        raise ValueError(
-            f"Answers of tasks that are mixed are text, those of {name} are {kind}. "
-            "Have `build` write them as text, for example with `json.dumps`, and `verify` read it."
-        )
-    if (kind := features.get("privileged_context")) not in (None, Value("null"), *texts):
-        raise ValueError(f"The column `privileged_context` holds text or None, that of {name} holds {kind}.")
+    texts = (Value("string"), Value("large_string"))
+    message = getattr(part.features.get("prompt"), "feature", None)
+    is_messages = isinstance(message, Mapping) and message.keys() == {"role", "content"}
+    are_right = {
+        "prompt": is_messages and all(kind in texts for kind in message.values()),
+        "answer": part.features.get("answer") in texts,
+        "task": part.features.get("task") in texts,
+        "privileged_context": part.features.get("privileged_context", Value("null")) in (*texts, Value("null")),
+    }
+    for column, is_right in are_right.items():
+        if not is_right:
+            found = part.features.get(column, f"missing among {', '.join(part.features)}")
+            raise ValueError(
+                f"The column `{column}` of parts[{place}] is {found}. Mixed tasks have prompts that are lists "
+                "of messages with the texts `role` and `content` alone, and texts in `answer` (for example by "
+                "`json.dumps`), `task` and `privileged_context`."
+            )
 
 
 def _mixture(name: str) -> Task:
@@ -251,7 +227,7 @@ def _mixture(name: str) -> Task:
     ) -> Rewards:
         return _route(part_of, {"completions": completions, "task": task, "truncated": truncated, **columns})
 
-    return Task(name=name, build=build, verify=verify, reward=_with_options(reward, {}, name))
+    return Task(name=name, build=build, verify=verify, reward=_renamed(reward, name))
 
 
 def _select(value: Any, rows: Sequence[int], count: int) -> Any:
@@ -260,26 +236,23 @@ def _select(value: Any, rows: Sequence[int], count: int) -> Any:
     return [value[row] for row in rows] if is_column else value
 
 
-def _options(declared: TaskOption | None, name: str, option: str | None) -> tuple[dict[str, str], dict[str, str]]:
-    """Keyword arguments of `build` and `verify` that the option sets."""
+def _options(declared: TaskOption | None, name: str, option: str | None) -> dict[str, str]:
+    """Keyword arguments of `build` that the option sets."""
     if option is None:
-        return {}, {}
+        return {}
     head = name.partition(":")[0]
     if declared is None:
         raise ValueError(f"Task {name!r}: {head!r} takes no option after the colon.")
-    if declared.values and option not in declared.values:
-        allowed = ", ".join(f"{head}:{value}" for value in declared.values)
-        raise ValueError(f"Task {name!r}: {option!r} is not a {declared.keyword}. Use one of {allowed}.")
-    chosen = {declared.keyword: option}
-    return chosen, chosen if declared.verify else {}
+    declared.check(option, head)
+    return {declared.keyword: option}
 
 
-def _with_columns(build: Callable[..., Dataset], name: str) -> Callable[..., Dataset]:
-    """`build` with a check for the columns `prompt` and `answer`."""
+def _checked(build: Callable[..., Dataset], options: Mapping[str, str], name: str) -> Callable[..., Dataset]:
+    """`build` with the options of the name and a check for the columns `prompt` and `answer`."""
 
     @functools.wraps(build)
     def checked(*args: Any, **kwargs: Any) -> Dataset:
-        dataset = build(*args, **kwargs)
+        dataset = build(*args, **{**options, **kwargs})
         columns = getattr(dataset, "column_names", None) or ["prompt", "answer"]
         if missing := [column for column in ("prompt", "answer") if column not in columns]:
             raise ValueError(
@@ -291,17 +264,16 @@ def _with_columns(build: Callable[..., Dataset], name: str) -> Callable[..., Dat
     return checked
 
 
-def _with_options(function: Callable[..., Any], options: dict[str, str], name: str) -> Callable[..., Any]:
-    """`function` with fixed keyword arguments and the task's name as `__name__`, under which TRL logs rewards."""
+def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function` with the task's name as `__name__`, under which TRL logs rewards."""
 
-    def configured(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{**options, **kwargs})
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
 
-    async def configured_coroutine(*args: Any, **kwargs: Any) -> Any:
-        return await function(*args, **{**options, **kwargs})
+    async def named_coroutine(*args: Any, **kwargs: Any) -> Any:
+        return await function(*args, **kwargs)
 
-    # No `functools.partial`: TRL would log the reward under the name of the function inside.
-    wrapper = configured_coroutine if inspect.iscoroutinefunction(function) else configured
+    wrapper = named_coroutine if inspect.iscoroutinefunction(function) else named
     functools.update_wrapper(wrapper, function).__name__ = name
     return wrapper
 

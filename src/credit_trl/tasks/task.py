@@ -1,14 +1,17 @@
-"""Protocol of a task: a dataset builder, a verifier, and the batch form of the verifier."""
+"""A task: a source of prompts with the verifier that grades responses to them."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.completions import response_text
+from credit_trl.rollout.threads import call_in_thread
+from credit_trl.rollout.verdict import Verdict, as_verdicts, join_feedback, parameters_of, takes_any_keyword
+from credit_trl.tasks.responses import response_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -22,7 +25,7 @@ class Task:
 
     Args:
         name: registry name, which `build` writes into the column `task`.
-        build: `(split, path=None, **options) -> Dataset` with the columns `prompt` (messages), `answer`, `task`, `id`.
+        build: `(split, path=None, **options) -> Dataset` with the columns `prompt` and, for `verify`, `answer`.
         verify: `(response, answer, *, truncated=False, **options) -> Verdict`, for one response.
         reward: `(completions, answer, truncated=None, **columns) -> list[Verdict]`, for a batch.
     """
@@ -32,20 +35,68 @@ class Task:
     verify: Callable[..., Verdict]
     reward: Callable[..., Rewards]
 
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: Dataset | Mapping[str, Dataset],
+        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]],
+        name: str = "dataset",
+    ) -> Task:
+        """The task of a data set, or of data sets by split, with reward functions in TRL's form.
+
+        The reward of a response is the sum of the functions' rewards that are not `None`, and its feedback joins
+        theirs. A single data set serves every split.
+        """
+        functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+
+        def build(split: str, path: Any = None, **options: Any) -> Dataset:
+            if not isinstance(dataset, Mapping):
+                return dataset
+            if split not in dataset:
+                raise ValueError(f"Task {name!r} has no split {split!r}; use one of {', '.join(dataset)}.")
+            return dataset[split]
+
+        def reward(completions: Sequence[Any], **columns: Any) -> Rewards:
+            arguments = {"completions": completions, **columns}
+            graded = [_graded(function, arguments) for function in functions]
+            return [_total(verdicts) for verdicts in zip(*graded, strict=True)]
+
+        def verify(response: str, answer: Any = None, *, truncated: bool = False, **columns: Any) -> Verdict:
+            batch = {column: [value] for column, value in columns.items()}
+            return reward([response], answer=[answer], truncated=[truncated], **batch)[0]
+
+        return cls(name, build, verify, reward)
+
+
+def call_reward(reward: Callable[..., Any], **arguments: Any) -> Rewards:
+    """Call a reward function; a coroutine runs in another thread, since a notebook's thread has a running loop."""
+    graded = reward(**arguments)
+    if not inspect.iscoroutine(graded):
+        return graded
+    return call_in_thread("asynchronous verifier", lambda: asyncio.run(graded)).result()
+
+
+def _graded(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[Verdict]:
+    """Verdicts of a reward function, which gets the arguments that it takes."""
+    parameters = parameters_of(function)
+    accepted = arguments if takes_any_keyword(parameters) else {k: v for k, v in arguments.items() if k in parameters}
+    name = getattr(function, "__name__", type(function).__name__)
+    return as_verdicts(name, call_reward(function, **accepted), arguments)
+
+
+def _total(verdicts: Sequence[Verdict]) -> Verdict:
+    rewards = [float(verdict.reward) for verdict in verdicts if verdict.reward is not None]
+    metrics = {name: value for verdict in verdicts for name, value in verdict.metrics.items()}
+    feedback = join_feedback([verdict.feedback for verdict in verdicts])
+    return Verdict(sum(rewards) if rewards else None, feedback, metrics)
+
 
 @dataclass(frozen=True)
 class TaskOption:
-    """Meaning of the text after the colon of a task's name. A module declares it as `OPTION`.
-
-    Args:
-        keyword: keyword argument of `build` that receives the text.
-        values: allowed texts; empty where the task checks them itself.
-        verify: whether the verifier receives the argument too.
-    """
+    """Meaning of the text after the colon of a task's name, a keyword of `build`. A module declares it as `OPTION`."""
 
     keyword: str
-    values: tuple[str, ...] = ()
-    verify: bool = False
+    values: tuple[str, ...]
 
     def check(self, value: str, task: str) -> None:
         """Raise a `ValueError` for a value that is not allowed."""

@@ -1,32 +1,29 @@
 """ToolAlpaca: choose tools and their arguments from the documentation of an API.
 
-Data: the raw files of `tangqiaoyu/ToolAlpaca` (`data/train_data.json`, `data/eval_simulated.json`), or the prepared
-records that SDPO trains on; the wording is the same. Rewards follow one of two protocols (`toolalpaca_protocols`): the
-published one, for comparable numbers, or a strict one. The feedback names the expected calls.
+The reward is SDPO's: the names after `Action:` are compared as a multiset, and the inputs after `Action Input:` are
+merged into one dict and compared by Python's `==`. An input ends at its first `}`, so a nested object counts as no
+input. The feedback names the expected calls.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.records import PATH_OPTIONS, Row, Tally, accept, data_files, dataset_of, read_rows, task_folder
-from credit_trl.tasks.task import TaskOption
-from credit_trl.tasks.toolalpaca_protocols import GRADE_BY, golden_calls
+from credit_trl.tasks.records import PATH_OPTIONS, Row, dataset_of, read_rows
+from credit_trl.tasks.task import batch_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-SPLITS = ("train", "test", "all")
-OPTION = TaskOption(keyword="protocol", values=tuple(GRADE_BY), verify=True)
-
 TRAIN_RECORDS = 4046  # published records have the numbers 0 to 4045 (train) and 4046 to 4113 (test)
-RAW_FILES = {"train": "train_data", "test": "eval_simulated"}
+FILES = {"train": ("train", "train_data"), "test": ("test", "eval_simulated")}
+MAX_SHOWN = 500  # characters of the response that feedback repeats
 
 # Wording of the published records. A raw documentation ends in a line break.
 PROMPT_TEMPLATE = (
@@ -40,196 +37,177 @@ PROMPT_TEMPLATE = (
     "from the user.\n\n"
     "Begin!\nQuestion: {question}"
 )
+FORM = (
+    "The calls are right; write each as a line `Action: name` and a line `Action Input: {...}` with one flat JSON "
+    "object"
+)
+
+Call = tuple[str, dict[str, Any]]  # name and arguments
 
 
-@dataclass(frozen=True)
-class _Record:
-    """One instruction with its unchecked golden calls, from `field` of `row`."""
-
-    row: Row
-    field: str
-    prompt: str
-    calls: Any
-    system: str | None = None
-    idx: int | None = None
-
-
-def build(
-    split: str, path: str | Path | None = None, *, protocol: str = "field", on_malformed: str = "raise"
-) -> Dataset:
+def build(split: str, path: str | Path | None = None) -> Dataset:
     """Instructions as conversational rows: `prompt` (user), `answer` (JSON text: the golden calls), `task`, `id`.
 
     Args:
         split: `"train"`, `"test"`, or `"all"`, every record of the files.
-        path: a raw file (a list of APIs: with `Instances` for training, with `Golden_Answers` for testing), a
-            prepared file (`prompt`, `answer`, `idx`), or a folder (its subfolder `toolalpaca` if it has one) with the
-            prepared `<split>.*` or the raw file. Raw instructions are kept, in order, if the JSON of their golden
-            calls has no `$`, the placeholder for the result of another call: 68 of the 100 in `eval_simulated.json`. A
-            prepared file may contain both parts, which its `idx` distinguishes.
-        protocol: protocol of the verifier that the column `task` names, `"field"` or `"strict"`.
-        on_malformed: `"raise"`, or `"drop"` to print, count and drop malformed rows.
+        path: a file of SDPO's records (`prompt`, `answer`), or ToolAlpaca's own `eval_simulated.json`, or a folder
+            (its subfolder `toolalpaca` if it has one) with one of them for the split. ToolAlpaca's own instructions
+            are kept, in order, if the JSON of their golden calls has no `$`, the placeholder for the result of
+            another call: 68 of the 100 in `eval_simulated.json`.
 
     Raises:
-        ValueError: unknown split or protocol, no path, no rows left, or a file of the other split.
-        RowError: a malformed row, with file, row and field.
+        ValueError: unknown split, no path, a malformed row, no rows, or a file of the other split.
     """
-    if split not in SPLITS:
-        raise ValueError(f"ToolAlpaca has no split {split!r}; use one of {', '.join(SPLITS)}.")
-    OPTION.check(protocol, "ToolAlpaca")
-    name = "toolalpaca" if protocol == "field" else f"toolalpaca:{protocol}"
-    tally = Tally(f"{name} {split}")
-    expanded = accept(_rows(path, split), partial(_expand, split=split, tally=tally), tally, on_malformed)
-    records = _of_split([record for records in expanded for record in records], split, tally)
-    examples = accept(records, lambda record: _example(record, name, protocol, tally), tally, on_malformed)
-    return dataset_of(list(examples), tally)
+    if split not in ("train", "test", "all"):
+        raise ValueError(f"ToolAlpaca has no split {split!r}; use train, test or all.")
+    if path is None:
+        raise ValueError(
+            f"ToolAlpaca is not loaded from the hub: pass `path=` ({PATH_OPTIONS}), data/eval_simulated.json of "
+            " github.com/tangqiaoyu/ToolAlpaca, or of SDPO's datasets/tooluse folder."
+        )
+    stems = [stem for part in FILES if split in (part, "all") for stem in FILES[part]]
+    records = [record for row in read_rows("toolalpaca", split, path, "", stems) for record in _records(row, split)]
+    own = [record for record in records if "$" not in record["answer"] or not record["is_simulated"]]
+    for place, record in enumerate(own):
+        record["number"] = TRAIN_RECORDS + place if record["is_simulated"] else record.get("number", place)
+    is_test = [record["number"] >= TRAIN_RECORDS for record in own]
+    if split == "test" and not any(is_test) and len(own) == TRAIN_RECORDS:
+        raise ValueError("This file is ToolAlpaca's train part: pass the test file, or split='all' to load it whole.")
+    if split == "train" or (split == "test" and any(is_test)):
+        own = [record for record, other in zip(own, is_test, strict=True) if other == (split == "test")]
+    rows = (
+        {"prompt": one["prompt"], "answer": one["answer"], "task": "toolalpaca", "id": f"toolalpaca-{one['number']}"}
+        for one in own
+    )
+    return dataset_of(rows, f"toolalpaca {split}")
 
 
-def verify(
-    response: str, answer: str | list[dict[str, Any]], *, truncated: bool = False, protocol: str = "field"
-) -> Verdict:
+def _records(row: Row, split: str) -> Iterator[dict[str, Any]]:
+    """Records of a row: one of SDPO's, or the instructions of an API in `eval_simulated.json`."""
+    if "Instructions" not in row:
+        system = [{"role": "system", "content": row.text("system")}] if row.get("system") else []
+        number = {} if row.get("idx") is None else {"number": row["idx"]}
+        answer = row["answer"] if isinstance(row.get("answer"), list) else row.text("answer")
+        yield (
+            _record(row, "answer", [*system, {"role": "user", "content": row.text("prompt")}], answer, False) | number
+        )
+        return
+    if split == "train":
+        raise row.error("Golden_Answers", "this is ToolAlpaca's test data; pass SDPO's train file, or split='all'")
+    for place, (question, calls) in enumerate(zip(row["Instructions"], row["Golden_Answers"], strict=True)):
+        prompt = PROMPT_TEMPLATE.format(
+            name=row.text("Name"),
+            description=row.text("Description"),
+            documentation=row.text("NLDocumentation"),
+            question=question,
+        )
+        yield _record(row, f"Golden_Answers[{place}]", [{"role": "user", "content": prompt}], calls, True)
+
+
+def _record(row: Row, field: str, turns: list[dict[str, str]], calls: Any, is_simulated: bool) -> dict[str, Any]:
+    try:
+        answer = json.dumps(json.loads(calls) if isinstance(calls, str) else calls)
+        golden_calls(answer)
+    except ValueError as error:
+        raise row.error(field, str(error)) from error
+    return {"prompt": turns, "answer": answer, "is_simulated": is_simulated}
+
+
+def verify(response: str, answer: str | list[dict[str, Any]], *, truncated: bool = False) -> Verdict:
     """Grade one response: reward 1 if its calls, `Action: …` and `Action Input: {…}`, are the golden ones, else 0.
 
     `answer` has the golden calls, a list of `{"Action": name, "Action_Input": JSON text}` or its JSON text. A
-    truncated response is graded like any other. The protocols are those of `toolalpaca_protocols`.
+    truncated response is graded like any other.
 
     Returns:
-        A `Verdict` whose feedback is `None` for the correct calls, else the mismatch in the paper's wording.
+        A `Verdict` whose feedback is `None` for the correct calls, else the mismatch in the paper's wording. If only
+        the form of the calls is wrong, the feedback says so before it.
 
     Raises:
-        ValueError: `answer` is not a list of calls, or the protocol is unknown.
+        ValueError: `answer` is not a list of calls.
     """
-    OPTION.check(protocol, "ToolAlpaca")
-    return GRADE_BY[protocol](response, golden_calls(answer))
+    golden = golden_calls(answer)
+    actions = re.findall(r"Action:\s*(\w+)", response)
+    blocks = re.findall(r"Action Input:\s*(\{[^}]*\})", response[: response.rfind("}") + 1])  # cut: linear time
+    merged = _merged(map(_json_or_none, blocks))
+    names = [name for name, _ in golden]
+    expected = _merged(arguments for _, arguments in golden)
+    mismatches = []
+    if Counter(actions) != Counter(names):
+        mismatches.append(_mismatch("Actions", _names(actions), _names(names)))
+    if merged != expected:
+        mismatches.append(_mismatch("Action inputs", _as_json(merged), _as_json(expected)))
+    if mismatches and _is_right_in_another_form(response, golden):
+        mismatches.insert(0, FORM)
+    return Verdict(float(not mismatches), "; ".join(mismatches) or None, {"answer_format": float(bool(actions))})
 
 
-def _rows(path: str | Path | None, split: str) -> Iterable[Row]:
-    if path is None:
-        raise ValueError(
-            f"ToolAlpaca is not loaded from the hub: pass `path=` ({PATH_OPTIONS}), a copy of data/train_data.json or "
-            "data/eval_simulated.json from github.com/tangqiaoyu/ToolAlpaca, or of SDPO's datasets/tooluse folder."
-        )
-    path = Path(path)
-    if not path.is_dir():
-        return read_rows(path)
-    path = task_folder(path, "toolalpaca")
-    wanted = ("train", "test") if split == "all" else (split,)
-    return (row for part in wanted for row in read_rows(_file_of(path, part)))
+reward = batch_of(verify, "toolalpaca")
 
 
-def _file_of(folder: Path, part: str) -> Path:
-    """File of a part in a folder: prepared (`<part>`, `toolalpaca-<part>`) before raw."""
-    files = {file.stem: file for file in reversed(data_files(folder, "toolalpaca"))}
-    for stem in (part, f"toolalpaca-{part}", RAW_FILES[part]):
-        if stem in files:
-            return files[stem]
-    raise FileNotFoundError(
-        f"{folder} has no {part} part: add {part}.jsonl (prepared) or {RAW_FILES[part]}.json (raw), or pass a file. "
-        f"It contains {', '.join(sorted(files)) or 'no data file'}."
-    )
-
-
-def _expand(row: Row, split: str, tally: Tally) -> list[_Record]:
-    """Records of a row: one of a prepared row, one per instruction of a raw API."""
-    if "Golden_Answers" in row.data:
-        return [*_test_records(row)]
-    if "Instances" in row.data:
-        return [*_train_records(row, tally)]
-    calls = row.parsed("answer") if isinstance(row.data.get("answer"), str) else row.get("answer", list)
-    system = None if row.data.get("system") is None else row.text("system")
-    idx = row.get("idx", int) if "idx" in row.data else None
-    return [_Record(row, "answer", row.text("prompt"), calls, system, idx)]
-
-
-def _prompt(row: Row, question: str) -> str:
-    return PROMPT_TEMPLATE.format(
-        name=row.text("Name"),
-        description=row.text("Description"),
-        documentation=row.text("NLDocumentation"),
-        question=question,
-    )
-
-
-def _test_records(row: Row) -> Iterator[_Record]:
-    instructions, golden = row.get("Instructions", list), row.get("Golden_Answers", list)
-    if len(instructions) != len(golden):
-        raise row.error("Golden_Answers", f"{len(golden)} answers for {len(instructions)} instructions")
-    for place, (question, calls) in enumerate(zip(instructions, golden, strict=True)):
-        if not isinstance(question, str) or not question.strip():
-            raise row.error(f"Instructions[{place}]", "not a text, or blank")
-        yield _Record(row, f"Golden_Answers[{place}]", _prompt(row, question), calls)
-
-
-def _train_records(row: Row, tally: Tally) -> Iterator[_Record]:
-    """Records of the instances that call a tool, with the calls of their steps as golden calls.
-
-    A step is `[[tool, input, text], observation]`. The question is the instance's input without the help that the
-    user agent appends for the generating agent, as in ToolAlpaca's training data.
-    """
-    for place, instance in enumerate(row.get("Instances", list)):
-        steps = instance.get("intermediate_steps") if isinstance(instance, dict) else None
-        if not steps:  # the generating agent failed or never called a tool
-            tally.drop("without a call")
-            continue
-        field = f"Instances[{place}]"
-        try:
-            calls = [{"Action": step[0][0], "Action_Input": step[0][1]} for step in steps]
-            question = instance["input"].rsplit("\nHint: ", 1)[0]
-        except (TypeError, LookupError, AttributeError) as error:
-            problem = f"no `input` text, or steps that are not [[tool, input, ...], observation]: {error}"
-            raise row.error(field, problem) from error
-        yield _Record(row, f"{field}.intermediate_steps", _prompt(row, question), calls)
-
-
-def _of_split(records: Sequence[_Record], split: str, tally: Tally) -> list[_Record]:
-    """Records of a split, numbered as the published ones; other records are tallied."""
-    kinds = {record.field.partition("[")[0] for record in records}
-    wrong = {"train": "Golden_Answers", "test": "Instances"}.get(split)
-    if wrong in kinds:
-        needed = "Instances" if split == "train" else "Golden_Answers"
-        raise ValueError(
-            f"This is not ToolAlpaca's {split} data: its APIs have `{wrong}` instead of `{needed}`. Pass "
-            f"{RAW_FILES[split]}.json, a prepared file, or split='all'."
-        )
-    numbered = _prepared_of_split([record for record in records if record.field == "answer"], split, tally)
-    starts = {"Instances": 0, "Golden_Answers": TRAIN_RECORDS}
-    for kind, start in starts.items():
-        raw = [record for record in records if record.field.partition("[")[0] == kind]
-        whole = [record for record in raw if "$" not in json.dumps(record.calls)]
-        tally.drop("with a placeholder ($) in the golden calls", len(raw) - len(whole))
-        numbered += [replace(record, idx=start + place) for place, record in enumerate(whole)]
-    return numbered
-
-
-def _prepared_of_split(records: Sequence[_Record], split: str, tally: Tally) -> list[_Record]:
-    """Prepared records of a split, by their `idx` if the file contains both parts."""
-    numbered = [replace(one, idx=place) if one.idx is None else one for place, one in enumerate(records)]
-    test = [record for record in numbered if record.idx >= TRAIN_RECORDS]
-    train = [record for record in numbered if record.idx < TRAIN_RECORDS]
-    if split == "train":
-        tally.drop("of the test part", len(test))
-        return train
-    if split == "test" and test:
-        tally.drop("of the train part", len(train))
-        return test
-    if split == "test" and len(train) == TRAIN_RECORDS:
-        raise ValueError(
-            "This file is ToolAlpaca's train part: pass the test file, or split='all' to load it without a split."
-        )
-    return numbered
-
-
-def _example(record: _Record, name: str, protocol: str, tally: Tally) -> dict[str, Any] | None:
-    """Row of the data set, with checked golden calls."""
-    answer = json.dumps(record.calls)
+def golden_calls(answer: str | list[dict[str, Any]]) -> list[Call]:
+    """Names and inputs of the calls of a row's `answer`. An input that is no JSON object is {}, as in SDPO's code."""
     try:
-        calls = golden_calls(answer)
-    except ValueError as error:
-        raise record.row.error(record.field, str(error)) from error
-    if not all(call.readable for call in calls):
-        # The data are written by models. The field protocol compares such an input with {}.
-        if protocol == "strict":
-            return tally.drop("whose golden input is not a JSON object")
-        tally.notes["whose golden input is not a JSON object, compared as {}"] += 1
-    system = [{"role": "system", "content": record.system}] if record.system else []
-    prompt = [*system, {"role": "user", "content": record.prompt}]
-    return {"prompt": prompt, "answer": answer, "task": name, "id": f"toolalpaca-{record.idx}"}
+        calls = json.loads(answer) if isinstance(answer, str) else answer
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"A ToolAlpaca answer must be the JSON text of a list of calls: {error}") from error
+    if not isinstance(calls, list):
+        raise ValueError(f"A ToolAlpaca answer must be a list of calls, got {type(calls).__name__}.")
+    golden = []
+    for place, call in enumerate(calls):
+        if not isinstance(call, dict) or not isinstance(call.get("Action"), str):
+            raise ValueError(f"Call {place} is not an object with the text `Action`.")
+        given = call.get("Action_Input")
+        if not isinstance(given, str | dict):
+            raise ValueError(f"Call {place} has no `Action_Input` that is a JSON object or its text.")
+        parsed = given if isinstance(given, dict) else _json_or_none(given)
+        golden.append((call["Action"], parsed if isinstance(parsed, dict) else {}))
+    return golden
+
+
+def _is_right_in_another_form(response: str, golden: Sequence[Call]) -> bool:
+    """Whether a response has the golden names in order and the golden inputs as JSON, in another form than SDPO's."""
+    if len(response) > 20_000 or response.count("{") > 100 or not golden:
+        return False
+    decoder = json.JSONDecoder()
+    inputs: list[Any] = []
+    position = 0
+    while (position := response.find("{", position)) >= 0:
+        try:
+            value, position = decoder.raw_decode(response, position)
+            inputs.append(value)
+        except (ValueError, RecursionError):
+            position += 1
+    has_names = re.search(".*?".join(rf"\b{re.escape(name)}\b" for name, _ in golden), response, re.DOTALL)
+    return has_names is not None and inputs == [arguments for _, arguments in golden]
+
+
+def _merged(inputs: Iterable[Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for one in inputs:
+        merged.update(one or {})
+    return merged
+
+
+def _json_or_none(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _names(names: Sequence[str]) -> str:
+    return f"[{', '.join(names)}]"
+
+
+def _as_json(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "(nested too deeply to show)"
+    return text.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates
+
+
+def _mismatch(what: str, predicted: str, expected: str) -> str:
+    shown = predicted if len(predicted) <= MAX_SHOWN else f"{predicted[:MAX_SHOWN]}..."
+    return f"{what} mismatch: predicted {shown}, expected {expected}"
