@@ -386,7 +386,7 @@ class TokenMetrics:
         return metrics | {"entropy": entropy} if self._logs_entropy else metrics
 
 
-def success_weights(
+def teacher_success_weights(
     batch: GenerationBatch, contexts: Sequence[TokenContexts], mask: Bool[Tensor, "B T"], threshold: float
 ) -> tuple[Float[Tensor, " B"], int, int]:
     """`rollout.batch.gather_success_weights` of samples with a teacher and with loss. Every process must call it.
