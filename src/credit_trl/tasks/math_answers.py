@@ -31,6 +31,8 @@ REWRITES = [
         (r"\\\\", "¶"),  # a row's end
         (r"\\\{|\\lbrace(?![A-Za-z])", "«"),
         (r"\\\}|\\rbrace(?![A-Za-z])", "»"),
+        (r"\\\$ ?(\d[\d.,]*)", r"\1\\text{dollars}"),
+        (r"(?<=\d) ?\\\$", r"\\text{dollars}"),
         (r"\\\$|\$|\\[()\[\]!]", ""),
         (r"(?<![\w.^])\d{1,3}(?:(?:\{,\}|\\[,;: ]|~| )\d{3})+(?![\d/])", lambda found: re.sub(r"\D", "", found[0])),
         (r"(?<![\w.([,])\d{1,3}(?:,\d{3})+(?![\w,])", lambda found: found[0].replace(",", "")),
@@ -77,7 +79,7 @@ MODULUS = re.compile(
 UNIT = re.compile(
     r"(?P<value>-?(?:[\d.,/^{}+()-]|\\frac|\\sqrt|\\pi|\\cdot)*(?:[\d)}i]|\\pi))"
     r"(?P<unit>(?:\^\\circ ?)?(?:\\text ?\{[^{}]*\}|\\?%|(?<=\\circ )[A-Z]|(?<=\\circ)[A-Z])?(?:/\\text ?\{[^{}]*\})?"
-    r"(?:\^\{?-?\d\}?)?|_\d|_\{\d+\}| [A-Za-z]{2,})"
+    r"(?:(?<=\})\^\{?-?\d\}?)?|_\d|_\{\d+\}| [A-Za-z]{2,})"
 )
 CONDITION = re.compile(r"\b(?:if|when|for|where|while|unless|otherwise|except|not|with|as|mod|base|times|more|less)\b")
 COMPARED = re.compile(r"<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z])|=")

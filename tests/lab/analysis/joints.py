@@ -75,6 +75,7 @@ class JointLM(nn.Module):
         )
         self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
         self.generation_config = None
+        self.device = self.head.weight.device
 
     @property
     def base_model(self):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from credit_trl import objective
 from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.contexts.tokens import ContextColumns
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.token_classes import default_classes
@@ -75,9 +74,7 @@ def test_context_inside_the_completion_is_read_where_it_stands(checkpoint, respo
     """Feedback on single turns: the teacher reads tokens of its prompt between those of the response."""
     student, teacher, contrast, between = [3, 4], [5, 6, 7], [8, 9, 10], [11, 12]
     columns = [0, 0, 0, 4, 4]  # two tokens before the fifth of the response
-    contexts = RolloutContexts(
-        student, [*teacher, *between], [[*contrast, *between]], ContextColumns(columns, [columns])
-    )
+    contexts = RolloutContexts(student, [*teacher, *between], [[*contrast, *between]], [columns, columns])
     response = respond("Paris is it.", contexts=contexts)
     assert Rollout.from_json(json.loads(json.dumps(response.to_json()))) == response
     scores = map_response(checkpoint, response, config).scores

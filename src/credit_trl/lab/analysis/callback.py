@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import ContrastSource
-from credit_trl.contexts.privileged import decode_completions
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import Rollout
@@ -143,25 +140,17 @@ class CreditMapCallback(TrainerCallback):
         batch = trainer._generation_batch
         config = copy.copy(trainer.args)
         config.contrastive_coef = config.contrastive_coef or 1.0  # λ = 0 draws no contrast prompts, S_t needs them
-        number = (trainer._step - 1) // (config.steps_per_generation * trainer.num_iterations)
-        contexts = build_contexts(
-            batch,
-            ContextBuilder(self._tokenizer, config, trainer.eos_token_ids),
-            trainer._renderer,
-            ContrastSource(trainer.train_dataset, number),
-            partial(decode_completions, self._tokenizer),
-        )
-        return [self._rollout(step, i, own) for i, own in enumerate(contexts) if own.teacher is not None]
+        builder = ContextBuilder(self._tokenizer, config, trainer.eos_token_ids, trainer.context_builder.render)
+        contexts = build_contexts(batch, builder)
+        return [self._rollout(step, i, own, builder) for i, own in enumerate(contexts) if own.teacher is not None]
 
-    def _rollout(self, step: int, sample: int, contexts: TokenContexts) -> Rollout:
+    def _rollout(self, step: int, sample: int, contexts: TokenContexts, builder: ContextBuilder) -> Rollout:
         batch = self.trainer._generation_batch
         tokenizer = self._tokenizer
         number = batch.first + sample
         prompt = batch.prompts[sample]
-        if isinstance(prompt, str):
-            student = tokenizer(prompt)["input_ids"]
-        else:
-            student = tokenizer(self.trainer._renderer(sample)(prompt), add_special_tokens=False)["input_ids"]
+        text = builder.student_text(prompt, batch.tools[sample] if batch.tools else None)
+        student = builder.tokenize(text, first=isinstance(prompt, str))
         return Rollout(
             identifier=f"step {step}, rollout {number}",
             prompt=prompt,
@@ -169,7 +158,7 @@ class CreditMapCallback(TrainerCallback):
             privileged=contexts.privileged,
             contrasts=tuple(tokenizer.batch_decode(contexts.contrasts)),
             reward=batch.rewards[number],
-            contexts=RolloutContexts(student, contexts.teacher, contexts.contrasts, contexts.columns),
+            contexts=RolloutContexts(student, contexts.teacher, contexts.contrasts, contexts.insert_at),
         )
 
     def _read_pinned(self) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from credit_trl.contexts.prompts import Prompt
+from credit_trl.config import CreditConfig
+from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.prompts import Prompt, chat_renderer
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.generation import encode_prompt, end_of_turn_ids, generate_ids, pad_id
 from credit_trl.tasks.model_names import model_path, naming_model
@@ -52,10 +53,9 @@ class Checkpoint:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Checkpoint:
         """Checkpoint of models in memory; without `teacher` the model is its own teacher."""
-        device = next(model.parameters()).device
-        student = Teacher(model, OneProcess(device))
+        student = Teacher(model)
         # The teacher computes in the student's precision, as in training.
-        lagged = student if teacher is None else CopyTeacher(model, OneProcess(device), teacher)
+        lagged = student if teacher is None else CopyTeacher(model, None, teacher)
         return cls(name, tokenizer, student, lagged, chat_template_kwargs or {})
 
     @classmethod
@@ -87,7 +87,7 @@ class Checkpoint:
         path = model_path(model)
         with naming_model(model):
             policy = _load_policy(path, checkpoint, dtype).to(device).eval()
-        check_logits(policy, OneProcess(device))
+        check_logits(policy, OneProcess())
         own = checkpoint is not None and (Path(checkpoint) / "tokenizer_config.json").exists()
         tokenizer = AutoTokenizer.from_pretrained(checkpoint if own else path)
         teacher = None
@@ -98,11 +98,10 @@ class Checkpoint:
             policy, tokenizer, teacher=teacher, name=name or default, chat_template_kwargs=chat_template_kwargs
         )
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """Text of a conversation with the generation prompt."""
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
-        )
+    def context_builder(self, config: CreditConfig) -> ContextBuilder:
+        """Builder of the teacher's and the contrast prompts of this checkpoint."""
+        render = chat_renderer(self.tokenizer, options=self.chat_template_kwargs)
+        return ContextBuilder(self.tokenizer, config, self.end_ids(), render)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt as the student reads it."""
@@ -128,17 +127,9 @@ class Checkpoint:
 
 
 class OneProcess:
-    """Stand-in for an accelerator with a model on one device: no wrapping, no collectives."""
+    """Stand-in for an accelerator on one device without mixed precision."""
 
-    native_amp = False
     distributed_type = "NO"
-    state = SimpleNamespace(deepspeed_plugin=None)
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return model
 
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()

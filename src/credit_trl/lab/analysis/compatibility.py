@@ -19,7 +19,6 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, user_text
 from credit_trl.contexts.tokens import TokenContexts
@@ -251,14 +250,12 @@ def measure_compatibility(
 
     distinct = sorted({letter for q in questions for letter in q.letters})
     ids = dict(zip(distinct, letter_ids(checkpoint.tokenizer, distinct), strict=True))
-    builder = ContextBuilder(checkpoint.tokenizer, analysis_config(**templates), checkpoint.end_ids())
+    builder = checkpoint.context_builder(analysis_config(**templates))
     prefix_ids = checkpoint.tokenizer(prefix, add_special_tokens=False)["input_ids"]
     records = []
     for question in tqdm(questions, desc="questions", disable=not progress):
         texts = [feedback.format(letter=letter) for letter in question.letters]
-        with_feedback = [
-            builder.encode(question.prompt, PrivilegedContext(feedback=z), checkpoint.render) for z in texts
-        ]
+        with_feedback = [builder.encode(question.prompt, PrivilegedContext(feedback=z)) for z in texts]
         prompts = TokenContexts(checkpoint.encode(question.prompt), with_feedback)
         logps = next_token_logps(ModelPrompts(checkpoint.teacher, prompts), prefix_ids)
         columns = [torch.logsumexp(logps[:, ids[letter]].double(), dim=-1).exp() for letter in question.letters]

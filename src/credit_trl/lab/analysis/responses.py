@@ -6,20 +6,19 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from credit_trl.config import CreditConfig
-from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import ContrastSource, draw_contrasts
-from credit_trl.contexts.privileged import PrivilegedContext, decode_completions, gather_privileged_contexts
+from credit_trl.contexts.build import gather_contrast_batch
+from credit_trl.contexts.contrast import Contrast, ContrastBatch, draw_contrasts, find_source
+from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Prompt, user_text
-from credit_trl.contexts.tokens import ContextColumns
 from credit_trl.evaluation.config import SamplingConfig
-from credit_trl.evaluation.generation import chat_prefixes, read_responses
+from credit_trl.evaluation.generation import read_responses
 from credit_trl.evaluation.protocol import distinct_names
 from credit_trl.evaluation.verdicts import task_verdicts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
@@ -59,23 +58,17 @@ class Rollout:
         return user_text(self.prompt)
 
     def to_json(self) -> dict[str, Any]:
-        record = asdict(self)
-        if self.contexts is not None and self.contexts.columns is not None:
-            record["contexts"]["columns"] = [self.contexts.columns.teacher, *self.contexts.columns.contrasts]
-        return record
+        return asdict(self)
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Rollout:
         record = dict(record)
         contexts = record.pop("contexts", None)
-        if contexts is not None:
-            columns = contexts["columns"] and ContextColumns(contexts["columns"][0], contexts["columns"][1:])
-            contexts = RolloutContexts(**{**contexts, "columns": columns})
         return cls(
             token_ids=tuple(record.pop("token_ids")),
             privileged=PrivilegedContext(**record.pop("privileged")),
             contrasts=tuple(record.pop("contrasts")),
-            contexts=contexts,
+            contexts=None if contexts is None else RolloutContexts(**contexts),
             **record,
         )
 
@@ -114,8 +107,10 @@ def rollout_contexts(response: Rollout, config: CreditConfig, checkpoint: Checkp
             f"Response {response.identifier!r} has neither feedback nor a demonstration, so it has no teacher and no "
             "credit. Add feedback, or sample more rollouts of its prompt until one succeeds."
         )
-    builder = ContextBuilder(checkpoint.tokenizer, config, checkpoint.end_ids())
-    built = builder.build(response.prompt, response.contrasts, response.privileged, checkpoint.render)
+    config = copy.copy(config)
+    config.contrastive_count = len(response.contrasts) or 1
+    contrasts = list(map(Contrast, response.contrasts))
+    built = checkpoint.context_builder(config).build(response.prompt, response.privileged, contrasts)
     if built.teacher is None:
         raise ValueError(
             f"Response {response.identifier!r}: nothing of its feedback fits into `max_reprompt_len="
@@ -129,8 +124,9 @@ def grade_rollouts(
 ) -> list[Verdict]:
     """Verdicts of sampled ids by one call of the task's reward function; `rows` are the data set rows of each."""
     prompts = [row["prompt"] for row in rows]
-    prefixes = chat_prefixes(prompts, list(map(checkpoint.encode, prompts)))
-    return task_verdicts(task, rows, read_responses(checkpoint.tokenizer, token_ids, checkpoint.end_ids(), prefixes))
+    prompt_ids = list(map(checkpoint.encode, prompts))
+    responses = read_responses(checkpoint.tokenizer, prompts, prompt_ids, token_ids, checkpoint.end_ids())
+    return task_verdicts(task, rows, responses)
 
 
 def sample_rollouts(
@@ -164,6 +160,7 @@ def sample_rollouts(
     )
     token_ids = checkpoint.generate([checkpoint.encode(row["prompt"]) for row in repeated], sampling)
     verdicts = grade_rollouts(checkpoint, task, repeated, token_ids)
+    population = [row["prompt"] for row in rows] if population is None else population
     batch = GenerationBatch(
         rows=repeated,
         prompts=[row["prompt"] for row in repeated],
@@ -172,17 +169,17 @@ def sample_rollouts(
         verdict_feedback=[verdict.feedback for verdict in verdicts],
         first=0,
         group_size=samples,
+        dataset={"prompt": population},
     )
-    privileged = gather_privileged_contexts(batch, config, partial(decode_completions, checkpoint.tokenizer))
-    population = [row["prompt"] for row in rows] if population is None else population
-    contrasts = draw(batch.prompts, population, config)
+    gathered = gather_contrast_batch(batch, checkpoint.context_builder(_with_contrasts(config)))
+    contrasts = _draw(gathered, config)
     names = distinct_names([_name(row, n) for n, row in enumerate(rows)])
     return [
         Rollout(
             identifier=f"{names[i // samples]}/{i % samples}",
             prompt=row["prompt"],
             token_ids=tuple(token_ids[i]),
-            privileged=privileged[i],
+            privileged=gathered.privileged[i],
             contrasts=tuple(contrasts[i]),
             reward=verdicts[i].reward,
         )
@@ -198,11 +195,22 @@ def draw(prompts: Sequence[Prompt], population: Sequence[Prompt], config: Credit
         population: prompts of the source `"dataset"`.
         config: source, C and seed.
     """
+    nothing = [PrivilegedContext()] * len(prompts)
+    unknown = [None] * len(prompts)
+    return _draw(ContrastBatch(0, 1, prompts, prompts, nothing, nothing, unknown, population), config)
+
+
+def _draw(batch: ContrastBatch, config: CreditConfig) -> list[list[Prompt]]:
+    source = find_source(config.contrastive_source)
+    draws = (draw_contrasts(source, batch, sample, config.seed) for sample in range(len(batch.prompts)))
+    return [[one.prompt for one in islice(drawn, config.contrastive_count)] for drawn in draws]
+
+
+def _with_contrasts(config: CreditConfig) -> CreditConfig:
+    """The configuration with λ ≠ 0: λ = 0 draws no contrast prompts, and S_t needs them."""
     config = copy.copy(config)
     config.contrastive_coef = config.contrastive_coef or 1.0
-    rows = [{} for _ in prompts]
-    batch = GenerationBatch(rows, list(prompts), [[] for _ in prompts], [], [None for _ in prompts], first=0)
-    return draw_contrasts(batch, config, ContrastSource({"prompt": population}, step=0))
+    return config
 
 
 def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from credit_trl.contexts.tokens import CompletionBatch, ContextColumns, TokenContexts
+from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.head import LMHead, lm_head
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.passes import PADDING_SHARE, PassConfig, token_states
+from credit_trl.teacher.passes import PADDING_SHARE, token_states
 
 if TYPE_CHECKING:
     from credit_trl.lab.analysis.checkpoints import Checkpoint
@@ -33,7 +33,7 @@ class RolloutContexts:
     student: list[int]  # x
     teacher: list[int]  # (x, z)
     contrasts: list[list[int]]  # (x'_k, z), C of them; C may be 0
-    columns: ContextColumns | None = None  # of teacher and contrasts
+    insert_at: list[list[int]] | None = None  # of teacher and contrasts
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def credit_logps(
         ModelPrompts(checkpoint.student, TokenContexts(contexts.student)),
         ModelPrompts(
             checkpoint.teacher,
-            TokenContexts(contexts.teacher, contexts.contrasts, contexts.columns),
+            TokenContexts(contexts.teacher, contexts.contrasts, contexts.insert_at),
         ),
     ]
     for rows, (student, teacher) in vocabulary_logps(models, token_ids, temperature=temperature):
@@ -101,19 +101,19 @@ def _states(
     one: ModelPrompts, response_ids: Sequence[int], temperature: float
 ) -> tuple[Float[Tensor, "P n H"], LMHead]:
     """Hidden states of the positions that predict the response's tokens, and the head."""
-    device = one.model.accelerator.device
+    device = one.model.device
     ids = torch.tensor([list(response_ids) or [0]], device=device)
     prompts = list(one.prompts.sequences())
     padded = len(prompts) * (max((len(prompt) for prompt, _ in prompts), default=0) + ids.shape[1])
     batch = CompletionBatch(ids, torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool))
-    one_pass = PassConfig(round(padded / PADDING_SHARE))  # neither its tokens nor its padding end it
+    batch_tokens = round(padded / PADDING_SHARE)  # neither tokens nor padding end the pass
     with one.model.active() as model:
         head = lm_head(one.model.unwrapped(model), temperature).gathered().detached()
-        parts = list(token_states(one.model, model, [one.prompts], batch, one_pass))
+        parts = list(token_states(one.model, model, [one.prompts], batch, batch_tokens))
     if not parts:
         return head.weight.new_zeros(0, 0, head.weight.shape[1]), head
-    [states] = parts
-    return torch.cat([states.teacher[None], states.contrasts]), head
+    [(_, _, teacher, contrasts)] = parts
+    return torch.cat([teacher[None], contrasts]), head
 
 
 def _project(hidden: Float[Tensor, "P n H"], head: LMHead) -> Float[Tensor, "P n V"]:
