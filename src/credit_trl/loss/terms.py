@@ -167,10 +167,8 @@ class MicroBatchLoss:
             rows: samples of each part, as indices into the micro-batch.
         """
         samples = torch.cat([of[part.samples] for part, of in zip(parts, rows, strict=True)])
-        engine = parts[0].engine
-        if engine is not None:
-            logps = torch.cat([part.engine.logps for part in parts])
-            engine = replace(engine, logps=logps, rows=samples, samples=sum(map(len, rows)))
+        engines = [part.engine for part in parts if part.engine is not None]
+        engine = _join_engines(engines, samples, sum(map(len, rows))) if engines else None
         return cls(
             CreditLoss.joined([part.terms for part in parts]),
             torch.cat([part.contrasted for part in parts]),
@@ -181,3 +179,8 @@ class MicroBatchLoss:
             sum(part.valid for part in parts),
             engine,
         )
+
+
+def _join_engines(parts: Sequence[EngineTokens], rows: Int[Tensor, " N"], samples: int) -> EngineTokens:
+    """What the engine reported of the tokens of all parts; `rows` are their completions, of `samples`."""
+    return replace(parts[0], logps=torch.cat([part.logps for part in parts]), rows=rows, samples=samples)
