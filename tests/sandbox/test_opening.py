@@ -18,7 +18,6 @@ import pytest
 
 from credit_trl import sandbox as package
 from credit_trl.sandbox import Limits, Program, SandboxError, accounts, choose_sandbox, interpreter, open_sandbox
-from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.probe import probe
 
@@ -27,9 +26,9 @@ from credit_trl.sandbox.probe import probe
 def no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with neither bubblewrap nor Landlock."""
 
-    def refuse(tier: str, workers: int, python: str | None = None, packages: tuple = ()) -> PoolSandbox:
+    def refuse(tier: str, workers: int) -> PoolSandbox:
         if tier == "unprotected":
-            return PoolSandbox(tier, workers, python)
+            return PoolSandbox(tier, workers)
         raise SandboxError(f"no {tier} on this machine")
 
     monkeypatch.setattr("credit_trl.sandbox.pool.PoolSandbox", refuse)
@@ -60,10 +59,10 @@ def test_auto_opens_first_working_tier() -> None:
 
 
 def test_auto_falls_back_to_landlock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def without_bubblewrap(tier: str, workers: int, python: str | None = None, packages: tuple = ()) -> PoolSandbox:
+    def without_bubblewrap(tier: str, workers: int) -> PoolSandbox:
         if tier == "bubblewrap":
             raise SandboxError("bubblewrap (bwrap) is not installed")
-        return PoolSandbox(tier, workers, python)
+        return PoolSandbox(tier, workers)
 
     monkeypatch.setattr("credit_trl.sandbox.pool.PoolSandbox", without_bubblewrap)
     with open_sandbox(workers=1) as opened:
@@ -83,7 +82,7 @@ def test_no_tier_raises_with_reasons_and_remedies(no_tier: None) -> None:
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Environment variables of the choices, restored after the test."""
-    for name in (package.CHOICE, package.UNPROTECTED, package.PACKAGES):
+    for name in (package.CHOICE, package.UNPROTECTED):
         monkeypatch.setenv(name, "")
 
 
@@ -230,8 +229,8 @@ def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -
     closed = []
 
     class Leaky(PoolSandbox):
-        def __init__(self, tier: str, workers: int, python: str | None = None, packages: tuple = ()) -> None:
-            super().__init__("unprotected", workers, python)
+        def __init__(self, tier: str, workers: int) -> None:
+            super().__init__("unprotected", workers)
             self.tier = tier
 
         def close(self) -> None:
@@ -250,13 +249,13 @@ def test_missing_or_old_bubblewrap_raises(monkeypatch: pytest.MonkeyPatch, tmp_p
     found = interpreter.find_interpreter()
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: None)
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
-        bubblewrap.Bubblewrap(found, b"", Packages())
+        bubblewrap.Bubblewrap(found, b"")
     old = tmp_path / "bwrap"
     old.write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
     old.chmod(0o755)
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: str(old))
     with pytest.raises(SandboxError, match=r"version 0\.4\.1"):
-        bubblewrap.Bubblewrap(found, b"", Packages())
+        bubblewrap.Bubblewrap(found, b"")
 
 
 def test_old_bubblewrap_has_no_scratch_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,14 +264,12 @@ def test_old_bubblewrap_has_no_scratch_directory(monkeypatch: pytest.MonkeyPatch
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     found = interpreter.find_interpreter()
-    with_scratch, _ = bubblewrap.Bubblewrap(found, b"", Packages()).command(
-        Program("pass", limits=Limits(file_bytes=5000))
-    )
+    with_scratch, _ = bubblewrap.Bubblewrap(found, b"").command(Program("pass", limits=Limits(file_bytes=5000)))
     assert with_scratch[with_scratch.index("--size") : with_scratch.index("--size") + 4] == [
         *("--size", "5000", "--tmpfs", "/tmp")
     ]
     monkeypatch.setattr(bubblewrap, "_version", lambda path: (0, 6, 1))
-    without, _ = bubblewrap.Bubblewrap(found, b"", Packages()).command(Program("pass"))
+    without, _ = bubblewrap.Bubblewrap(found, b"").command(Program("pass"))
     assert "/tmp" not in without
 
 
@@ -281,7 +278,7 @@ def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(landlock, "version", lambda: 0)
     with pytest.raises(SandboxError, match=r"Linux 5\.13"):
-        landlock.Landlock(interpreter.find_interpreter(), b"", Packages())
+        landlock.Landlock(interpreter.find_interpreter(), b"")
 
 
 @pytest.mark.parametrize(
@@ -297,13 +294,8 @@ def test_invalid_arguments_raise(arguments: dict, message: str) -> None:
         open_sandbox(**arguments)
 
 
-def test_interpreter_that_does_not_start_raises() -> None:
-    with pytest.raises(SandboxError, match="/nowhere/python does not start"):
-        PoolSandbox("landlock", 1, "/nowhere/python")
-
-
 def test_user_ids_are_claimed_once_until_sockets_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts, "RANGES", (accounts.RANGES[0][:4],))
+    monkeypatch.setattr(accounts, "USERS", accounts.USERS[:4])
     first, sockets = accounts.claim(2)
     second, others = accounts.claim(2)
     assert not set(first) & set(second)
@@ -315,27 +307,12 @@ def test_user_ids_are_claimed_once_until_sockets_close(monkeypatch: pytest.Monke
         claim.close()
 
 
-def test_too_few_free_user_ids_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts, "RANGES", (accounts.RANGES[0][:3], range(1 << 40, 1 << 41)))  # no kernel maps these
-    with pytest.raises(SandboxError, match=r"Only 3 of 4 .* fewer workers"):
+@pytest.mark.parametrize(("users", "free"), [(accounts.USERS[:3], 3), (range(1 << 40, (1 << 40) + 4), 0)])
+def test_too_few_free_user_ids_raise(monkeypatch: pytest.MonkeyPatch, users: range, free: int) -> None:
+    """The second ids are too large for any kernel to map."""
+    monkeypatch.setattr(accounts, "USERS", users)
+    with pytest.raises(SandboxError, match=rf"Only {free} of 4 .* fewer workers"):
         accounts.claim(4)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives programs users of their own")
-def test_second_user_id_range_is_used_when_first_is_taken() -> None:
-    if not accounts._mapped(accounts.RANGES[1]):
-        pytest.skip("this container maps no users beyond the first range")
-    taken, sockets = accounts.claim(len(accounts.RANGES[0]))
-    try:
-        with PoolSandbox("landlock", 1) as opened:
-            [outcome] = opened.run([Program("import os; print(os.getuid(), os.getgid())")])
-    finally:
-        for claim in sockets:
-            claim.close()
-    user, group = map(int, outcome.stdout.split())
-    assert (user, group) == (group, user)
-    assert user in accounts.RANGES[1]
-    assert user not in taken
 
 
 def test_find_interpreter_finds_existing_files() -> None:
@@ -353,16 +330,18 @@ def test_private_interpreter_is_copied(monkeypatch: pytest.MonkeyPatch, tmp_path
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     executable = shutil.copy(os.path.realpath(system), closed / "python")
-    found = interpreter.find_interpreter(str(executable))
+    monkeypatch.setattr(sys, "executable", str(executable))
+    found = interpreter.find_interpreter()
     monkeypatch.setattr(interpreter, "COPIES", str(tmp_path / "copies"))
     copied = interpreter.public_copy(found)
-    assert copied.executable.startswith(str(tmp_path / "copies"))
-    assert stat.S_IMODE(os.stat(copied.home).st_mode) == 0o755
+    [home] = (tmp_path / "copies").iterdir()
+    assert copied.executable.startswith(str(home))
+    assert stat.S_IMODE(home.stat().st_mode) == 0o755
     assert os.path.isfile(os.path.join(copied.stdlib[0], "os.py"))
     assert not os.path.exists(os.path.join(copied.stdlib[0], "test"))
     assert interpreter.public_copy(found) == copied
     monkeypatch.setattr(interpreter, "COPIES", "/proc/copies")
-    with pytest.raises(SandboxError, match="Pass python="):
+    with pytest.raises(SandboxError, match="Use an interpreter that every user can read"):
         interpreter.public_copy(found)
 
 
@@ -376,8 +355,9 @@ def relocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         os.chmod(directory, 0o755)
         home = Path(directory) / "python"
         monkeypatch.setattr(interpreter, "COPIES", directory)
-        found = interpreter.find_interpreter(system)
-        interpreter.make_copy(str(home), lambda empty: interpreter._copy_interpreter(found, [], empty))
+        monkeypatch.setattr(sys, "executable", system)
+        found = interpreter.find_interpreter()
+        interpreter._copy(found, [], str(home), os.path.basename(found.stdlib[0]))
         [stdlib] = (home / "lib").glob("python*")
         for kind in ("site-packages", "dist-packages"):
             package = stdlib / kind / "planted"
@@ -387,9 +367,10 @@ def relocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
-def test_installed_packages_are_inaccessible(tier: str, relocated: Path) -> None:
+def test_installed_packages_are_inaccessible(tier: str, relocated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require(tier)
     [executable] = (relocated / "bin").glob("python*")
+    monkeypatch.setattr(sys, "executable", str(executable))
     source = """
 import os, string, xml.dom, _json, sys
 packages = [os.path.join(os.path.dirname(os.__file__), kind) for kind in ("site-packages", "dist-packages")]
@@ -405,7 +386,7 @@ print(os.__file__)
 print([attempt(lambda: open(p + "/planted/tests.jsonl").read()) for p in packages])
 print([attempt(lambda: wrote(p + "/new")) for p in packages])
 """
-    with PoolSandbox(tier, 1, str(executable)) as opened:
+    with PoolSandbox(tier, 1) as opened:
         [outcome] = opened.run([Program(source)])
     home, read, written = outcome.stdout.splitlines()
     assert home.startswith(str(relocated))

@@ -51,7 +51,7 @@ def test_limits_too_small_for_interpreter_raise() -> None:
 
 def test_tree_needs_more_memory_than_one_process() -> None:
     Limits(memory_bytes=64 << 20, processes=1)
-    with pytest.raises(ValueError, match=r"at least 201326592.*Limits.processes to 1"):
+    with pytest.raises(ValueError, match=r"at least 201326592.*Limits\.processes=1"):
         Limits(memory_bytes=128 << 20, processes=2)
 
 
@@ -109,33 +109,10 @@ def run_batch(batch: Batch, seconds: list[float], workers: int = 2) -> list[int]
     return ended
 
 
-@pytest.mark.parametrize("slow_first", [True, False])
-def test_slow_groups_do_not_delay_quick_ones(slow_first: bool) -> None:
-    tests = 20
-    groups = [name for name in range(9) for _ in range(tests)]
-    slow = [name < 3 if slow_first else name >= 6 for name in groups]
-    seconds = [10.0 if is_slow else 0.1 for is_slow in slow]
-    batch = Batch([Program("pass", group=name) for name in groups])
-    ended = run_batch(batch, seconds)
-    assert sorted(ended) == list(range(len(groups)))
-    last_quick = max(ended.index(index) for index in range(len(groups)) if not slow[index])
-    slow_before = sum(slow[index] for index in ended[:last_quick])
-    assert slow_before <= 2 * 3  # of 60
-
-
-@given(st.lists(st.floats(0.01, 5), min_size=12, max_size=12))
-def test_groups_get_equal_time(seconds: list[float]) -> None:
-    """While all groups have waiting programs, none gets more than one program's time more than another."""
-    longest = max(seconds)
-    costs = [seconds[index % 12] for index in range(400)]
-    groups = [index % 4 for index in range(400)]
-    batch = Batch([Program("pass", group=group) for group in groups])
-    had = dict.fromkeys(range(4), 0.0)
-    for _ in range(80):
-        index = batch.take()
-        had[groups[index]] += costs[index]
-        batch.done(index, Outcome("ok", seconds=costs[index]))
-        assert max(had.values()) - min(had.values()) <= longest + 1e-6
+def test_groups_take_turns() -> None:
+    groups = ["a", "a", "a", None, "b", "b", None]
+    ended = run_batch(Batch([Program("pass", group=name) for name in groups]), [1.0] * len(groups), workers=1)
+    assert ended == [0, 3, 4, 6, 1, 5, 2]
 
 
 def test_failed_group_has_a_budget_of_seconds() -> None:
@@ -149,7 +126,6 @@ def test_failed_group_has_a_budget_of_seconds() -> None:
     statuses = [outcome.status for outcome in batch.outcomes()]
     assert statuses[1::2] == ["ok"] * 20
     assert statuses[0::2] == ["ok", "ok", "rejected", *["ok"] * 4, *["skipped"] * 13]
-    assert batch.newly_stopped == [0]
 
 
 def test_failed_start_is_retried_once() -> None:
@@ -157,7 +133,7 @@ def test_failed_start_is_retried_once() -> None:
     assert batch.take() == 0
     batch.failed(0, "no memory")
     assert batch.take() == 0
-    with pytest.raises(SandboxError, match="program 0, twice: no memory"):
+    with pytest.raises(SandboxError, match="run program 0, twice: no memory"):
         batch.failed(0, "no memory")
 
 

@@ -18,12 +18,10 @@ from collections.abc import Collection, Iterable, Iterator
 from credit_trl.sandbox import seccomp
 from credit_trl.sandbox.interpreter import Interpreter, loaders, package_directories
 from credit_trl.sandbox.launch import Isolation, sealed_file
-from credit_trl.sandbox.packages import Packages
 from credit_trl.sandbox.protocol import Program, SandboxError
 
 _SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64")
 _DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")  # /dev/zero, mapped, is uncounted shared memory
-_PACKAGES = "/packages"  # where the packages that programs may import are mounted
 _INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora)."
 
 
@@ -32,9 +30,8 @@ class Bubblewrap(Isolation):
 
     own_tasks = 1  # the reaper, process 1 of the namespace
 
-    def __init__(self, interpreter: Interpreter, driver: bytes, packages: Packages) -> None:
-        super().__init__(interpreter, driver, packages)
-        self.modules = packages.modules(_PACKAGES)
+    def __init__(self, interpreter: Interpreter, driver: bytes) -> None:
+        super().__init__(interpreter, driver)
         path = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
         if path is None:
             raise SandboxError(f"bubblewrap (bwrap) is not installed. {_INSTALL}")
@@ -50,35 +47,25 @@ class Bubblewrap(Isolation):
         self._namespaces = [path, *_namespaces()]
         for name, value in interpreter.environment:
             self._namespaces += ["--setenv", name, value]
-        places = [("--ro-bind", path, f"{_PACKAGES}/{os.path.basename(path)}") for path in packages.paths]
-        mounts = [*_mounts(interpreter), *itertools.chain.from_iterable(places)]
-        self._mounts = [*mounts, "--remount-ro", "/", "--seccomp", "5"]
+        self._mounts = [*_mounts(interpreter), "--remount-ro", "/", "--seccomp", "5"]
 
     def command(self, program: Program) -> tuple[list[str], dict[str, str]]:
         scratch: list[str] = []
         if self.scratch is not None:
             size = str(program.limits.file_bytes)
             scratch = ["--size", size, "--tmpfs", self.scratch, "--chdir", self.scratch]
-        if _opens_stdin(program):
-            scratch += ["--ro-bind-data", "6", "/dev/stdin"]
-        return [*self._namespaces, *scratch, *self._mounts, *self._command], {}
+        # /dev/stdin is a link into /proc, which does not exist here, so programs get a file instead.
+        mounts = [*scratch, "--ro-bind-data", "6", "/dev/stdin", *self._mounts]
+        return [*self._namespaces, *mounts, *self._command], {}
 
     def descriptors(self, program: Program) -> list[int]:
         read_end, write_end = os.pipe()
         os.write(write_end, self._filter)  # a few KiB: fits a pipe
         os.close(write_end)
-        descriptors = [read_end]
-        if _opens_stdin(program):
-            descriptors.append(sealed_file(program.stdin.encode("utf-8", "replace")))
-        return descriptors
+        return [read_end, sealed_file(program.stdin.encode("utf-8", "replace"))]
 
     def enter(self) -> None:
         """Does nothing: bubblewrap restricts the process itself."""
-
-
-def _opens_stdin(program: Program) -> bool:
-    # /dev/stdin is a link into /proc, which does not exist here. Programs that mention it get a file instead.
-    return "/dev/stdin" in program.source
 
 
 def _namespaces() -> list[str]:
