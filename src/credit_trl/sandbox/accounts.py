@@ -8,7 +8,6 @@ other's claims, so ids are tried from a random one on.
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 
@@ -50,10 +49,3 @@ def _are_mapped() -> bool:
         if not any(first <= USERS.start and USERS.stop <= first + count for first, _, count in mapped):
             return False
     return True
-
-
-def become(number: int) -> None:
-    """Change from root to this user and group for good, without supplementary groups."""
-    os.setgroups([])
-    os.setresgid(number, number, number)
-    os.setresuid(number, number, number)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from typing import Any
 
-from credit_trl.sandbox.protocol import STATUSES, Outcome, Program, SandboxError, Status, printable, sandbox_error
+from credit_trl.sandbox.protocol import STATUSES, Outcome, Program, Status, printable, sandbox_error
 from credit_trl.sandbox.running import is_json
 
 # Batches that end before `delay` show no progress bar.
@@ -42,14 +42,17 @@ class Batch:
         self._stops = frozenset(skip_group_after)
         self._failed_group_seconds = failed_group_seconds
         self._keep = keep
-        self._rounds = self._numbered_in_groups()
+        self._rounds: list[int] = []  # number of each program in its group; that of None has single programs
+        sizes: Counter[Any] = Counter()
+        for program in self.programs:
+            self._rounds.append(0 if program.group is None else sizes[program.group])
+            sizes[program.group] += 1
         self._waiting: list[int] = []  # the next program to start is the last one
         self._running: set[int] = set()
         self._retried: set[int] = set()
         self._stopped: set[Any] = set()  # groups
         self._since_failure: dict[Any, float] = {}  # by group, seconds that its programs have run since one failed
-        self._outcomes: list[Outcome | None] = [None] * len(self.programs)
-        self._left = len(self.programs)
+        self._outcomes: dict[int, Outcome] = {}
         self._bar: Any = None
         if progress:
             from tqdm import tqdm
@@ -57,15 +60,6 @@ class Batch:
             description = progress if isinstance(progress, str) else "programs"
             self._bar = tqdm(total=len(self.programs), desc=description, unit="run", leave=False, **_PROGRESS_SECONDS)
         self._wait(range(len(self.programs)))
-
-    def _numbered_in_groups(self) -> list[int]:
-        """Number of each program in its group. A program whose `group` is `None` is a group of its own."""
-        sizes: Counter[Any] = Counter()
-        numbers = []
-        for program in self.programs:
-            numbers.append(0 if program.group is None else sizes[program.group])
-            sizes[program.group] += 1
-        return numbers
 
     def close(self) -> None:
         """Close the progress bar."""
@@ -75,7 +69,7 @@ class Batch:
     @property
     def finished(self) -> bool:
         """Whether every program has an outcome."""
-        return not self._left
+        return len(self._outcomes) == len(self.programs)
 
     def take(self) -> int | None:
         """Index of the next program to start, `None` if none is waiting."""
@@ -128,21 +122,17 @@ class Batch:
 
     def expire(self, reason: str = "the deadline came before it ended") -> None:
         """Give every program without an outcome the status `"deadline"`."""
-        for index, outcome in enumerate(self._outcomes):
-            if outcome is None:
+        for index in range(len(self.programs)):
+            if index not in self._outcomes:
                 self._record(index, Outcome("deadline", error=reason))
 
     def outcomes(self) -> list[Outcome]:
         """All outcomes in the order of the programs."""
-        missing = [index for index, outcome in enumerate(self._outcomes) if outcome is None]
-        if missing:
-            raise SandboxError(f"The sandbox lost programs {missing[:10]}.")
-        return [outcome for outcome in self._outcomes if outcome is not None]
+        return [self._outcomes[index] for index in range(len(self.programs))]
 
     def _record(self, index: int, outcome: Outcome) -> Outcome:
         """Set a program's only outcome; return it as `keep` changed it."""
         kept = outcome if self._keep is None else self._keep(index, outcome)
-        self._left -= 1
         self._outcomes[index] = kept
         if self._bar is not None:
             self._bar.update()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
@@ -21,14 +22,22 @@ COPIES = "/var/cache/credit-trl"
 # Directories of installed packages, among them this project with the tests and solutions of its tasks.
 _PACKAGES = ("site-packages", "dist-packages")
 
-# Imports extension modules whose shared libraries (libssl, libffi, libsqlite3, ...) a program may need.
+# Imports extension modules whose shared libraries (libssl, libffi, libsqlite3, ...) a program may need, and loads that
+# of the C library's threads.
 _QUERY = """
 import json, os, sys, sysconfig
-for name in ("_bz2", "_ctypes", "_decimal", "_hashlib", "_lzma", "_sqlite3", "_ssl", "_uuid", "zlib"):
+for name in (
+    *("_bz2", "_crypt", "_ctypes", "_curses", "_curses_panel", "_dbm", "_decimal", "_gdbm", "_hashlib", "_lzma"),
+    *("_sqlite3", "_ssl", "_uuid", "readline", "zlib"),
+):
     try:
         __import__(name)
     except ImportError:
         pass
+try:
+    __import__("ctypes").CDLL("libgcc_s.so.1")
+except (ImportError, OSError):
+    pass
 libraries = set()
 with open("/proc/self/maps") as maps:
     for line in maps:
@@ -55,7 +64,7 @@ class Interpreter:
     stdlib: tuple[str, ...]
     libraries: tuple[str, ...]
     version: str
-    environment: tuple[tuple[str, str], ...] = ()
+    environment: dict[str, str]
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -74,7 +83,7 @@ def find_interpreter() -> Interpreter:
         )
         if query.returncode == 0:
             executable, stdlib, libraries, version = json.loads(query.stdout)
-            return Interpreter(executable, tuple(stdlib), tuple(libraries), version, tuple(environment.items()))
+            return Interpreter(executable, tuple(stdlib), tuple(libraries), version, environment)
     raise SandboxError(f"The interpreter {sys.executable} does not start: {query.stderr.strip()[-500:]}")
 
 
@@ -127,13 +136,14 @@ def public_copy(interpreter: Interpreter) -> Interpreter:
     try:
         if not os.path.isdir(home):
             _copy(interpreter, private, home, name)
+        is_own = os.stat(home).st_uid == os.geteuid()
     except OSError as error:
         raise SandboxError(
             f"Programs run as an unprivileged user, who cannot read the interpreter {interpreter.executable}, and it "
             f"cannot be copied to {COPIES} ({error}). Use an interpreter that every user can read, for example "
             "/usr/bin/python3."
         ) from error
-    if os.stat(home).st_uid != os.geteuid():
+    if not is_own:
         raise SandboxError(f"{home} belongs to another user; remove it.")
     lib = os.path.join(home, "lib")
     copies = (os.path.join(lib, os.path.basename(library)) for library in private)
@@ -143,7 +153,7 @@ def public_copy(interpreter: Interpreter) -> Interpreter:
         stdlib=(os.path.join(lib, name),),
         libraries=(*filter(os.path.exists, copies), *shared),
         version=interpreter.version,
-        environment=(("LD_LIBRARY_PATH", os.pathsep.join([lib, *dict(interpreter.environment).values()])),),
+        environment={"LD_LIBRARY_PATH": os.pathsep.join([lib, *interpreter.environment.values()])},
     )
 
 
@@ -159,10 +169,6 @@ def _copy(interpreter: Interpreter, private: list[str], home: str, name: str) ->
         for directory in interpreter.stdlib:
             shutil.copytree(directory, os.path.join(copy, "lib", name), ignore=ignored, dirs_exist_ok=True)
         for library in private:
-            if not library.startswith(tuple(directory + "/" for directory in interpreter.stdlib)):
-                shutil.copy2(library, os.path.join(copy, "lib", os.path.basename(library)))
-        try:
+            shutil.copy2(library, os.path.join(copy, "lib", os.path.basename(library)))
+        with contextlib.suppress(FileExistsError):  # another process has made the same copy first
             os.rename(copy, home)
-        except OSError:
-            if not os.path.isdir(home):  # another process may have made the same copy first
-                raise

@@ -15,7 +15,7 @@ import signal
 from abc import ABC, abstractmethod
 from importlib.resources import files
 
-from credit_trl.sandbox import accounts, kernel
+from credit_trl.sandbox import kernel
 from credit_trl.sandbox.interpreter import Interpreter
 from credit_trl.sandbox.protocol import Limits, Program
 
@@ -54,7 +54,7 @@ class Isolation(ABC):
     def __init__(self, interpreter: Interpreter, driver: bytes) -> None:
         self.driver = driver
         self._command = [interpreter.executable, *_FRESH, _BOOT]
-        self._environment = dict(interpreter.environment)
+        self._environment = interpreter.environment
 
     def command(self, program: Program) -> tuple[list[str], dict[str, str]]:
         """Argument vector and environment of the program's process."""
@@ -129,7 +129,9 @@ def _become_program(
         os.umask(0o077)
         os.chdir("/")
         if user is not None:
-            accounts.become(user)
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
         kernel.die_with_parent(signal.SIGKILL)  # after the change of user, which clears it
         if os.getppid() != server:
             os._exit(127)

@@ -34,17 +34,13 @@ class Usage(NamedTuple):
 
 
 def require_supported() -> None:
-    """Raise `SandboxError` if the kernel does not list a process's children."""
-    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        raise SandboxError(
-            "The kernel does not list a process's children (CONFIG_PROC_CHILDREN), but the limits of a tree of "
-            "processes need it. Use a remote sandbox."
-        )
-
-
-def measures_run_delay() -> bool:
-    """Whether the kernel counts the time in which a thread waits for a processor (`CONFIG_SCHED_INFO`)."""
-    return os.path.exists(f"/proc/self/task/{os.getpid()}/schedstat")
+    """Raise `SandboxError` if the kernel does not list a process's children, or count waits for a processor."""
+    for name, option in (("children", "CONFIG_PROC_CHILDREN"), ("schedstat", "CONFIG_SCHED_INFO")):
+        if not os.path.exists(f"/proc/self/task/{os.getpid()}/{name}"):
+            raise SandboxError(
+                f"The kernel was built without {option}, which the limits of a tree of processes need. Use a remote "
+                "sandbox."
+            )
 
 
 def usage(pid: int, memory_bytes: int, scratch: str | None) -> Usage:

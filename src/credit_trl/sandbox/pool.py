@@ -103,8 +103,7 @@ class PoolSandbox(Sandbox):
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
-        self._server: _Server | None = None  # set below, as `__del__` runs if the server does not start
-        self._server = _Server(tier, workers)
+        self._server: _Server | None = _Server(tier, workers)
         self.description = self._server.description
 
     @property
@@ -193,13 +192,6 @@ class PoolSandbox(Sandbox):
             self._drop_server()
         finally:
             self._lock.release()
-
-    def __del__(self) -> None:
-        # Not `contextlib.suppress`: at the end of the interpreter the module's names may already be gone.
-        try:
-            self.close()
-        except Exception:
-            return
 
 
 def _collect(server: _Server, batch: Batch) -> None:

@@ -275,15 +275,6 @@ def _fork_guarded() -> None:
     os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
-def _raise_descriptor_limit(workers: int) -> None:
-    """Allow this process as many descriptors as it may have; raise `OSError` if these are too few for the workers."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    needed = _OWN_DESCRIPTORS + 3 * workers  # pipes
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: {limit} are allowed, the server needs {needed}")
-
-
 def main(tier: str, workers: int) -> None:
     """Entry point of the server process. Standard input is the socket to the client."""
     sys.setrecursionlimit(500)  # limits the nesting of returned JSON to what every client can parse
@@ -293,7 +284,11 @@ def main(tier: str, workers: int) -> None:
     _fork_guarded()
     channel = Channel(socket.socket(fileno=os.dup(0)))
     try:
-        _raise_descriptor_limit(workers)
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+        needed = _OWN_DESCRIPTORS + 3 * workers  # pipes
+        if 0 <= allowed < needed:
+            raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: {allowed} are allowed, {needed} are needed")
         observe.require_supported()
         interpreter = find_interpreter()
         if os.geteuid() == 0:
@@ -305,8 +300,7 @@ def main(tier: str, workers: int) -> None:
         channel.flush()
         return
     kernel.adopt_orphans()
-    note = "" if observe.measures_run_delay() else ", wall-clock limits include waits for a processor"
-    description = f"{isolation.description}, Python {interpreter.version}{note}"
+    description = f"{isolation.description}, Python {interpreter.version}"
     channel.send({"ready": {"description": description, "pid": os.getpid()}})
     channel.flush()
     Server(channel, isolation, users).serve()
