@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from credit_trl import sandbox as package
-from credit_trl.sandbox import Limits, Program, SandboxError, accounts, choose_sandbox, interpreter, open_sandbox
+from credit_trl.sandbox import Limits, Program, SandboxError, choose_sandbox, interpreter, launch, open_sandbox
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.probe import probe
 
@@ -249,13 +249,13 @@ def test_missing_or_old_bubblewrap_raises(monkeypatch: pytest.MonkeyPatch, tmp_p
     found = interpreter.find_interpreter()
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: None)
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
-        bubblewrap.Bubblewrap(found, b"")
+        bubblewrap.Bubblewrap(found)
     old = tmp_path / "bwrap"
     old.write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
     old.chmod(0o755)
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: str(old))
     with pytest.raises(SandboxError, match=r"version 0\.4\.1"):
-        bubblewrap.Bubblewrap(found, b"")
+        bubblewrap.Bubblewrap(found)
 
 
 def test_old_bubblewrap_has_no_scratch_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,12 +264,12 @@ def test_old_bubblewrap_has_no_scratch_directory(monkeypatch: pytest.MonkeyPatch
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     found = interpreter.find_interpreter()
-    with_scratch, _ = bubblewrap.Bubblewrap(found, b"").command(Program("pass", limits=Limits(file_bytes=5000)))
+    with_scratch, _ = bubblewrap.Bubblewrap(found).command(Program("pass", limits=Limits(file_bytes=5000)))
     assert with_scratch[with_scratch.index("--size") : with_scratch.index("--size") + 4] == [
         *("--size", "5000", "--tmpfs", "/tmp")
     ]
     monkeypatch.setattr(bubblewrap, "_version", lambda path: (0, 6, 1))
-    without, _ = bubblewrap.Bubblewrap(found, b"").command(Program("pass"))
+    without, _ = bubblewrap.Bubblewrap(found).command(Program("pass"))
     assert "/tmp" not in without
 
 
@@ -278,7 +278,7 @@ def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(landlock, "version", lambda: 0)
     with pytest.raises(SandboxError, match=r"Linux 5\.13"):
-        landlock.Landlock(interpreter.find_interpreter(), b"")
+        landlock.Landlock(interpreter.find_interpreter())
 
 
 @pytest.mark.parametrize(
@@ -295,24 +295,24 @@ def test_invalid_arguments_raise(arguments: dict, message: str) -> None:
 
 
 def test_user_ids_are_claimed_once_until_sockets_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts, "USERS", accounts.USERS[:4])
-    first, sockets = accounts.claim(2)
-    second, others = accounts.claim(2)
+    monkeypatch.setattr(launch, "_USERS", launch._USERS[:4])
+    first, sockets = launch.claim_users(2)
+    second, others = launch.claim_users(2)
     assert not set(first) & set(second)
     for claim in (*sockets, *others):
         claim.close()
-    again, sockets = accounts.claim(4)
+    again, sockets = launch.claim_users(4)
     assert set(again) == {*first, *second}
     for claim in sockets:
         claim.close()
 
 
-@pytest.mark.parametrize(("users", "free"), [(accounts.USERS[:3], 3), (range(1 << 40, (1 << 40) + 4), 0)])
+@pytest.mark.parametrize(("users", "free"), [(launch._USERS[:3], 3), (range(1 << 40, (1 << 40) + 4), 0)])
 def test_too_few_free_user_ids_raise(monkeypatch: pytest.MonkeyPatch, users: range, free: int) -> None:
     """The second ids are too large for any kernel to map."""
-    monkeypatch.setattr(accounts, "USERS", users)
+    monkeypatch.setattr(launch, "_USERS", users)
     with pytest.raises(SandboxError, match=rf"Only {free} of 4 .* fewer workers"):
-        accounts.claim(4)
+        launch.claim_users(4)
 
 
 def test_find_interpreter_finds_existing_files() -> None:

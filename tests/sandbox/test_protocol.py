@@ -75,7 +75,7 @@ def test_batch_runs_each_program_once_or_skips_it(groups, statuses, stop, at_onc
     ran: list[int] = []
     stopped: set[object] = set()
     while True:
-        while len(running) < at_once and (index := batch.take()) is not None:
+        while (index := batch.take(at_once)) is not None:
             assert groups[index] not in stopped
             running.append(index)
         if not running:
@@ -100,7 +100,7 @@ def run_batch(batch: Batch, seconds: list[float], workers: int = 2) -> list[int]
     """Run a batch by a clock of its own; return the indices in the order in which the programs end."""
     now, ended, running = 0.0, [], []
     while not batch.finished:
-        while len(running) < workers and (index := batch.take()) is not None:
+        while (index := batch.take(workers)) is not None:
             running.append((now + seconds[index], index))
         now, index = min(running)
         running.remove((now, index))
@@ -130,19 +130,19 @@ def test_failed_group_has_a_budget_of_seconds() -> None:
 
 def test_failed_start_is_retried_once() -> None:
     batch = Batch([Program("a"), Program("b")])
-    assert batch.take() == 0
+    assert batch.take(9) == 0
     batch.failed(0, "no memory")
-    assert batch.take() == 0
+    assert batch.take(9) == 0
     with pytest.raises(SandboxError, match="run program 0, twice: no memory"):
         batch.failed(0, "no memory")
 
 
 def test_requeue_keeps_order_and_outcomes() -> None:
     batch = Batch([Program(str(n)) for n in range(5)])
-    assert [batch.take(), batch.take(), batch.take()] == [0, 1, 2]
+    assert [batch.take(9), batch.take(9), batch.take(9)] == [0, 1, 2]
     batch.done(1, Outcome("ok"))
     batch.requeue()
-    assert [batch.take() for _ in range(5)] == [0, 2, 3, 4, None]
+    assert [batch.take(9) for _ in range(5)] == [0, 2, 3, 4, None]
 
 
 def test_keep_applies_to_every_status() -> None:
@@ -153,7 +153,7 @@ def test_keep_applies_to_every_status() -> None:
         return replace(outcome, stdout=outcome.stdout[:3])
 
     batch = Batch([Program(name, group=name) for name in "aabc"], ["timeout"], keep=keep)
-    assert [batch.take(), batch.take(), batch.take(), batch.take()] == [0, 2, 3, 1]
+    assert [batch.take(9), batch.take(9), batch.take(9), batch.take(9)] == [0, 2, 3, 1]
     batch.done(1, Outcome("ok", stdout="much"))
     batch.done(0, Outcome("timeout", stdout="more"))
     batch.expire()

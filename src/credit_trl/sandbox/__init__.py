@@ -39,7 +39,6 @@ What helps, best first:
 # Environment variables with the defaults of `open_sandbox`, inherited by child processes.
 CHOICE, UNPROTECTED = "CREDIT_TRL_SANDBOX", "CREDIT_TRL_ALLOW_UNSANDBOXED"
 
-_REMOTE_WORKERS = 16
 _logger = logging.getLogger(__name__)
 
 
@@ -68,7 +67,7 @@ def open_sandbox(sandbox: str | None = None, workers: int | None = None) -> Sand
     if chosen not in TIERS:
         from credit_trl.sandbox.remote import RemoteSandbox
 
-        return RemoteSandbox(chosen, workers or _REMOTE_WORKERS)
+        return RemoteSandbox(chosen, workers or 16)
     if not sys.platform.startswith("linux"):
         raise SandboxError(
             'The local sandbox needs Linux. Use a remote one on other systems: open_sandbox("http://...").'

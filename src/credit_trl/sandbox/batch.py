@@ -71,9 +71,9 @@ class Batch:
         """Whether every program has an outcome."""
         return len(self._outcomes) == len(self.programs)
 
-    def take(self) -> int | None:
-        """Index of the next program to start, `None` if none is waiting."""
-        if not self._waiting:
+    def take(self, workers: int) -> int | None:
+        """Index of the next program to start, `None` if none is waiting or `workers` programs run."""
+        if not self._waiting or len(self._running) >= workers:
             return None
         index = self._waiting.pop()
         self._running.add(index)

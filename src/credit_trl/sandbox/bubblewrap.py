@@ -27,8 +27,8 @@ class Bubblewrap(Isolation):
 
     own_tasks = 1  # the reaper, process 1 of the namespace
 
-    def __init__(self, interpreter: Interpreter, driver: bytes) -> None:
-        super().__init__(interpreter, driver)
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__(interpreter)
         path = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
         if path is None:
             raise SandboxError(f"bubblewrap (bwrap) is not installed. {_INSTALL}")

@@ -57,8 +57,8 @@ def _create_ruleset(abi: int) -> int:
 class Landlock(Isolation):
     """See `Isolation`. Each program applies the same ruleset after its fork."""
 
-    def __init__(self, interpreter: Interpreter, driver: bytes) -> None:
-        super().__init__(interpreter, driver)
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__(interpreter)
         abi = version()
         if not abi:
             raise SandboxError(
@@ -69,7 +69,7 @@ class Landlock(Isolation):
         self._filter = seccomp.landlock_filter(truncation_mediated=abi >= 3)
         self._ruleset = _create_ruleset(abi)
         system = [path for path in _READABLE if os.path.exists(path)]
-        hidden = package_directories(map(os.path.realpath, (*system, *interpreter.paths, *interpreter.stdlib)))
+        hidden = package_directories(map(os.path.realpath, (*system, *interpreter.paths)))
         for path in dict.fromkeys(map(os.path.realpath, (*interpreter.paths, *system))):
             self._grant_reading(path, hidden)
         for path in (interpreter.executable, *loaders()):  # a loader starts the interpreter

@@ -10,15 +10,18 @@ import fcntl
 import marshal
 import math
 import os
+import random
 import resource
 import signal
+import socket
 from abc import ABC, abstractmethod
 from importlib.resources import files
 
 from credit_trl.sandbox import kernel
 from credit_trl.sandbox.interpreter import Interpreter
-from credit_trl.sandbox.protocol import Limits, Program
+from credit_trl.sandbox.protocol import Limits, Program, SandboxError
 
+_USERS = range(60800, 61184)  # not allocated by Debian, Fedora or systemd
 _SIGNALS = 256  # queued signals and timers, which hold memory of the kernel
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -27,12 +30,6 @@ _FRESH = ("-I", "-S", "-X", "utf8", "-c")
 # Executes the driver's bytecode at the start of descriptor 3. To compile its text for every program would take a third
 # of the time that an interpreter takes to start.
 _BOOT = "import marshal; request = open(3, 'rb'); exec(marshal.load(request), {'REQUEST': request})"
-
-
-def compiled_driver() -> bytes:
-    """Marshalled bytecode of `driver.py` for the interpreter of this process, which the programs have too."""
-    text = files(__package__).joinpath("driver.py").read_text(encoding="utf-8")
-    return marshal.dumps(compile(text, "<driver>", "exec", dont_inherit=True, optimize=2))
 
 
 class Isolation(ABC):
@@ -51,8 +48,10 @@ class Isolation(ABC):
     counts_own_users = False
     scratch: str | None = None
 
-    def __init__(self, interpreter: Interpreter, driver: bytes) -> None:
-        self.driver = driver
+    def __init__(self, interpreter: Interpreter) -> None:
+        driver = files(__package__).joinpath("driver.py").read_text(encoding="utf-8")
+        # Programs have the interpreter of this process, so they can read its bytecode.
+        self.driver = marshal.dumps(compile(driver, "<driver>", "exec", dont_inherit=True, optimize=2))
         self._command = [interpreter.executable, *_FRESH, _BOOT]
         self._environment = interpreter.environment
 
@@ -76,6 +75,48 @@ class Unprotected(Isolation):
 
     def enter(self) -> None:
         kernel.no_new_privileges()
+
+
+def claim_users(count: int) -> tuple[list[int], list[socket.socket]]:
+    """Claim free unprivileged user ids for the slots of a server that is root.
+
+    Returns them with the sockets that hold the claims until they are closed. An id needs no entry in the password
+    file. Each is claimed by binding an abstract Unix socket, which the kernel releases when the server ends in any
+    way. Two trainers in a network namespace thus never share an id: a program could otherwise signal the other's
+    programs, or use up their process limit. Containers with networks of their own do not see each other's claims, so
+    ids are tried from a random one on.
+    """
+    numbers: list[int] = []
+    claims: list[socket.socket] = []
+    start = random.randrange(len(_USERS))
+    for number in (*_USERS[start:], *_USERS[:start]) if _are_mapped() else ():
+        if len(numbers) == count:
+            break
+        claim_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claim_socket.bind(f"\0credit-trl-sandbox-user-{number}")
+        except OSError:
+            claim_socket.close()
+            continue
+        numbers.append(number)
+        claims.append(claim_socket)
+    if len(numbers) < count:
+        raise SandboxError(
+            f"Only {len(numbers)} of {count} user ids ({_USERS.start} to {_USERS.stop - 1}) are free for programs: "
+            "other sandboxes on this machine have the rest, or its user namespace maps none. Close them, or open this "
+            "one with fewer workers."
+        )
+    return numbers, claims
+
+
+def _are_mapped() -> bool:
+    """Whether this process's user namespace maps all these ids, as users and as groups."""
+    for kind in ("uid", "gid"):
+        with open(f"/proc/self/{kind}_map") as lines:
+            mapped = [tuple(map(int, line.split())) for line in lines]
+        if not any(first <= _USERS.start and _USERS.stop <= first + count for first, _, count in mapped):
+            return False
+    return True
 
 
 def start(isolation: Isolation, program: Program, user: int | None) -> tuple[int, list[int]]:

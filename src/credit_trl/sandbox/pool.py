@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import socket
@@ -30,19 +29,14 @@ main(sys.argv[2], int(sys.argv[3]))
 _START_SECONDS = 60.0
 # Interval at which `close` tries to end the batch of another thread.
 _CLOSE_SECONDS = 0.05
-# Time after a deadline for the server to end its programs and report.
-_GRACE_SECONDS = 0.5
 
 
-class _ServerGone(Exception):
-    """The server process ended, or did not answer after a deadline."""
+class _ServerGone(SandboxError):
+    """The server process ended."""
 
 
 class _Server:
-    """A server, the channel to it, and the indices of the programs that it runs.
-
-    `process` is the server's guard, `pid` the server.
-    """
+    """A server and the channel to it. `process` is the server's guard, `pid` the server."""
 
     def __init__(self, tier: str, workers: int, until: float = math.inf) -> None:
         ours, theirs = socket.socketpair()
@@ -60,7 +54,6 @@ class _Server:
             )
         finally:
             theirs.close()
-        self.running: set[int] = set()
         self.channel = Channel(ours)
         ready = self._await_start(min(until, time.monotonic() + _START_SECONDS))
         self.description: str = ready["description"]
@@ -75,20 +68,18 @@ class _Server:
                     return message["ready"]
                 self.close()
                 raise sandbox_error(message["refused"])
-        self.close(at_once=True)
+        self.close()
         raise SandboxError(f"The sandbox server did not start (exit status {self.process.returncode}).")
 
-    def close(self, at_once: bool = False) -> None:
-        """End the server and its programs. `at_once` has its guard kill them."""
+    def close(self) -> None:
+        """End the server and its programs: its guard kills them."""
         self.channel.close()
-        if at_once:
-            self.process.terminate()
-        for end in (self.process.terminate, self.process.kill):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=5)
-                return
-            end()
-        self.process.wait()
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 class PoolSandbox(Sandbox):
@@ -121,15 +112,11 @@ class PoolSandbox(Sandbox):
             try:
                 self._serve(batch, until)
             except _ServerGone:
-                self._drop_server(at_once=True)
+                self._drop_server()
                 batch.requeue()
                 self._serve(batch, until)
-        except _ServerGone as error:
-            self._drop_server(at_once=True)
-            self._check_open()
-            raise SandboxError(f"The sandbox server ended twice while it ran a batch: {error}.") from error
         except BaseException:
-            self._drop_server(at_once=True)  # its programs belong to a batch that nobody waits for
+            self._drop_server()  # its programs belong to a batch that nobody waits for
             raise
         finally:
             self._lock.release()
@@ -147,33 +134,19 @@ class PoolSandbox(Sandbox):
                 return
         server = self._server
         while not batch.finished and time.monotonic() < until:
-            while len(server.running) < self.workers and (index := batch.take()) is not None:
-                server.running.add(index)
+            while (index := batch.take(self.workers)) is not None:
                 server.channel.send(_as_message(index, batch.programs[index]))
             server.channel.flush()
             server.channel.wait(until - time.monotonic())
-            _collect(server, batch)
+            _collect(server.channel, batch)
         if not batch.finished:
-            self._cancel(server, batch, until)
+            self._drop_server()  # ends the programs
+            batch.expire()
 
-    def _cancel(self, server: _Server, batch: Batch, until: float) -> None:
-        """End all programs after the deadline, and kill the server if it does not answer in time."""
-        server.channel.send({"cancel": True})
-        try:
-            while server.running:
-                left = until + _GRACE_SECONDS - time.monotonic()
-                if left <= 0:
-                    raise _ServerGone("no answer after the deadline")
-                server.channel.wait(left)
-                _collect(server, batch)
-        except _ServerGone:
-            self._drop_server(at_once=True)
-        batch.expire()
-
-    def _drop_server(self, at_once: bool = False) -> None:
+    def _drop_server(self) -> None:
         server, self._server = self._server, None
         if server is not None:
-            server.close(at_once)
+            server.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -194,18 +167,16 @@ class PoolSandbox(Sandbox):
             self._lock.release()
 
 
-def _collect(server: _Server, batch: Batch) -> None:
+def _collect(channel: Channel, batch: Batch) -> None:
     """Record the answers that have arrived."""
-    server.channel.pump()
-    for message in server.channel.messages():
+    channel.pump()
+    for message in channel.messages():
         if "failed" in message:
-            server.running.remove(message["failed"])
             batch.failed(message["failed"], message["reason"])
         else:
-            server.running.remove(message["done"])
             batch.done(message["done"], Outcome(**message["outcome"]))
-    if server.channel.closed:
-        raise _ServerGone("its socket closed")
+    if channel.closed:
+        raise _ServerGone("The sandbox server ended while it ran a batch.")
 
 
 def _as_message(index: int, program: Program) -> dict[str, Any]:

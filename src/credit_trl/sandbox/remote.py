@@ -77,11 +77,10 @@ class RemoteSandbox(Sandbox):
         self._secrets: list[str] = []  # texts that no message may contain
         given, _, host = self._address.netloc.rpartition("@")
         if given:
-            password = urllib.parse.unquote(self._address.password or "")
-            user = f"{urllib.parse.unquote(self._address.username or '')}:{password}"
-            token = base64.b64encode(user.encode()).decode()
+            user, _, password = given.partition(":")
+            token = base64.b64encode(urllib.parse.unquote(f"{user}:{password}").encode()).decode()
             self._headers["Authorization"] = f"Basic {token}"
-            self._secrets = [text for text in (token, given, password, self._address.password) if text]
+            self._secrets = [text for text in (token, given, password, urllib.parse.unquote(password)) if text]
         self.url = printable(f"{self._address.scheme}://{host}{self._address.path.rstrip('/')}")
         self.workers = workers
         self.description = f"remote, {self.url}"
@@ -100,7 +99,7 @@ class RemoteSandbox(Sandbox):
         requests: dict[Future[Outcome], int] = {}
         try:
             while not batch.finished and time.monotonic() < until:
-                while len(requests) < self.workers and (index := batch.take()) is not None:
+                while (index := batch.take(self.workers)) is not None:
                     requests[threads.submit(self._run_program, batch.programs[index], until)] = index
                 left = min(until - time.monotonic(), threading.TIMEOUT_MAX)
                 for request in wait(requests, max(0.0, left), FIRST_COMPLETED).done:

@@ -3,7 +3,6 @@
 It has one thread with an epoll loop, and exchanges JSON frames with its client over a socket on standard input:
 
     in:  {"run": number, "program": {...}}        start a program, at most `workers` at a time
-         {"cancel": true}                         end all running programs with status "deadline"
     out: {"ready": {...}} or {"refused": text}    once, after the start; with the server's process id
          {"done": number, "outcome": {...}}       the program ended, or was ended
          {"failed": number, "reason": text}       the sandbox failed to start the program
@@ -31,12 +30,12 @@ import sys
 import time
 from typing import Any
 
-from credit_trl.sandbox import accounts, kernel, observe
+from credit_trl.sandbox import kernel, observe
 from credit_trl.sandbox.bubblewrap import Bubblewrap
 from credit_trl.sandbox.frames import Channel
 from credit_trl.sandbox.interpreter import find_interpreter, public_copy
 from credit_trl.sandbox.landlock import Landlock
-from credit_trl.sandbox.launch import Isolation, Unprotected, compiled_driver, start
+from credit_trl.sandbox.launch import Isolation, Unprotected, claim_users, start
 from credit_trl.sandbox.protocol import Limits, Program, SandboxError, Status
 from credit_trl.sandbox.running import RunningProgram, processor_limit
 
@@ -62,38 +61,32 @@ class Server:
         self.runs: dict[int, RunningProgram] = {}  # by process id
         self.by_descriptor: dict[int, RunningProgram] = {}
         self.poll = select.epoll()
-        self.ended_child = _descriptor_of_ended_children()
+        # Becomes readable whenever a child ends, if the signal has a handler.
+        self.ended_child, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
-        """Serve until the socket closes or the parent ends."""
+        """Serve until the socket closes or the parent ends. The guard kills the programs that still run."""
         parent = os.getppid()
         self.poll.register(self.ended_child, select.EPOLLIN)
         self.poll.register(self.channel.stream, select.EPOLLIN)
-        try:
-            while not self.channel.closed and os.getppid() == parent:
-                for descriptor, _ in self.poll.poll(self._timeout()):
-                    if descriptor == self.ended_child:
-                        os.read(descriptor, _CHUNK)
-                    elif (run := self.by_descriptor.get(descriptor)) is not None:
-                        self._read(run, descriptor)
-                self._receive()
-                self._enforce()
-                self._reap()
-                self._send()
-        finally:
-            for run in list(self.runs.values()):
-                self._kill(run, "deadline", "the sandbox server ended")
-            self._kill_orphans()
-            self._reap(wait_seconds=1.0)
+        while not self.channel.closed and os.getppid() == parent:
+            for descriptor, _ in self.poll.poll(self._timeout()):
+                if descriptor == self.ended_child:
+                    os.read(descriptor, _CHUNK)
+                elif (run := self.by_descriptor.get(descriptor)) is not None:
+                    self._read(run, descriptor)
+            self._receive()
+            self._enforce()
+            self._reap()
+            self._send()
 
     def _receive(self) -> None:
         self.channel.pump()
         for message in self.channel.messages():
-            if "run" in message:
-                self._start(message["run"], message["program"])
-            elif "cancel" in message:
-                for run in self.runs.values():
-                    self._kill(run, "deadline", "the deadline came before it ended")
+            self._start(message["run"], message["program"])
 
     def _start(self, number: int, fields: dict[str, Any]) -> None:
         program = Program(**{**fields, "limits": Limits(**fields["limits"])})
@@ -195,19 +188,15 @@ class Server:
         if run.pid in self.runs:
             _kill_group(run.pid)
 
-    def _reap(self, wait_seconds: float = 0.0) -> None:
+    def _reap(self) -> None:
         """Collect every child that ended: programs, and their descendants that this process adopted."""
-        give_up = time.monotonic() + wait_seconds
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
             if ended is None:
-                if time.monotonic() >= give_up:
-                    return
-                time.sleep(0.005)
-                continue
+                return
             if ended.si_pid in self.runs:
                 _kill_group(ended.si_pid)  # before its process id can be used again
             _, status = os.waitpid(ended.si_pid, 0)
@@ -238,15 +227,6 @@ def _kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
-
-
-def _descriptor_of_ended_children() -> int:
-    """A descriptor that becomes readable whenever a child of this process ends."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # the descriptor needs a handler
-    return read_end
 
 
 def _fork_guarded() -> None:
@@ -293,8 +273,9 @@ def main(tier: str, workers: int) -> None:
         interpreter = find_interpreter()
         if os.geteuid() == 0:
             interpreter = public_copy(interpreter)
-        isolation = ISOLATIONS[tier](interpreter, compiled_driver())
-        users, claims = accounts.claim(workers) if os.geteuid() == 0 else ([None] * workers, [])
+        isolation = ISOLATIONS[tier](interpreter)
+        # The claims hold until this process ends.
+        users, _claims = claim_users(workers) if os.geteuid() == 0 else ([None] * workers, [])
     except (SandboxError, OSError) as error:
         channel.send({"refused": str(error)})
         channel.flush()
@@ -304,5 +285,3 @@ def main(tier: str, workers: int) -> None:
     channel.send({"ready": {"description": description, "pid": os.getpid()}})
     channel.flush()
     Server(channel, isolation, users).serve()
-    for claim in claims:
-        claim.close()
