@@ -17,7 +17,18 @@ from pathlib import Path
 import pytest
 
 from credit_trl import sandbox as package
-from credit_trl.sandbox import Limits, Program, SandboxError, choose_sandbox, interpreter, launch, open_sandbox
+from credit_trl.sandbox import (
+    Limits,
+    Program,
+    SandboxError,
+    bubblewrap,
+    choose_sandbox,
+    interpreter,
+    landlock,
+    launch,
+    open_sandbox,
+    pool,
+)
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.probe import probe
 
@@ -97,23 +108,9 @@ def test_choose_sandbox_sets_the_default(choices: None) -> None:
         assert opened.tier == "landlock"
 
 
-def test_choose_sandbox_can_allow_unprotected(no_tier: None, choices: None, caplog) -> None:
+def test_unprotected_fallback_is_allowed_and_logged(no_tier: None, choices: None, caplog) -> None:
     with pytest.raises(SandboxError, match="--allow_unsandboxed"):
         open_sandbox(workers=1)
-    choose_sandbox(allow_unsandboxed=True)
-    with open_sandbox(workers=1) as opened:
-        assert opened.tier == "unprotected"
-    assert "UNPROTECTED" in caplog.text
-
-
-@pytest.mark.parametrize("sandbox", ["docker", "remote", "unprotected", "file:///tmp/x"])
-def test_invalid_choice_raises_and_changes_nothing(sandbox: str, choices: None) -> None:
-    with pytest.raises(ValueError, match="--sandbox"):
-        choose_sandbox(sandbox)
-    assert not os.environ[package.CHOICE]
-
-
-def test_unprotected_fallback_is_logged(no_tier: None, choices: None, caplog) -> None:
     choose_sandbox(allow_unsandboxed=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the filter of `python -W ignore`
@@ -124,6 +121,13 @@ def test_unprotected_fallback_is_logged(no_tier: None, choices: None, caplog) ->
     with opened:
         assert opened.tier == "unprotected"
         assert opened.run([Program("print(1)")])[0].stdout == "1\n"
+
+
+@pytest.mark.parametrize("sandbox", ["docker", "remote", "unprotected", "file:///tmp/x"])
+def test_invalid_choice_raises_and_changes_nothing(sandbox: str, choices: None) -> None:
+    with pytest.raises(ValueError, match="--sandbox"):
+        choose_sandbox(sandbox)
+    assert not os.environ[package.CHOICE]
 
 
 @pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
@@ -156,53 +160,35 @@ def test_probe_opens_its_bait_to_others_when_it_is_complete(monkeypatch: pytest.
     assert opened == [{"secret": 0o666, "removable": 0o666}]
 
 
-def test_message_of_an_unknown_tier_hides_a_password(choices: None) -> None:
-    with pytest.raises(ValueError, match="neither one of auto") as caught:
-        open_sandbox("HTTPS://me:hunter2@host")
-    assert "hunter2" not in str(caught.value)
+ALLOW_ALL = (
+    "from credit_trl.sandbox import seccomp\n"
+    "seccomp._assemble = lambda *_: __import__('struct').pack('<HBBI', 6, 0, 0, 0x7fff0000)"
+)
+NO_PROCESS_NAMESPACE = (
+    "from credit_trl.sandbox import bubblewrap; made = bubblewrap._namespaces\n"
+    "bubblewrap._namespaces = lambda: [part for part in made() if part != '--unshare-pid']"
+)
+UNFILTERED = ("made a network socket", "made uncounted shared memory", "made a memory file")
 
 
-def test_probe_rejects_unprotected_sandbox() -> None:
-    with PoolSandbox("unprotected", 1) as bare, pytest.raises(SandboxError) as caught:
-        probe(bare)
-    for escape in (
-        *("read a file outside", "wrote a file outside", "connected to a local port", "made a network socket"),
-        *("made uncounted shared memory", "made a memory file"),
-    ):
-        assert escape in str(caught.value)
-
-
-@pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
-def test_probe_rejects_missing_filter(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The namespaces and Landlock alone do not pass."""
+@pytest.mark.parametrize(
+    ("tier", "change", "escapes"),
+    [
+        ("unprotected", "", ("read a file outside", "wrote a file outside", "connected to a local port", *UNFILTERED)),
+        ("bubblewrap", ALLOW_ALL, UNFILTERED),
+        ("landlock", ALLOW_ALL, UNFILTERED),
+        ("bubblewrap", NO_PROCESS_NAMESPACE, ("no process namespace of its own",)),
+    ],
+    ids=["nothing", "bubblewrap without filter", "Landlock without filter", "no process namespace"],
+)
+def test_probe_rejects_missing_isolation(monkeypatch: pytest.MonkeyPatch, tier: str, change: str, escapes) -> None:
     require(tier)
-    from credit_trl.sandbox import pool
-
-    allow_all = "seccomp._assemble = lambda *_: __import__('struct').pack('<HBBI', 6, 0, 0, 0x7fff0000)"
-    boot = pool._BOOT.replace(
-        "from credit_trl.sandbox.server",
-        f"from credit_trl.sandbox import seccomp; {allow_all}\nfrom credit_trl.sandbox.server",
-    )
-    monkeypatch.setattr(pool, "_BOOT", boot)
+    main = "from credit_trl.sandbox.server"
+    monkeypatch.setattr(pool, "_BOOT", pool._BOOT.replace(main, f"{change}\n{main}"))
     with PoolSandbox(tier, 1) as bare, pytest.raises(SandboxError) as caught:
         probe(bare)
-    for escape in ("made a network socket", "made uncounted shared memory", "made a memory file"):
+    for escape in escapes:
         assert escape in str(caught.value)
-
-
-def test_probe_rejects_missing_process_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    from credit_trl.sandbox import pool
-
-    require("bubblewrap")
-    boot = pool._BOOT.replace(
-        "from credit_trl.sandbox.server",
-        "from credit_trl.sandbox import bubblewrap; made = bubblewrap._namespaces\n"
-        "bubblewrap._namespaces = lambda: [part for part in made() if part != '--unshare-pid']\n"
-        "from credit_trl.sandbox.server",
-    )
-    monkeypatch.setattr(pool, "_BOOT", boot)
-    with PoolSandbox("bubblewrap", 1) as bare, pytest.raises(SandboxError, match="no process namespace of its own"):
-        probe(bare)
 
 
 @pytest.mark.parametrize("descriptors", [10, 20, 60, 160])
@@ -244,8 +230,6 @@ def test_open_sandbox_rejects_leaky_isolation(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_missing_or_old_bubblewrap_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from credit_trl.sandbox import bubblewrap
-
     found = interpreter.find_interpreter()
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name, path: None)
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
@@ -259,8 +243,6 @@ def test_missing_or_old_bubblewrap_raises(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_old_bubblewrap_has_no_scratch_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from credit_trl.sandbox import bubblewrap
-
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     found = interpreter.find_interpreter()
@@ -274,8 +256,6 @@ def test_old_bubblewrap_has_no_scratch_directory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    from credit_trl.sandbox import landlock
-
     monkeypatch.setattr(landlock, "version", lambda: 0)
     with pytest.raises(SandboxError, match=r"Linux 5\.13"):
         landlock.Landlock(interpreter.find_interpreter())
@@ -285,7 +265,6 @@ def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None
     ("arguments", "message"),
     [
         ({"sandbox": "docker"}, "neither one of auto, bubblewrap"),
-        ({"sandbox": "remote"}, "neither one of auto, bubblewrap"),
         ({"workers": 0}, "at least 1"),
     ],
 )

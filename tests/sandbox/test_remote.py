@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import signal
 import time
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from service import Handler, Service, run_code, running_service
 
-from credit_trl.sandbox import Limits, Program, Sandbox, SandboxError, choose_sandbox, open_sandbox, remote
+from credit_trl.sandbox import Limits, Program, SandboxError, choose_sandbox, open_sandbox, remote
 from credit_trl.sandbox.remote import RemoteSandbox, outcome_of
 
 
@@ -41,20 +40,12 @@ def test_remote_outcomes_equal_local_ones(service: Service) -> None:
         Program("raise MemoryError"),
         Program("print('x' * 5000)", limits=Limits(output_bytes=1000)),
     ]
-    with open_sandbox(service.url, workers=4) as sandbox:
-        assert isinstance(sandbox, Sandbox)
-        outcomes = sandbox.run(programs)
-    assert [outcome.status for outcome in outcomes] == [
-        *("ok", "ok", "ok", "runtime_error", "runtime_error", "timeout"),
-        *("runtime_error", "runtime_error", "runtime_error", "memory", "output_limit"),
-    ]
-    assert outcomes[0].stdout == "42\n"
-    assert (json.loads(outcomes[1].value), outcomes[1].stdout) == ([1, None], "noise\n")
-    assert outcomes[2].value == "3"
-    assert outcomes[3].error.endswith("line 2, in <module>\n    x / 0\nZeroDivisionError: division by zero")
-    assert outcomes[4].exit_code == 3
-    assert "before f returned" in outcomes[6].error
-    assert len(outcomes[10].stdout) == 1000
+    with open_sandbox(service.url, workers=4) as sandbox, open_sandbox("unprotected", workers=2) as local:
+        found, expected = sandbox.run(programs), local.run(programs)
+    assert [(o.status, o.stdout, o.value) for o in found] == [(o.status, o.stdout, o.value) for o in expected]
+    assert {o.status for o in expected} == {"ok", "runtime_error", "timeout", "memory", "output_limit"}
+    same_ending = [n for n, outcome in enumerate(expected) if outcome.status != "timeout"][:-1]
+    assert [found[n].error for n in same_ending] == [expected[n].error for n in same_ending]
 
 
 def test_remote_program_has_a_limit_of_processor_time(service: Service) -> None:
@@ -139,29 +130,27 @@ def test_credentials_are_sent_and_never_shown(service: Service, no_wait: None, c
         "ftp://user:s3cret@host",
         "user:s3cret@host",
         "http://host/?key=s3cret",
+        "https://host/#s3cret",
+        "http://",
     ],
 )
 def test_invalid_address_is_shown_without_credentials(url: str) -> None:
-    for action in (lambda: RemoteSandbox(url), lambda: choose_sandbox(url)):
+    for action in (RemoteSandbox, open_sandbox, choose_sandbox):
         with pytest.raises(ValueError, match="http://") as caught:
-            action()
+            action(url)
         assert "s3" not in str(caught.value)
         assert "cret" not in str(caught.value)
 
 
-def test_control_characters_of_a_service_are_spelled_out(service: Service, no_wait: None) -> None:
-    service.misbehave = lambda handler, body: handler.answer(200, {"status": "\x1b]0;title\x07", "x": "\u202e"})
-    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError) as caught:
-        sandbox.run([Program("print(1)")])
-    assert str(caught.value).isprintable()
-
-    def bare(handler: Handler, body: dict) -> None:
-        handler.send_response(400)
+@pytest.mark.parametrize(("status", "text"), [(200, '{"status": "\x1b]0;\x07"}'), (400, "\x1b[31mred\nline\u202e")])
+def test_control_characters_of_a_service_are_spelled_out(service: Service, no_wait: None, status, text) -> None:
+    def answer(handler: Handler, body: dict) -> None:
+        handler.send_response(status)
         handler.end_headers()
-        handler.wfile.write(b"\x1b[31mred\nline")
+        handler.wfile.write(text.encode())
 
-    service.misbehave = bare
-    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError, match="U\\+001B") as caught:
+    service.misbehave = answer
+    with RemoteSandbox(service.url) as sandbox, pytest.raises(SandboxError) as caught:
         sandbox.run([Program("print(1)")])
     assert str(caught.value).isprintable()
 
@@ -229,12 +218,6 @@ def test_unreachable_address_raises() -> None:
     with Service() as gone:
         url = gone.url
     with pytest.raises(SandboxError, match="127"):
-        open_sandbox(url)
-
-
-@pytest.mark.parametrize("url", ["http://", "http://host:port", "https://host/?key=1", "http://host/#x"])
-def test_invalid_address_raises(url: str) -> None:
-    with pytest.raises(ValueError, match="http://host:8080"):
         open_sandbox(url)
 
 
