@@ -17,20 +17,10 @@ from pathlib import Path
 import pytest
 
 from credit_trl import sandbox as package
-from credit_trl.sandbox import (
-    Limits,
-    Program,
-    SandboxError,
-    bubblewrap,
-    choose_sandbox,
-    interpreter,
-    landlock,
-    launch,
-    open_sandbox,
-    pool,
-)
+from credit_trl.sandbox import bubblewrap, choose_sandbox, interpreter, landlock, launch, open_sandbox, pool
 from credit_trl.sandbox.pool import PoolSandbox
 from credit_trl.sandbox.probe import probe
+from credit_trl.sandbox.protocol import Limits, Program, SandboxError
 
 
 @pytest.fixture
@@ -60,13 +50,14 @@ def require(tier: str) -> None:
         pytest.skip(f"{tier} does not work on this machine")
 
 
-def test_auto_opens_first_working_tier() -> None:
+def test_auto_opens_first_working_tier_and_runs_the_example_of_the_package() -> None:
     expected = next(filter(works, ("bubblewrap", "landlock")), None)
     if expected is None:
         pytest.skip("neither bubblewrap nor Landlock works on this machine")
     with open_sandbox(workers=1) as opened:
         assert opened.tier == expected
         assert expected.lower() in opened.description.lower()
+    exec(package.__doc__.split("\n\n", 1)[1], {"open_sandbox": open_sandbox, "Program": Program})
 
 
 def test_auto_falls_back_to_landlock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,6 +119,14 @@ def test_invalid_choice_raises_and_changes_nothing(sandbox: str, choices: None) 
     with pytest.raises(ValueError, match="--sandbox"):
         choose_sandbox(sandbox)
     assert not os.environ[package.CHOICE]
+
+
+@pytest.mark.parametrize(
+    ("sandbox", "workers", "message"), [("docker", 1, "neither one of auto"), (None, 0, "least 1")]
+)
+def test_invalid_arguments_raise(sandbox: str | None, workers: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_sandbox(sandbox, workers)
 
 
 @pytest.mark.parametrize("tier", ["bubblewrap", "landlock"])
@@ -261,18 +260,6 @@ def test_kernel_without_landlock_raises(monkeypatch: pytest.MonkeyPatch) -> None
         landlock.Landlock(interpreter.find_interpreter())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sandbox": "docker"}, "neither one of auto, bubblewrap"),
-        ({"workers": 0}, "at least 1"),
-    ],
-)
-def test_invalid_arguments_raise(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        open_sandbox(**arguments)
-
-
 def test_user_ids_are_claimed_once_until_sockets_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_USERS", launch._USERS[:4])
     first, sockets = launch.claim_users(2)
@@ -400,9 +387,3 @@ def test_opening_leaves_no_files(tmp_path: Path, monkeypatch) -> None:
     with open_sandbox(workers=1):
         pass
     assert not any(tmp_path.iterdir())
-
-
-def test_package_docstring_example():
-    if not any(works(tier) for tier in ("bubblewrap", "landlock")):
-        pytest.skip("neither bubblewrap nor Landlock works on this machine")
-    exec(package.__doc__.split("\n\n", 1)[1], {"open_sandbox": open_sandbox, "Program": Program})

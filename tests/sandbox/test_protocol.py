@@ -42,17 +42,18 @@ def test_invalid_programs_raise(fields: dict, message: str) -> None:
         Program("pass", **fields)
 
 
-def test_limits_too_small_for_interpreter_raise() -> None:
-    with pytest.raises(ValueError, match="67108864"):
-        Limits(memory_bytes=1 << 20)
-    with pytest.raises(ValueError, match="at least 16"):
-        Limits(open_files=3)
-
-
-def test_tree_needs_more_memory_than_one_process() -> None:
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"memory_bytes": (64 << 20) - 1, "processes": 1}, "and 67108864 with Limits.processes=1"),
+        ({"memory_bytes": 128 << 20, "processes": 2}, "at least 201326592 with several processes"),
+        ({"open_files": 3}, "at least 16"),
+    ],
+)
+def test_limits_too_small_for_interpreter_raise(limits: dict, message: str) -> None:
     Limits(memory_bytes=64 << 20, processes=1)
-    with pytest.raises(ValueError, match=r"at least 201326592.*Limits\.processes=1"):
-        Limits(memory_bytes=128 << 20, processes=2)
+    with pytest.raises(ValueError, match=message):
+        Limits(**limits)
 
 
 @given(st.text(max_size=50), st.integers(0, 9000))

@@ -89,7 +89,7 @@ def _mounts(interpreter: Interpreter) -> list[str]:
         if not path.startswith(linked) and not any(path.startswith(directory + "/") for directory in bound):
             arguments += ["--ro-bind", path, path]
             bound.append(path)
-    libraries = {path for path in map(os.path.realpath, interpreter.libraries) if path in bound}
+    libraries = {path for path in interpreter.libraries if path in bound}
     for directory in sorted(set(map(os.path.dirname, libraries))):
         for link in (os.path.join(directory, name) for name in os.listdir(directory)):
             if link not in bound and os.path.islink(link) and os.path.realpath(link) in libraries:

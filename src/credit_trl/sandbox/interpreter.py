@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from credit_trl.sandbox.protocol import SandboxError
 
@@ -56,7 +56,7 @@ class Interpreter:
 
     Args:
         executable: real path of the interpreter, outside of any virtual environment.
-        libraries: shared libraries that it and its extension modules map.
+        libraries: real paths of the shared libraries that it and its extension modules map.
         version: e.g. `"3.11.7"`.
     """
 
@@ -69,8 +69,7 @@ class Interpreter:
     @property
     def paths(self) -> tuple[str, ...]:
         """Files and directories that it reads."""
-        real = (path for library in self.libraries for path in dict.fromkeys((library, os.path.realpath(library))))
-        return (*self.stdlib, self.executable, *real)
+        return (*self.stdlib, self.executable, *self.libraries)
 
 
 def find_interpreter() -> Interpreter:
@@ -145,11 +144,11 @@ def public_copy(interpreter: Interpreter) -> Interpreter:
     lib = os.path.join(home, "lib")
     copies = (os.path.join(lib, os.path.basename(library)) for library in private)
     shared = (library for library in interpreter.libraries if library not in private)
-    return Interpreter(
+    return replace(
+        interpreter,
         executable=os.path.join(home, "bin", name),
         stdlib=(os.path.join(lib, name),),
         libraries=(*filter(os.path.exists, copies), *shared),
-        version=interpreter.version,
         environment={"LD_LIBRARY_PATH": os.pathsep.join([lib, *interpreter.environment.values()])},
     )
 

@@ -136,12 +136,11 @@ class Program:
             raise ValueError("Program.arguments needs Program.fn_name, the function to call with them.")
         if self.fn_name is not None and self.stdin:
             raise ValueError("A functional call has no standard input; use Program.arguments and not Program.stdin.")
-        if self.arguments is not None and not (
-            self.arguments.lstrip().startswith("[") and self.arguments.rstrip().endswith("]")
-        ):
+        arguments = "[]" if self.arguments is None else self.arguments.strip()
+        if not (arguments.startswith("[") and arguments.endswith("]")):
             raise ValueError(
                 f"Program.arguments must be the JSON text of an array, one element per argument, got "
-                f"{self.arguments[:80]!r}. Use json.dumps([first, second])."
+                f"{arguments[:80]!r}. Use json.dumps([first, second])."
             )
 
 

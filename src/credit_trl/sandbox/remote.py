@@ -212,7 +212,7 @@ def outcome_of(program: Program, answer: Any, mark: str) -> Outcome:
     for size, most in ((len(printed), most_printed), (len(report) - running.ERROR_CHARACTERS, limits.longest_answer)):
         if size > most:
             return running.failure(ended, "output_limit", f"more than {most} bytes of output")
-    ended = replace(ended, exit_code=running.signal_or_status(run.get("return_code")))
-    if running.reached_processor_limit(ended.exit_code, seconds, limits):
-        return running.failure(ended, "timeout", running.processor_limit(limits))
-    return running.reported_outcome(program, ended, report[:1], report[1:], stderr[-running.ERROR_CHARACTERS // 2 :])
+    ended = replace(ended, exit_code=run.get("return_code"))
+    return running.ended_outcome(
+        program, ended, seconds, (report[:1], report[1:]), stderr[-running.ERROR_CHARACTERS // 2 :]
+    )

@@ -119,22 +119,11 @@ class RunningProgram:
         stdout = _text(self.stdout[: limits.longest_answer])
         if self.ended_by is not None:
             return failure(Outcome("ok", stdout, seconds=seconds), self.ended_by, self.reason)
-        ended = Outcome("ok", stdout, exit_code=signal_or_status(exit_code), seconds=seconds)
+        ended = Outcome("ok", stdout, exit_code=exit_code, seconds=seconds)
         # The last sample of its time may lag by half of the limit.
-        if reached_processor_limit(ended.exit_code, max(seconds, 2 * self.cpu_seconds), limits):
-            return failure(ended, "timeout", processor_limit(limits))
-        kind, text = _parse_report(bytes(self.report[1:]))
-        return reported_outcome(self.program, ended, kind, text, _text(self.stderr[-ERROR_CHARACTERS // 2 :]))
-
-
-def signal_or_status(exit_code: Any) -> Any:
-    """`-n` for the exit status `128 + n`, with which bubblewrap and shells report signal n; else the exit code."""
-    return 128 - exit_code if isinstance(exit_code, int) and 128 < exit_code <= 128 + 64 else exit_code
-
-
-def reached_processor_limit(exit_code: int | None, seconds: float, limits: Limits) -> bool:
-    """Whether the limit of processor time ended a program, which may also exit with the status of a signal itself."""
-    return seconds >= limits.cpu_seconds and exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
+        cpu_seconds = max(seconds, 2 * self.cpu_seconds)
+        report = _parse_report(bytes(self.report[1:]))
+        return ended_outcome(self.program, ended, cpu_seconds, report, _text(self.stderr[-ERROR_CHARACTERS // 2 :]))
 
 
 def processor_limit(limits: Limits) -> str:
@@ -147,11 +136,22 @@ def failure(ended: Outcome, status: Status, error: str) -> Outcome:
     return replace(ended, status=status, error=error, stdout=excerpt(ended.stdout))
 
 
-def reported_outcome(program: Program, ended: Outcome, kind: str, text: str, stderr: str) -> Outcome:
+def ended_outcome(
+    program: Program, ended: Outcome, cpu_seconds: float, report: tuple[str, str], stderr: str
+) -> Outcome:
     """Outcome of a program that ended by itself with standard output, exit code and seconds, from its driver's report.
 
-    `kind` is `""` if there is no well-formed report; `stderr` is the end of standard error.
+    `cpu_seconds` is the most processor time that it may have used. The report has a kind and a text; the kind is `""`
+    if there is no well-formed one. `stderr` is the end of standard error.
     """
+    kind, text = report
+    code = ended.exit_code
+    if isinstance(code, int) and 128 < code <= 128 + 64:
+        code = 128 - code  # with status 128 + n bubblewrap and shells report signal n
+        ended = replace(ended, exit_code=code)
+    # The program may also exit with the status of a signal itself.
+    if cpu_seconds >= program.limits.cpu_seconds and code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return failure(ended, "timeout", processor_limit(program.limits))
     if kind in ("E", "M"):
         return failure(ended, "memory" if kind == "M" else "runtime_error", text[:ERROR_CHARACTERS])
     if program.fn_name is None:
