@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,9 +107,7 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in list(model.named_parameters()):
         base_name = name.removeprefix("base_model.model.")
         if _BASE in name and model.prefix not in name.rpartition(_BASE)[2]:
-            with ExitStack() as merged:
-                for layer in _wrappers(model, name):
-                    merged.enter_context(_merged(layer, adapter))
+            with _merged(model.get_submodule(name.partition(_BASE)[0]), adapter):
                 yield base_name.replace(_WRAPPED, "").replace(_TOKENS, ""), _whole(model.get_parameter(name))
         elif f"{_SAVED}{adapter}." in name:
             yield base_name.replace(f"{_SAVED}{adapter}.", "."), _whole(parameter)
@@ -117,30 +115,26 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
             yield base_name, _whole(parameter)
 
 
-def _wrappers(model: PeftModel, name: str) -> list[BaseTunerLayer]:
-    """Tuner layers around a base parameter, innermost first. There are several if a module has adapted parameters."""
-    path = name.rpartition(_BASE)[0]
-    found = [path]
-    while path.endswith(_WRAPPED):
-        path = path.removesuffix(_WRAPPED)
-        found.append(path)
-    return [model.get_submodule(one) for one in found]
-
-
 @contextmanager
-def _merged(layer: BaseTunerLayer, adapter: str) -> Iterator[None]:
-    base = layer.get_base_layer()
-    originals = [(name, parameter, parameter.data) for name, parameter in base.named_parameters(recurse=False)]
-    for _, parameter, data in originals:
+def _merged(wrapper: BaseTunerLayer, adapter: str) -> Iterator[None]:
+    """Merge an adapter into copies of the base weights of a tuner layer, and of those inside it.
+
+    A module with several adapted parameters has nested layers around one base.
+    """
+    layers = [module for module in wrapper.modules() if isinstance(module, BaseTunerLayer)]
+    bases = [layer.get_base_layer() for layer in layers]
+    originals = [(base, *named, named[1].data) for base in bases for named in base.named_parameters(recurse=False)]
+    for _, _, parameter, data in originals:
         parameter.data = data.clone()
-    # Without PEFT's `safe_merge`, which rounds the adapter's product before the sum and then the sum.
-    layer.merge(adapter_names=[adapter])
+    for layer in layers:  # without PEFT's `safe_merge`, which rounds the adapter's product before the sum
+        layer.merge(adapter_names=[adapter])
     try:
         yield
     finally:
-        if layer.merged:
-            layer.unmerge()
-        for name, parameter, data in originals:  # quantized layers have replaced the parameter
+        for layer in layers:
+            if layer.merged:
+                layer.unmerge()
+        for base, name, parameter, data in originals:  # quantized layers have replaced the parameter
             parameter.data = data
             base.register_parameter(name, parameter)
 
