@@ -84,7 +84,7 @@ def marked(tokenizer, text, prompt, as_message):
     ids = tokenizer(text)["input_ids"]
     decoded = tokenizer.decode(ids, skip_special_tokens=True)
     completion = [{"role": "assistant", "content": decoded}] if as_message else decoded
-    [graded] = mark_thinking([completion], [ids], tokenizer, lambda _: prompt)
+    [graded] = mark_thinking([completion], [ids], tokenizer, lambda _: prompt, thinking_marks(tokenizer))
     return graded[0]["content"] if as_message else graded
 
 
@@ -123,4 +123,4 @@ def test_marks_that_are_special_tokens_are_kept(tokens, text, expected):
 
 def test_completions_of_several_turns_are_kept(tokenizer):
     turns = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "result"}]
-    assert mark_thinking([turns], [[1]], tokenizer, lambda _: "<think>") == [turns]
+    assert mark_thinking([turns], [[1]], tokenizer, lambda _: "<think>", THINK) == [turns]

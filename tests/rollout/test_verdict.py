@@ -106,8 +106,8 @@ MALFORMED = {
     "tuple of lists": (([1.0, 0.0], ["f", "g"]), "'func' returned a list for completion 0"),
     "tuples": ([(1.0, "f"), (0.0, "g")], "'func' returned a tuple for completion 0"),
     "dicts": ([1.0, {"reward": 1.0}], "'func' returned a dict for completion 1"),
-    "array": (np.ones((2, 1)), r"'func' returned a ndarray of shape \(1,\) for completion 0.*squeeze"),
-    "tensor": (torch.ones(2, 3), r"'func' returned a Tensor of shape \(3,\) for completion 0.*squeeze"),
+    "array": (np.ones((2, 1)), "'func' returned a ndarray for completion 0"),
+    "tensor": (torch.ones(2, 3), "'func' returned a Tensor for completion 0"),
     "infinite": ([1.0, math.inf], "'func' returned the reward inf for completion 1"),
 }
 

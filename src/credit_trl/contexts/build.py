@@ -16,7 +16,7 @@ from credit_trl.contexts.privileged import PrivilegedContext, choose_demonstrati
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.contexts.turns import place_turns
 from credit_trl.rollout.batch import GenerationBatch, is_successful
-from credit_trl.rollout.thinking import decode_with_marks, opens_thinking
+from credit_trl.rollout.thinking import decode_with_marks, opening_mark
 
 
 def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[TokenContexts]:
@@ -51,7 +51,7 @@ def gather_contrast_batch(batch: GenerationBatch, builder: ContextBuilder) -> Co
     texts = decode_with_marks(builder.tokenizer, batch.completion_ids, builder.marks)
     answers = []
     for text, prompt, own in zip(texts, batch.prompts, tools, strict=True):
-        opened = opens_thinking(builder.student_text(prompt, own), builder.marks)
+        opened = opening_mark(builder.student_text(prompt, own), builder.marks) != ""
         answers.append(demonstration_text(text, config.teacher_context, builder.marks, opened=opened))
     rollouts = [PrivilegedContext(answer, text) for answer, text in zip(answers, batch.feedback, strict=True)]
     values = [[row[name] for name in columns] for row in batch.rows]

@@ -36,9 +36,7 @@ def deadline_in(seconds: float | None) -> Iterator[None]:
 def remaining_seconds(limit: float | None = None) -> float | None:
     """Seconds until the deadline, at most `limit`; `None` if there is neither. Negative after the deadline."""
     remaining = _deadline.get() - time.monotonic()
-    if remaining == math.inf:
-        return limit
-    return remaining if limit is None else min(limit, remaining)
+    return limit if remaining == math.inf else min(remaining, math.inf if limit is None else limit)
 
 
 def call_in_thread(name: str, work: Callable[[], T]) -> Future[T]:

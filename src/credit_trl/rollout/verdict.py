@@ -259,10 +259,8 @@ def as_verdicts(name: str, output: Any, arguments: Mapping[str, Any]) -> list[Ve
     verdicts = []
     for index, element in enumerate(elements):
         if not (element is None or isinstance(element, Verdict) or _is_number(element)):
-            shape = getattr(element, "shape", None)
-            kind = type(element).__name__ if shape is None else f"{type(element).__name__} of shape {tuple(shape)}"
-            flatten = "" if shape is None else " `scores.squeeze(-1)` makes numbers of scores of shape (n, 1)."
-            raise TypeError(f"The reward function {name!r} returned a {kind} for completion {index}. {fix}{flatten}")
+            kind = type(element).__name__
+            raise TypeError(f"The reward function {name!r} returned a {kind} for completion {index}. {fix}")
         verdict = element if isinstance(element, Verdict) else Verdict(element)
         if verdict.reward is not None and not math.isfinite(verdict.reward):
             raise ValueError(

@@ -21,8 +21,6 @@ from credit_trl.rollout.deadline import call_in_thread
 
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
-# Consecutive refused connections after which the server counts as gone; one may be a brief overload.
-REFUSALS = 2
 
 _START = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1 "
@@ -80,16 +78,12 @@ class WatchedClient(VLLMClient):
     def _watch(self, activity: str, work: Callable[[], Any]) -> Any:
         outcome = call_in_thread("vllm-server-call", torch.no_grad()(work))  # torch stores the grad mode per thread
         last_answer = time.monotonic()
-        refusals = 0
         while not wait([outcome], timeout=POLL_SECONDS).done:
             if self.failure is not None:  # the broadcast of weights still waits for its receiver
                 raise self.failure
             silence = _ask_health(self.base_url, min(CONNECT_SECONDS, self.patience))
             if silence is None:
                 last_answer = time.monotonic()
-            refusals = refusals + 1 if silence is not None and "refused" in silence.lower() else 0
-            if refusals >= REFUSALS:
-                raise VLLMServerError(self.base_url, f"is gone: it refuses connections while {activity}")
             if time.monotonic() - last_answer >= self.patience:
                 problem = f"has not answered for {self.patience:g} s ({silence}) while {activity}"
                 raise VLLMServerError(self.base_url, problem)
