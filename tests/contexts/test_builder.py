@@ -10,11 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from credit_trl.contexts.build import gather_contrast_batch
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import Contrast
-from credit_trl.contexts.privileged import PrivilegedContext, choose_demonstrations, demonstration_text
+from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text
 from credit_trl.contexts.prompts import has_images
-from credit_trl.rollout.batch import is_successful, total_rewards
+from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
 from credit_trl.rollout.thinking import decode_with_marks, thinking_marks
 from tiny import build_tokenizer, context_ids
 
@@ -236,10 +237,17 @@ def test_special_thinking_tags_divide_a_demonstration(listed):
     assert decode_with_marks(tokenizer, [ids, []], thinking_marks(tokenizer)) == [text, ""]
 
 
-def test_a_demonstration_is_the_first_other_rollout_of_the_group_that_can_be_shown():
-    can_show = [False, True, True, False, False, False]
-    assert choose_demonstrations(can_show, 3, exclude_self=True) == [1, 2, 1, None, None, None]
-    assert choose_demonstrations(can_show, 3, exclude_self=False) == [1, 1, 1, None, None, None]
+@pytest.mark.parametrize(("exclude_self", "shown"), [(True, [1, 2, 1]), (False, [1, 1, 1])])
+def test_a_demonstration_is_the_first_other_rollout_of_the_group_that_can_be_shown(
+    tokenizer, make_config, exclude_self, shown
+):
+    texts = ["wrong", "one", "two", "<think>three", "four", ""]
+    config = make_config(dont_reprompt_on_self_success=exclude_self)
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    rewards = [0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+    batch = GenerationBatch([{}] * 6, ["x"] * 6, ids, rewards, ["no"] * 6, 0, group_size=3)
+    privileged = gather_contrast_batch(batch, ContextBuilder(tokenizer, config)).privileged
+    assert [z.demonstration for z in privileged] == [*(texts[i] for i in shown), None, None, None]
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from credit_trl.contexts import contrast
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import Contrast, ContrastBatch, draw_contrasts, find_source, shuffled, sources
+from credit_trl.contexts.contrast import SOURCES, Contrast, ContrastBatch, draw_contrasts, find_source, shuffled
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.rollout.batch import GenerationBatch, prompt_key
 from credit_trl.testing import check_source
@@ -37,8 +36,8 @@ def draw(name, batch, sample, count, seed=0):
 
 
 def test_sources_are_registered_by_name():
-    assert sources() == ["batch", "dataset"]
-    assert find_source("batch") is contrast.from_batch
+    assert list(SOURCES) == ["batch", "dataset"]
+    assert find_source("batch") is SOURCES["batch"]
 
 
 @pytest.mark.parametrize("name", ["batch", "dataset"])

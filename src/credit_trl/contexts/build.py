@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
 from accelerate.utils import gather_object
@@ -12,7 +11,7 @@ from datasets import Dataset
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.contrast import ContrastBatch, draw_contrasts, source_columns
-from credit_trl.contexts.privileged import PrivilegedContext, choose_demonstrations, demonstration_text
+from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.contexts.turns import place_turns
 from credit_trl.rollout.batch import GenerationBatch, is_successful
@@ -80,19 +79,24 @@ def _privileged_contexts(
     group_size: int,
     config: CreditConfig,
 ) -> list[PrivilegedContext]:
-    """z of every sample, by the options that choose its parts."""
+    """z of every sample, by the options that choose its parts.
+
+    Its demonstration is the first successful rollout of its group that has an answer.
+    """
     if config.teacher_prompt == "student":
         return [PrivilegedContext()] * len(rollouts)
-    can_show = [ok and own.demonstration is not None for ok, own in zip(successes, rollouts, strict=True)]
-    chosen = choose_demonstrations(can_show, group_size, exclude_self=config.dont_reprompt_on_self_success)
     contexts = []
-    for own, by_turn, shown in zip(rollouts, turns, chosen, strict=True):
-        z = replace(own, demonstration=None, turns=by_turn)
-        if config.use_successful_as_teacher and shown is not None:
-            z = replace(z, demonstration=rollouts[shown].demonstration)
+    for sample, (own, by_turn) in enumerate(zip(rollouts, turns, strict=True)):
+        start = sample // group_size * group_size
+        shown = None
+        for i in range(start, min(start + group_size, len(rollouts))):
+            is_excluded = config.dont_reprompt_on_self_success and i == sample
+            if shown is None and successes[i] and not is_excluded:
+                shown = rollouts[i].demonstration
+        z = PrivilegedContext(shown if config.use_successful_as_teacher else None, own.feedback, by_turn)
         only_solution = config.environment_feedback_only_without_solution and z.demonstration is not None
         if only_solution or not config.include_environment_feedback:
-            z = replace(z, feedback=None, turns=None)
+            z = PrivilegedContext(z.demonstration)
         contexts.append(z)
     return contexts
 

@@ -12,8 +12,8 @@ sample's index in the global batch, so a draw does not depend on the number of p
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -93,13 +93,12 @@ def find_source(name: str) -> Source:
     """
     if name in SOURCES:
         return SOURCES[name]
-    module, _, attribute = name.partition(":")
-    if not (module and attribute):
-        known = ", ".join(map(repr, sources()))
+    if ":" not in name:
+        known = ", ".join(map(repr, SOURCES))
         raise ValueError(f"`contrastive_source` must be {known}, or 'module:function'; got {name!r}.")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
+        found = pkgutil.resolve_name(name)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise ValueError(
             f"`contrastive_source={name!r}`: {error}. The function must stand at the top level of the module, and the "
             "folder of the module in PYTHONPATH."
@@ -154,21 +153,18 @@ def from_batch(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> I
 def from_dataset(batch: ContrastBatch, sample: int, rng: np.random.Generator) -> Iterator[Prompt]:
     """The other prompts of the whole dataset, uniformly over its rows, for batches with few prompts."""
     seen = {prompt_key(batch.dataset_prompts[sample])}
-    if len(batch.dataset):
-        # 16 independent draws nearly always suffice; a permutation of all rows follows.
-        for order in (lambda: rng.integers(len(batch.dataset), size=16), lambda: rng.permutation(len(batch.dataset))):
-            for row in order():
-                prompt = batch.dataset[int(row)]
-                key = prompt_key(prompt)
-                if key not in seen:
-                    seen.add(key)
-                    yield prompt
+
+    def rows() -> Iterator[int]:
+        """16 independent draws, which nearly always suffice, then a permutation of all rows."""
+        yield from rng.integers(len(batch.dataset), size=16)
+        yield from rng.permutation(len(batch.dataset))
+
+    for row in rows() if len(batch.dataset) else ():
+        prompt = batch.dataset[int(row)]
+        if prompt_key(prompt) not in seen:
+            seen.add(prompt_key(prompt))
+            yield prompt
 
 
 # Registered sources by name.
 SOURCES: dict[str, Source] = {"batch": from_batch, "dataset": from_dataset}
-
-
-def sources() -> list[str]:
-    """Names of the registered sources."""
-    return list(SOURCES)
