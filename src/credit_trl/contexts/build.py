@@ -88,12 +88,12 @@ def _privileged_contexts(
     contexts = []
     for sample, (own, by_turn) in enumerate(zip(rollouts, turns, strict=True)):
         start = sample // group_size * group_size
-        shown = None
-        for i in range(start, min(start + group_size, len(rollouts))):
-            is_excluded = config.dont_reprompt_on_self_success and i == sample
-            if shown is None and successes[i] and not is_excluded:
-                shown = rollouts[i].demonstration
-        z = PrivilegedContext(shown if config.use_successful_as_teacher else None, own.feedback, by_turn)
+        group = [i for i in range(start, min(start + group_size, len(rollouts))) if successes[i]]
+        if config.dont_reprompt_on_self_success:
+            group = [i for i in group if i != sample]
+        answers = (rollouts[i].demonstration for i in group if rollouts[i].demonstration is not None)
+        shown = next(answers, None) if config.use_successful_as_teacher else None
+        z = PrivilegedContext(shown, own.feedback, by_turn)
         only_solution = config.environment_feedback_only_without_solution and z.demonstration is not None
         if only_solution or not config.include_environment_feedback:
             z = PrivilegedContext(z.demonstration)

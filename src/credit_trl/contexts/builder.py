@@ -99,7 +99,7 @@ class ContextBuilder:
             privileged = fitted = PrivilegedContext()
             teacher = encode(fitted)
         else:
-            teacher, fitted = self._fit(encode, privileged)
+            teacher, fitted = self.fit(encode, privileged)
         return TokenContexts(
             teacher,
             self._fit_contrasts(contrasts, fitted, tools) if teacher is not None else [],
@@ -108,7 +108,7 @@ class ContextBuilder:
             feedback_dropped=privileged.feedback is not None and fitted.feedback is None,
         )
 
-    def _fit(
+    def fit(
         self, encode: Callable[[PrivilegedContext], list[int]], whole: PrivilegedContext, budget: int | None = None
     ) -> tuple[list[int] | None, PrivilegedContext]:
         """Ids of as much of z as fits, and that z; None and an empty z where nothing of it fits.
@@ -146,7 +146,7 @@ class ContextBuilder:
                     "or return no `Verdict.turn_feedback`."
                 )
             encode = partial(self.encode, contrast.prompt, tools=tools)
-            ids = encode(privileged) if z is None else self._fit(encode, z)[0]
+            ids = encode(privileged) if z is None else self.fit(encode, z)[0]
             if ids and len(ids) <= self.config.max_reprompt_len:
                 fitting.append(ids)
             else:
@@ -156,33 +156,45 @@ class ContextBuilder:
         return list(islice(cycle(fitting), self.config.contrastive_count))
 
     def encode(self, prompt: Prompt, privileged: PrivilegedContext, tools: list[Any] | None = None) -> list[int]:
-        """Token ids of one context, of any length."""
-        return self._encode_pieces(self._pieces(prompt, privileged, tools), first=isinstance(prompt, str))
+        """Token ids of one context, of any length.
 
-    def encode_turn(self, feedback: str, before: str, after: str, budget: int) -> tuple[list[int], bool]:
-        """Token ids of a feedback message in the middle of a conversation, and whether it was cut.
-
-        Args:
-            feedback: untrusted text, put into `feedback_template`.
-            before: text of the chat template before the message.
-            after: text of the chat template after it.
-            budget: maximum number of tokens; a longer message loses the middle of its feedback, and is dropped where
-                that is not enough.
+        The chat template renders marks in place of demonstration and feedback, so that their text cannot change how
+        it renders.
         """
-        head, tail = self.config.feedback_template.format(feedback_raw="\x02").strip().split("\x02")
-
-        def encode(z: PrivilegedContext) -> list[int]:
-            pieces = [(before + head, True), (_encodable(z.feedback), False), (tail + after, True)]
-            return self._encode_pieces([piece for piece in pieces if piece[0]], first=False)
-
-        ids, fitted = self._fit(encode, PrivilegedContext(feedback=feedback), budget)
-        return ids or [], fitted.feedback != feedback
+        is_text = isinstance(prompt, str)
+        texts = {"demonstration": privileged.demonstration, "feedback": privileged.feedback}
+        marks = {name: f"\x02{secrets.token_hex(16)}\x03" for name, text in texts.items() if text is not None}
+        if not marks:  # feedback on turns only: the opening prompt is the student's
+            return self.encode_pieces([(self.student_text(prompt, tools), True)], first=is_text)
+        solution = feedback = ""
+        if "demonstration" in marks:
+            solution = self.config.solution_template.format(successful_previous_attempt=marks["demonstration"])
+        if "feedback" in marks:
+            feedback = self.config.feedback_template.format(feedback_raw=marks["feedback"])
+        if is_text:
+            text = turn = f"{(solution + feedback).strip()}\n\n{prompt}"
+        else:
+            turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
+            text = self.render(with_user_text(prompt, turn), tools=tools)
+        parts = [part for part in _MARK.split(text) if part]
+        untrusted = {mark: texts[name] for name, mark in marks.items()}
+        if not {mark for mark in untrusted if mark in turn} <= set(parts):
+            raise ValueError(
+                "The chat template changes or drops the text of the last user turn, where the teacher reads "
+                f"demonstration and feedback; it renders …{text[-100:]!r}. Use a `chat_template` that renders "
+                "`message['content']` as it is."
+            )
+        return self.encode_pieces(
+            [(untrusted.get(part, part), part not in untrusted) for part in parts], first=is_text
+        )
 
     def student_text(self, prompt: Prompt, tools: list[Any] | None = None) -> str:
         """The prompt as the student reads it, with the generation prompt."""
         return prompt if isinstance(prompt, str) else self.render(prompt, tools=tools)
 
-    def _encode_pieces(self, pieces: list[tuple[str, bool]], *, first: bool) -> list[int]:
+    def encode_pieces(self, pieces: list[tuple[str, bool]], *, first: bool = False) -> list[int]:
+        """Token ids of (text, trusted) pieces, where untrusted text adds no control token; see `tokenize`."""
+        pieces = [(text if trusted else _encodable(text), trusted) for text, trusted in pieces]
         ids = self.tokenize("".join(text for text, _ in pieces), first=first)
         # A letter in place of each untrusted piece leaves the control tokens of the template.
         expected = self._scaffold_controls("".join(text if trusted else "x" for text, trusted in pieces), first)
@@ -198,37 +210,6 @@ class ContextBuilder:
                 f"tokenizer {type(self.tokenizer).__name__} cannot encode untrusted text safely. Use another one."
             )
         return ids
-
-    def _pieces(
-        self, prompt: Prompt, privileged: PrivilegedContext, tools: list[Any] | None
-    ) -> list[tuple[str, bool]]:
-        """The prompt's text as (text, trusted) pieces; demonstration and feedback are untrusted.
-
-        The chat template renders marks in their place, so that their text cannot change how it renders.
-        """
-        texts = {"demonstration": privileged.demonstration, "feedback": privileged.feedback}
-        marks = {name: f"\x02{secrets.token_hex(16)}\x03" for name, text in texts.items() if text is not None}
-        if not marks:  # feedback on turns only: the opening prompt is the student's
-            return [(self.student_text(prompt, tools), True)]
-        solution = feedback = ""
-        if "demonstration" in marks:
-            solution = self.config.solution_template.format(successful_previous_attempt=marks["demonstration"])
-        if "feedback" in marks:
-            feedback = self.config.feedback_template.format(feedback_raw=marks["feedback"])
-        if isinstance(prompt, str):
-            text = turn = f"{(solution + feedback).strip()}\n\n{prompt}"
-        else:
-            turn = self.config.reprompt_template.format(prompt=user_text(prompt), solution=solution, feedback=feedback)
-            text = self.render(with_user_text(prompt, turn), tools=tools)
-        parts = [part for part in _MARK.split(text) if part]
-        untrusted = {mark: _encodable(texts[name]) for name, mark in marks.items()}
-        if not {mark for mark in untrusted if mark in turn} <= set(parts):
-            raise ValueError(
-                "The chat template changes or drops the text of the last user turn, where the teacher reads "
-                f"demonstration and feedback; it renders …{text[-100:]!r}. Use a `chat_template` that renders "
-                "`message['content']` as it is."
-            )
-        return [(untrusted.get(part, part), part not in untrusted) for part in parts]
 
     def tokenize(self, text: str, *, first: bool = False) -> list[int]:
         """Token ids; with `first` the tokenizer adds its special tokens, as for the student's plain prompts."""

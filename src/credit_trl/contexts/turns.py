@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from credit_trl.contexts.builder import ContextBuilder
+from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.contexts.prompts import Render
 from credit_trl.contexts.tokens import TokenContexts
 
@@ -58,7 +59,8 @@ def place_turns(
 ) -> TokenContexts:
     """Contexts of one completion with its turn feedback before each turn.
 
-    All messages together get `max_reprompt_len` tokens in equal shares; a longer message loses its middle.
+    All messages together get `max_reprompt_len` tokens in equal shares; a longer message loses its middle, and
+    is dropped where that is not enough.
 
     Args:
         contexts: contexts with the opening prompt only; `privileged.turns` holds the feedback.
@@ -74,13 +76,19 @@ def place_turns(
     before, after, generation_prompt = ("", "", "") if render is None else read_turn_format(render)
     opening = builder.tokenize(generation_prompt)
     share = builder.config.max_reprompt_len // max(len(feedback), 1)
+    head, tail = builder.config.feedback_template.format(feedback_raw="\x02").strip().split("\x02")
+
+    def encode(z: PrivilegedContext) -> list[int]:
+        return builder.encode_pieces([(before + head, True), (z.feedback, False), (tail + after, True)])
+
     prompts = [contexts.teacher, *contexts.contrasts]
     inserted: list[int] = []
     columns: list[int] = []
     cut = contexts.cut
     for turn, text in feedback.items():
-        message, was_cut = builder.encode_turn(text, before, after, share)
-        cut = cut or was_cut
+        message, fitted = builder.fit(encode, PrivilegedContext(feedback=text), share)
+        message = message or []
+        cut = cut or fitted.feedback != text
         if starts[turn] == 0:
             ends = [_opening_start(prompt, opening, turn) for prompt in prompts]
             prompts = [prompt[:end] + message + prompt[end:] for prompt, end in zip(prompts, ends, strict=True)]
