@@ -273,17 +273,6 @@ def test_a_prompt_without_a_user_turn_is_named(builder):
         builder.encode(PROMPT[:1], PrivilegedContext("4"))
 
 
-def test_rollouts_of_a_group_share_the_prompt_without_z(builder, monkeypatch):
-    texts = []
-    tokenize = builder.tokenize
-    monkeypatch.setattr(builder, "tokenize", lambda text, *, first: texts.append(text) or tokenize(text, first=first))
-    for feedback in ("too low", "too high"):
-        builder.encode(PROMPT, PrivilegedContext(None, feedback))
-    scaffolds = [text for text in texts if "too " not in text]
-    assert len(texts) == 3
-    assert len(scaffolds) == 1
-
-
 def test_a_prompt_that_holds_a_mark_is_tokenised_as_written(builder, tokenizer):
     text = "a\x02" + "0" * 32 + "\x03b"
     ids = builder.encode([{"role": "user", "content": text}], PrivilegedContext(None, "no"))

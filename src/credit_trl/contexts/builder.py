@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -25,7 +25,6 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.rollout.thinking import thinking_marks
 
 _MARK = re.compile("(\x02[0-9a-f]{32}\x03)")  # stands for untrusted text in a rendered prompt
-_SCAFFOLDS = 4096  # prompts without z whose control tokens are kept; the rollouts of a group share them
 _MAX_MISSES = 32  # contrasts that do not fit beside z before a sample has none
 # Characters of untrusted text for each token of the budget; the middle of a longer text is never tokenised.
 _CHARACTERS_PER_TOKEN = 8
@@ -66,9 +65,6 @@ class ContextBuilder:
         self.marks = thinking_marks(tokenizer)
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._control_ids = frozenset(special | set(tokenizer.all_special_ids) | set(eos_token_ids))
-        self._scaffold_controls = lru_cache(_SCAFFOLDS)(
-            lambda text, first: self._controls(self.tokenize(text, first=first))
-        )
 
     def build(
         self,
@@ -197,7 +193,8 @@ class ContextBuilder:
         pieces = [(text if trusted else _encodable(text), trusted) for text, trusted in pieces]
         ids = self.tokenize("".join(text for text, _ in pieces), first=first)
         # A letter in place of each untrusted piece leaves the control tokens of the template.
-        expected = self._scaffold_controls("".join(text if trusted else "x" for text, trusted in pieces), first)
+        scaffold = "".join(text if trusted else "x" for text, trusted in pieces)
+        expected = self._controls(self.tokenize(scaffold, first=first))
         if self._controls(ids) == expected:
             return ids
         # z contains the text of a control token: encode it as plain text, separately from the text around it.

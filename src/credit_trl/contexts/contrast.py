@@ -123,15 +123,13 @@ def draw_contrasts(source: Source, batch: ContrastBatch, sample: int, seed: int)
     rng = np.random.default_rng([seed, batch.index, sample])
     name = f"The contrast source {getattr(source, '__name__', source)!r}"
     drawn = source(batch, sample, rng, **batch.columns)
+    fix = "Return a list of texts, lists of messages or `Contrast(prompt, privileged)`, or yield them."
     if isinstance(drawn, str | Contrast) or not isinstance(drawn, Iterable):
-        raise TypeError(f"{name} returned a {type(drawn).__name__}. Return a list of prompts, or yield them.")
+        raise TypeError(f"{name} returned a {type(drawn).__name__}. {fix}")
     for one in drawn:
         contrast = one if isinstance(one, Contrast) else Contrast(one)
         if not isinstance(contrast.prompt, str | list):
-            raise TypeError(
-                f"{name} returned a {type(one).__name__} among the prompts. A prompt is a text or a list of messages; "
-                "`Contrast(prompt, privileged)` also exchanges the privileged context."
-            )
+            raise TypeError(f"{name} returned a {type(one).__name__} among the prompts. {fix}")
         own = (batch.prompts[sample], batch.dataset_prompts[sample])
         if contrast.privileged in (None, batch.privileged[sample]) and contrast.prompt in own:
             raise ValueError(f"{name} returned the prompt of sample {sample} itself. Draw another prompt.")
