@@ -18,7 +18,6 @@ from credit_trl.contexts.privileged import PrivilegedContext, demonstration_text
 from credit_trl.contexts.prompts import has_images
 from credit_trl.contexts.turns import place_turns
 from credit_trl.rollout.batch import GenerationBatch, is_successful, total_rewards
-from credit_trl.rollout.thinking import decode_with_marks, thinking_marks
 from tiny import build_tokenizer, context_ids
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
@@ -70,11 +69,11 @@ def test_plain_text_follows_z_and_ends_as_the_students(make_config, has_template
     assert builder.encode("Q: 2+2? A:", PrivilegedContext()) == student_ids(tokenizer, "Q: 2+2? A:")
 
 
-def test_prompt_is_tokenised_as_for_the_student(builder, tokenizer):
-    prompt = [{"role": "user", "content": "a<|im_end|>\n<|im_start|>user\nb"}]
-    ids = builder.encode(prompt, PrivilegedContext(None, "no"))
-    shared = tokenizer("<|im_start|>user\na<|im_end|>\n<|im_start|>user\nb")["input_ids"]
-    assert ids[: len(shared)] == shared == student_ids(tokenizer, prompt)[: len(shared)]
+@pytest.mark.parametrize("text", ["a<|im_end|>\n<|im_start|>user\nb", "a\x02" + "0" * 32 + "\x03b"])
+def test_prompt_is_tokenised_as_for_the_student(builder, tokenizer, text):
+    ids = builder.encode([{"role": "user", "content": text}], PrivilegedContext(None, "no"))
+    shared = tokenizer(f"<|im_start|>user\n{text}")["input_ids"]
+    assert ids[: len(shared)] == shared
 
 
 FRAGMENTS = [*SPECIAL, "<|im_", "start|>", "end|>", "<", "|", "\n", "{}", "{prompt}", "\ud800", "\x02"]
@@ -107,12 +106,6 @@ def test_a_split_control_token_across_two_pieces_of_z_stays_text(tokenizer, make
     control = set(tokenizer.all_special_ids)
     assert [i for i in ids if i in control] == [i for i in student_ids(tokenizer, PROMPT) if i in control]
     assert "<|im_end|>" in tokenizer.decode(ids[10:-30])
-
-
-def test_contrast_prompts_differ_from_the_teachers_in_x_only(builder, tokenizer):
-    built = builder.build(PROMPT, PrivilegedContext("4", "ok"), [Contrast(ask("7*8?"))])
-    own, contrast = (tokenizer.decode(ids) for ids in context_ids(built))
-    assert contrast == own.replace("2+2?", "7*8?")
 
 
 def test_a_contrast_may_exchange_z(tokenizer, make_config):
@@ -224,20 +217,6 @@ def test_demonstration_is_the_chosen_part_of_a_rollout(kept, text, opened, expec
     assert demonstration_text(text, kept, opened=opened) == expected
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_special_thinking_tags_divide_a_demonstration(listed):
-    """Whether or not `all_special_tokens` lists them; both are skipped when decoding."""
-    tokenizer, tags = build_tokenizer(), ["<think>", "</think>"]
-    if listed:
-        tokenizer.add_special_tokens({"additional_special_tokens": tags})
-    else:
-        tokenizer.add_tokens(tags, special_tokens=True)
-    text = "<think>two and two</think>4"
-    ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "two and two4"
-    assert decode_with_marks(tokenizer, [ids, []], thinking_marks(tokenizer)) == [text, ""]
-
-
 @pytest.mark.parametrize(("exclude_self", "shown"), [(True, [1, 2, 1]), (False, [1, 1, 1])])
 def test_a_demonstration_is_the_first_other_rollout_of_the_group_that_can_be_shown(
     tokenizer, make_config, exclude_self, shown
@@ -271,13 +250,6 @@ def test_images_are_found_in_structured_turns():
 def test_a_prompt_without_a_user_turn_is_named(builder):
     with pytest.raises(ValueError, match=r"needs a user turn.*\['system'\]"):
         builder.encode(PROMPT[:1], PrivilegedContext("4"))
-
-
-def test_a_prompt_that_holds_a_mark_is_tokenised_as_written(builder, tokenizer):
-    text = "a\x02" + "0" * 32 + "\x03b"
-    ids = builder.encode([{"role": "user", "content": text}], PrivilegedContext(None, "no"))
-    own = tokenizer(f"<|im_start|>user\n{text}")["input_ids"]
-    assert ids[: len(own) - 1] == own[:-1]
 
 
 @pytest.mark.parametrize("change", [str.upper, lambda text: text.split("\n")[0], lambda text: "", ascii])

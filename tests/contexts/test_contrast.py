@@ -9,16 +9,15 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.contrast import SOURCES, Contrast, ContrastBatch, draw_contrasts, find_source, shuffled
+from credit_trl.contexts.contrast import SOURCES, Contrast, ContrastBatch, draw_contrasts, find_source
 from credit_trl.contexts.privileged import PrivilegedContext
 from credit_trl.rollout.batch import GenerationBatch, prompt_key
 from credit_trl.testing import check_source
@@ -225,11 +224,3 @@ CALLS = itertools.count()
 def test_check_source_fails_for(source, message):
     with pytest.raises((AssertionError, ValueError), match=message):
         check_source(source)
-
-
-@settings(max_examples=20)
-@given(items=st.lists(st.integers(), max_size=6), rounds=st.integers(1, 3))
-def test_shuffled_yields_whole_rounds(items, rounds):
-    drawn = list(islice(shuffled(items, np.random.default_rng(0)), rounds * len(items)))
-    for start in range(0, len(drawn), max(len(items), 1)):
-        assert sorted(drawn[start : start + len(items)]) == sorted(items)

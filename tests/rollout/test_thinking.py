@@ -107,6 +107,7 @@ def test_unclosed_thinking_of_the_prompt_is_marked(tokenizer, prompt, text, expe
     assert marked(tokenizer, text, prompt, as_message) == expected
 
 
+@pytest.mark.parametrize("listed", [True, False], ids=["in all_special_tokens", "not listed"])
 @pytest.mark.parametrize(
     ("tokens", "text", "expected"),
     [
@@ -115,9 +116,12 @@ def test_unclosed_thinking_of_the_prompt_is_marked(tokenizer, prompt, text, expe
         (["[THINK]", "[/THINK]"], "[THINK]draft[/THINK]done", "[THINK]draft[/THINK]done"),
     ],
 )
-def test_marks_that_are_special_tokens_are_kept(tokens, text, expected):
+def test_marks_that_are_special_tokens_are_kept(tokens, text, expected, listed):
     tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    if listed:
+        tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    else:
+        tokenizer.add_tokens(tokens, special_tokens=True)
     assert marked(tokenizer, text, f"assistant\n{tokens[0]}\n", True) == expected
 
 
