@@ -160,17 +160,8 @@ def test_a_source_in_a_file_reads_columns_of_the_dataset(module, make_config, to
     check_source(find_source("my_source:same_task"), columns={"task": list("pqq" * 4)})
 
 
-def test_a_source_in_a_file_may_exchange_z(monkeypatch, make_config, tokenizer):
+def test_a_source_that_exchanges_z_passes_the_check(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "family")
-    config = make_config(contrastive_source="wrong_feedback:wrong_feedback")
-    contexts = contexts_of(tokenizer, config, ["ape", "ape", "ape", "owl", "owl", "owl"], group_size=3)
-    assert [len(context) for context in contexts] == [2, 1, 2, 2, 2, 2]  # sample 1 is the only failure of its group
-    for sample, failed in ((0, 1), (2, 1), (4, None)):
-        teacher, other = contexts[sample]
-        assert teacher[-3:] == other[-3:]  # x
-        if failed is not None:
-            assert f"On {failed}." in other
-            assert f"Answer {failed}" in other
     check_source(find_source("wrong_feedback:wrong_feedback"))
 
 

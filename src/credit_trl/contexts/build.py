@@ -28,15 +28,15 @@ def build_contexts(batch: GenerationBatch, builder: ContextBuilder) -> list[Toke
     Raises:
         ValueError: turn feedback cannot be placed.
     """
-    source = builder.source
     gathered = gather_contrast_batch(batch, builder)
     contexts = []
     for i, sample in enumerate(batch.indices):
-        drawn = draw_contrasts(source, gathered, sample, builder.config.seed) if source else ()
+        prompt = batch.prompts[i]
         tools = batch.tools[i] if batch.tools else None
-        built = builder.build(batch.prompts[i], gathered.privileged[sample], drawn, tools=tools)
+        drawn = draw_contrasts(builder.source, gathered, sample, builder.config.seed) if builder.source else ()
+        built = builder.build(prompt, gathered.privileged[sample], drawn, tools=tools)
         if built.teacher is not None and built.privileged.turns:
-            render = None if isinstance(batch.prompts[i], str) else partial(builder.render, tools=tools)
+            render = None if isinstance(prompt, str) else partial(builder.render, tools=tools)
             built = place_turns(built, batch.completion_ids[i], batch.turn_starts[i], builder, render)
         contexts.append(built)
     return contexts
