@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from credit_trl.rollout.threads import call_in_thread
+from credit_trl.rollout.deadline import call_in_thread
 from credit_trl.rollout.verdict import Verdict, as_verdicts, join_feedback, parameters_of, takes_any_keyword
 from credit_trl.tasks.responses import response_text
 
