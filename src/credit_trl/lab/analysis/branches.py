@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from credit_trl.lab.analysis.tokenmap import TokenMap
-from credit_trl.tasks.printable import markdown_table, plain
+from credit_trl.tasks.escaping import markdown_table, table_cell
 
 # A and B are chosen among the sampled token and the alternatives to which student or teacher gives this probability.
 MIN_PROBABILITY = 0.01
@@ -126,7 +126,7 @@ def format_branches(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         quartiles = [row[quantity] for quantity in _SUMMARIZED]
         texts = [f"{q[1]:.2f} [{q[0]:.2f}, {q[2]:.2f}]" if q else "–" for q in quartiles]
-        cells.append([plain(row["name"]), str(row["count"]), str(row["rising"]), *texts])
+        cells.append([table_cell(row["name"]), str(row["count"]), str(row["rising"]), *texts])
     title = (
         "Branches of generic tokens and an input-specific token B: median [quartiles]; δ and s of the likeliest "
         "generic token A, λ_c of all of them, where some δ > 0."

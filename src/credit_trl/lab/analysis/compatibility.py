@@ -25,7 +25,7 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import analysis_config
 from credit_trl.lab.analysis.vocabulary_logps import ModelPrompts, next_token_logps
-from credit_trl.tasks.printable import markdown_table
+from credit_trl.tasks.escaping import markdown_table
 
 # The paper's wording of z for a boxed letter, and the start of the answer that makes the next token the letter.
 FEEDBACK = "The correct answer is \\boxed{{{letter}}}."

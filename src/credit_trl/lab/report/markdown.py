@@ -5,30 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from credit_trl.tasks.printable import markdown_table, plain
+from credit_trl.tasks.escaping import markdown_table, table_cell
 
 _COLUMNS = ("task", "arm", "runs", "before", "avg@k (%)", "95 % interval", "best", "difference", "95 %", "p (Holm)")
 
 
 def report_markdown(document: Mapping[str, Any]) -> str:
     """Scores, differences and options as Markdown; the curves are in the JSON file."""
-    parts = [f"# {plain(document['title'])}"]
+    parts = [f"# {table_cell(document['title'])}"]
     if document["comparison"]:
         parts.append(markdown_table(_COLUMNS, map(_score_cells, document["comparison"]), left=2))
     options = document["options"]
     if len(options) == 1:
-        parts.append(markdown_table(("option", "value"), [map(plain, fact) for fact in document["facts"].items()], 2))
+        parts.append(
+            markdown_table(("option", "value"), [map(table_cell, fact) for fact in document["facts"].items()], 2)
+        )
     else:
-        rows = ([plain(str(value)) for value in row.values()] for row in options)
-        parts.append(markdown_table([plain(name) for name in options[0]], rows))
+        rows = ([table_cell(str(value)) for value in row.values()] for row in options)
+        parts.append(markdown_table([table_cell(name) for name in options[0]], rows))
     return "\n\n".join(parts) + "\n"
 
 
 def _score_cells(row: Mapping[str, Any]) -> list[str]:
     p = row.get("p_holm")
     return [
-        plain(row["task"]),
-        plain(row["arm"]),
+        table_cell(row["task"]),
+        table_cell(row["arm"]),
         str(row["runs"]),
         _percent(row.get("before")),
         _percent(row["score"]),
