@@ -14,11 +14,12 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.tokens import TokenContexts
+from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import Rollout
 from credit_trl.lab.analysis.token_classes import Classify
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
-from credit_trl.lab.analysis.tokenmap_json import MAPS_FOLDER, read_maps, write_maps
+from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
 from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
 from credit_trl.lab.analysis.vocabulary_logps import ModelPrompts, RolloutContexts, vocabulary_logps
 from credit_trl.teacher.models import Teacher

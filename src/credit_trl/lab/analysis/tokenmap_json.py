@@ -19,8 +19,6 @@ from credit_trl.lab.analysis.tokenmap import ScoredTokens, TokenMap, TokenScores
 from credit_trl.lab.analysis.tokentext import TokenText, visible
 from credit_trl.training.run_directory import write_atomically
 
-MAPS_FOLDER = "credit_maps"  # of a run directory
-
 _TENSORS = [field.name for field in fields(ScoredTokens) if field.name != "formula"]
 
 

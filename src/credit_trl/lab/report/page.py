@@ -23,7 +23,7 @@ from credit_trl.training.run_directory import write_atomically
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
-def write_page(document: Mapping[str, Any], path: str | Path) -> None:
+def write_html(document: Mapping[str, Any], path: str | Path) -> None:
     """Write the page of a document with any of `curves`, `comparison`, `options`, `rollouts` and `maps`."""
     folder = files(__package__) / "page"
     page = {name: (folder / f"report.{name}").read_text("utf-8") for name in ("html", "css", "js")}

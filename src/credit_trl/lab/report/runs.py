@@ -63,7 +63,7 @@ class Run:
         return _prompt_scores(path) if path.is_file() else {}
 
 
-def read_run(folder: str | Path) -> Run:
+def load_run(folder: str | Path) -> Run:
     """Read one directory.
 
     Raises:
@@ -89,8 +89,8 @@ def read_run(folder: str | Path) -> Run:
 def arms_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs by the options in which they differ from each other, which name them; seeds of one arm share a name.
 
-    Without such an option the first run's folder names them. Runs with equal options and seeds are told apart by their
-    folders.
+    Without such an option the first run's folder names them. Runs with equal options and seeds are named with their
+    folders too.
     """
     arms: dict[str, list[Run]] = {}
     shown = differing_options(runs)
@@ -118,7 +118,7 @@ def short_names(paths: Sequence[str | Path], parts: int = 1) -> list[str]:
     raise ValueError(f"{twice} is named twice.")
 
 
-def read_rollouts(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str, Any]]:
+def read_completions(run: Run, steps: int = 12, rows: int = 8) -> list[dict[str, Any]]:
     """Rows of TRL's tables of completions: the first `rows` of each of at most `steps` steps, evenly spaced."""
     import pyarrow.parquet as parquet
 

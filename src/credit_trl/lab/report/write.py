@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from credit_trl.lab.analysis.tokentext import visible
-from credit_trl.lab.report.comparison import compare, curves
+from credit_trl.lab.report.comparison import compare_arms, curves
 from credit_trl.lab.report.markdown import report_markdown
-from credit_trl.lab.report.page import write_page
-from credit_trl.lab.report.runs import Run, arms_of, differing_options, read_rollouts, read_run, short_names
+from credit_trl.lab.report.page import write_html
+from credit_trl.lab.report.runs import Run, arms_of, differing_options, load_run, read_completions, short_names
 from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
 from credit_trl.training.run_directory import write_atomically, write_json
 
@@ -39,7 +39,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     if not runs:
         raise ValueError("`runs` is empty: pass at least one run directory.")
     folders = [Path(run) for run in runs]
-    read = [read_run(folder) for folder in folders]
+    read = [load_run(folder) for folder in folders]
     names = short_names(folders)
     if output is None:
         output = folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE
@@ -47,7 +47,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     document = report_document(read)
     write_json(output.with_suffix(".json"), document)
     write_atomically(output.with_suffix(".md"), report_markdown(document))
-    write_page(document | _of_runs(read, names), output)
+    write_html(document | _of_runs(read, names), output)
     return output
 
 
@@ -70,7 +70,9 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
             for name, run in zip(names, runs, strict=True)
         ],
         "curves": curves(arms),
-        "comparison": [{**row, "task": visible(row["task"]), "arm": visible(row["arm"])} for row in compare(arms)],
+        "comparison": [
+            {**row, "task": visible(row["task"]), "arm": visible(row["arm"])} for row in compare_arms(arms)
+        ],
     }
 
 
@@ -84,7 +86,7 @@ def _of_runs(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
     rollouts = [
         {"run": visible(name), **_rollout(row)}
         for name, run in zip(names, runs, strict=True)
-        for row in read_rollouts(run)
+        for row in read_completions(run)
     ]
     document: dict[str, Any] = {"rollouts": rollouts}
     for name, run in zip(names, runs, strict=True):
