@@ -236,8 +236,8 @@ def rank_agreement(credits: Sequence[iv.InterventionalCredit], field: str) -> di
     """Agreement of the order of r^cf with that of a field of `Branching`, averaged over the resolved prefixes.
 
     Returns:
-        `concordance`: see `concordance`. `kendall`: Kendall's τ-b; candidates that succeed equally often are ties, so a
-        quantity that separates them cannot reach 1. `top`: share of prefixes at which the quantity's best candidate
+        `concordance`: see `concordance`. `kendall`: Kendall's τ-b; candidates that succeed equally often are ties, so
+        a quantity that separates them cannot reach 1. `top`: share of prefixes at which the quantity's best candidate
         has the highest success rate. NaN without a resolved prefix.
     """
     pairs = [(c.successes, getattr(c.branching, field).double().numpy()) for c in credits if c.is_resolved]

@@ -167,7 +167,7 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
 
 
 def _write(args: argparse.Namespace, maps: list[TokenMap], configs: dict[str, CreditConfig]) -> None:
-    from credit_trl.lab.analysis.drift import format_branches, summarize_branches
+    from credit_trl.lab.analysis.drift import branch_table
     from credit_trl.lab.analysis.tokenmap_json import write_maps
     from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
     from credit_trl.lab.report.token_maps import write_token_maps
@@ -182,8 +182,7 @@ def _write(args: argparse.Namespace, maps: list[TokenMap], configs: dict[str, Cr
         own = [one for one in maps if one.checkpoint == name]
         config = configs[name]
         rate = {"live": 1.0, "base": 0.0}.get(config.teacher_model_kind, config.teacher_update_rate)
-        branches = summarize_branches(own, rate, args.generation_batches)
-        drift = format_branches(branches, config.contrastive_coef, rate, args.generation_batches)
+        drift = branch_table(own, rate, args.generation_batches)
         summaries.append(f"## {name}\n\n{format_summary(summarize_maps(own))}\n{drift}")
     (directory / "summary.md").write_text("\n".join(summaries), encoding="utf-8")
     print("\n".join(summaries))

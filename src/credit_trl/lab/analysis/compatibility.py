@@ -48,13 +48,9 @@ def fit_posterior(
         The posterior P̂ and the residual `‖s − Tᵀ P̂‖₁`.
 
     Raises:
-        ValueError: the shapes do not match, or a row is not a distribution.
+        ValueError: a row is not a distribution.
     """
     student, teachers = np.asarray(student, dtype=np.float64), np.asarray(teachers, dtype=np.float64)
-    if teachers.ndim != student.ndim + 1 or teachers.shape[:-2] != student.shape[:-1]:
-        raise ValueError(f"Shapes (..., L) and (..., Z, L) are needed, got {student.shape} and {teachers.shape}.")
-    if teachers.shape[-1] != student.shape[-1]:
-        raise ValueError(f"Student and teachers differ in the number of letters: {student.shape}, {teachers.shape}.")
     for name, rows in (("student", student), ("teachers", teachers)):
         if not (np.isfinite(rows).all() and (rows >= 0).all() and np.allclose(rows.sum(-1), 1.0, atol=1e-4)):
             raise ValueError(f"`{name}` must hold distributions: numbers in [0, 1] that sum to 1 over the letters.")

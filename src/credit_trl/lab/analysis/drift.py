@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float
@@ -28,12 +28,13 @@ from credit_trl.lab.analysis.tokenmap import TokenMap
 from credit_trl.objective import Form
 from credit_trl.tasks.escaping import markdown_table, table_cell
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 # A and B are chosen among the sampled token and the alternatives to which student or teacher gives this probability.
 MIN_PROBABILITY = 0.01
 # B is the likeliest of them with S of at least the first, A the likeliest with S of at most the second, in nats.
 MIN_SPECIFIC, MAX_GENERIC = 1.0, 0.5
-_LAMBDAS = ("lambda_subtract", "lambda_hold", "lambda_guide")
-_RATES = ("rate", "rate_sdpo", "rate_run")
 
 
 def find_branches(token_map: TokenMap) -> dict[str, Tensor]:
@@ -171,78 +172,57 @@ def holding_coef(log_odds: float, delta: float, s: float, form: Form = "subtract
     return delta / divisor if divisor > 0.0 else math.inf
 
 
-def summarize_branches(maps: Sequence[TokenMap], rate: float, batches: int) -> list[dict[str, Any]]:
-    """Summarize all branches, and those of each class of the sampled token, the most frequent class first.
+def branch_table(maps: Sequence[TokenMap], rate: float, batches: int) -> str:
+    """Markdown table of all branches, and of those of each class of the sampled token, the most frequent class first.
 
     Args:
         maps: maps of one checkpoint; their formula has λ and form of the run.
         rate: ρ of the teacher.
         batches: T, generation batches of the predicted drift.
-
-    Returns:
-        Rows with `name` of the class, `count` of its branches, `rising` of those where some δ > 0; medians of
-        `log_odds`, `delta` and `s`; quartiles of `lambda_subtract`, `lambda_hold` and `lambda_guide` over the rising
-        ones, None without them; and the mean share of A among A and B, `rate` of the policy, `rate_sdpo` and
-        `rate_run` after T generation batches with λ = 0 and with the run's λ. None without branches.
     """
+    from pandas import DataFrame
+
     found = [_with_predictions(token_map, rate, batches) for token_map in maps]
     labels = [m.classes[t] for m, own in zip(maps, found, strict=True) for t in own["positions"].tolist()]
     if not labels:
-        return []
-    values = {name: torch.cat([own[name] for own in found]) for name in found[0]}
-    rows = [_summary_row("all", values, torch.ones(len(labels), dtype=torch.bool))]
-    of_classes = [
-        _summary_row(name, values, torch.tensor([label == name for label in labels])) for name in dict.fromkeys(labels)
-    ]
-    return rows + sorted(of_classes, key=lambda row: -row["count"])
-
-
-def _with_predictions(token_map: TokenMap, rate: float, batches: int) -> dict[str, Tensor]:
-    """Branches of a map with λ_hold of subtract and the rates of A."""
-    found = find_branches(token_map)
-    formula = token_map.scores.formula
-    measured = list(zip(*(found[name].tolist() for name in ("log_odds", "delta", "s")), strict=True))
-    drifts = {
-        "rate_sdpo": [BranchDrift(*one, coef=0.0, rate=rate) for one in measured],
-        "rate_run": [BranchDrift(*one, formula.contrastive_coef, rate, formula.form) for one in measured],
-    }
-    after = {name: [drift.after(batches) for drift in own] for name, own in drifts.items()}
-    return found | {
-        "lambda_hold": found["s"].new_tensor([holding_coef(*one) for one in measured]),
-        "rate": found["log_odds"].sigmoid(),
-        **{name: found["s"].new_tensor(log_odds).sigmoid() for name, log_odds in after.items()},
-    }
-
-
-def _summary_row(name: str, values: dict[str, Tensor], chosen: Bool[Tensor, " N"]) -> dict[str, Any]:
-    rising = chosen & ~values["lambda_subtract"].isnan()
-    row: dict[str, Any] = {"name": name, "count": int(chosen.sum()), "rising": int(rising.sum())}
-    row |= {quantity: values[quantity][chosen].median().item() for quantity in ("log_odds", "delta", "s")}
-    row |= {quantity: values[quantity][chosen].mean().item() for quantity in _RATES}
-    for quantity in _LAMBDAS:
-        own = values[quantity][rising]
-        levels = own.new_tensor([0.25, 0.5, 0.75])
-        # "nearest" does not interpolate with the infinite λ_hold of a branch that no λ holds.
-        row[quantity] = tuple(own.quantile(levels, interpolation="nearest").tolist()) if len(own) else None
-    return row
-
-
-def format_branches(rows: Sequence[dict[str, Any]], coef: float, rate: float, batches: int) -> str:
-    """Markdown table of `summarize_branches` for a run's λ; one sentence where there is no branch."""
-    if not rows:
         return "No branch between a generic and an input-specific token was found.\n"
-    cells = []
-    for row in rows:
-        medians = [f"{row[quantity]:.2f}" for quantity in ("log_odds", "delta", "s")]
-        lambdas = [f"{q[1]:.2f} [{q[0]:.2f}, {q[2]:.2f}]" if q else "–" for q in (row[name] for name in _LAMBDAS)]
-        rates = [f"{100 * row[quantity]:.1f}" for quantity in _RATES]
-        cells.append([table_cell(row["name"]), str(row["count"]), str(row["rising"]), *medians, *lambdas, *rates])
+    values = {name: torch.cat([own[name] for own in found]).numpy() for name in found[0]}
+    frame = DataFrame(values | {"class": labels})
+    classes = sorted(frame.groupby("class", sort=False), key=lambda item: -len(item[1]))
     title = (
         "Branches of a generic token A and an input-specific token B: medians, and median [quartiles] of λ where some "
         "δ > 0. Above λ_c the generic tokens become rarer than B, above λ_hold A does not rise; for guide both are "
         "δ/s. Rates are the mean share of A among A and B in %: now, and predicted after "
         f"T = {batches} generation batches with ρ = {rate:g}."
     )
-    columns = ("token class", "branches", "δ > 0", "ℓ_0", "δ", "s", "λ_c", "λ_hold", "λ of guide")
-    columns += ("now", "SDPO", f"λ = {coef:g}")
-    return f"{title}\n\n{markdown_table(columns, cells)}\n"
+    columns = ("token class", "branches", "δ > 0", "ℓ_0", "δ", "s", "λ_c", "λ_hold", "λ of guide", "now", "SDPO")
+    own_rate = f"λ = {maps[0].scores.formula.contrastive_coef:g}"
+    rows = [_cells(name, own) for name, own in [("all", frame), *classes]]
+    return f"{title}\n\n{markdown_table((*columns, own_rate), rows)}\n"
+
+
+def _with_predictions(token_map: TokenMap, rate: float, batches: int) -> dict[str, Tensor]:
+    """Branches of a map with λ_hold of subtract, and the share of A among A and B now and after training."""
+    found = find_branches(token_map)
+    formula = token_map.scores.formula
+    measured = list(zip(*(found[name].tolist() for name in ("log_odds", "delta", "s")), strict=True))
+    sdpo = [BranchDrift(*one, coef=0.0, rate=rate).after(batches) for one in measured]
+    run = [BranchDrift(*one, formula.contrastive_coef, rate, formula.form).after(batches) for one in measured]
+    return found | {
+        "lambda_hold": found["s"].new_tensor([holding_coef(*one) for one in measured]),
+        "rate": found["log_odds"].sigmoid(),
+        "rate_sdpo": found["s"].new_tensor(sdpo).sigmoid(),
+        "rate_run": found["s"].new_tensor(run).sigmoid(),
+    }
+
+
+def _cells(name: str, branches: DataFrame) -> list[str]:
+    rising = branches[branches["lambda_subtract"].notna()]
+    medians = [f"{branches[one].median():.2f}" for one in ("log_odds", "delta", "s")]
+    lambdas = []
+    for one in ("lambda_subtract", "lambda_hold", "lambda_guide"):
+        # "nearest" does not interpolate with the infinite λ_hold of a branch that no λ holds.
+        low, median, high = rising[one].quantile([0.25, 0.5, 0.75], interpolation="nearest")
+        lambdas.append(f"{median:.2f} [{low:.2f}, {high:.2f}]" if len(rising) else "–")
+    rates = [f"{100 * branches[one].mean():.1f}" for one in ("rate", "rate_sdpo", "rate_run")]
+    return [table_cell(name), str(len(branches)), str(len(rising)), *medians, *lambdas, *rates]

@@ -70,16 +70,6 @@ def interventional_credit(success: Float[NDArray, "*b K"], baseline: Float[NDArr
         return np.log(success) - np.log(np.asarray(baseline)[..., None])
 
 
-def smoothed_rate(successes: NDArray, samples: int) -> NDArray:
-    """(k + ½) / (n + 1), a rate with a finite log for k = 0 (posterior mean under Jeffreys' prior)."""
-    return (np.asarray(successes) + 0.5) / (samples + 1.0)
-
-
-def standard_error(rate: NDArray, samples: int, baseline: float, baseline_samples: int) -> NDArray:
-    """Standard error of log rate − log baseline for independent rollouts: Var(log p̂) ≈ (1 − p) / (n p)."""
-    return np.sqrt((1.0 - rate) / (samples * rate) + (1.0 - baseline) / (baseline_samples * baseline))
-
-
 def candidates_of(
     checkpoint: Checkpoint,
     contexts: RolloutContexts,
@@ -183,13 +173,14 @@ def policy_outcomes(
 def estimate(
     branching: Branching, successes: NDArray, samples: int, baseline_successes: int, baseline_samples: int
 ) -> InterventionalCredit:
-    """r^cf and its standard error from counts."""
-    rates = smoothed_rate(successes, samples)
-    baseline = float(smoothed_rate(np.array(baseline_successes), baseline_samples))
+    """r^cf and its standard error from counts of independent rollouts.
+
+    Rates are (k + ½) / (n + 1), the posterior mean under Jeffreys' prior, which has a finite log for k = 0;
+    Var(log p̂) ≈ (1 − p) / (n p).
+    """
+    rates = (successes + 0.5) / (samples + 1.0)
+    baseline = (baseline_successes + 0.5) / (baseline_samples + 1.0)
+    variance = (1.0 - rates) / (samples * rates) + (1.0 - baseline) / (baseline_samples * baseline)
     return InterventionalCredit(
-        branching,
-        successes,
-        samples,
-        interventional_credit(rates, np.array(baseline)),
-        standard_error(rates, samples, baseline, baseline_samples),
+        branching, successes, samples, interventional_credit(rates, np.array(baseline)), np.sqrt(variance)
     )

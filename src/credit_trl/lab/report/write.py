@@ -10,15 +10,16 @@ from typing import Any
 
 from credit_trl.lab.analysis.tokentext import visible
 from credit_trl.lab.report.comparison import compare_arms, curves
-from credit_trl.lab.report.markdown import report_markdown
 from credit_trl.lab.report.page import write_html
 from credit_trl.lab.report.runs import Run, arms_of, differing_options, load_run, read_completions, short_names
 from credit_trl.lab.report.token_maps import maps_section, read_run_maps, turns
+from credit_trl.tasks.escaping import markdown_table, table_cell
 from credit_trl.training.run_directory import write_atomically, write_json
 
 REPORT_FILE = "report.html"
 # Characters of a text of a rollout that the page shows.
 _LONGEST_TEXT = 20_000
+_COLUMNS = ("task", "arm", "runs", "before", "avg@k (%)", "95 % interval", "best", "difference", "95 %", "p (Holm)")
 _FACTS = ("task", "model", "contrastive_coef", "contrastive_form", "contrastive_source", "contrastive_count")
 
 
@@ -70,9 +71,7 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
             for name, run in zip(names, runs, strict=True)
         ],
         "curves": curves(arms),
-        "comparison": [
-            {**row, "task": visible(row["task"]), "arm": visible(row["arm"])} for row in compare_arms(arms)
-        ],
+        "comparison": [row | {name: visible(row[name]) for name in ("task", "arm")} for row in compare_arms(arms)],
     }
 
 
@@ -112,3 +111,46 @@ def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
 def _shortened(text: str) -> str:
     rest = len(text) - _LONGEST_TEXT
     return text if rest <= 0 else f"{text[:_LONGEST_TEXT]}\n[… {rest} characters]"
+
+
+def report_markdown(document: Mapping[str, Any]) -> str:
+    """Scores, differences and options as Markdown; the curves are in the JSON file."""
+    parts = [f"# {table_cell(document['title'])}"]
+    if document["comparison"]:
+        parts.append(markdown_table(_COLUMNS, map(_score_cells, document["comparison"]), left=2))
+    options = document["options"]
+    if len(options) == 1:
+        parts.append(
+            markdown_table(("option", "value"), [map(table_cell, fact) for fact in document["facts"].items()], 2)
+        )
+    else:
+        rows = ([table_cell(str(value)) for value in row.values()] for row in options)
+        parts.append(markdown_table([table_cell(name) for name in options[0]], rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _score_cells(row: Mapping[str, Any]) -> list[str]:
+    p = row.get("p_holm")
+    return [
+        table_cell(row["task"]),
+        table_cell(row["arm"]),
+        str(row["runs"]),
+        _percent(row.get("before")),
+        _percent(row["score"]),
+        _interval(row.get("low"), row.get("high"), row["by_seed"]),
+        _percent(row["best"]),
+        _percent(row.get("difference"), "+"),
+        _interval(row.get("difference_low"), row.get("difference_high"), row.get("difference_by_seed", ()), "+"),
+        "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}",
+    ]
+
+
+def _percent(value: float | None, sign: str = "") -> str:
+    return "–" if value is None else f"{100 * value:{sign}.1f}"
+
+
+def _interval(low: float | None, high: float | None, by_seed: Sequence[float], sign: str = "") -> str:
+    """The interval, or the values of two seeds."""
+    if low is not None:
+        return f"[{_percent(low, sign)}, {_percent(high, sign)}]"
+    return ", ".join(_percent(value, sign) for value in by_seed) if len(by_seed) > 1 else "–"
