@@ -27,6 +27,7 @@ from credit_trl.lab.analysis.compatibility import (
     ChoiceQuestion,
     Record,
     measure_compatibility,
+    residual,
 )
 from credit_trl.tasks import load_task
 from credit_trl.tasks.escaping import markdown_table
@@ -137,8 +138,8 @@ def compatibility_metrics(records: Sequence[Record]) -> dict[str, float | str]:
     if not records:
         raise ValueError("There are no records to summarize.")
     residuals = np.array([r.residual for r in records])
-    uniform = np.array([r.uniform_residual for r in records])
-    per_letter = np.median([r.fidelity for r in records], axis=0)
+    uniform = np.array([residual(r.student, r.teachers, np.full_like(r.student, 1 / len(r.student))) for r in records])
+    per_letter = np.median([np.diagonal(r.teachers) for r in records], axis=0)  # T_{z→z}, the letter that z names
     letters = records[0].question.letters
     golds = [r.question.letters.index(r.question.gold) for r in records if r.question.gold is not None]
     return {
@@ -153,7 +154,9 @@ def compatibility_metrics(records: Sequence[Record]) -> dict[str, float | str]:
         f"Fraction residual < {THRESHOLD:g}": float((residuals < THRESHOLD).mean()),
         "Uniform-P L1 baseline (median)": float(np.median(uniform)),
         "Uniform / LS ratio (median)": float(np.median(uniform / residuals.clip(min=_FLOOR))),
-        "Self-consistency argmax P̂ = argmax s": float(np.mean([r.is_self_consistent for r in records])),
+        "Self-consistency argmax P̂ = argmax s": float(
+            np.mean([r.posterior.argmax() == r.student.argmax() for r in records])
+        ),
         "P̂ mass on student's argmax (median)": float(np.median([r.posterior[r.student.argmax()] for r in records])),
     }
 

@@ -240,13 +240,21 @@ def rank_agreement(credits: Sequence[iv.InterventionalCredit], field: str) -> di
         a quantity that separates them cannot reach 1. `top`: share of prefixes at which the quantity's best candidate
         has the highest success rate. NaN without a resolved prefix.
     """
-    pairs = [(c.successes, getattr(c.branching, field).double().numpy()) for c in credits if c.is_resolved]
+    pairs = [(c.successes, getattr(c.branching, field).double().numpy()) for c in credits if is_resolved(c)]
     if not pairs:
         return dict.fromkeys(("concordance", "kendall", "top"), float("nan"))
     taus = [0.0 if np.ptp(values) == 0 else kendalltau(successes, values).statistic for successes, values in pairs]
     tops = [successes[values.argmax()] == successes.max() for successes, values in pairs]
     found = {"concordance": [concordance(*pair) for pair in pairs], "kendall": taus, "top": tops}
     return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def is_resolved(credit: iv.InterventionalCredit) -> bool:
+    """Whether the rates of the best and the worst candidate differ by more than two standard errors."""
+    rates = credit.successes / credit.samples
+    spread = rates.max() - rates.min()
+    pooled = rates.mean()
+    return bool(spread > 2.0 * np.sqrt(2.0 * pooled * (1.0 - pooled) / credit.samples) and spread > 0.0)
 
 
 def concordance(successes: np.ndarray, values: np.ndarray) -> float:

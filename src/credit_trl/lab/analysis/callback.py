@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +15,11 @@ from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab import MAPS_FOLDER
 from credit_trl.lab.analysis.checkpoints import Checkpoint
-from credit_trl.lab.analysis.responses import Rollout
-from credit_trl.lab.analysis.token_classes import Classify
+from credit_trl.lab.analysis.responses import Rollout, with_contrasts
 from credit_trl.lab.analysis.tokenmap import TokenMap, map_response
 from credit_trl.lab.analysis.tokenmap_json import read_maps, write_maps
 from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
-from credit_trl.lab.analysis.vocabulary_logps import ModelPrompts, RolloutContexts, vocabulary_logps
+from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts, vocabulary_logps
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import reshard
 
@@ -37,30 +35,15 @@ class CreditMapCallback(TrainerCallback):
     Args:
         every: steps between two files.
         rollouts: number of rollouts with a teacher, over all processes.
-        alternatives: tokens listed besides the sampled token at each position.
-        classify: token classes of the summary; None takes `token_classes.default_classes`.
         trainer: a `CreditTrainer`; can be set later as an attribute.
 
     Raises:
-        ValueError: `every` or `rollouts` is below 1.
         RuntimeError: training begins without a trainer.
     """
 
-    def __init__(
-        self,
-        every: int = 50,
-        *,
-        rollouts: int = 4,
-        alternatives: int = 5,
-        classify: Classify | None = None,
-        trainer: Any = None,
-    ) -> None:
-        if every < 1 or rollouts < 1:
-            raise ValueError(f"`every` and `rollouts` must be at least 1, got {every} and {rollouts}.")
+    def __init__(self, every: int = 50, *, rollouts: int = 4, trainer: Any = None) -> None:
         self.every = every
         self.rollouts = rollouts
-        self.alternatives = alternatives
-        self.classify = classify
         self.trainer = trainer
         self._due = False
         self._evaluation_batch: Any = None
@@ -127,10 +110,9 @@ class CreditMapCallback(TrainerCallback):
 
     def _maps(self, checkpoint: Checkpoint, rollouts: Sequence[Rollout], count: int) -> list[TokenMap]:
         """Maps of the rollouts, and idle passes for those that are missing to `count`."""
-        options = {"alternatives": self.alternatives, "classify": self.classify}
-        maps = [map_response(checkpoint, rollout, self.trainer.args, **options) for rollout in rollouts]
+        maps = [map_response(checkpoint, rollout, self.trainer.args) for rollout in rollouts]
         nothing = TokenContexts(None)
-        idle = [ModelPrompts(checkpoint.student, nothing), ModelPrompts(checkpoint.teacher, nothing)]
+        idle = [(checkpoint.student, nothing), (checkpoint.teacher, nothing)]
         for _ in range(count - len(rollouts)):
             list(vocabulary_logps(idle, []))
         return maps
@@ -139,8 +121,7 @@ class CreditMapCallback(TrainerCallback):
         """Local rollouts of the current generation batch that have a teacher, with the contexts of their loss."""
         trainer = self.trainer
         batch = trainer._generation_batch
-        config = copy.copy(trainer.args)
-        config.contrastive_coef = config.contrastive_coef or 1.0  # λ = 0 draws no contrast prompts, S_t needs them
+        config = with_contrasts(trainer.args)
         builder = ContextBuilder(self._tokenizer, config, trainer.eos_token_ids, trainer.context_builder.render)
         contexts = build_contexts(batch, builder)
         return [self._rollout(step, i, own, builder) for i, own in enumerate(contexts) if own.teacher is not None]

@@ -21,7 +21,7 @@ from credit_trl.contexts.prompts import Prompt
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.responses import analysis_config
-from credit_trl.lab.analysis.vocabulary_logps import ModelPrompts, next_token_logps
+from credit_trl.lab.analysis.vocabulary_logps import next_token_logps
 
 # The paper's wording of z for a boxed letter, and the start of the answer that makes the next token the letter.
 FEEDBACK = "The correct answer is \\boxed{{{letter}}}."
@@ -109,7 +109,6 @@ class Record:
     teacher_mass: Float[NDArray, " Z"]  # the same of each teacher
     posterior: Float[NDArray, " Z"]  # P̂
     residual: float  # ‖s − Tᵀ P̂‖₁
-    uniform_residual: float  # ‖s − Tᵀ u‖₁ with the uniform mixture u
 
     @classmethod
     def fit(cls, question: ChoiceQuestion, probabilities: Float[NDArray, "1+Z Z"]) -> Record:
@@ -118,7 +117,6 @@ class Record:
         student, *teachers = probabilities / mass[:, None]
         teachers = np.array(teachers)
         posterior, distance = fit_posterior(student, teachers)
-        uniform = np.full_like(posterior, 1.0 / len(posterior))
         return cls(
             question=question,
             student=student,
@@ -127,18 +125,7 @@ class Record:
             teacher_mass=mass[1:],
             posterior=posterior,
             residual=float(distance),
-            uniform_residual=float(residual(student, teachers, uniform)),
         )
-
-    @property
-    def fidelity(self) -> Float[NDArray, " Z"]:
-        """T_{z→z}: probability of the letter that the teacher's feedback names."""
-        return np.diagonal(self.teachers)
-
-    @property
-    def is_self_consistent(self) -> bool:
-        """Whether P̂ and s have the same most likely letter."""
-        return int(self.posterior.argmax()) == int(self.student.argmax())
 
 
 def letter_ids(tokenizer: PreTrainedTokenizerBase, letters: Sequence[str]) -> list[list[int]]:
@@ -182,7 +169,7 @@ def measure_compatibility(
         texts = [feedback.format(letter=letter) for letter in question.letters]
         with_feedback = [builder.encode(question.prompt, PrivilegedContext(feedback=z)) for z in texts]
         prompts = TokenContexts(checkpoint.encode(question.prompt), with_feedback)
-        logps = next_token_logps(ModelPrompts(checkpoint.teacher, prompts), prefix_ids)
+        logps = next_token_logps(checkpoint.teacher, prompts, prefix_ids)
         columns = [torch.logsumexp(logps[:, ids[letter]].double(), dim=-1).exp() for letter in question.letters]
         records.append(Record.fit(question, torch.stack(columns, dim=-1).cpu().numpy()))
     return records

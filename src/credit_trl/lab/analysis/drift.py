@@ -223,6 +223,6 @@ def _cells(name: str, branches: DataFrame) -> list[str]:
     for one in ("lambda_subtract", "lambda_hold", "lambda_guide"):
         # "nearest" does not interpolate with the infinite λ_hold of a branch that no λ holds.
         low, median, high = rising[one].quantile([0.25, 0.5, 0.75], interpolation="nearest")
-        lambdas.append(f"{median:.2f} [{low:.2f}, {high:.2f}]" if len(rising) else "–")
+        lambdas.append(f"{median:.2f} [{low:.2f}, {high:.2f}]".replace("inf", "∞") if len(rising) else "–")
     rates = [f"{100 * branches[one].mean():.1f}" for one in ("rate", "rate_sdpo", "rate_run")]
     return [table_cell(name), str(len(branches)), str(len(rising)), *medians, *lambdas, *rates]

@@ -55,14 +55,6 @@ class InterventionalCredit:
     credit: Float[NDArray, " K"]  # estimate of r^cf in nats
     standard_error: Float[NDArray, " K"]  # of `credit`, by the delta method
 
-    @property
-    def is_resolved(self) -> bool:
-        """Whether the rates of the best and the worst candidate differ by more than two standard errors."""
-        rates = self.successes / self.samples
-        spread = rates.max() - rates.min()
-        pooled = self.successes.mean() / self.samples
-        return bool(spread > 2.0 * np.sqrt(2.0 * pooled * (1.0 - pooled) / self.samples) and spread > 0.0)
-
 
 def interventional_credit(success: Float[NDArray, "*b K"], baseline: Float[NDArray, "*b"]) -> Float[NDArray, "*b K"]:
     """r^cf of candidates from their success probabilities and the one without intervention."""

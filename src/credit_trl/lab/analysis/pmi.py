@@ -23,7 +23,7 @@ from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, rollout_contexts
 from credit_trl.lab.analysis.tokenmap import ScoredTokens, gather_scores
-from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, ModelPrompts, RolloutContexts, vocabulary_logps
+from credit_trl.lab.analysis.vocabulary_logps import CreditLogps, RolloutContexts, vocabulary_logps
 from credit_trl.objective import Form
 
 
@@ -143,10 +143,7 @@ def response_pmi(
         conditioning on the support (`distillation_tail="renormalize"`) adds to R_t.
     """
     prompts = TokenContexts(contexts.teacher, [*contexts.contrasts, contexts.student, *map(list, contrast_prompts)])
-    models = [
-        ModelPrompts(checkpoint.student, TokenContexts(contexts.student)),
-        ModelPrompts(checkpoint.teacher, prompts),
-    ]
+    models = [(checkpoint.student, TokenContexts(contexts.student)), (checkpoint.teacher, prompts)]
     prior = 1 + len(contexts.contrasts)
     parts: list[dict[str, Tensor]] = []
     for rows, ((student,), read) in vocabulary_logps(models, token_ids, temperature=formula.temperature):

@@ -69,15 +69,7 @@ def _share(values: Tensor, rows: Tensor) -> float:
 
 def format_summary(summary: Summary) -> str:
     """Markdown table of the summary."""
-    columns = (
-        "token class",
-        "tokens",
-        "share of tokens",
-        "share of \\|ΔV\\|",
-        "share of \\|S\\|",
-        "mean ΔV",
-        "mean S",
-    )
+    columns = ("token class", "tokens", "share of tokens", "of \\|ΔV\\|", "of \\|S\\|", "mean ΔV", "mean S")
     rows = []
     for c in summary.classes:
         shares = (f"{share:.3f}" for share in (c.share_of_tokens, c.share_of_delta_v, c.share_of_specific))
