@@ -23,8 +23,8 @@ class ReportCallback(TrainerCallback):
     """Write `report.html` in the output directory after each log, and print a link to it when training ends.
 
     Add it after other callbacks, `trainer.add_callback(ReportCallback())`, so that the last report has the last
-    evaluation and the link is the last line. A report that cannot be written
-    gives one warning and does not end the run.
+    evaluation and the link is the last line. A report that cannot be written gives one warning and does not end the
+    run.
 
     Args:
         seconds: least time between two reports during training.
