@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def branch_map(
 
     Args:
         delta, s: (T,), δ, and s as the mean over the contrast prompts.
-        sampled: the sampled token of every position; the others are alternatives.
+        sampled: the sampled token of every position; the alternatives are all five tokens.
         contrasts: number of contrast prompts.
         other: logit of OTHER; those of A and B lie in [0, 2], those of FOREIGN and RARE are -12.
     """
@@ -46,23 +46,24 @@ def branch_map(
     contrast = teacher.expand(contrasts, -1, -1).clone()
     contrast[..., FOREIGN] = contrast[..., B]
     contrast[..., B] -= s + torch.linspace(-0.5, 0.5, contrasts)[:, None]
-    ids = torch.arange(5).expand(len(delta), -1)
-
-    def scores(columns: torch.Tensor) -> dict:
-        logps = {
-            "student_logps": student.log_softmax(-1)[:, columns],
-            "teacher_logps": teacher.log_softmax(-1)[:, columns],
-            "contrast_logps": contrast.log_softmax(-1)[..., columns],
-        }
-        rest = dict.fromkeys(("advantage", "policy_mean"), torch.zeros_like(logps["student_logps"]))
-        return logps | rest | {"ids": ids[:, columns], "formula": FORMULA}
-
-    own = {n: x[..., 0] if isinstance(x, torch.Tensor) else x for n, x in scores(torch.tensor([sampled])).items()}
-    alternatives = ScoredTokens(**scores(torch.tensor([i for i in range(5) if i != sampled])))
-    texts = [TokenText(str(t)) for t in range(len(delta))]
-    names = [["x"] * 4] * len(delta)
-    scored, classes = TokenScores(**own, alternatives=alternatives), ["word"] * len(delta)
-    return TokenMap(drawn_rollout(len(delta), contrasts), "base", texts, classes, scored, names)
+    scores = {
+        "ids": torch.arange(5).expand(len(delta), -1),
+        "student_logps": student.log_softmax(-1),
+        "teacher_logps": teacher.log_softmax(-1),
+        "contrast_logps": contrast.log_softmax(-1),
+        "advantage": torch.zeros_like(student),
+        "policy_mean": torch.zeros_like(student),
+    }
+    alternatives = ScoredTokens(**scores, formula=FORMULA)
+    own = {name: tensor[..., sampled] for name, tensor in scores.items()}
+    return TokenMap(
+        drawn_rollout(len(delta), contrasts),
+        "base",
+        [TokenText("t")] * len(delta),
+        ["word"] * len(delta),
+        TokenScores(**own, formula=FORMULA, alternatives=alternatives),
+        [["x"] * 5] * len(delta),
+    )
 
 
 def values(*numbers: float) -> torch.Tensor:
@@ -146,15 +147,11 @@ def test_other_generic_tokens_of_a_position_raise_its_lambda():
     assert math.exp(low) + math.exp(-6) == pytest.approx(1.0, rel=1e-6)
 
 
-def test_sampled_token_among_the_alternatives_counts_once():
-    apart = branch_map(values(3.0, 1.0), values(6.0, 3.0))
-    own = apart.scores
-    alternatives = {
-        f.name: torch.cat([getattr(own, f.name).unsqueeze(-1), getattr(own.alternatives, f.name)], dim=-1)
-        for f in fields(ScoredTokens)
-        if isinstance(getattr(own, f.name), torch.Tensor)
-    }
-    both = replace(apart, scores=replace(own, alternatives=replace(own.alternatives, **alternatives)))
+def test_sampled_token_counts_once_with_or_without_the_alternatives():
+    both = branch_map(values(3.0, 1.0), values(6.0, 3.0))
+    others = both.scores.alternatives
+    rest = {name: getattr(others, name)[..., 1:] for name in vars(others) if name != "formula"}
+    apart = replace(both, scores=replace(both.scores, alternatives=replace(others, **rest)))
     found, expected = find_branches(both), find_branches(apart)
     for name, own in found.items():
         torch.testing.assert_close(own, expected[name])
