@@ -9,13 +9,12 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from joints import Joint, JointLM
+from joints import Joint, JointLM, mapped_rewards
 
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.lab.analysis import interventional as iv
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula
-from credit_trl.lab.analysis.tokenmap import score_response
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
 from credit_trl.tasks.registry import load_task
 
@@ -46,16 +45,9 @@ def exact_credit(joint: Joint, outcome: torch.Tensor) -> np.ndarray:
     return iv.interventional_credit(success.numpy(), (policy * outcome).sum().numpy())
 
 
-def feedback_reward(joint: Joint) -> np.ndarray:
+def reward_of(joint: Joint) -> np.ndarray:
     """r^z of the first token, as the token map measures it."""
-    model = JointLM(joint)
-    contexts = RolloutContexts(model.context(0), model.context(0, Z), [])
-    scores = score_response(
-        Checkpoint.from_model(model, None), contexts, [0] * LENGTH, CreditFormula(0.0), alternatives=VOCABULARY
-    )
-    rewards = torch.empty(VOCABULARY, dtype=torch.float64)
-    rewards[scores.alternatives.ids[0]] = scores.alternatives.advantage[0]
-    return rewards.numpy()
+    return mapped_rewards(joint, 0, Z, (0,) * LENGTH)[0].numpy()
 
 
 def has_ties_or_zeros(outcome: torch.Tensor, joint: Joint) -> bool:
@@ -69,7 +61,7 @@ def has_ties_or_zeros(outcome: torch.Tensor, joint: Joint) -> bool:
 def test_proposition_4_reward_ranks_candidates_as_intervention(seed, q0, gain):
     joint, outcome = outcome_joint(seed, (q0, q0 + gain))
     assume(not has_ties_or_zeros(outcome, joint))
-    assert feedback_reward(joint).argsort().tolist() == exact_credit(joint, outcome).argsort().tolist()
+    assert reward_of(joint).argsort().tolist() == exact_credit(joint, outcome).argsort().tolist()
 
 
 @few
@@ -77,7 +69,7 @@ def test_proposition_4_reward_ranks_candidates_as_intervention(seed, q0, gain):
 def test_corollary_5_feedback_on_success_equals_intervention(seed, q1):
     joint, outcome = outcome_joint(seed, (0.0, q1))
     assume(not has_ties_or_zeros(outcome, joint))
-    np.testing.assert_allclose(feedback_reward(joint), exact_credit(joint, outcome), atol=1e-10)
+    np.testing.assert_allclose(reward_of(joint), exact_credit(joint, outcome), atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +79,13 @@ def test_corollary_5_feedback_on_success_equals_intervention(seed, q1):
 )
 def test_reward_differs_from_intervention_where_the_assumptions_fail(q, leak, keeps_order):
     joint, outcome = outcome_joint(4, q, leak)
-    reward, credit = feedback_reward(joint), exact_credit(joint, outcome)
+    reward, credit = reward_of(joint), exact_credit(joint, outcome)
     assert (reward.argsort().tolist() == credit.argsort().tolist()) == keeps_order
     assert np.abs(reward - credit).max() > 0.05
 
 
 def branching_of(joint: Joint) -> iv.Branching:
-    rewards = torch.from_numpy(feedback_reward(joint))
+    rewards = torch.from_numpy(reward_of(joint))
     policy = joint.table[0].sum(0).sum(1).log()
     return iv.Branching((), tuple(range(VOCABULARY)), rewards, -rewards, policy)
 

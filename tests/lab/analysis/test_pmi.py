@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from joints import Joint, JointLM, random_joint
+from joints import Joint, JointLM, mapped_rewards, random_joint
 
 from credit_trl import objective
 from credit_trl.contexts.privileged import PrivilegedContext
@@ -18,7 +18,6 @@ from credit_trl.lab.analysis import pmi
 from credit_trl.lab.analysis.checkpoints import Checkpoint
 from credit_trl.lab.analysis.formula import CreditFormula
 from credit_trl.lab.analysis.responses import Rollout, analysis_config
-from credit_trl.lab.analysis.tokenmap import score_response
 from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
 
 EXACT = {"atol": 1e-10, "rtol": 0}
@@ -69,21 +68,6 @@ def filtering_increments(joint: Joint, x: int, z: int, y: tuple[int, ...]) -> to
         before = joint.posterior(x, y[:t], z)
         rows.append(torch.stack([joint.posterior(x, (*y[:t], v), z) - before for v in range(joint.sizes[2])]))
     return torch.stack(rows)
-
-
-def mapped_rewards(joint: Joint, x: int, z: int, y: tuple[int, ...], noise: float = 0.0) -> torch.Tensor:
-    """(T, V), r_t(v) of the token map: ΔV_t and, as alternatives, every token."""
-    model = JointLM(joint, noise)
-    others = [model.context(k, z) for k in range(joint.sizes[0]) if k != x]
-    contexts = RolloutContexts(model.context(x), model.context(x, z), others)
-    scores = score_response(
-        Checkpoint.from_model(model, None), contexts, list(y), CreditFormula(0.0), alternatives=joint.sizes[2]
-    )
-    rewards = torch.empty(len(y), joint.sizes[2], dtype=torch.float64)
-    rewards.scatter_(-1, scores.alternatives.ids, scores.alternatives.advantage)  # λ = 0: R = r
-    sampled = rewards.gather(-1, torch.tensor(y)[:, None])[:, 0]
-    torch.testing.assert_close(scores.delta_v, sampled, **EXACT)
-    return rewards
 
 
 @few
