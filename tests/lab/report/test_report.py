@@ -232,7 +232,6 @@ def test_callback_writes_during_training_and_prints_the_path(tmp_path, scores, c
     folder = make_run(tmp_path / "r", scores[0])
     args, state = SimpleNamespace(output_dir=str(folder)), SimpleNamespace(is_world_process_zero=True)
     callback = ReportCallback(seconds=1000.0)
-    callback.on_train_begin(args, state, None)
     callback.on_log(args, state, None)
     first = (folder / "report.html").stat().st_mtime_ns
     callback.on_log(args, state, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import TrainerCallback
 
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
@@ -83,16 +83,12 @@ class CreditMapCallback(TrainerCallback):
             summary = summarize_maps([m for path in paths for m in read_maps(path)])
             (self.directory / "summary.md").write_text(format_summary(summary), encoding="utf-8")
 
-    @property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-
     def _write(self, step: int) -> None:
         """Score the current and the pinned rollouts on all processes; the main process writes the file."""
         trainer = self.trainer
         student = Teacher(trainer.model, trainer.accelerator)
         teacher = getattr(trainer, "teacher", None) or student
-        checkpoint = Checkpoint(f"step-{step}", self._tokenizer, student, teacher)
+        checkpoint = Checkpoint(f"step-{step}", self.trainer._tokenizer, student, teacher)
         share = math.ceil(self.rollouts / trainer.accelerator.num_processes)
         chosen = _choose(self._current_rollouts(step), share)
         is_first = self._pinned_step is None
@@ -122,13 +118,13 @@ class CreditMapCallback(TrainerCallback):
         trainer = self.trainer
         batch = trainer._generation_batch
         config = with_contrasts(trainer.args)
-        builder = ContextBuilder(self._tokenizer, config, trainer.eos_token_ids, trainer.context_builder.render)
+        builder = ContextBuilder(trainer._tokenizer, config, trainer.eos_token_ids, trainer.context_builder.render)
         contexts = build_contexts(batch, builder)
         return [self._rollout(step, i, own, builder) for i, own in enumerate(contexts) if own.teacher is not None]
 
     def _rollout(self, step: int, sample: int, contexts: TokenContexts, builder: ContextBuilder) -> Rollout:
         batch = self.trainer._generation_batch
-        tokenizer = self._tokenizer
+        tokenizer = self.trainer._tokenizer
         number = batch.first + sample
         prompt = batch.prompts[sample]
         text = builder.student_text(prompt, batch.tools[sample] if batch.tools else None)

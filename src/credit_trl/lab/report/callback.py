@@ -35,9 +35,6 @@ class ReportCallback(TrainerCallback):
         self._last = -float("inf")
         self._has_warned = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last = -float("inf")
-
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and time.monotonic() - self._last >= self.seconds:
             self._write(args.output_dir)

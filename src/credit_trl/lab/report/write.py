@@ -41,14 +41,13 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
         raise ValueError("`runs` is empty: pass at least one run directory.")
     folders = [Path(run) for run in runs]
     read = [load_run(folder) for folder in folders]
-    names = short_names(folders)
     if output is None:
         output = folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE
     output = Path(output).with_suffix(".html")
     document = report_document(read)
     write_json(output.with_suffix(".json"), document)
     write_atomically(output.with_suffix(".md"), report_markdown(document))
-    write_html(document | _of_runs(read, names), output)
+    write_html(document | _of_runs(read, document["runs"]), output)
     return output
 
 
@@ -61,13 +60,8 @@ def report_document(runs: Sequence[Run]) -> dict[str, Any]:
         "title": f"Run {visible(names[0])}" if len(runs) == 1 else f"{len(runs)} runs",
         "runs": [visible(name) for name in names],
         "arms": [visible(name) for name in arms],
-        "facts": {visible(name): visible(_option(runs[0], name)) for name in shown} if len(runs) == 1 else {},
         "options": [
-            {
-                "run": visible(name),
-                "seed": run.seed,
-                **{visible(option): visible(_option(run, option)) for option in shown},
-            }
+            {"run": visible(name), "seed": run.seed} | {visible(one): visible(_option(run, one)) for one in shown}
             for name, run in zip(names, runs, strict=True)
         ],
         "curves": curves(arms),
@@ -83,14 +77,12 @@ def _option(run: Run, name: str) -> str:
 def _of_runs(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
     """Rollouts of all runs, and the token maps of the first run that has some."""
     rollouts = [
-        {"run": visible(name), **_rollout(row)}
-        for name, run in zip(names, runs, strict=True)
-        for row in read_completions(run)
+        {"run": name, **_rollout(row)} for name, run in zip(names, runs, strict=True) for row in read_completions(run)
     ]
     document: dict[str, Any] = {"rollouts": rollouts}
     for name, run in zip(names, runs, strict=True):
         if maps := read_run_maps(run.folder):
-            document["maps"] = {"run": visible(name), **maps_section(maps)}
+            document["maps"] = {"run": name, **maps_section(maps)}
             break
     return document
 
@@ -119,13 +111,8 @@ def report_markdown(document: Mapping[str, Any]) -> str:
     if document["comparison"]:
         parts.append(markdown_table(_COLUMNS, map(_score_cells, document["comparison"]), left=2))
     options = document["options"]
-    if len(options) == 1:
-        parts.append(
-            markdown_table(("option", "value"), [map(table_cell, fact) for fact in document["facts"].items()], 2)
-        )
-    else:
-        rows = ([table_cell(str(value)) for value in row.values()] for row in options)
-        parts.append(markdown_table([table_cell(name) for name in options[0]], rows))
+    rows = ([table_cell(str(value)) for value in row.values()] for row in options)
+    parts.append(markdown_table([table_cell(name) for name in options[0]], rows))
     return "\n\n".join(parts) + "\n"
 
 
