@@ -34,14 +34,14 @@ _TEMPLATES = {
 
 
 def fit_posterior(
-    student: Float[NDArray, "*b L"], teachers: Float[NDArray, "*b Z L"]
-) -> tuple[Float[NDArray, "*b Z"], Float[NDArray, "*b"]]:
+    student: Float[NDArray, " L"], teachers: Float[NDArray, "Z L"]
+) -> tuple[Float[NDArray, " Z"], float]:
     """Fit the mixture of teachers nearest to the student in L1: `min ‖s − Tᵀ P‖₁` over the simplex.
 
     Solved as a linear program by HiGHS (`scipy.optimize.linprog`) with a tolerance of 1e-10.
 
     Args:
-        student: s, distributions over L letters (in the paper L = Z).
+        student: s, a distribution over L letters (in the paper L = Z).
         teachers: T, rows indexed by z.
 
     Returns:
@@ -50,33 +50,18 @@ def fit_posterior(
     Raises:
         ValueError: a row is not a distribution.
     """
-    student, teachers = np.asarray(student, dtype=np.float64), np.asarray(teachers, dtype=np.float64)
+    from scipy.optimize import linprog
+
     for name, rows in (("student", student), ("teachers", teachers)):
         if not (np.isfinite(rows).all() and (rows >= 0).all() and np.allclose(rows.sum(-1), 1.0, atol=1e-4)):
             raise ValueError(f"`{name}` must hold distributions: numbers in [0, 1] that sum to 1 over the letters.")
-    batch, (count, letters) = student.shape[:-1], teachers.shape[-2:]
-    pairs = zip(student.reshape(-1, letters), teachers.reshape(-1, count, letters), strict=True)
-    posterior = np.array([_fit_one(s, t) for s, t in pairs]).reshape(*batch, count)
-    return posterior, residual(student, teachers, posterior)
-
-
-def residual(
-    student: Float[NDArray, "*b L"], teachers: Float[NDArray, "*b Z L"], posterior: Float[NDArray, "*b Z"]
-) -> Float[NDArray, "*b"]:
-    """`‖s − Tᵀ P‖₁`."""
-    return np.abs(student - np.einsum("...zl,...z->...l", teachers, posterior)).sum(axis=-1)
-
-
-def _fit_one(s: Float[NDArray, " L"], t: Float[NDArray, "Z L"]) -> Float[NDArray, " Z"]:
-    from scipy.optimize import linprog
-
-    count, letters = t.shape
+    count, letters = teachers.shape
     identity = np.eye(letters)
     # Variables: P, then one bound u_l ≥ |s_l − (Tᵀ P)_l| for each letter.
     result = linprog(
         np.concatenate([np.zeros(count), np.ones(letters)]),
-        A_ub=np.block([[t.T, -identity], [-t.T, -identity]]),
-        b_ub=np.concatenate([s, -s]),
+        A_ub=np.block([[teachers.T, -identity], [-teachers.T, -identity]]),
+        b_ub=np.concatenate([student, -student]),
         A_eq=np.concatenate([np.ones(count), np.zeros(letters)])[None],
         b_eq=[1.0],
         method="highs",
@@ -85,7 +70,13 @@ def _fit_one(s: Float[NDArray, " L"], t: Float[NDArray, "Z L"]) -> Float[NDArray
     if result.status != 0:
         raise RuntimeError(f"HiGHS found no fit: {result.message}")
     posterior = result.x[:count].clip(min=0.0)
-    return posterior / posterior.sum()
+    posterior /= posterior.sum()
+    return posterior, residual(student, teachers, posterior)
+
+
+def residual(student: Float[NDArray, " L"], teachers: Float[NDArray, "Z L"], posterior: Float[NDArray, " Z"]) -> float:
+    """`‖s − Tᵀ P‖₁`."""
+    return float(np.abs(student - teachers.T @ posterior).sum())
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,7 @@ class Record:
             student_mass=float(mass[0]),
             teacher_mass=mass[1:],
             posterior=posterior,
-            residual=float(distance),
+            residual=distance,
         )
 
 
