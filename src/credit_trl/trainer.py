@@ -50,6 +50,7 @@ from credit_trl.training.reporting import ContinueReports, add_completion_column
 from credit_trl.training.run_log import RunLog
 from credit_trl.training.step import CreditStep
 from credit_trl.training.timing import StageClock
+from credit_trl.training.weight_change import WeightChange
 
 
 class CreditTrainer(ResumableTrainer):
@@ -163,6 +164,7 @@ class CreditTrainer(ResumableTrainer):
         self.run_log = RunLog()
         self.add_callback(self.run_log)
         self.add_callback(ContinueReports(self.drift_alarms, self.clock))
+        self.add_callback(WeightChange(self.alarms, self.model))
         print_lines(self.callback_handler)
 
     def _init_credit(self, token_weight: TokenWeight | None) -> None:
@@ -172,7 +174,8 @@ class CreditTrainer(ResumableTrainer):
             keep_models_whole(self.accelerator)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
         checks.check_model(self.model, self.accelerator)
-        checks.check_teacher(args, self.teacher, self.accelerator)
+        if args.teacher_model_kind == "model":
+            checks.check_logits(self.teacher.models()[0], self.accelerator)
         reason = cannot_pack(self.model) if args.packed else None
         self.credit_step = CreditStep(
             args,

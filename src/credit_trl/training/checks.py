@@ -24,9 +24,7 @@ from credit_trl.loss.head import lm_head
 from credit_trl.loss.projection import project
 from credit_trl.rollout.verdict import parameters_of
 from credit_trl.teacher.causal_lm import backbone, unwrap_adapters
-from credit_trl.teacher.external import ModelTeacher
-from credit_trl.teacher.models import Teacher, eval_mode
-from credit_trl.teacher.packing import enable_packing
+from credit_trl.teacher.models import eval_mode
 
 # Endings of the names of optimizers that step inside the backward pass.
 _STEPS_IN_BACKWARD = ("layerwise", "lomo")
@@ -69,28 +67,17 @@ def check_model(model: nn.Module, accelerator: Accelerator) -> None:
     """Check that a model can be distilled.
 
     Raises:
-        ValueError: the model is split over devices, its logits are not those of its backbone and head
-            (`check_logits`), or they change with later tokens or when the prompt is padded on the left.
+        ValueError: its logits are not those of its backbone and head (`check_logits`), or they change with later
+            tokens or when the prompt is padded on the left.
     """
-    devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
-    if len(devices) > 1:
-        raise ValueError(
-            f"`device_map` splits the model over the devices {', '.join(devices)}. Start one process per GPU "
-            "(`accelerate launch`; with FSDP2 if the model does not fit), or set `CUDA_VISIBLE_DEVICES=0`."
-        )
     check_logits(model, accelerator)
-    _check_logits_of_prompts(model, accelerator)
-
-
-def _check_logits_of_prompts(model: nn.Module, accelerator: Accelerator) -> None:
-    """Neither later tokens nor left padding, which the student's prompts have, may change the logits."""
     if not _is_whole(model, accelerator):
         return
     input_ids = _regular_ids(model, 4 * _PROMPTS).view(_PROMPTS, 4)
     padded = torch.cat([input_ids[:, :1].repeat(1, _PADDING), input_ids], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :_PADDING] = 0
-    with _inference(model), accelerator.autocast():
+    with _inference(model, accelerator):
         own = model(input_ids=input_ids, attention_mask=mask[:, _PADDING:], use_cache=False).logits
         shorter = model(input_ids=input_ids[:, :3], attention_mask=mask[:, _PADDING:-1], use_cache=False).logits
         behind = model(input_ids=padded, attention_mask=mask, use_cache=False).logits
@@ -120,25 +107,12 @@ def _change(own: Tensor, other: Tensor) -> float:
     return changes.max().item() if (changes > (_PADDING_TOLERANCE + 4 * eps) * largest).all() else 0.0
 
 
-def check_teacher(args: CreditConfig, teacher: Teacher, accelerator: Accelerator) -> None:
-    """Check the model that scores: the logits of an external one, and whether packed passes are correct for it.
-
-    Raises:
-        ValueError: see `check_logits` and `teacher.packing.enable_packing`.
-    """
-    if isinstance(teacher, ModelTeacher):
-        check_logits(teacher.unwrapped(teacher.model), accelerator)
-    if args.packed:
-        for model in teacher.models():
-            enable_packing(model)
-
-
 @contextmanager
-def _inference(model: nn.Module) -> Iterator[None]:
+def _inference(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """Eval mode without gradients; training modes and random states are restored afterwards."""
     device = model.device
     fork = torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type)
-    with eval_mode(model), torch.no_grad(), fork:
+    with eval_mode(model), torch.no_grad(), fork, accelerator.autocast():
         yield
 
 
@@ -154,8 +128,25 @@ def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
     """
     if not _is_whole(model, accelerator):
         return
-    with _inference(model):
-        difference, tolerance = _compare_logits(model, accelerator)
+    input_ids = _regular_ids(model, 4)
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "use_cache": False}
+    with _inference(model, accelerator):
+        own = model(**inputs).logits[0, -1:]
+        hidden = backbone(model)(**inputs).last_hidden_state[0, -1:]
+        autocast = torch.is_autocast_enabled(own.device.type)
+        computed = torch.get_autocast_dtype(own.device.type) if autocast else own.dtype
+    head = lm_head(model, temperature=1.0)
+    sizes = (own.shape[-1], hidden.shape[-1])
+    difference, tolerance = math.inf, 0.0
+    if sizes == (head.vocabulary_size, head.weight.shape[1]) and head.weight.is_floating_point():
+        hidden = hidden.to(head.weight.device)
+        trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden))
+        with torch.no_grad():
+            project(head, hidden, out=trained, wants_entropy=False)
+        dtypes = (own.dtype, hidden.dtype, computed, head.weight.dtype)
+        own, trained = own.to(trained).nan_to_num(), trained.nan_to_num()
+        difference = (own - trained).abs().max().item()
+        tolerance = 4 * max(_MIN_EPS, *(torch.finfo(dtype).eps for dtype in dtypes)) * own.abs().max().item()
     if not difference <= tolerance:
         raise ValueError(
             f"The logits of `{type(unwrap_adapters(model)).__name__}` are not the product of its last hidden states "
@@ -167,30 +158,7 @@ def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
 def _is_whole(model: nn.Module, accelerator: Accelerator) -> bool:
     if accelerator.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         return False
-    parts = (p.is_meta or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
-    return not any(parts)
-
-
-def _compare_logits(model: nn.Module, accelerator: Accelerator) -> tuple[float, float]:
-    """Return the largest difference between the model's logits and those of `project`, and the tolerance."""
-    input_ids = _regular_ids(model, 4)
-    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "use_cache": False}
-    with accelerator.autocast():
-        own = model(**inputs).logits[0, -1:]
-        hidden = backbone(model)(**inputs).last_hidden_state[0, -1:]
-        dtypes = [own.dtype, hidden.dtype]
-        if torch.is_autocast_enabled(own.device.type):
-            dtypes.append(torch.get_autocast_dtype(own.device.type))
-    head = lm_head(model, temperature=1.0)
-    sizes = (own.shape[-1], hidden.shape[-1])
-    if sizes != (head.vocabulary_size, head.weight.shape[1]) or not head.weight.is_floating_point():
-        return math.inf, 0.0
-    hidden = hidden.to(head.weight.device)
-    trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden))
-    project(head, hidden, out=trained, wants_entropy=False)
-    own, trained = own.to(trained).nan_to_num(), trained.nan_to_num()
-    eps = max(_MIN_EPS, *(torch.finfo(dtype).eps for dtype in [*dtypes, head.weight.dtype]))
-    return (own - trained).abs().max().item(), 4 * eps * own.abs().max().item()
+    return not any(p.is_meta or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def _regular_ids(model: nn.Module, count: int) -> Tensor:

@@ -38,7 +38,7 @@ def poison(loss: Tensor, finite: Tensor) -> Tensor:
 
 def first_nonfinite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     """Name of the first weight with NaN or an infinity in the part that this process holds."""
-    checked = [(name, _local(weight).isfinite().all()) for name, weight in weights]
+    checked = [(name, local_part(weight).isfinite().all()) for name, weight in weights]
     if not checked or bool(torch.stack([flag.cpu() for _, flag in checked]).all()):
         return None
     return next(name for name, flag in checked if not flag)
@@ -85,7 +85,7 @@ def source_of(
     return "the gradient of the update, or another process"
 
 
-def _local(weight: Tensor) -> Tensor:
+def local_part(weight: Tensor) -> Tensor:
     """The part of a weight that this process holds, under FSDP2 and DeepSpeed ZeRO-3 too."""
     weight = getattr(weight, "ds_tensor", weight)
-    return weight.to_local() if hasattr(weight, "to_local") else weight
+    return weight.tolocal_part() if hasattr(weight, "to_local") else weight

@@ -18,8 +18,7 @@ from credit_trl.training.run_directory import (
     append_lines,
     keep_up_to,
     read_json,
-    set_aside_earlier_run,
-    set_aside_later_steps,
+    set_aside,
     write_json,
 )
 
@@ -44,10 +43,7 @@ class RunLog(TrainerCallback):
             return
         folder, model = Path(args.output_dir), kwargs.get("model")
         name = getattr(model, "name_or_path", "")
-        if state.global_step == 0:
-            set_aside_earlier_run(folder, name)
-        else:
-            set_aside_later_steps(folder, state.global_step)
+        set_aside(folder, state.global_step, name)
         options = stored_options(args)
         segments = read_json(folder / RUN_FILE).get("segments", []) if (folder / RUN_FILE).is_file() else []
         if not segments or segments[-1]["options"] != options:
