@@ -137,7 +137,7 @@ def set_aside(folder: Path, step: int = 0, base: str = "") -> None:
         base: name or path of the model that the run starts from, which stays if it is in the run directory.
     """
     if step > 0:
-        moved = [path for path in _paths(folder, *_MODELS, _EVALUATIONS) if _step_of(path) > step]
+        moved = [path for path in _paths(folder, *_MODELS, _EVALUATIONS) if step_of(path) > step]
         is_used = any(path.match(_MODELS[0]) for path in moved)
         what = f"This run resumes from step {step}. Later checkpoints and evaluations"
     else:
@@ -171,7 +171,7 @@ def _paths(folder: Path, *patterns: str) -> list[Path]:
     return list(dict.fromkeys(path for pattern in patterns for path in folder.glob(pattern)))
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
     """The step that a name ends with; 0 without one."""
     number = path.name.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
