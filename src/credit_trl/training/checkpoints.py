@@ -342,8 +342,8 @@ class ResumableTrainer(GRPOTrainer):
             free = shutil.disk_usage(output_dir).free / 2**30
             raise CheckpointError(
                 f"Step {self.state.global_step} could not be saved ({type(error).__name__}: {error}); {free:.2f} GiB "
-                f"are free in {output_dir}. {self._last_checkpoint()} Make space, or set `output_dir` to another disk, "
-                "and resume."
+                f"are free in {output_dir}. {self._last_checkpoint()} Make space, or set `output_dir` to another "
+                "disk, and resume."
             ) from error
         finally:
             self._save_dir = None

@@ -38,19 +38,19 @@ FEW_BAD_LOGPS = 0.001
 # Cause of a warning -> its message.
 _MESSAGES = {
     "no_teacher": "No sample of this generation batch has a teacher, so its loss is 0: no rollout reached "
-    "`success_reward_threshold` and there is no feedback. Return `Verdict(reward, feedback)` from the reward function, "
-    "fill the column `privileged_context`, or lower the threshold.",
+    "`success_reward_threshold` and there is no feedback. Return `Verdict(reward, feedback)` from the reward "
+    "function, fill the column `privileged_context`, or lower the threshold.",
     "no_contrast": "No sample with a teacher of this generation batch has a contrast prompt, so λ is 0. In evaluation "
     "raise `per_device_eval_batch_size` or lower `num_generations_eval`; in training see `contrastive_source`.",
     "feedback_dropped": "No feedback of this generation batch fits `max_reprompt_len`: all of it was dropped "
     "(`credit/frac_feedback_dropped`). Increase it above the longest prompt, or return shorter feedback.",
     "no_tokens": "No token of this generation batch has a loss, although samples have a teacher: "
-    "`mask_truncated_completions` masks completions that reach `max_completion_length`, and `on_verifier_error='skip'` "
-    "those without a verdict.",
+    "`mask_truncated_completions` masks completions that reach `max_completion_length`, and "
+    "`on_verifier_error='skip'` those without a verdict.",
     "positions": "The teacher reads up to {longest} tokens, and the model has `max_position_embeddings={positions}`. "
     "Lower `max_reprompt_len` or `max_completion_length`, or use a model with a longer context.",
-    "feedback_off": "The reward functions return feedback, but `include_environment_feedback=False` ignores it. Set it "
-    "to True.",
+    "feedback_off": "The reward functions return feedback, but `include_environment_feedback=False` ignores it. Set "
+    "it to True.",
     "lost_turns": "`Verdict.turn_feedback` has feedback on turn {turn} of a rollout with fewer turns; it is ignored. "
     "Turns count from 0, one for each answer of the model. An environment with the attribute `current_turn` is given "
     "the number while its tools run.",
@@ -61,16 +61,16 @@ _MESSAGES = {
     "{difference:.2f} nats on average (`sampling/sampling_logp_difference/mean`). Check that the engine has the "
     "policy's weights, that both compute in the same precision, and that a server runs with `--logprobs-mode "
     "processed_logprobs`.",
-    "uniform_teacher": "The teacher is nearly uniform (entropy {entropy:.2f} of at most {largest:.2f} nats). Check its "
-    "weights and its prompt.",
+    "uniform_teacher": "The teacher is nearly uniform (entropy {entropy:.2f} of at most {largest:.2f} nats). Check "
+    "its weights and its prompt.",
     "low_mass": "The support holds {mass:.2f} of the student's probability. Increase `distillation_topk`.",
     "generic_credit": "S_t is near zero on the tokens that the teacher accepts while ΔV_t is not (root mean squares "
     "{specific:.3f} and {credit:.3f} nats), in {batches} micro-batches in a row: the feedback makes the same tokens "
     "likely under any prompt, so λ lowers the reward of the answer itself. Return feedback that is read together with "
     "the prompt, such as a letter, a position or a failing check, instead of the answer; or set `contrastive_coef=0`.",
     "lost_gradient": "The loss is not 0 and its gradient is exactly 0: an operation between the trained weights and "
-    "the loss blocks gradients. Check that the forward pass uses the weights that train (`target_modules`), and that a "
-    "quantised base passes gradients on this device.",
+    "the loss blocks gradients. Check that the forward pass uses the weights that train (`target_modules`), and that "
+    "a quantised base passes gradients on this device.",
 } | {
     f"engine_{kind}": f"The engine's log-probabilities of {{share:.1%}} of the sampled tokens are {kind} "
     f"(`sampling/frac_{kind}_logps`), so these tokens have no ratio, or its bound. Check the engine's weights and "
@@ -204,10 +204,12 @@ def context_metrics(
     return {f"credit/frac_{name}": count / total for name, count in zip(counts, shares, strict=True)}
 
 
-# Metric at the sampled tokens -> the count that its sum is divided by: all tokens, those with a contrast, those of them
-# that the teacher accepts, or the tokens of the student's pass without padding.
+# Metric at the sampled tokens -> the count that its sum is divided by: all tokens, those with a contrast, those of
+# them that the teacher accepts, or the tokens of the student's pass without padding.
 _DIVISORS = (
-    dict.fromkeys("delta_v_mean advantage_mean kl_to_target support_mass_student support_mass_teacher".split(), "tokens")
+    dict.fromkeys(
+        "delta_v_mean advantage_mean kl_to_target support_mass_student support_mass_teacher".split(), "tokens"
+    )
     | dict.fromkeys("teacher_entropy entropy distillation_loss advantage_std delta_v_std".split(), "tokens")
     | dict.fromkeys("s_mean generic_mean kl_to_teacher s_std".split(), "contrasts")
     | {"s_accepted": "accepts", "padding_factor": "valid"}
@@ -273,9 +275,7 @@ def token_means(sums: Mapping[str, float], is_sampled: bool) -> tuple[dict[str, 
     return {f"credit/{name}": value for name, value in means.items() if name not in dropped}, entropy
 
 
-def mean_over_tokens(
-    micro_batches: Sequence[Mapping[str, float]], is_sampled: bool
-) -> tuple[dict[str, float], float]:
+def mean_over_tokens(micro_batches: Sequence[Mapping[str, float]], is_sampled: bool) -> tuple[dict[str, float], float]:
     """`token_means` over the tokens of several micro-batches, from the `token_sums` of each.
 
     A mean of the micro-batches' means would give tokens of short completions more weight, which share a micro-batch.

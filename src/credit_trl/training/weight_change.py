@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 from credit_trl.training.finite import local_part
 from credit_trl.training.metrics import Alarms
 
-# Share of the weights with a gradient that the first update changes, below which it is an alarm. Of fp32 weights nearly
-# all change at a learning rate of 1e-6, of bf16 weights about 1 %.
+# Share of the weights with a gradient that the first update changes, below which it is an alarm. Of fp32 weights
+# nearly all change at a learning rate of 1e-6, of bf16 weights about 1 %.
 LOW_SHARE = 0.2
 # Weights of each parameter that are compared.
 _SAMPLE = 1024
