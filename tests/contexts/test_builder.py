@@ -43,8 +43,7 @@ def student_ids(tokenizer, prompt):
 def test_default_wording_is_the_papers(builder, tokenizer):
     """Appendix: question, correct solution, previous assessment, cue."""
     turn = (
-        "2+2?\nCorrect solution:\n\n4\n\n\nPrevious assessment:\n\nNot 5.\n\n\n\n"
-        "Now solve this problem step by step.\n"
+        "2+2?\n\nCorrect solution:\n4\n\nPrevious assessment:\nNot 5.\n\nNow solve this problem step by step."
     )
     assert builder.encode(PROMPT, PrivilegedContext("4", "Not 5.")) == student_ids(tokenizer, ask(turn))
 
@@ -64,7 +63,7 @@ def test_plain_text_follows_z_and_ends_as_the_students(make_config, has_template
     builder = ContextBuilder(tokenizer, make_config())
     built = builder.build("Q: 2+2? A:", PrivilegedContext("4", "Not 5."), [Contrast("Q: 3+3? A:")])
     texts = [tokenizer.decode(ids) for ids in context_ids(built)]
-    z = "Correct solution:\n\n4\n\n\nPrevious assessment:\n\nNot 5.\n\n"
+    z = "Correct solution:\n4\n\nPrevious assessment:\nNot 5.\n\n"
     assert texts == [f"{z}Q: 2+2? A:", f"{z}Q: 3+3? A:"]
     assert builder.encode("Q: 2+2? A:", PrivilegedContext()) == student_ids(tokenizer, "Q: 2+2? A:")
 
