@@ -29,6 +29,7 @@ HUB = "trl-lib/DeepMath-103K"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 QUESTION_FIELDS = ("problem", "question", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
+LONGEST_BOX = 10_000  # characters after which a box that is not closed is none
 LONGEST = 400  # characters of an answer above which only equal texts are equal
 LONGEST_SOLUTION = 300  # characters of a `solution` that is a final answer itself
 DEADLINE_SECONDS = 900.0
@@ -127,9 +128,9 @@ def last_boxed(text: str) -> str | None:
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
     box = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{$]+))").match(text, start) if start >= 0 else None
     if box is None or box[1]:
-        return box and box[1].rstrip(r".,;:)\\")
+        return box and box[1].rstrip(".,;:)\\")
     depth = 0
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, box.end()):
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, box.end(), box.end() + LONGEST_BOX):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth < 0:
             return text[box.end() : brace.start()].strip()

@@ -14,7 +14,8 @@ import resource
 import sys
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 CPU_SECONDS = 5
@@ -23,29 +24,31 @@ FUNCTIONS = "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|ln|log|
 GREEK = "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|rho|sigma|tau|phi|psi|omega|Gamma|Delta|Omega|Phi|Sigma"
 TOKENS = re.compile(
     r"(?:\s|\d++(?:\.\d++)?|\.\d++|[A-Za-z]|[-+/^_!|(){}]"
-    rf"|\\(?:{FUNCTIONS}|{GREEK}|frac|binom|pi|cdot|circ|infty)(?![A-Za-z]))*+"
+    rf"|\\sqrt\[\w+\]|\\(?:{FUNCTIONS}|{GREEK}|frac|binom|pi|cdot|circ|infty)(?![A-Za-z]))*+"
 )
-SIGNS = "½ \\frac12 − - – - π \\pi ∞ \\infty ° ^\\circ √ \\sqrt ≤ \\le ≥ \\ge · \\cdot × \\cdot ∪ \\cup ≡ \\equiv … \\ldots".split()
+SIGNS = (
+    "½ \\frac12 − - – - π \\pi ∞ \\infty ° ^\\circ √ \\sqrt ≤ \\le ≥ \\ge · \\cdot × \\cdot "
+    "∪ \\cup ≡ \\equiv … \\ldots"
+).split()
 COMMANDS = {  # notation: what else is written for it
     "": "left right big Big bigl bigr Bigl Bigr displaystyle textstyle",
     " ": "quad qquad",
     r"\frac": "dfrac tfrac cfrac",
-    r"\text": "mathrm mathbf mathit textbf textrm textit mbox operatorname",
+    r"\text": "mathrm mathbf mathit textbf textrm textit mbox operatorname boldsymbol mathsf",
     r"\le": "leq leqslant",
     r"\ge": "geq geqslant",
     r"\cdot": "times ast",
     r"\ldots": "dots cdots dotsc",
-    r"\emptyset": "varnothing",
+    "«»": "emptyset varnothing",
     r"^\circ": "degree",
     "|": "lvert rvert vert",
 }
 NAMES = {name: notation for notation, names in COMMANDS.items() for name in names.split()}
-SYMBOL = r"[A-Za-z](?![A-Za-z])"
 REWRITES = (
+    (r"(?<![\w.^(\[])\d{1,3}(?:(?:,|\{,\}|\\,|\\ |~| )\d{3})+(?![\w,/])", lambda found: re.sub(r"\D", "", found[0])),
     (r"\\\$ ?(\d[\d.,]*)", r"\1\\text{dollars}"),
     (r"\\(?:text)?color\s*\{\w*\}|\\[()\[\]!]|\$|\.\s*$", ""),
     (r"^\s*(\*\*|`)(.*)\1\s*$", r"\2"),
-    (r"(?<![\w.^(\[])\d{1,3}(?:(?:,|\{,\}|\\,|\\ |~| )\d{3})+(?![\w,/])", lambda found: re.sub(r"\D", "", found[0])),
     (r"\\[,;: ]|(?<=.)~|\s+", " "),
     (r"\^\{\\circ ?\}", r"^\\circ"),
     (r"\\text ?\{\s*(and|or|pi|mod)\s*\}", r" \1 "),
@@ -56,6 +59,7 @@ REWRITES = (
     (r"\*", r"\\cdot "),
     (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"\\sqrt ?(\d|[A-Za-z]|\\pi)", r"\\sqrt{\1}"),
+    (r"\\log ?_ ?(\w)", r"\\log_{\1}"),
     (r"\\frac ?([\dA-Za-z])", r"\\frac{\1}"),
     (r"(\\frac\{[^{}]*\}) ?([\dA-Za-z])", r"\1{\2}"),
     (r"(?<![\w.})])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}$|(?<![\w.})/])(\d+) (\d+)/(\d+)$", r"(\1\4+\\frac{\2\5}{\3\6})"),
@@ -65,20 +69,22 @@ REWRITES = (
     (r"\\begin\{[pb]matrix\}(.*?)¶?\\end\{[pb]matrix\}", lambda found: f"⟦{found[1].replace('&', ',')}⟧"),
 )
 NAME = re.compile(
-    r"(?P<mark>(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?'*(?:\([^()=]*\))?)(?:=|\\in(?![a-z]))(?P<value>[^=]+)"
+    r"(?P<mark>\([a-z](?:,[a-z])+\)|(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?'*(?:\([^()=]*\))?)"
+    r"(?:=|\\in(?![a-z]))(?P<value>[^=]+)"
 )
 MODULUS = re.compile(r"(?:[A-Za-z]\\equiv)?(?P<value>[^m=]+?)\(?\\?[pb]?mod[ ({]*(?P<mark>(?:[^(){}]|\{\w+\})+)[)}]*")
 UNIT = re.compile(
     r"(?P<value>(?:\\(?:frac|sqrt|pi|cdot)(?![a-z])|[^A-Za-z\\:=])*(?:[\d)}i]|\\pi ?))"
-    r"(?P<mark>(?:\\text ?\{[^{}]*\}(?:\^\{?-?\d\}?)?/?)+|\\?%|\^\\circ[CF]?| [A-Za-z]{2,}|_\{?\d+\}?)"
+    r"(?P<mark>(?:\\text ?\{[^{}]*\}(?:\^\{?-?\d\}?)?/?)+|\\?%|\^\\circ[CF]?| (?:[ckm]m|kg|[A-Za-z]{4,})|_\{?\d+\}?)"
 )
-CONDITION = re.compile(r"(?:if|when|for|where|otherwise|except|not|with|mod|times|more|less|than|only)\b")
+CONDITION = re.compile(r"\b(?:if|when|for|where|otherwise|except|not|with|mod|times|more|less|than|only|at|about)\b")
 LISTED = re.compile(r"[,;]|\\(?:and|or|cup)(?![A-Za-z])")
 COMPARED = re.compile(r"<|>|\\[lg]e(?![A-Za-z])|=")
-RATIO = re.compile(":")
+RATIO = re.compile(r":(?!\d\d(?!\d))")  # `3:05` is a time
 ROW = re.compile("[,¶]")
-WORDS = re.compile(
-    r" *[A-Za-z]+(?: [A-Za-z]+)*(?<=[A-Za-z ][A-Za-z]) *\Z|.*(?:(?<![\\A-Za-z])[A-Za-z]{4}|[\d.] [\d.]|\\frac\{d|d/d[a-z])"
+UNREAD = re.compile(  # words, joined numbers, dates, digits of another base, transposes, derivatives
+    r" *[A-Za-z]+(?: [A-Za-z]+)*(?<=[A-Za-z ][A-Za-z]) *\Z"
+    r"|.*(?:(?<![\\A-Za-z])[A-Za-z]{4}|[\d.] [\d.]|(?<![\d.])0[\dA-Za-z]|\d/\d+/\d|\^\{?T|\\frac\{d|d/d[a-z])"
 )
 
 
@@ -109,8 +115,8 @@ def same(gold: str, given: str) -> bool:
         return sides[0] == sides[1] or same_list(*lists)
     for pattern in (MODULUS, NAME, UNIT):
         found = [pattern.fullmatch(side) for side in sides]
-        marks = {as_text(one["mark"]) for one in found if one is not None}
-        if len(marks) > 1 or any(CONDITION.match(mark) for mark in marks):
+        marks = [one["mark"] for one in found if one is not None]
+        if len(set(map(as_text, marks))) > 1 or any(map(CONDITION.search, marks)):
             return False
         if marks and not any(one is None and "=" in side for one, side in zip(found, sides, strict=True)):
             return same(*(side if one is None else one["value"] for side, one in zip(sides, found, strict=True)))
@@ -156,9 +162,7 @@ def same_list(one: Parts, other: Parts, *, is_ordered: bool = False) -> bool:
         items = [plain(part) for part in parts if part.strip()]
         names.append({item.partition("=")[0] for item in items if "=" in item})
         is_union = r"\cup" in signs or all(re.match(r".\\in[(\[]", item) for item in items)
-        kinds.append(
-            "or" if is_union and r"\and" not in signs and "," not in signs else signs[:1] if is_union else "list"
-        )
+        kinds.append("list" if not is_union else "union" if {r"\cup", r"\or"}.issuperset(signs) else "intersection")
         lists.append(without_repeated_steps(items))
     if kinds[0] != kinds[1] or len(lists[0]) != len(lists[1]):
         return False
@@ -175,23 +179,20 @@ def same_list(one: Parts, other: Parts, *, is_ordered: bool = False) -> bool:
 def without_repeated_steps(items: list[str]) -> list[str]:
     r"""A progression `1, 2, 3, \ldots, n` by its first two terms."""
     heads = items[: items.index(r"\ldots")] if r"\ldots" in items else []
-    steps = [f"({after})-({before})" for before, after in zip(heads, heads[1:], strict=False)]
+    steps = [f"({after})-({before})" for before, after in pairwise(heads)]
     is_progression = len(steps) > 1 and all(is_expression(step) and same_value(step, steps[0]) for step in steps)
     return items[:2] + items[len(heads) :] if is_progression else items
 
 
 def same_relation(some: list[str], others: list[str], sign: str) -> bool:
-    """Whether equations have proportional differences of their sides, ratios have proportional terms, or sides are equal."""
-    if (
-        sign == ":"
-        and all(map(is_expression, (*some, *others)))
-        and not re.match(r"\d\d?:\d\d", ":".join(some + others))
-    ):
+    """Whether ratios, or differences of the sides of equations, are proportional, or else sides are equal."""
+    from sympy import cancel
+
+    are_expressions = all(map(is_expression, (*some, *others)))
+    if are_expressions and sign == ":":
         pairs = zip(some, others, strict=True)
         return all(same_value(f"({one})({others[0]})", f"({other})({some[0]})") for one, other in pairs)
-    if sign == "=" and all(map(is_expression, (*some, *others))):
-        from sympy import cancel
-
+    if are_expressions and sign == "=":
         left, right = (value(f"{low}-({high})") for low, high in (some, others))
         return left is not None and right is not None and left != 0 != right and cancel(left / right).is_number
     return all(map(same, some, others)) or (sign == "=" and all(map(same, some, reversed(others))))
@@ -217,7 +218,7 @@ def is_wrapped(text: str) -> bool:
 
 
 def is_expression(text: str) -> bool:
-    return bool(text.strip()) and WORDS.match(text) is None and TOKENS.fullmatch(text) is not None
+    return bool(text.strip()) and UNREAD.match(text) is None and TOKENS.fullmatch(text) is not None
 
 
 def as_text(text: str) -> str:
@@ -231,6 +232,7 @@ FACTORS = re.compile(  # where the parser needs a product sign: it reads `2(3)` 
 )
 
 
+@lru_cache(maxsize=1_000)
 def value(text: str) -> Any:
     """An expression by SymPy with exact decimals, or `None` where the parser refuses it."""
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
@@ -255,12 +257,13 @@ def same_value(one: str, other: str) -> bool:
     left, right = value(one), value(other)
     if left is None or right is None:
         return False
-    for exact, rounded, text in ((left, right, other), (right, left, one)):
-        decimal = re.fullmatch(r"-?0*(\d*)\.(\d+)", text)
-        if decimal is not None and exact.is_number and len((decimal[1] + decimal[2]).lstrip("0")) >= 6:
+    decimals = [re.fullmatch(r"-?0*(\d*)\.(\d+)", text) for text in (one, other)]
+    if (decimals[0] is None) != (decimals[1] is None):
+        digits = decimals[0] or decimals[1]
+        exact, rounded = (right, left) if decimals[0] else (left, right)
+        if exact.is_number and not exact.is_Integer and len((digits[1] + digits[2]).lstrip("0")) >= 6:
             error = abs(exact.evalf(40) - rounded)
-            if error < min(Rational(1, 10 ** len(decimal[2])), abs(rounded) / 900_000):
-                return True
+            return bool(error < Rational(1, 10 ** len(digits[2])) and error < abs(rounded) / 900_000)
     if left == right or (left.is_Rational and right.is_Rational):
         return left == right
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
@@ -270,9 +273,9 @@ def same_value(one: str, other: str) -> bool:
         first, second = (side.subs(point).evalf(40, maxn=200) for side in (left, right))
         if not (first.is_number and first.is_finite and second.is_finite):
             return False
-        if abs(first - second) > max(abs(first), abs(second)) / 10**25:
-            if negative is None or first.is_real or second.is_real:
-                return False
+        is_close = abs(first - second) <= max(abs(first), abs(second)) / 10**25
+        if not is_close and (negative is None or first.is_real or second.is_real):
+            return False
     return True
 
 
