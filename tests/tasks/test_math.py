@@ -26,6 +26,7 @@ def grades(pairs):
 
 
 @needs_math_verify
+@pytest.mark.timeout(300)
 def test_answers_that_were_graded_wrong_are_graded_right():
     completions = [case.get("response") or rf"\boxed{{{case['answer']}}}" for case in CASES]
     verdicts = math_task.reward(completions, [case["gold"] for case in CASES])
