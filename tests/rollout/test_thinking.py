@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.resources import files
 from types import SimpleNamespace
 
@@ -37,6 +38,14 @@ HARMONY = COMMON_MARKS[2]
 )
 def test_answer_is_what_follows_the_thinking(text, answer):
     assert answer_part(text) == answer
+
+
+@pytest.mark.parametrize("unit", ["<think>", "</think>", "<think>x", "<think></think>", "x</think>", " <think>"])
+def test_a_million_characters_of_marks_are_split_in_a_second_of_processor_time(unit):
+    start = time.process_time()
+    split_thinking("<think>x" + unit * (1_000_000 // len(unit)))
+    split_thinking(unit * (1_000_000 // len(unit)))
+    assert time.process_time() - start < 2.0
 
 
 @pytest.mark.parametrize(

@@ -56,13 +56,15 @@ def split_thinking(
     blocks: list[str] = []
     answer: list[str] = []
     start = 0
+    last_end = 0  # of the mark before
     for mark in found:
-        part = text[start : mark.start()]
-        is_repeated = is_open and not blocks and not part.strip()  # the response repeats its prompt's opening mark
+        # The response repeats its prompt's opening mark. Only texts between neighbours are sliced, for linear time.
+        is_repeated = is_open and not blocks and start == last_end and not text[start : mark.start()].strip()
         if is_open == (mark.group() in closing) or is_repeated:
-            (blocks if is_open else answer).append(part)
+            (blocks if is_open else answer).append(text[start : mark.start()])
             is_open = mark.group() not in closing
             start = mark.end()
+        last_end = mark.end()
     (blocks if is_open else answer).append(text[start:])
     thinking = "\n".join(block.strip() for block in blocks if block.strip())
     return thinking, None if is_open else "".join(answer)
