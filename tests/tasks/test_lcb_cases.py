@@ -144,6 +144,5 @@ MALFORMED = [  # (answer, what the message names)
 
 @pytest.mark.parametrize(("answer", "named"), MALFORMED)
 def test_malformed_answer_raises(answer, named):
-    for given in (answer, json.dumps(answer)):
-        with pytest.raises(ValueError, match=named if given is answer else r"code answer|JSON"):
-            parse_answer(given)
+    with pytest.raises(ValueError, match=named):
+        parse_answer(answer)
