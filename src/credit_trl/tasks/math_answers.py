@@ -31,10 +31,10 @@ SIGNS = (
     "∪ \\cup ≡ \\equiv … \\ldots"
 ).split()
 COMMANDS = {  # notation: what else is written for it
-    "": "left right big Big bigl bigr Bigl Bigr displaystyle textstyle",
+    "": "left right big Big bigl bigr Bigl Bigr displaystyle textstyle mathbf mathit boldsymbol",
     " ": "quad qquad",
     r"\frac": "dfrac tfrac cfrac",
-    r"\text": "mathrm mathbf mathit textbf textrm textit mbox operatorname boldsymbol mathsf",
+    r"\text": "mathrm mathsf textbf textrm textit mbox operatorname",
     r"\le": "leq leqslant",
     r"\ge": "geq geqslant",
     r"\cdot": "times ast",
