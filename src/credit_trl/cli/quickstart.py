@@ -153,18 +153,17 @@ def run_quickstart(
 
 def quickstart_trainer(config: CreditConfig, world: str = "plain", progress: bool = False) -> CreditTrainer:
     """The trainer of the embedded base, without evaluations, with a progress bar in place of printed logs."""
-    from transformers import PrinterCallback, ProgressCallback
+    from transformers import ProgressCallback
 
     from credit_trl.tasks import quickstart
     from credit_trl.tasks.registry import load_task
     from credit_trl.trainer import CreditTrainer
+    from credit_trl.training.reporting import LogLines
 
     model, tokenizer = quickstart.load_model(world=world)
     task = load_task(quickstart.TASK)
     trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
-    for callback in list(trainer.callback_handler.callbacks):
-        if isinstance(callback, PrinterCallback):
-            trainer.remove_callback(callback)
+    trainer.remove_callback(LogLines)
     if progress:
 
         class Bar(ProgressCallback):
