@@ -49,7 +49,7 @@ def main(script: CreditScriptArguments, config: CreditConfig, model: ModelConfig
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    # A page of token maps at the first step and every fifty steps
+    # Token maps at the first step and every fifty steps, which `trl credit-report` shows
     trainer.add_callback(CreditMapCallback(every=50, rollouts=4, trainer=trainer))
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(f"{config.output_dir}/final")

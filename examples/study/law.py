@@ -23,7 +23,7 @@ from scipy import stats
 from credit_trl.lab.analysis.drift import BranchDrift
 
 RESULTS = Path(__file__).parent / "results"
-SOURCES = ("worlds.csv", "unseen.csv")  # tables with one row per world, base, arm and step
+SOURCES = [f"{world}.csv" for world in ("weak", "tables", "skip", "filler", "useful", "unseen")]
 SEEN = range(12)  # bases whose runs the law was written from
 RATE = 0.05  # of the teacher's average, where an arm does not name another
 WARMUP = 10  # optimizer steps over which the learning rate of every arm rises

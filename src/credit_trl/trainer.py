@@ -44,7 +44,7 @@ from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import check_logits, checks, micro_batches
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
-from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, success_weights
+from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.model_card import complete_card
 from credit_trl.training.reporting import ContinueReports, add_completion_columns, print_lines
 from credit_trl.training.run_log import RunLog
@@ -190,7 +190,7 @@ class CreditTrainer(ResumableTrainer):
                 f"`packed=True` has no effect: {reason}. Micro-batches are padded to their longest sample "
                 "(`credit/padding_factor`).",
             )
-        if self.credit_step.loss_config.correction is not None:
+        if self.credit_step.corrects_for_engine:
             self.vllm_importance_sampling_correction = False  # TRL's, which costs a forward pass
         if args.torch_compile:
             compile_layers([self.model, *self.teacher.models()], args)
@@ -318,7 +318,7 @@ class CreditTrainer(ResumableTrainer):
     def _weigh_successes(self, batch: GenerationBatch, contexts: list[TokenContexts], mask: Tensor) -> Tensor:
         """(B,) weights of the teacher's fidelity, so that its mean over the logged micro-batches is the fidelity."""
         steps = self.args.steps_per_generation if self.model.training else 1
-        weights, mixed, scored = success_weights(batch, contexts, mask, self.args.success_reward_threshold)
+        weights, mixed, scored = teacher_success_weights(batch, contexts, mask, self.args.success_reward_threshold)
         if self.model.training:
             self.alarms.check_loss_tokens(any(c.teacher is not None for c in contexts), scored)
         self._log_values({"credit/fidelity_groups": mixed})

@@ -156,7 +156,7 @@ TRAINING = [
     ("--dataset_path text.txt --reward_funcs own_module.exact", "text.txt`: expected one of .jsonl"),
     ("--dataset_path torn.jsonl --reward_funcs own_module.exact", "torn.jsonl` cannot be read: "),
     ("--dataset_path empty.jsonl --reward_funcs own_module.exact", "empty.jsonl` cannot be read: it is empty"),
-    ("--dataset_name ./data --reward_funcs own_module.exact", "Reward function `exact` needs the column `answer`"),
+    ("--dataset_name ./data --reward_funcs own_module.exact", "Reward function `exact` has the parameter `answer`"),
     ("--dataset_name ./data --reward_funcs no_module.exact", "no module `no_module`"),
     ("--dataset_name ./data --reward_funcs exact", "expected a dotted import path"),
     ("--dataset_name ./data --reward_funcs own_module.nothing", "has no `nothing`"),

@@ -73,7 +73,7 @@ def test_several_reward_functions_are_one_verifier():
     task = task_of_data(describe_data([half, length], [2.0, 1.0]))
     verdicts = task.reward(completions=["abc", [{"role": "assistant", "content": "x"}]], prompts=["?", "?"])
     assert [(one.reward, one.feedback) for one in verdicts] == [(4.0, "Half."), (1.0, "Half.")]
-    assert task.verify("abc", None).reward == 1.0
+    assert task.verify("abc", None).reward == 4.0
 
 
 @pytest.mark.parametrize(

@@ -103,17 +103,6 @@ def test_summary_has_best_and_final_and_best_model_is_kept(train, tmp_path):
     assert weight_fingerprint(kept) != weight_fingerprint(trainer.model)
 
 
-def test_run_that_starts_again_keeps_the_earlier_best_model(train, tmp_path, caplog):
-    train(tmp_path, scores={0: 0.25, 2: 0.75, 4: 0.5})
-    best = (tmp_path / "best-step-2" / "model.safetensors").read_bytes()
-    rows = (tmp_path / "evaluations.jsonl").read_bytes()
-    train(tmp_path, scores={0: 0.25, 2: 0.5, 4: 0.75})
-    assert (tmp_path / "previous-1" / "best-step-2" / "model.safetensors").read_bytes() == best
-    assert (tmp_path / "previous-1" / "evaluations.jsonl").read_bytes() == rows
-    assert [path.name for path in tmp_path.glob("best-step-*")] == ["best-step-4"]
-    assert f"are now in {tmp_path / 'previous-1'}" in caplog.text
-
-
 def test_equal_scores_keep_the_earlier_model():
     rows = [{"step": s, "score": v} for s, v in [(0, 0.1), (5, 0.4), (10, 0.4)]]
     assert best_of(rows)["step"] == 5
@@ -178,13 +167,6 @@ def test_failing_verifier_skips_the_evaluation_only(
     assert steps == [step for step in (0, 2, 4) if step != failing]
     assert f"Step {failing} was not evaluated" in caplog.text
     assert (tmp_path / "summary.json").is_file() == (failing == 2)
-
-
-def test_settings_record_the_chat_template_options(train, tmp_path):
-    kwargs = {"enable_thinking": False}
-    train(tmp_path, max_steps=1, chat_template_kwargs=kwargs)
-    settings = json.loads((tmp_path / "evaluations" / "step-000000" / "settings.json").read_text())
-    assert settings["template"] == kwargs
 
 
 def test_evaluation_of_other_weights_is_replaced(train, tmp_path):

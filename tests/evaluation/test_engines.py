@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 from trl.chat_template_utils import parse_response
 
-from credit_trl.evaluation import EvaluationConfig, SamplingConfig, engines
+from credit_trl.evaluation import EvaluationConfig, SamplingConfig
 from credit_trl.evaluation.engines import Request, TransformersEngine, VLLMEngine, weight_fingerprint
 from credit_trl.evaluation.generation import encode_prompt, generate_ids, read_responses
 from credit_trl.evaluation.protocol import make_engine
@@ -185,18 +185,6 @@ def test_unclosed_thinking_of_the_prompt_is_graded_as_in_training(tokenizer, mon
     assert (whole.text, whole.message) == ("draft</think>done", None)
 
 
-def test_transformers_engine_parses_responses(make_model, parsing, monkeypatch):
-    ids = completion_ids(parsing, THOUGHT)
-    monkeypatch.setattr(engines, "generate_ids", lambda model, prompts, *args, **options: [ids] * len(prompts))
-    engine = TransformersEngine(make_model(), parsing)
-    requests = [Request(PROMPT, seed=0), Request("2+2=", seed=1)]
-    responses = engine.generate(requests, SamplingConfig())
-    assert [(r.text, r.length, r.truncated) for r in responses] == [
-        ("weather(Oslo)", len(ids), False),
-        (THOUGHT, len(ids), False),
-    ]
-
-
 def test_fingerprint_changes_with_the_weights(make_model):
     model = make_model()
     before = weight_fingerprint(model)
@@ -257,18 +245,6 @@ def test_vllm_requests_have_ids_settings_and_seeds(vllm, tokenizer):
     }
     assert [r.truncated for r in responses] == [False, True, False, True]
     assert [r.length for r in responses] == [3] * 4
-
-
-def test_vllm_engine_parses_responses(vllm, parsing):
-    llm = FakeLLM(parsing)
-    ids = completion_ids(parsing, THOUGHT)
-    outputs = [SimpleNamespace(token_ids=tuple(ids), finish_reason=reason) for reason in ("stop", "length")]
-    llm.generate = lambda prompts, **options: [SimpleNamespace(outputs=[output]) for output in outputs]
-    responses = draw(VLLMEngine(llm, name="some/model"), SamplingConfig(), count=2)
-    assert [(r.text, r.length, r.truncated) for r in responses] == [
-        ("weather(Oslo)", len(ids), False),
-        ("weather(Oslo)", len(ids), True),
-    ]
 
 
 def test_vllm_identity_changes_with_the_weight_files(vllm, tmp_path):

@@ -11,8 +11,6 @@ import re
 import signal
 import time
 from contextlib import nullcontext
-from datetime import datetime
-from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -22,7 +20,6 @@ from credit_trl.evaluation import Evaluation, EvaluationConfig, evaluate
 from credit_trl.evaluation.generation import Response
 from credit_trl.evaluation.protocol import (
     EvaluationMismatchError,
-    data_digest,
     distinct_names,
     sample_seed,
     task_rows,
@@ -141,18 +138,11 @@ def test_a_single_prompt_has_no_interval(tmp_path):
     assert str(read) == str(one)
 
 
-@pytest.mark.parametrize(("reward", "succeeds"), [(0.6 + 0.3 + 0.1, True), (0.99, False)])
-def test_a_sum_of_rewards_is_a_success_despite_its_rounding(reward, succeeds):
-    assert reward < 1.0
-    task = rewarded(lambda completions, **columns: [reward] * len(completions))
-    assert evaluate(FakeEngine(), task, 2, progress=False).pass_at[2] == succeeds
-
-
 @pytest.mark.parametrize("name", ["completions", "prompts", "truncated"])
 def test_columns_named_as_arguments_raise_before_sampling(name):
     rows = [*letters(), {**letters()[0], name: "<answer>A</answer>"}]
     engine = FakeEngine()
-    with pytest.raises(ValueError, match=rf"column `{name}`.*rename_column\('{name}'.*remove_columns\('{name}'\)"):
+    with pytest.raises(ValueError, match=rf"column `{name}`.*rename_column\('{name}'"):
         evaluate(engine, TASK, 2, dataset=rows, progress=False)
     assert engine.seeds == []
     with pytest.raises(ValueError, match=f"column `{name}`"):
@@ -181,14 +171,6 @@ def test_verifier_gets_parsed_messages_and_their_text_is_kept(tmp_path):
     assert result.score == 0.5
 
 
-def test_samples_of_unparsed_text_are_not_continued_as_parsed(tmp_path):
-    run(tmp_path)
-    engine = FakeEngine()
-    engine.tokenizer = SimpleNamespace(response_template={})
-    with pytest.raises(EvaluationMismatchError, match="parsed"):
-        evaluate(engine, TASK, 5, output_dir=tmp_path, progress=False)
-
-
 def test_finished_evaluation_generates_nothing(tmp_path):
     first, engine = run(tmp_path)
     before = files(tmp_path)
@@ -197,12 +179,6 @@ def test_finished_evaluation_generates_nothing(tmp_path):
     assert engine.seeds == []
     assert again == first
     assert files(tmp_path) == before
-
-
-def test_samples_do_not_depend_on_the_batch_size(tmp_path):
-    run(tmp_path / "a", batch_size=1)
-    run(tmp_path / "b", batch_size=64)
-    assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.77, 0.999])
@@ -277,15 +253,6 @@ def test_task_rows_get_stable_unique_ids():
     assert distinct_names(["a", "a", "a#2", "a"]) == ["a", "a#3", "a#2", "a#4"]
 
 
-def test_verdict_without_reward_raises_with_prompt_id():
-    def silent(response, answer, *, truncated=False):
-        return Verdict(None)
-
-    task = Task("silent", letters, silent, batch_of(silent, "silent"))
-    with pytest.raises(ValueError, match="'q0'"):
-        evaluate(FakeEngine(), task, 2, progress=False)
-
-
 def rewarded(reward) -> Task:
     return Task("letters", letters, graded, reward)
 
@@ -352,21 +319,3 @@ def test_hanging_verifier_follows_the_policy():
     for on_error, error in (("raise", VerifierTimeout), ("skip", VerifierFailed)):
         with pytest.raises(error):
             evaluate(FakeEngine(), rewarded(hanging), 1, policy=VerifierPolicy(on_error, 0.1), progress=False)
-
-
-def test_tiny_model_evaluation_resumes(tmp_path, make_model, tokenizer):
-    options = {"k": 2, "max_completion_length": 4, "tokenizer": tokenizer, "progress": False, "batch_size": 3}
-    whole = evaluate(make_model(), TASK, output_dir=tmp_path / "whole", **options)
-    expected = files(tmp_path / "whole")
-    (tmp_path / "part").mkdir()
-    (tmp_path / "part" / "settings.json").write_bytes(expected["settings.json"])
-    (tmp_path / "part" / "samples.jsonl").write_bytes(b"".join(expected["samples.jsonl"].splitlines(True)[:5]))
-    part = evaluate(make_model(), TASK, output_dir=tmp_path / "part", **options)
-    assert part == whole
-    assert files(tmp_path / "part") == expected
-    assert whole.mean_length <= 4.0
-
-
-def test_digest_takes_answers_of_any_type():
-    rows = [{"id": "a", "prompt": "x", "answer": datetime(2020, 1, 1)}, {"id": "b", "prompt": "x", "answer": None}]
-    assert data_digest(rows) != data_digest([{**rows[0], "answer": datetime(2020, 1, 2)}, rows[1]])

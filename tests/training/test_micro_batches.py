@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,18 +18,19 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from padded import padding_kept
 
 from credit_trl import CreditTrainer
-from credit_trl.cli.credit_plan import parse_run
-from credit_trl.lab.planning.setup import GPUS, make_setup
-from credit_trl.lab.planning.shape import load_shape
-from credit_trl.lab.planning.work import Lengths, work_of
 from credit_trl.teacher.packing import PACKED_SDPA, attention_of, enable_packing
-from credit_trl.teacher.policy_pass import Sequences, policy_states
-from credit_trl.training.metrics import CreditWarning
-from credit_trl.training.micro_batches import arrange, cut_rows, even_groups, trim
+from credit_trl.teacher.policy_pass import chosen_sequences, policy_states
+from credit_trl.training.micro_batches import (
+    _parts,
+    cut_rows,
+    even_groups,
+    evened,
+    exchanged_count,
+    without_padding,
+)
 from tiny import length_verdicts
 
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
-PLANNED = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--generation_batch_size", "64"]
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -133,16 +133,16 @@ def assert_equal_runs(first, second, rtol=1e-6):
 
 CASES = {
     "full": {},
-    "packed": {"update_packed": True},
+    "packed": {"packed": True},
     "lora": {"lora": True},
     "accumulated": ACCUMULATED,
-    "accumulated-packed": ACCUMULATED | {"update_packed": True, "loss_type": "grpo"},
+    "accumulated-packed": ACCUMULATED | {"packed": True, "loss_type": "grpo"},
     "two-steps-a-batch": {"per_device_train_batch_size": 4, "steps_per_generation": 2},
-    "iterations": {"num_iterations": 2, "update_packed": True},
-    "full-support": {"distillation_support": "full", "lora": True, "update_packed": True},
+    "iterations": {"num_iterations": 2, "packed": True},
+    "whole-vocabulary": {"distillation_topk": None, "lora": True, "packed": True},
     "mixed": ACCUMULATED | {"distillation_weight": 0.5},
     **{f"engine-{mode}": {"vllm": True, "vllm_importance_sampling_mode": mode} for mode in MODES},
-    "engine-renormalize": ACCUMULATED | {"vllm": True, "distillation_tail": "renormalize", "update_packed": True},
+    "engine-renormalize": ACCUMULATED | {"vllm": True, "distillation_tail": "renormalize", "packed": True},
     "engine-two-steps": {"vllm": True, "per_device_train_batch_size": 4, "steps_per_generation": 2},
 }
 FAST = ("packed", "accumulated", "engine-sequence_mask")
@@ -172,11 +172,11 @@ def test_run_equals_the_padded_run(make_trainer, name):
 
 PARTS = {
     "padded": {},
-    "packed": {"update_packed": True, "loss_type": "grpo"},
+    "packed": {"packed": True, "loss_type": "grpo"},
     "lora": {"lora": True, "per_device_eval_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1},
-    "in-step": {"distillation_support": "student_topk", "distillation_tail": "renormalize", "update_packed": True},
+    "renormalize": {"distillation_tail": "renormalize", "packed": True},
     "iterations": {"num_iterations": 2, "log_completions": True},
-    "engine": {"vllm": True, "vllm_importance_sampling_mode": "sequence_mask", "update_packed": True},
+    "engine": {"vllm": True, "vllm_importance_sampling_mode": "sequence_mask", "packed": True},
     "one-row-each": {"update_batch_tokens": 1},
     "accumulated": ACCUMULATED | {"update_batch_tokens": 100},
 }
@@ -220,10 +220,10 @@ def test_run_in_parts_equals_the_run_in_one_in_bf16(make_trainer):
 @pytest.mark.parametrize("packed", [False, True])
 def test_parts_read_little_more_than_their_tokens(make_trainer, packed):
     """Parts of a micro-batch that is not divided by length: rows of similar length, or of one prompt."""
-    trainer = make_trainer(update_batch_tokens=300, update_packed=packed, per_device_train_batch_size=32)
+    trainer = make_trainer(update_batch_tokens=300, packed=packed, per_device_train_batch_size=32)
     trainer.rollout_func = ExponentialRollouts(prompt=40, longest=64)
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    parts = trainer._parts(inputs, 300)
+    parts = _parts(trainer.credit_step, inputs)
     assert sorted(i for part in parts for i in part) == list(range(32))
     taken = [{name: x[part] for name, x in inputs.items() if torch.is_tensor(x) and x.ndim} for part in parts]
     read = [prompts_once(part) if packed else part["prompt_ids"].shape[1] for part in taken]
@@ -261,48 +261,11 @@ class ExponentialRollouts:
         }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param({"update_packed": True}, marks=pytest.mark.slow),
-        pytest.param({"num_iterations": 2}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_planned_tokens_are_those_that_the_student_reads(make_trainer, options):
-    """Within 5 %, over 24 generation batches."""
-    fields = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
-    batches, iterations = 24, options.get("num_iterations", 1)
-    trainer = make_trainer(**fields, **options, max_completion_length=64, max_steps=batches * iterations)
-    trainer.rollout_func = rollouts = ExponentialRollouts(prompt=20, longest=64)
-    reads = Reads(trainer)
-    trainer.train()
-    training, model, launcher, mixed, _ = parse_run(PLANNED)
-    setup = replace(
-        make_setup(training, model, launcher, GPUS["h20"], mixed=mixed),
-        processes=1,
-        per_device=4,
-        accumulation=4,
-        generation_batch=16,
-        completion=64,
-        iterations=iterations,
-        old_logps=iterations > 1,
-        packed=trainer.args.update_packed,
-        group=trainer.num_generations,
-    )
-    mean = sum(rollouts.lengths) / len(rollouts.lengths)
-    planned = work_of(load_shape("Qwen/Qwen3-0.6B"), setup, Lengths(20, mean, 20)).tokens
-    assert reads.update == pytest.approx(batches * (planned["trained"] + planned["padding"]), rel=0.05)
-    assert reads.no_grad == pytest.approx(batches * planned["old_logps"], rel=0.05)
-    assert not setup.packed or planned["padding"] < -0.05 * planned["trained"]  # prompts are read once
-
-
 @pytest.mark.parametrize("packed", [False, True])
-def test_resume_inside_the_window_is_bitwise(make_trainer, tmp_path, packed):
+def test_resume_between_exchanged_micro_batches_is_bitwise(make_trainer, tmp_path, packed):
     options = ACCUMULATED | {
         "gradient_accumulation_steps": 2,  # two optimizer steps use a batch; the checkpoint is between them
-        "update_packed": packed,
+        "packed": packed,
         "save_strategy": "steps",
         "save_steps": 3,
         "max_steps": 6,
@@ -331,7 +294,7 @@ def prompts_once(batch):
 @pytest.mark.parametrize("vllm", [False, True])
 def test_student_reads_what_the_lengths_say(make_trainer, packed, vllm):
     options = {"lora": False, "gradient_checkpointing": False, "max_steps": 2}
-    trainer = make_trainer(vllm=vllm, update_packed=packed, **ACCUMULATED, **options)
+    trainer = make_trainer(vllm=vllm, packed=packed, **ACCUMULATED, **options)
     reads, batches = Reads(trainer), []
     compute = trainer._compute_loss
     trainer._compute_loss = lambda model, inputs: batches.append(inputs) or compute(model, inputs)
@@ -361,24 +324,24 @@ def test_packed_rollouts_of_a_prompt_read_it_once(make_model):
         "completion_ids": torch.arange(60, 90).view(6, 5),  # no token in common
         "completion_mask": mask,
     }
-    sequences, found = Sequences.of(batch, mask.bool()), []
+    sequences, found = chosen_sequences(batch, mask.bool()), []
     weights = torch.randn(28, 32, generator=generator)
     for packed in (False, True):
         model = make_model()
         if packed:
             enable_packing(model)
-        states = policy_states(model, sequences, packed=packed)
-        (states.hidden * weights).sum().backward()
-        found.append((states, model.get_input_embeddings().weight.grad))
-    (padded, expected), (shared, gradient) = found
-    assert (padded.read, shared.read) == (6 * 35, 2 * 30 + 28)
-    torch.testing.assert_close(shared.hidden, padded.hidden)
+        hidden, read, _ = policy_states(model, sequences, packed=packed)
+        (hidden * weights).sum().backward()
+        found.append((hidden, read, model.get_input_embeddings().weight.grad))
+    (padded, padded_read, expected), (shared, shared_read, gradient) = found
+    assert (padded_read, shared_read) == (6 * 35, 2 * 30 + 28)
+    torch.testing.assert_close(shared, padded)
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_pass_of_old_logps_reads_no_padding_of_the_batch(make_trainer, packed):
-    options = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "max_steps": 4, "update_packed": packed}
+    options = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "max_steps": 4, "packed": packed}
     trainer = make_trainer(**options)
     reads = Reads(trainer)
     trainer.train()
@@ -395,24 +358,15 @@ def test_pass_of_old_logps_reads_no_padding_of_the_batch(make_trainer, packed):
     assert reads.no_grad == 0  # no ratio is formed
 
 
-@pytest.mark.parametrize("kind", ["ema", "live", "trust_region"])
+@pytest.mark.parametrize("kind", ["ema", "live"])
 def test_every_model_that_scores_packed_rows_keeps_them_apart(make_trainer, kind):
     """A copy of the policy is a model of its own, and transformers would form a mask of the square of the row."""
-    trainer = make_trainer(scoring_packed=True, teacher_model_kind=kind, teacher_rehearsal=0.5)
-    for teacher in (trainer.teacher, trainer.base_teacher):
-        assert {attention_of(model) for model in teacher.models()} == {PACKED_SDPA}
-
-
-def test_packing_in_vain_warns_and_pads(make_trainer, make_model):
-    trainer = make_trainer(max_steps=1)
-    trainer.model.config._attn_implementation = "eager"
-    trainer.args.update_packed = True
-    with pytest.warns(CreditWarning, match="`update_packed=True` has no effect: .*'eager'"):
-        assert not trainer._enable_packing()
+    trainer = make_trainer(packed=True, teacher_model_kind=kind)
+    assert {attention_of(model) for model in trainer.teacher.models()} == {PACKED_SDPA}
 
 
 def test_weight_zero_keeps_trls_batches(make_trainer):
-    options = ACCUMULATED | {"distillation_weight": 0.0, "max_steps": 2, "update_packed": True}
+    options = ACCUMULATED | {"distillation_weight": 0.0, "max_steps": 2, "packed": True}
     with padding_kept():
         expected = trained(make_trainer(**options))
     result = trained(make_trainer(**options))
@@ -478,15 +432,15 @@ def micro_batch(prompts, completions, prompt_width=6, width=7):
     }
 
 
-def test_trimming_cuts_columns_of_padding_only():
+def test_positions_of_padding_only_are_cut():
     batch = micro_batch([2, 4], [3, 5])
-    cut = trim(batch)
+    cut = without_padding(batch)
     assert cut["prompt_ids"].equal(batch["prompt_ids"][:, -4:])
     assert cut["completion_ids"].equal(batch["completion_ids"][:, :5])
     assert cut["teacher_logps"].equal(batch["teacher_logps"][:, :5])
     assert cut["importance_sampling_ratio"].shape == (2, 1)
     assert cut["context_ids"].shape == (2, 7, 9)
-    empty = trim(micro_batch([1, 1], [0, 0]))  # all truncated
+    empty = without_padding(micro_batch([1, 1], [0, 0]))  # all truncated
     assert empty["completion_ids"].shape == (2, 1)
 
 
@@ -494,12 +448,12 @@ def test_samples_stay_within_their_optimizer_step():
     batches = [micro_batch([1 + i, 6], [7 - i, 1]) for i in range(4)]
     for i, batch in enumerate(batches):
         batch["sample"] = [f"{i}a", f"{i}b"]
-    even = arrange(batches, 2, packed=False)
+    even = evened(batches, 2, packed=False)
     assert [set(even[0]["sample"] + even[1]["sample"]), set(even[2]["sample"] + even[3]["sample"])] == [
         {"0a", "0b", "1a", "1b"},
         {"2a", "2b", "3a", "3b"},
     ]
-    kept = arrange(batches, 1, packed=False)
+    kept = evened(batches, 1, packed=False)
     assert [batch["sample"] for batch in kept] == [batch["sample"] for batch in batches]
     for batch in even:
         for row, name in enumerate(batch["sample"]):
@@ -510,7 +464,7 @@ def test_samples_stay_within_their_optimizer_step():
 
 
 @pytest.mark.parametrize(
-    ("options", "window"),
+    ("options", "count"),
     [
         (ACCUMULATED, 4),
         (ACCUMULATED | {"gradient_accumulation_steps": 2}, 2),
@@ -521,5 +475,5 @@ def test_samples_stay_within_their_optimizer_step():
         (ACCUMULATED | {"steps_per_generation": 8, "gradient_accumulation_steps": 3}, 1),
     ],
 )
-def test_window_is_the_part_of_a_batch_in_one_step(make_trainer, options, window):
-    assert make_trainer(**options)._exchange_window == window
+def test_samples_are_exchanged_between_the_micro_batches_of_one_step(make_config, options, count):
+    assert exchanged_count(make_config(**options), router_loss=False) == count

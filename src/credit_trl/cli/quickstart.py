@@ -153,18 +153,17 @@ def run_quickstart(
 
 def quickstart_trainer(config: CreditConfig, world: str = "plain", progress: bool = False) -> CreditTrainer:
     """The trainer of the embedded base, without evaluations, with a progress bar in place of printed logs."""
-    from transformers import PrinterCallback, ProgressCallback
+    from transformers import ProgressCallback
 
     from credit_trl.tasks import quickstart
     from credit_trl.tasks.registry import load_task
     from credit_trl.trainer import CreditTrainer
+    from credit_trl.training.reporting import LogLines
 
     model, tokenizer = quickstart.load_model(world=world)
     task = load_task(quickstart.TASK)
     trainer = CreditTrainer(model, task.reward, config, task.build("train"), processing_class=tokenizer)
-    for callback in list(trainer.callback_handler.callbacks):
-        if isinstance(callback, PrinterCallback):
-            trainer.remove_callback(callback)
+    trainer.remove_callback(LogLines)
     if progress:
 
         class Bar(ProgressCallback):
@@ -229,7 +228,8 @@ def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] |
 
 def write_page(trainer: CreditTrainer, before: Sequence[TokenMap], directory: Path) -> Path:
     """Write the report with `SHOWN` responses before and after training, wrong ones first, and return its path."""
-    from credit_trl.lab.analysis.tokenmap_json import MAPS_FOLDER, write_maps
+    from credit_trl.lab import MAPS_FOLDER
+    from credit_trl.lab.analysis.tokenmap_json import write_maps
     from credit_trl.lab.report import write_report
 
     shown = sorted((one for one in before if one.response.privileged), key=lambda one: one.response.reward)[:SHOWN]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,31 +16,47 @@ CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "s
 
 
 @dataclass(frozen=True)
-class EngineCorrection:
-    """TRL's importance correction for a vLLM engine, `exp(log π_old − log π_engine)` within bounds.
+class EngineTokens:
+    """Log-probabilities that a vLLM engine reported of N sampled tokens, and TRL's importance correction for it.
+
+    The correction is `exp(log π_old − log π_engine)` within bounds.
 
     Args:
+        logps: (N,), NaN where it reported none.
+        rows: (N,), completion of each token.
+        samples: number of completions.
         mode: `vllm_importance_sampling_mode`: one ratio a token or the product over a completion; ratios outside the
             bounds are truncated to them, or masked (0).
+        clip_min, clip_max: the bounds; None for none.
     """
 
+    logps: Float[Tensor, " N"]
+    rows: Int[Tensor, " N"]
+    samples: int
     mode: CorrectionMode = "sequence_mask"
     clip_min: float | None = None
     clip_max: float | None = 3.0
+
+    def __getitem__(self, rows: slice) -> EngineTokens:
+        return replace(self, logps=self.logps[rows], rows=self.rows[rows])
 
     @property
     def per_sequence(self) -> bool:
         """Whether the tokens of a completion share one ratio."""
         return self.mode.startswith("sequence")
 
-    def ratio(self, old_logps: Float[Tensor, " N"], engine: EngineTokens) -> Float[Tensor, " N"]:
+    def difference(self, logps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """`logps` minus the engine's; 0 where it reported none."""
+        return torch.nan_to_num(logps - self.logps, nan=0.0)
+
+    def ratio(self, old_logps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
         """Ratio of each token; 1 where the engine reported no log-probability.
 
         `old_logps` are those under the policy that sampled the tokens. A mode of the completion needs all its tokens.
         """
-        difference = engine.difference(old_logps)
+        difference = self.difference(old_logps)
         if self.per_sequence:
-            difference = difference.new_zeros(engine.samples).index_add_(0, engine.rows, difference)
+            difference = difference.new_zeros(self.samples).index_add_(0, self.rows, difference)
         ratio = difference.exp()
         if self.mode.endswith("truncate"):
             ratio = ratio.clamp(self.clip_min, self.clip_max)
@@ -48,43 +64,17 @@ class EngineCorrection:
             low = -math.inf if self.clip_min is None else self.clip_min
             high = math.inf if self.clip_max is None else self.clip_max
             ratio = ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
-        return ratio[engine.rows] if self.per_sequence else ratio
+        return ratio[self.rows] if self.per_sequence else ratio
 
 
-@dataclass(frozen=True)
-class EngineTokens:
-    """Log-probabilities that the engine reported of N sampled tokens.
-
-    Args:
-        logps: (N,), NaN where it reported none.
-        rows: (N,), completion of each token.
-    """
-
-    logps: Float[Tensor, " N"]
-    rows: Int[Tensor, " N"]
-    samples: int
-
-    def __getitem__(self, rows: slice) -> EngineTokens:
-        return EngineTokens(self.logps[rows], self.rows[rows], self.samples)
-
-    def difference(self, logps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        """`logps` minus the engine's; 0 where it reported none."""
-        return torch.nan_to_num(logps - self.logps, nan=0.0)
-
-
-def engine_correction(config: CreditConfig) -> EngineCorrection | None:
-    """The importance correction for vLLM, where the loss can form it from its own log-probabilities.
+def corrects_for_engine(config: CreditConfig) -> bool:
+    """Whether the loss forms the importance correction for vLLM from its own log-probabilities.
 
     One optimizer step then uses the whole generation batch, so that the policy of the step is that of the rollout.
     """
     is_wanted = config.use_vllm and config.vllm_importance_sampling_correction and config.distillation_weight == 1.0
-    is_aligned = config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations) == 0
-    if not (is_wanted and is_aligned):
-        return None
-    return EngineCorrection(
-        config.vllm_importance_sampling_mode,
-        config.vllm_importance_sampling_clip_min,
-        config.vllm_importance_sampling_clip_max,
+    return (
+        is_wanted and config.gradient_accumulation_steps % (config.steps_per_generation * config.num_iterations) == 0
     )
 
 

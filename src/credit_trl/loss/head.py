@@ -252,7 +252,8 @@ class LMHead:
 
         The blocks of a chunk come in order: the first one overwrites the gradient of the hidden states.
         """
-        is_first, dtype = gradients.is_first, matmul_dtype(hidden)
+        is_first = gradients.is_first
+        dtype = matmul_dtype(hidden)
         if gradients.bias is not None:
             of_block = grads.sum(dim=0, dtype=gradients.bias.dtype)
             gradients.bias[block] = of_block if is_first else gradients.bias[block] + of_block
@@ -317,7 +318,8 @@ def scatter_columns(
     # The gradient of an embedding's sum, which sorts the entries by their id; `index_add_` adds in any order.
     hidden, wide = (grads.new_ones(n, 1), total.unsqueeze(-1)) if hidden is None else (hidden, total)
     bags = torch.arange(n, device=ids.device).repeat_interleave(k, output_size=n * k)
-    sizes, none = bags.new_full((n,), k), bags.new_empty(0)
+    sizes = bags.new_full((n,), k)
+    none = bags.new_empty(0)
     wide += torch.ops.aten._embedding_bag_dense_backward(
         hidden, ids.flatten(), bags, sizes, none, len(total), False, 0, grads.flatten()
     )
@@ -366,8 +368,9 @@ def lm_head(model: nn.Module, temperature: float, kernels: Kernels = "torch") ->
     causal_lm = unwrap_adapters(model)
     config = causal_lm.config.get_text_config()
     head = causal_lm.get_output_embeddings()
-    weight, bias = head.weight, getattr(head, "bias", None)
-    return LMHead(weight, bias, _logit_scale(config), _softcap(config), temperature, kernels)
+    return LMHead(
+        head.weight, getattr(head, "bias", None), _logit_scale(config), _softcap(config), temperature, kernels
+    )
 
 
 def _softcap(config: object) -> float | None:

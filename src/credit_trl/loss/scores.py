@@ -194,7 +194,8 @@ def score_tokens(states: TeacherStates, token_ids: Int[Tensor, " N"], support: S
     support = support.resolved(states.head.vocabulary_size)
     states = replace(states, head=states.head.gathered().detached().for_products(states.hidden))
     tokens = token_ids.unsqueeze(-1)
-    n, dtype = len(token_ids), accumulation_dtype(states.hidden)
+    n = len(token_ids)
+    dtype = accumulation_dtype(states.hidden)
     size = logits_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
     buffer = states.hidden.new_empty((min(size, n), states.head.vocabulary_size), dtype=dtype)
     parts = []
@@ -217,12 +218,14 @@ def score_tokens(states: TeacherStates, token_ids: Int[Tensor, " N"], support: S
 
 def _teacher_scores(teacher: Projection, tokens: Int[Tensor, "n 1"], support: SupportConfig) -> Scores:
     """f of one chunk, with Ĝ = 0."""
-    logps, token_logps = _buckets(teacher, support.has_tail), teacher.token_logps
+    logps = _buckets(teacher, support.has_tail)
+    token_logps = teacher.token_logps
     if support.renormalizes:
         logits = torch.cat([teacher.columns, teacher.token_logits], dim=-1)
         _, token_logps = condition(logits, (teacher.ids == tokens).any(dim=-1))
-    zeros, token_zeros = torch.zeros_like(logps), torch.zeros_like(token_logps)
-    return Scores(teacher.ids, logps, zeros, token_logps, token_zeros, teacher.entropy)
+    return Scores(
+        teacher.ids, logps, torch.zeros_like(logps), token_logps, torch.zeros_like(token_logps), teacher.entropy
+    )
 
 
 def _generic_over_vocabulary(
@@ -233,7 +236,8 @@ def _generic_over_vocabulary(
     out: Float[Tensor, "n V"] | None,
 ) -> tuple[Float[Tensor, "N B"], Float[Tensor, " N"]]:
     """Ĝ on the support and at the sampled token, from true log-probabilities; overwrites `out`, a chunk of logits."""
-    n, dtype = len(ids), accumulation_dtype(states.hidden)
+    n = len(ids)
+    dtype = accumulation_dtype(states.hidden)
     size = passing_chunk(n, states.head.vocabulary_size, dtype, states.hidden.device)
     size = size if out is None else max(len(out), 1)
     # The last column is the sampled token.
@@ -253,8 +257,10 @@ def _generic_within_support(
     tokens: Int[Tensor, "N 1"],
 ) -> tuple[Float[Tensor, "N K"], Float[Tensor, " N"]]:
     """Ĝ conditional on the support. The rows of the head are gathered once for all C contrasts."""
-    everything, in_support = torch.cat([ids, tokens], dim=-1), (ids == tokens).any(dim=-1)
-    hidden_size, dtype = states.hidden.shape[-1], accumulation_dtype(states.hidden)
+    everything = torch.cat([ids, tokens], dim=-1)
+    in_support = (ids == tokens).any(dim=-1)
+    hidden_size = states.hidden.shape[-1]
+    dtype = accumulation_dtype(states.hidden)
     size = columns_chunk(*everything.shape, hidden_size, dtype, states.hidden.device)
     generic_logps = states.hidden.new_zeros(everything.shape, dtype=dtype)
     for rows in chunks(len(ids), size):

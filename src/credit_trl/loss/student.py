@@ -96,9 +96,8 @@ def with_normalizer(
     These are the normaliser and entropy of a loss within the support with an importance ratio, and the ratio of a
     whole completion.
     """
-    corrects = config.correction is not None and tokens.engine is not None
-    per_sequence = corrects and config.correction.per_sequence
-    has_ratio = corrects or (tokens.old_logps is not None and config.is_clip is not None)
+    per_sequence = tokens.engine is not None and tokens.engine.per_sequence
+    has_ratio = tokens.engine is not None or (tokens.old_logps is not None and config.is_clip is not None)
     if not (per_sequence or (support.renormalizes and has_ratio)):
         return tokens
     size = logits_chunk(len(hidden), head.vocabulary_size, accumulation_dtype(hidden), hidden.device)
@@ -108,7 +107,7 @@ def with_normalizer(
         parts.append(replace(project(head, hidden[rows], None, sampled), logits=None))
     correction = None
     if per_sequence:
-        correction = config.correction.ratio(torch.cat([part.token_logps for part in parts]), tokens.engine)
+        correction = tokens.engine.ratio(torch.cat([part.token_logps for part in parts]))
     return replace(
         tokens,
         normalizer=torch.cat([part.log_normalizer for part in parts]),

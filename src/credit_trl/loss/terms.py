@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from credit_trl.loss.correction import EngineCorrection, EngineTokens, clipped_ratio
+from credit_trl.loss.correction import EngineTokens, clipped_ratio
 from credit_trl.loss.scores import SupportConfig
 from credit_trl.objective import Form
 
@@ -23,8 +23,6 @@ class LossConfig:
         alpha: see `objective.distillation_loss`; `"sampled"` takes 1 only, its loss is `−sg[R_t] log π_θ(y_t)`.
         is_clip: upper bound on the detached ratio `exp(log π_θ − old)` that multiplies the loss of a token; None for
             no ratio.
-        correction: correction for the engine that sampled the tokens, where the policy that sampled them is the
-            present one; None for none.
         adds_to_grad: form the gradient in the backward pass and add that of the head to its `.grad`, where this exists
             in the dtype of the sum. It takes another projection, and no memory for a second gradient of the head. For
             `backward` on one process only: `torch.autograd.grad` and gradient hooks of the head see nothing of it.
@@ -37,7 +35,6 @@ class LossConfig:
     form: Form = "subtract"
     alpha: float = 1.0
     is_clip: float | None = None
-    correction: EngineCorrection | None = None
     adds_to_grad: bool = False
 
     def __post_init__(self) -> None:
@@ -58,8 +55,8 @@ class LossTokens:
             its scores.
         contrastive_coef: (N,), λ; 0 where the sample has no contrast.
         old_logps: (N,), log-probabilities of the sampled tokens at rollout time; None when on-policy.
-        engine: what the engine reported of the tokens, for `LossConfig.correction`; None where it is not corrected
-            here.
+        engine: what the engine reported of the tokens, where the policy that sampled them is the present one; None
+            for no correction.
         normalizer, entropy: (N,), of the student over the vocabulary, where a loss within the support needs them.
         correction: (N,), ratio of a whole completion against the engine.
     """
@@ -88,9 +85,7 @@ class LossTokens:
         ratio = clipped_ratio(logps, self.old_logps, config.is_clip)
         if self.correction is not None:
             return ratio * self.correction
-        if self.engine is not None and config.correction is not None:
-            return ratio * config.correction.ratio(logps, self.engine)
-        return ratio
+        return ratio if self.engine is None else ratio * self.engine.ratio(logps)
 
 
 @dataclass
@@ -149,7 +144,7 @@ class MicroBatchLoss:
         contrasted: (N,), True where the sample has a contrast.
         samples: (N,), index of each token's sample in the micro-batch.
         fidelity: this process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
-            `rollout.batch.success_weights`; NaN where no group is mixed.
+            `training.metrics.success_weights`; NaN where no group is mixed.
         aux_loss: load-balancing loss of a mixture of experts, or None.
         read, valid: tokens of the student's forward pass, with padding and without.
         engine: log-probabilities that the engine reported, where the loss corrects for it.
@@ -172,10 +167,8 @@ class MicroBatchLoss:
             rows: samples of each part, as indices into the micro-batch.
         """
         samples = torch.cat([of[part.samples] for part, of in zip(parts, rows, strict=True)])
-        engine = None
-        if parts[0].engine is not None:
-            logps = torch.cat([part.engine.logps for part in parts])
-            engine = EngineTokens(logps, samples, sum(map(len, rows)))
+        engines = [part.engine for part in parts if part.engine is not None]
+        engine = _join_engines(engines, samples, sum(map(len, rows))) if engines else None
         return cls(
             CreditLoss.joined([part.terms for part in parts]),
             torch.cat([part.contrasted for part in parts]),
@@ -186,3 +179,8 @@ class MicroBatchLoss:
             sum(part.valid for part in parts),
             engine,
         )
+
+
+def _join_engines(parts: Sequence[EngineTokens], rows: Int[Tensor, " N"], samples: int) -> EngineTokens:
+    """What the engine reported of the tokens of all parts; `rows` are their completions, of `samples`."""
+    return replace(parts[0], logps=torch.cat([part.logps for part in parts]), rows=rows, samples=samples)

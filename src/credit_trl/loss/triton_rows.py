@@ -223,8 +223,10 @@ def backward_rows(
         column_grads: dℓ/d raw logits on the support.
         factor: `f` in `dℓ/d raw logit = f · p_v · slope` outside.
     """
-    blocks, dtype = head.blocks(hidden), matmul_dtype(hidden)
-    support, column_grads = ByBlock(projection.ids, blocks), column_grads.to(dtype)
+    blocks = head.blocks(hidden)
+    dtype = matmul_dtype(hidden)
+    support = ByBlock(projection.ids, blocks)
+    column_grads = column_grads.to(dtype)
     for i, block in enumerate(blocks):
         grads = logit_gradients(head, projection.logits[:, block], projection.log_normalizer, factor, dtype)
         support.put(i, grads, column_grads)

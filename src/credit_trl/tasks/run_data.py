@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.rollout.verdict import as_verdicts
-from credit_trl.tasks.registry import call_reward, load_task
-from credit_trl.tasks.task import Rewards, Task
+from credit_trl.tasks.registry import load_task
+from credit_trl.tasks.task import Rewards, Task, call_reward
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -98,7 +98,8 @@ def build_teacher(
 
 def _load_tokenizer(config: CreditConfig) -> PreTrainedTokenizerBase:
     """The tokenizer beside the teacher's weights."""
-    name, revision = config.teacher_model_name_or_path, (config.teacher_model_init_kwargs or {}).get("revision")
+    name = config.teacher_model_name_or_path
+    revision = (config.teacher_model_init_kwargs or {}).get("revision")
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:

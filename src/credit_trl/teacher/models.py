@@ -322,7 +322,8 @@ def make_teacher(
 
 def _check_trains_adapter_only(student: nn.Module) -> None:
     """Check that only the adapter and PEFT's copies for it (`modules_to_save`) are trainable."""
-    config, mark = student.peft_config[student.active_adapter], f".{student.active_adapter}"
+    config = student.peft_config[student.active_adapter]
+    mark = f".{student.active_adapter}"
     base = [n for n, p in student.named_parameters() if p.requires_grad and f"{mark}." not in f"{n}."]
     if getattr(config, "bias", "none") != "none":
         problem, fix = f"`bias={config.bias!r}` trains biases of the base", 'Set `bias="none"`'
@@ -358,7 +359,8 @@ def _layers_dtype(model: nn.Module) -> torch.dtype:
 
     If the model has no other weights, return the dtype of the head.
     """
-    head, adapters = model.get_output_embeddings(), tuple(getattr(model, "peft_config", ()))
+    head = model.get_output_embeddings()
+    adapters = tuple(getattr(model, "peft_config", ()))
     layers = (
         parameter.dtype
         for name, parameter in model.named_parameters()

@@ -87,7 +87,8 @@ def _prefix_groups(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]
     saved = [0]  # tokens that the first n sequences save at most
     last = [(0, 0)]  # start and common length of the last group then
     for end in range(1, len(order) + 1):
-        best, common = (saved[-1], end - 1, 0), None
+        best = (saved[-1], end - 1, 0)
+        common = None
         for start in range(end - 2, -1, -1):
             common = lengths[start] if common is None else min(common, lengths[start])
             if common < SHORTEST_SHARED:
@@ -95,7 +96,8 @@ def _prefix_groups(sequences: Sequence[list[int]]) -> list[tuple[list[int], int]
             best = max(best, (saved[start] + common * (end - start - 1), start, common))
         saved.append(best[0])
         last.append(best[1:])
-    groups, end = [], len(order)
+    groups = []
+    end = len(order)
     while end:
         start, common = last[end]
         groups.append((order[start:end], common))
@@ -212,7 +214,8 @@ def _drops_lengths(model: nn.Module) -> bool:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
 
     AttentionInterface.register(_PROBE, probe)
-    config, implementation = causal_lm.config.get_text_config(), attention_of(model)
+    config = causal_lm.config.get_text_config()
+    implementation = attention_of(model)
     ids = torch.zeros(1, 2, dtype=torch.long, device=causal_lm.device)
     config._attn_implementation = _PROBE
     try:

@@ -50,7 +50,8 @@ class _Sequence:
 
     def ids(self, completion_ids: Int[Tensor, "B T"]) -> Int[Tensor, " L"]:
         """Ids of the whole sequence."""
-        prompt, completion = torch.tensor(self.prompt), completion_ids[self.sample, : self.completion]
+        prompt = torch.tensor(self.prompt)
+        completion = completion_ids[self.sample, : self.completion]
         if self.columns is None:
             return torch.cat([prompt, completion])
         whole = completion.new_empty(len(self))

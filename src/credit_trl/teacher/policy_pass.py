@@ -86,7 +86,8 @@ def policy_states(
         starts = torch.arange(len(ids), device=ids.device) * width
     extra = {"output_router_logits": True} if router_loss else {}
     outputs = backbone(model)(**inputs, use_cache=False, **extra)
-    rows, columns = sequences.rows, sequences.chosen % (ids.shape[1] - sequences.prompt_width)
+    rows = sequences.rows
+    columns = sequences.chosen % (ids.shape[1] - sequences.prompt_width)
     # Counted from 1 by `cumsum`, and a token is predicted at the position before its own.
     before = valid.cumsum(dim=1)[rows, columns + sequences.prompt_width] - 2
     at = starts[rows] + before
@@ -105,7 +106,8 @@ def _router_loss(model: nn.Module, outputs: Any, sequences: Sequences, packed: b
 
     if not outputs.router_logits:  # dense, with the configuration of a mixture of experts
         return outputs.last_hidden_state.new_zeros(())
-    config, mask = model.config.get_text_config(), None
+    config = model.config.get_text_config()
+    mask = None
     if not packed:
         lengths = sequences.valid.sum(dim=1, keepdim=True)
         mask = (torch.arange(max(sequences.lengths), device=lengths.device) < lengths).long()

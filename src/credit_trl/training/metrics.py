@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.loss.terms import MicroBatchLoss
-from credit_trl.rollout.batch import GenerationBatch, gather_success_weights
+from credit_trl.rollout.batch import GenerationBatch, is_successful
 
 # Teacher entropy above this share of log V is close to uniform.
 NEARLY_UNIFORM = 0.9
@@ -355,18 +356,34 @@ class TokenMetrics:
         return metrics | {"entropy": entropy} if self._logs_entropy else metrics
 
 
-def success_weights(
+def teacher_success_weights(
     batch: GenerationBatch, contexts: Sequence[TokenContexts], mask: Bool[Tensor, "B T"], threshold: float
 ) -> tuple[Float[Tensor, " B"], int, int]:
-    """`rollout.batch.gather_success_weights` of samples with a teacher and with loss. Every process must call it.
+    """Weights of the local samples, and the numbers of mixed groups and of samples with a teacher and with loss.
+
+    The weights w give Σ_i w_i m_i = mean of m over successes − mean over failures, averaged over mixed groups. A group
+    is mixed where it has successes and failures among its samples with a teacher, with loss and with a reward; other
+    samples have weight 0. All weights are NaN where no group is mixed. Every process must call it.
 
     Args:
         mask: True on the policy's own tokens.
     """
     has_loss = mask.any(dim=1).tolist()
-    is_scored = [own.teacher is not None and loss for own, loss in zip(contexts, has_loss, strict=True)]
-    weights, mixed, scored = gather_success_weights(batch, is_scored, threshold)
-    return torch.tensor(weights, device=mask.device), mixed, scored
+    is_scored = gather_object([c.teacher is not None and loss for c, loss in zip(contexts, has_loss, strict=True)])
+    successful = is_successful(batch.rewards, threshold)
+    has_reward = [not math.isnan(reward) for reward in batch.rewards]
+    weights = [0.0] * len(is_scored)
+    mixed = 0
+    for start in range(0, len(is_scored), batch.group_size):
+        end = min(start + batch.group_size, len(is_scored))
+        group = [i for i in range(start, end) if is_scored[i] and has_reward[i]]
+        count = sum(successful[i] for i in group)
+        if 0 < count < len(group):
+            mixed += 1
+            for i in group:
+                weights[i] = 1.0 / count if successful[i] else -1.0 / (len(group) - count)
+    local = [weights[i] / mixed if mixed else math.nan for i in batch.indices]
+    return torch.tensor(local, device=mask.device), mixed, sum(is_scored)
 
 
 def drop_undefined(metrics: MutableMapping[str, Sequence[float]]) -> None:

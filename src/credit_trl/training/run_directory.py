@@ -10,7 +10,7 @@
     previous-1/                  files of an earlier run here, or of steps after a resumed one, as above
 
 A process killed at any moment leaves each file complete, or with an unfinished last line that readers ignore.
-`credit_trl.lab.comparison` reads only these files, so it works offline and with every `report_to`.
+`credit_trl.lab.report` reads only these files, so it works offline and with every `report_to`.
 """
 
 from __future__ import annotations

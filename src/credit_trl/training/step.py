@@ -19,7 +19,7 @@ from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, context_masks
-from credit_trl.loss.correction import EngineTokens, engine_correction
+from credit_trl.loss.correction import EngineTokens, corrects_for_engine
 from credit_trl.loss.credit_loss import credit_loss
 from credit_trl.loss.head import LMHead, choose_kernels, lm_head
 from credit_trl.loss.projection import token_logps
@@ -91,9 +91,9 @@ class CreditStep:
             config.contrastive_form,
             config.distillation_alpha,
             config.distillation_is_clip,
-            engine_correction(config),
             adds_to_grad=config.update_batch_tokens is not None and not is_distributed,
         )
+        self.corrects_for_engine = corrects_for_engine(config)
         self.router_loss = router_coefficient(config, teacher.student) != 0.0
         self.packed = config.packed and cannot_pack(teacher.student) is None
         if config.packed:
@@ -225,10 +225,16 @@ class CreditStep:
         return loss_shares(inputs, loss_mask(inputs), self.config, accumulation, steps, self.processes, dtype)
 
     def _engine_tokens(self, inputs: dict[str, Any], sequences: Sequences) -> EngineTokens | None:
-        if self.loss_config.correction is None or "sampling_per_token_logps" not in inputs:
+        if not self.corrects_for_engine or "sampling_per_token_logps" not in inputs:
             return None
-        logps = sequences.pick(inputs["sampling_per_token_logps"])
-        return EngineTokens(logps, sequences.rows, len(sequences.lengths))
+        return EngineTokens(
+            sequences.pick(inputs["sampling_per_token_logps"]),
+            sequences.rows,
+            len(sequences.lengths),
+            self.config.vllm_importance_sampling_mode,
+            self.config.vllm_importance_sampling_clip_min,
+            self.config.vllm_importance_sampling_clip_max,
+        )
 
     @torch.no_grad()
     def policy_logps(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, "B T"]:
