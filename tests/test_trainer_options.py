@@ -28,26 +28,10 @@ from credit_trl import CreditConfig, CreditTrainer, Verdict
 from tiny import build_model
 
 ROOT = Path(__file__).parents[1]
-BASE = {
-    "use_cpu": True,
-    "bf16": False,
-    "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 4,
-    "num_generations": 4,
-    "num_iterations": 2,
-    "max_completion_length": 6,
-    "max_steps": 2,  # of one generation batch, so that the second is off-policy
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "gradient_checkpointing": False,
-    "disable_tqdm": True,
-    "seed": 1,
-}
-
 GRID = tomllib.loads((Path(__file__).parent / "trl_options.toml").read_text("utf-8"))
-VALUES, NOT_RUN, BESIDE, BY_CHANCE = (GRID[name] for name in ("values", "not_run", "beside", "by_chance"))
+BASE, VALUES, NOT_RUN, BESIDE, BY_CHANCE = (
+    GRID[name] for name in ("base", "values", "not_run", "beside", "by_chance")
+)
 FIX = re.compile(r"\b(set|lower|increase|use|install|train|give|remove|write)\b", re.IGNORECASE)
 
 
