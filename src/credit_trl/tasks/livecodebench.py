@@ -109,16 +109,9 @@ def build(
     return dataset_of(problems, f"livecodebench:{release} {split}")
 
 
-def verify(
-    response: str,
-    answer: str | dict[str, Any],
-    *,
-    truncated: bool = False,
-    sandbox: Sandbox | None = None,
-    deadline: float | None = BATCH_SECONDS,
-) -> Verdict:
-    """Grade one response; the arguments and errors are those of `reward`."""
-    return reward([response], [answer], [truncated], sandbox=sandbox, deadline=deadline, progress=False)[0]
+def verify(response: str, answer: str | dict[str, Any], *, truncated: bool = False, **options: Any) -> Verdict:
+    """Grade one response; `options` are `sandbox` and `deadline` of `reward`, which has the same errors."""
+    return reward([response], [answer], [truncated], progress=False, **options)[0]
 
 
 def reward(
@@ -189,22 +182,23 @@ def _run(
     return results
 
 
+_shared: tuple[int, Sandbox] | None = None  # a sandbox belongs to the process that opened it
+
+
 def use_sandbox(sandbox: Sandbox | None) -> None:
     """Set the default sandbox of `verify` and `reward`; `None` opens one when needed. The caller must close it."""
     global _shared
     _shared = None if sandbox is None else (os.getpid(), sandbox)
 
 
-_shared: tuple[int, Sandbox] | None = None
-
-
 def _sandbox() -> Sandbox:
-    global _shared
-    if _shared is None or _shared[0] != os.getpid():  # a sandbox belongs to the process that opened it
+    if _shared is None or _shared[0] != os.getpid():
         from credit_trl.sandbox import open_sandbox
 
-        _shared = (os.getpid(), open_sandbox())
-        atexit.register(_shared[1].close)
+        opened = open_sandbox()
+        atexit.register(opened.close)
+        use_sandbox(opened)
+        return opened
     return _shared[1]
 
 
