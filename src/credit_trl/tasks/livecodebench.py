@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer, same_output, same_value
+from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer, same_output, same_return_value
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, load_rows, read_rows
@@ -224,7 +224,7 @@ def _programs(source: str, cases: Cases, group: int) -> list[Program]:
 def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
         return Result.shortened(outcome.status, outcome.stdout, outcome.error)
-    given, is_same = (outcome.stdout, same_output) if cases.fn_name is None else (outcome.value, same_value)
+    given, is_same = (outcome.stdout, same_output) if cases.fn_name is None else (outcome.value, same_return_value)
     if given is None:
         return Result.shortened("runtime_error", outcome.stdout, "the function returned no value")
     return Result.shortened("passed" if is_same(given, cases.outputs[place]) else "wrong", given)
