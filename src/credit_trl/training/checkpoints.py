@@ -287,13 +287,15 @@ class ResumableTrainer(GRPOTrainer):
         check_weights(self.accelerator, self.model, self._teacher_weights(), self._last_checkpoint())
         output_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        unfinished, finished = output_dir / UNFINISHED / name, output_dir / name
+        unfinished = output_dir / UNFINISHED / name
+        finished = output_dir / name
         with self._saving_to(unfinished):
             super()._save_checkpoint(model, trial)
             if self.teacher is not None:
                 self.teacher.save(unfinished, self.args.should_save)
             rollouts = self._buffered_inputs if self._step % self._layout.passes != 0 else None
-            rank, writes = self.accelerator.process_index, self.args.should_save
+            rank = self.accelerator.process_index
+            writes = self.args.should_save
             options = stored_options(self.args, self.accelerator.unwrap_model(self.model))
             save_progress(unfinished, self._step, rollouts, rank, self._layout, options=options, writes_state=writes)
             if self.state.best_model_checkpoint == str(unfinished):
@@ -326,7 +328,8 @@ class ResumableTrainer(GRPOTrainer):
         Raises:
             CheckpointError: a file could not be written; the message names the checkpoint to resume from.
         """
-        folder, output_dir = unfinished.parent, unfinished.parent.parent
+        folder = unfinished.parent
+        output_dir = folder.parent
         self._save_dir = str(folder)
         try:
             if self.accelerator.is_local_main_process:
