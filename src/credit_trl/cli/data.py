@@ -6,14 +6,15 @@ import logging
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trl import ScriptArguments, get_dataset
 
 from credit_trl.cli.errors import suggest
+from credit_trl.cli.run_folder import task_of_data
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.tasks.registry import import_named, load_task
-from credit_trl.tasks.run_data import describe_data, describe_rows, task_of_data
+from credit_trl.training.run_data import describe_data, describe_rows
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig
@@ -57,6 +58,12 @@ class CreditScriptArguments(ScriptArguments):
     avg_at_k_steps: int = field(default=5, metadata={"help": "Generation batches between two evaluations."})
     avg_at_k_temperature: float = field(default=0.6, metadata={"help": "Sampling temperature of avg@k."})
     avg_at_k_top_p: float = field(default=0.95, metadata={"help": "Nucleus mass of avg@k."})
+    resume_changes: Literal["refuse", "allow"] = field(
+        default="refuse", metadata={"help": "Whether options of the objective may differ from those of a resumed run."}
+    )
+    check: bool = field(
+        default=False, metadata={"help": "Load everything, show one rollout, measure one step, leave nothing behind."}
+    )
     sandbox: str | None = field(
         default=None, metadata={"help": "auto (default), bubblewrap, landlock, or the address of a remote sandbox."}
     )
@@ -94,7 +101,7 @@ def load_data(
         train = data[script_args.dataset_train_split]
         evaluation = data[script_args.dataset_test_split] if wants_eval else None
     else:
-        places = describe(script_args, reward_funcs, None)
+        places = describe(script_args)
         if not any(places[name] for name in ("task", "train")):
             raise ValueError(
                 "No training data: give `--task NAME`, `--dataset_path questions.jsonl`, `--dataset_name NAME`, or "
@@ -148,21 +155,23 @@ def _check_one_source(script_args: CreditScriptArguments, dataset_args: DatasetM
         raise ValueError(f"The training data is given by {' and '.join(given)}. Remove all but one.")
 
 
-def describe(
-    script_args: CreditScriptArguments, reward_funcs: list[Any], weights: list[float] | None
-) -> dict[str, Any]:
+def describe(script_args: CreditScriptArguments, weights: list[float] | None = None) -> dict[str, Any]:
     """Field `data` of `run.json`, from which `credit-eval RUN` and others find rows and verifier again."""
-    path, test_path = script_args.dataset_path, script_args.eval_dataset_path
-    hub = {"name": script_args.dataset_name, "config": script_args.dataset_config}
-    train, test = None, None
+    path = script_args.dataset_path
+    test_path = script_args.eval_dataset_path
+    streaming = script_args.dataset_streaming
+    train = None
+    test = None
     if path is not None:
-        train = describe_rows(path, streaming=script_args.dataset_streaming)
-        test = describe_rows(test_path) if test_path is not None else train
+        train = describe_rows(path, streaming=streaming)
+        test = train if test_path is None else describe_rows(test_path)
     elif script_args.dataset_name is not None:
-        train = describe_rows(**hub, split=script_args.dataset_train_split, streaming=script_args.dataset_streaming)
+        hub = {"name": script_args.dataset_name, "config": script_args.dataset_config}
+        train = describe_rows(**hub, split=script_args.dataset_train_split, streaming=streaming)
         test = describe_rows(**hub, split=script_args.dataset_test_split)
-    names = {"train_split": script_args.dataset_train_split}
-    return describe_data(reward_funcs, weights, task=script_args.task, train=train, test=test, **names)
+    functions = [import_function(name, "--reward_funcs") for name in script_args.reward_funcs or []]
+    places = {"task": script_args.task, "train": train, "test": test, "train_split": script_args.dataset_train_split}
+    return describe_data(functions, weights, **places)
 
 
 def first_rows(dataset: Any, rows: int | None) -> Any:

@@ -17,6 +17,7 @@ from credit_trl.cli.data import (
 from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error
 from credit_trl.cli.options_file import config_file
 from credit_trl.cli.output import output_is_closed, spell_unencodable
+from credit_trl.cli.run_folder import task_of_data
 from credit_trl.training.future_warnings import ignore_future_warnings
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ def run(argv: list[str] | None = None) -> int:
         script_args, *others = make_parser().parse_args_and_config(argv, fail_with_unknown_args=False)
         with requeue_on_sigterm():
             trainer = make_trainer(script_args, *others)
-            train(trainer, script_args)
+            if script_args.check:
+                trainer.check()
+            else:
+                train(trainer, script_args)
     except USER_ERRORS as error:
         if isinstance(error, BrokenPipeError) and output_is_closed():
             message = "the reader of the output has ended, and the run with it"
@@ -105,12 +109,9 @@ def make_trainer(
     from credit_trl.lab.report import ReportCallback
     from credit_trl.tasks.model_names import naming_model
     from credit_trl.trainer import CreditTrainer
-    from credit_trl.training.checkpoints import checkpoint_to_resume
     from credit_trl.training.preemption import SaveOnSigterm
 
     # Names are checked before the model loads, so that a wrong one fails at once.
-    asked = training_args.resume_from_checkpoint
-    training_args.resume_from_checkpoint = checkpoint_to_resume(asked, training_args.output_dir)
     model = resolve_model(model_args.model_name_or_path)
     if training_args.teacher_model_name_or_path is not None:
         training_args.teacher_model_name_or_path = existing_model(training_args.teacher_model_name_or_path)
@@ -136,7 +137,7 @@ def make_trainer(
             **options,
         )
     trainer.run_log.facts["task"] = script_args.task or script_args.dataset_name or script_args.dataset_path
-    trainer.run_log.facts["data"] = describe(script_args, reward_funcs, training_args.reward_weights)
+    trainer.run_log.facts["data"] = describe(script_args, training_args.reward_weights)
     trainer.add_callback(SaveOnSigterm(trainer.accelerator))  # before evaluations, which it skips
     if script_args.avg_at_k is not None:
         evaluate_during_training(trainer, script_args)
@@ -157,7 +158,7 @@ def model_init_kwargs(model_args: ModelConfig, training_args: CreditConfig) -> d
 def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
     """Train, optionally from a checkpoint, evaluate and save."""
     training_args = trainer.args
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.train(training_args.resume_from_checkpoint, resume_changes=script_args.resume_changes)
     trainer.accelerator.print("Training completed.")
     if training_args.eval_strategy != "no":
         metrics = trainer.evaluate()
@@ -175,10 +176,9 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
 def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptArguments) -> EvaluationCallback:
     """Add avg@k on the held-out rows of the run's data to a trainer, and return the evaluation callback."""
     from credit_trl.evaluation import EvaluationCallback
-    from credit_trl.tasks.run_data import task_of_data
 
-    weights = trainer.args.reward_weights
-    data = trainer.run_log.facts.setdefault("data", describe(script_args, trainer.reward_funcs, weights))
+    data = describe(script_args, trainer.args.reward_weights)
+    trainer.run_log.facts["data"] = data
     if data["task"] is None and data["test"] == data["train"]:
         trainer.accelerator.print("avg@k uses the training rows; held-out ones are given by --eval_dataset_path.")
     steps = trainer.args.steps_per_generation * trainer.num_iterations * script_args.avg_at_k_steps
