@@ -11,7 +11,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from credit_trl.evaluation.config import EvaluationConfig
-from credit_trl.evaluation.protocol import EvaluationMismatchError, run_evaluation, task_rows
+from credit_trl.evaluation.protocol import EvaluationMismatchError, evaluate, task_rows
 from credit_trl.evaluation.result import Evaluation
 from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.evaluation.verdicts import VerifierFailed
@@ -75,17 +75,13 @@ class EvaluationCallback(TrainerCallback):
             raise ValueError(f"`eval_steps` must be at least 1, got {eval_steps}.")
         args = trainer.args
         self.folder = Path(args.output_dir)
-        own = {
-            "engine_options": None,
-            "output_dir": self.folder / EVALUATIONS_FOLDER,
-            "policy": VerifierPolicy(
-                getattr(args, "on_verifier_error", "raise"), getattr(args, "verifier_timeout", None)
-            ),
-        }
+        on_error = getattr(args, "on_verifier_error", "raise")
+        policy = VerifierPolicy(on_error, getattr(args, "verifier_timeout", None))
+        own = {"engine_options": None, "output_dir": self.folder / EVALUATIONS_FOLDER, "policy": policy}
         defaults = {"progress": not args.disable_tqdm, "max_completion_length": trainer.max_completion_length}
         config = EvaluationConfig(k=k, **own, **{**defaults, **options})
         self.trainer = trainer
-        self.task = load_task(task) if isinstance(task, str) else task
+        self.task = load_task(task)
         self.config = replace(config, dataset=task_rows(self.task, config))
         self.engine = TrainerEngine(trainer, batch_size=config.batch_size)
         self.eval_steps = eval_steps
@@ -143,14 +139,14 @@ class EvaluationCallback(TrainerCallback):
 
     def _measure(self, folder: Path) -> Evaluation:
         """Continue the evaluation in `folder` if it has the same weights; otherwise replace it."""
-        config = replace(self.config, output_dir=folder)
+        options = {**vars(self.config), "output_dir": folder}
         try:
-            return run_evaluation(self.engine, self.task, config)
+            return evaluate(self.engine, self.task, **options)
         except EvaluationMismatchError:
             if self.engine.is_main:
                 shutil.rmtree(folder)
             self.trainer.accelerator.wait_for_everyone()
-        return run_evaluation(self.engine, self.task, config)
+        return evaluate(self.engine, self.task, **options)
 
     def _save_best(self, step: int) -> None:
         """Save the model of a step, then remove that of an earlier one."""

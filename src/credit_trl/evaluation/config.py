@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,13 @@ from credit_trl.rollout.verdict import VerifierPolicy
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ENGINES = ("transformers", "vllm")
+# What holds for the options, and their names.
+RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "at least 0": (lambda value: 0 <= value < math.inf, ("temperature", "top_k")),
+    "in (0, 1]": (lambda value: 0.0 < value <= 1.0, ("top_p",)),
+    "at least 1": (lambda value: value >= 1, ("max_completion_length", "k", "max_prompts", "batch_size")),
+    "'transformers' or 'vllm'": (lambda value: value in ("transformers", "vllm"), ("engine",)),
+}
 
 
 @dataclass(frozen=True)
@@ -38,15 +44,11 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        ranges = {
-            "temperature": (0.0 <= self.temperature < math.inf, "at least 0"),
-            "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, "at least 0 (0: no limit)"),
-            "max_completion_length": (self.max_completion_length >= 1, "at least 1"),
-        }
-        for name, (holds, words) in ranges.items():
-            if not holds:
-                raise ValueError(f"`{name}` must be {words}, got {getattr(self, name)}.")
+        for words, (holds, names) in RANGES.items():
+            for name in names:
+                value = getattr(self, name, None)
+                if value is not None and not holds(value):
+                    raise ValueError(f"`{name}` must be {words}, got {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +89,3 @@ class EvaluationConfig(SamplingConfig):
     success_threshold: float = 1.0
     policy: VerifierPolicy | None = None
     progress: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("k", "max_prompts", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        if self.engine not in ENGINES:
-            raise ValueError(f"`engine` must be 'transformers' or 'vllm', got {self.engine!r}.")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -38,44 +38,64 @@ class Request:
     seed: int  # of the sample's random stream, in [0, 2**63)
 
 
-class Engine(Protocol):
+class Engine:
     """Interface between `evaluate` and a model. In a distributed run all processes call it together.
 
-    Attributes:
+    A subclass has `identity` and `sample`.
+
+    Args:
         name: name of the model in results.
+        tokenizer: its tokenizer, with a chat template if prompts are conversations.
+        eos_token_ids: ids that end a completion.
         batch_size: requests per call of `generate`; an interruption loses at most one batch.
+        chat_template_kwargs: such as `{"enable_thinking": False}`.
+
+    Attributes:
         is_main: whether this process grades samples and writes files.
     """
 
-    name: str
-    batch_size: int
-    is_main: bool
+    is_main = True
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Sequence[int],
+        batch_size: int,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.batch_size = batch_size
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
 
     def identity(self) -> str:
         """A fingerprint of the weights; an evaluation continues only with the same fingerprint."""
+        raise NotImplementedError
 
     def session(self, sampling: SamplingConfig) -> AbstractContextManager[None]:
         """Context manager around all calls of `generate`."""
+        return nullcontext()
+
+    def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
+        """Token ids of one completion per prompt."""
+        raise NotImplementedError
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
         """One response per request, in order."""
+        prompts = [request.prompt for request in requests]
+        prompt_ids = [encode_prompt(self.tokenizer, prompt, **self.chat_template_kwargs) for prompt in prompts]
+        ids = self.sample(prompt_ids, [request.seed for request in requests], sampling)
+        return read_responses(self.tokenizer, prompts, prompt_ids, ids, self.eos_token_ids)
 
     def share(self, value: Any) -> Any:
         """Broadcast the main process's value."""
+        return value
 
 
-class TransformersEngine:
-    """Samples with `model.generate`.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer, with a chat template if prompts are conversations.
-        batch_size: completions generated together.
-        chat_template_kwargs: such as `{"enable_thinking": False}`.
-        name: name of the model in results; by default the path or hub name it was loaded from.
-    """
-
-    is_main = True
+class TransformersEngine(Engine):
+    """Samples with `model.generate`. The name in results is the path or hub name that the model was loaded from."""
 
     def __init__(
         self,
@@ -86,12 +106,9 @@ class TransformersEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         name: str | None = None,
     ) -> None:
+        name = name or getattr(model, "name_or_path", "") or type(model).__name__
+        super().__init__(name, tokenizer, end_of_turn_ids(model, tokenizer), batch_size, chat_template_kwargs)
         self.model = model
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
-        self.eos_token_ids = end_of_turn_ids(model, tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -113,43 +130,19 @@ class TransformersEngine:
     def session(self, sampling: SamplingConfig) -> AbstractContextManager[None]:
         return eval_mode(self.model)
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
-        prompts = [request.prompt for request in requests]
-        prompt_ids = [encode_prompt(self.tokenizer, prompt, **self.chat_template_kwargs) for prompt in prompts]
-        ids = generate_ids(
-            self.model,
-            prompt_ids,
-            sampling,
-            eos_token_ids=self.eos_token_ids,
-            pad_token_id=pad_id(self.tokenizer),
-            seeds=[request.seed for request in requests],
-        )
-        return read_responses(self.tokenizer, prompts, prompt_ids, ids, self.eos_token_ids)
-
-    def share(self, value: Any) -> Any:
-        return value
+    def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
+        ends = {"eos_token_ids": self.eos_token_ids, "pad_token_id": pad_id(self.tokenizer)}
+        return generate_ids(self.model, prompt_ids, sampling, seeds=seeds, **ends)
 
 
-class VLLMEngine:
-    """Samples with an offline `vllm.LLM`.
-
-    Args:
-        llm: the vLLM engine.
-        name: name of the model in results.
-        batch_size: requests per call; vLLM schedules them itself, so a large value is good.
-        chat_template_kwargs: such as `{"enable_thinking": False}`.
-    """
-
-    is_main = True
+class VLLMEngine(Engine):
+    """Samples with an offline `vllm.LLM`, which schedules requests itself, so that a large batch size is good."""
 
     def __init__(
         self, llm: Any, *, name: str, batch_size: int = 512, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
+        super().__init__(name, llm.get_tokenizer(), (), batch_size, chat_template_kwargs)
         self.llm = llm
-        self.tokenizer = llm.get_tokenizer()
-        self.name = name
-        self.batch_size = batch_size
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> VLLMEngine:
@@ -162,42 +155,25 @@ class VLLMEngine:
         return cls(LLM(model=model_path(name), **options), name=name, **own)
 
     def identity(self) -> str:
-        folder = Path(model_path(self.name))
-        return f"vllm:{self.name}" + (f":{file_fingerprint(folder)}" if folder.is_dir() else "")
-
-    def session(self, sampling: SamplingConfig) -> AbstractContextManager[None]:
-        return nullcontext()
+        """The model's name, with sizes and times of the weight files of a folder."""
+        stats = [path.stat() for path in sorted(Path(model_path(self.name)).glob("*.safetensors"))]
+        return f"vllm:{self.name}" + "".join(f" {one.st_size}:{one.st_mtime_ns}" for one in stats)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
+        self._ended: list[bool] = []
+        responses = super().generate(requests, sampling)
+        return [replace(one, truncated=not ended) for one, ended in zip(responses, self._ended, strict=True)]
+
+    def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
         from vllm import SamplingParams
 
-        filters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        options = {"n": 1, "max_tokens": sampling.max_completion_length, **filters}
-        parameters = [SamplingParams(seed=request.seed, **options) for request in requests]
-        prompts = [request.prompt for request in requests]
-        prompt_ids = [encode_prompt(self.tokenizer, prompt, **self.chat_template_kwargs) for prompt in prompts]
+        options = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+        options["max_tokens"] = sampling.max_completion_length
+        parameters = [SamplingParams(n=1, seed=seed, **options) for seed in seeds]
         inputs = [{"prompt_token_ids": ids} for ids in prompt_ids]
         outputs = self.llm.generate(inputs, sampling_params=parameters, use_tqdm=False)
-        completions = [output.outputs[0] for output in outputs]
-        responses = read_responses(self.tokenizer, prompts, prompt_ids, [c.token_ids for c in completions], ())
-        ended = [completion.finish_reason != "length" for completion in completions]
-        return [replace(one, truncated=not end) for one, end in zip(responses, ended, strict=True)]
-
-    def share(self, value: Any) -> Any:
-        return value
-
-
-def file_fingerprint(folder: Path) -> str:
-    """16 hex digits that change with the weight files: a hash of names, sizes and 256 evenly spaced 4 KiB blocks."""
-    digest = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") and p.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for position in sorted({size * block // 256 for block in range(256)}):
-                file.seek(position)
-                digest.update(file.read(4096))
-    return digest.hexdigest()[:16]
+        self._ended = [output.outputs[0].finish_reason != "length" for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @torch.no_grad()

@@ -67,21 +67,8 @@ class Evaluation:
         return [prompt.score for prompt in self.prompts]
 
     def to_dict(self) -> dict[str, Any]:
-        """A dictionary for JSON; `from_dict` is the inverse."""
-        values = asdict(self)
-        values["pass_at"] = {str(k): value for k, value in self.pass_at.items()}
-        values["groups"] = {name: interval._asdict() for name, interval in self.groups.items()}
-        return values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
-        """Read the content of `result.json`."""
-        values = dict(values)
-        values["prompts"] = [PromptScore(**prompt) for prompt in values["prompts"]]
-        values["pass_at"] = {int(k): value for k, value in values["pass_at"].items()}
-        values["groups"] = {name: _interval(bounds) for name, bounds in values["groups"].items()}
-        values["low"], values["high"] = _interval({"mean": 0.0, **values})[1:]
-        return cls(**values)
+        """Content of `result.json`."""
+        return {**asdict(self), "groups": {name: interval._asdict() for name, interval in self.groups.items()}}
 
     def log_metrics(self) -> dict[str, float]:
         """Metrics for a trainer's log, without those that are undefined, such as the interval of a single prompt."""
@@ -163,11 +150,6 @@ def summarize(
 def _bounds(low: float, high: float) -> str:
     """`[12.5, 40.0]` in percent; a single prompt has no interval."""
     return "needs at least two prompts" if math.isnan(low) else f"[{100 * low:.1f}, {100 * high:.1f}]"
-
-
-def _interval(bounds: Mapping[str, Any]) -> Interval:
-    """An interval from JSON, where null stands for NaN: the bounds of a single prompt."""
-    return Interval(*(float("nan") if bounds[name] is None else bounds[name] for name in ("mean", "low", "high")))
 
 
 def _metric_means(samples: Sequence[Sample]) -> dict[str, float]:

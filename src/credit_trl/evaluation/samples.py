@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from credit_trl.training.run_directory import append_lines, read_lines
+from credit_trl.training.run_directory import read_lines
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -26,34 +26,23 @@ class Sample:
     metrics: dict[str, float]  # of the verdict, those that are finite
 
 
-class SampleFile:
-    """Graded samples in the order of `units`, continued from those in the file.
+def read_samples(path: Path, units: Sequence[tuple[str, int]]) -> list[Sample]:
+    """The samples of a file, to which others are appended. An incomplete last line of a killed process is removed.
 
-    An incomplete last line, left by a killed process, is removed.
-    `units` has (prompt id, number) of every sample of the evaluation; without a path they are kept in memory only.
+    Args:
+        path: the file, which may be missing.
+        units: (prompt id, number) of every sample of the evaluation, of which the file has the first.
+
+    Raises:
+        ValueError: the file holds samples of another evaluation.
     """
-
-    def __init__(self, path: Path | None, units: Sequence[tuple[str, int]]) -> None:
-        self.path = path
-        self.samples = [] if path is None else _read(path)
-        found = [(sample.prompt, sample.sample) for sample in self.samples]
-        if found != list(units[: len(found)]):
-            raise ValueError(f"{path} holds samples of another evaluation. Use another `output_dir`, or remove it.")
-
-    def append(self, samples: Sequence[Sample]) -> None:
-        """Add samples; they are on disk when this returns."""
-        if self.path is not None:
-            append_lines(self.path, *map(asdict, samples))
-        self.samples.extend(samples)
-
-
-def _read(path: Path) -> list[Sample]:
-    if not path.is_file():
-        return []
-    content = path.read_bytes()
-    if not content.endswith(b"\n"):
+    content = path.read_bytes() if path.is_file() else b""
+    if content and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
     try:
-        return [Sample(**row) for row in read_lines(path)]
+        samples = [Sample(**row) for row in read_lines(path)]
     except TypeError as error:
         raise ValueError(f"{path} does not hold samples of an evaluation: {error}") from error
+    if [(sample.prompt, sample.sample) for sample in samples] != list(units[: len(samples)]):
+        raise ValueError(f"{path} holds samples of another evaluation. Use another `output_dir`, or remove it.")
+    return samples

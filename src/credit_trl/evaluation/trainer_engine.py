@@ -18,13 +18,13 @@ from trl.models.utils import unwrap_model_for_generation
 
 from credit_trl.evaluation.config import SamplingConfig
 from credit_trl.evaluation.engines import Request, TransformersEngine
-from credit_trl.evaluation.generation import Response, encode_prompt, read_responses
+from credit_trl.evaluation.generation import Response
 from credit_trl.rollout.vllm import seeded
 from credit_trl.teacher.models import eval_mode
 from credit_trl.teacher.sharding import reshard
 
 
-class TrainerEngine:
+class TrainerEngine(TransformersEngine):
     """An [`Engine`] on a `CreditTrainer` or `GRPOTrainer`. All processes must call it together.
 
     `batch_size` is that of one process, by default `per_device_eval_batch_size`.
@@ -37,21 +37,22 @@ class TrainerEngine:
                 "TRL's own `eval_strategy` and `eval_dataset`."
             )
         self.trainer = trainer
-        self.tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-        policy = trainer.accelerator.unwrap_model(trainer.model)
-        self._local = TransformersEngine(policy, self.tokenizer, chat_template_kwargs=template)
-        self.name = getattr(trainer.model, "name_or_path", "") or type(trainer.model).__name__
         self.processes = trainer.accelerator.num_processes
-        self.batch_size = (batch_size or trainer.args.per_device_eval_batch_size) * self.processes
         self.is_main = trainer.accelerator.is_main_process
-        self.chat_template_kwargs = dict(trainer.chat_template_kwargs)
+        template = {} if trainer.chat_template is None else {"chat_template": trainer.chat_template}
+        super().__init__(
+            trainer.accelerator.unwrap_model(trainer.model),
+            getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
+            batch_size=(batch_size or trainer.args.per_device_eval_batch_size) * self.processes,
+            chat_template_kwargs={**template, **trainer.chat_template_kwargs},
+            name=getattr(trainer.model, "name_or_path", ""),
+        )
 
     def identity(self) -> str:
         """Fingerprint of the weights, from the shards of all processes."""
-        self._local.model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        reshard(self._local.model)
-        fingerprints = gather_object([self._local.identity()])
+        self.model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        reshard(self.model)
+        fingerprints = gather_object([super().identity()])
         return hashlib.sha256("".join(sorted(set(fingerprints))).encode()).hexdigest()[:16]
 
     @contextmanager
@@ -65,16 +66,19 @@ class TrainerEngine:
         share = -(-len(requests) // self.processes)
         padded = [*requests, *[requests[-1]] * (share * self.processes - len(requests))]
         first = self.trainer.accelerator.process_index * share
-        mine = padded[first : first + share]
-        if self.trainer.use_vllm:
-            prompts = [request.prompt for request in mine]
-            prompt_ids = [encode_prompt(self.tokenizer, p, **self._local.chat_template_kwargs) for p in prompts]
-            with self._vllm_seeds([request.seed for request in padded], share):
-                ids = self.trainer.vllm_generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
-            responses = read_responses(self.tokenizer, prompts, prompt_ids, ids, self._local.eos_token_ids)
-        else:
-            responses = self._local.generate(mine, sampling)
-        return gather_object(responses)[: len(requests)]
+        return gather_object(super().generate(padded[first : first + share], sampling))[: len(requests)]
+
+    def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
+        if not self.trainer.use_vllm:
+            return super().sample(prompt_ids, seeds, sampling)
+        generation = self.trainer.vllm_generation
+        context = nullcontext()  # a vLLM server uses its own random streams
+        if generation.mode != "server":
+            group = len(seeds) * generation.tensor_parallel_size  # requests of a colocated engine
+            first = self.trainer.accelerator.process_index * len(seeds) // group * group
+            context = seeded(generation, gather_object(seeds)[first : first + group])
+        with context:
+            return generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
 
     def share(self, value: Any) -> Any:
         if self.processes == 1:
@@ -82,15 +86,6 @@ class TrainerEngine:
         held = [value]
         broadcast_object_list(held, from_process=0)
         return held[0]
-
-    def _vllm_seeds(self, seeds: list[int], share: int) -> AbstractContextManager[None]:
-        """Seeded requests for a colocated engine, `share` on a process; a vLLM server uses its own random streams."""
-        generation = self.trainer.vllm_generation
-        if generation.mode == "server":
-            return nullcontext()
-        group = share * generation.tensor_parallel_size
-        first = self.trainer.accelerator.process_index * share // group * group
-        return seeded(generation, seeds[first : first + group])
 
     @contextmanager
     def _policy_session(self) -> Iterator[None]:
@@ -103,7 +98,7 @@ class TrainerEngine:
             torch.no_grad(),
             trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
         ):
-            self._local.model = policy
+            self.model = policy
             yield
 
     @contextmanager
