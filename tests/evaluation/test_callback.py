@@ -242,4 +242,3 @@ def test_training_and_evaluation_grade_the_same_messages(
     assert seen == trained
     assert seen[0][0]["content"] == "weather(Oslo)"
     assert (result.mean_length, result.truncated) == (len(ids), 0.0)
-    assert result.settings["parsed"] is True

@@ -16,7 +16,7 @@ import pytest
 from datasets import Dataset
 
 from credit_trl import Verdict
-from credit_trl.evaluation import Evaluation, EvaluationConfig, evaluate
+from credit_trl.evaluation import EvaluationConfig, evaluate
 from credit_trl.evaluation.generation import Response
 from credit_trl.evaluation.protocol import (
     EvaluationMismatchError,
@@ -120,7 +120,7 @@ def test_scores_follow_from_the_samples(tmp_path):
     assert {name: interval.mean for name, interval in result.groups.items()} == pytest.approx(
         {"even": sum(map(sum, by_prompt[::2])) / 15, "odd": sum(map(sum, by_prompt[1::2])) / 15}
     )
-    assert Evaluation.from_dict(json.loads((tmp_path / "result.json").read_text())) == result
+    assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(result.to_dict()))
 
 
 def test_a_single_prompt_has_no_interval(tmp_path):
@@ -134,8 +134,7 @@ def test_a_single_prompt_has_no_interval(tmp_path):
         *(f"eval_avg@2_{end}" for end in ("low", "high")),
         *(f"eval_{group}/avg@2" for group in ("even", "odd")),
     }
-    read = Evaluation.from_dict(json.loads((tmp_path / "result.json").read_text()))
-    assert str(read) == str(one)
+    assert json.loads((tmp_path / "result.json").read_text())["low"] is None
 
 
 @pytest.mark.parametrize("name", ["completions", "prompts", "truncated"])

@@ -138,45 +138,28 @@ def one_config(argv: list[str]) -> Iterator[list[str]]:
     """
     import yaml
 
-    words = [
-        part
-        for word in argv
-        for part in (word.split("=", 1) if word.startswith(("--config=", "--recipe=")) else [word])
-    ]
-    places = [at for at, word in enumerate(words) if word in ("--config", "--recipe")]
-    others = [word for at, word in enumerate(words) if not {at, at - 1} & set(places)]
-    files = [_named_file(words[at:]) for at in places]
-    options = merged_options(files)
-    resolved = with_accelerate_file(options)
-    if len(files) == 1 and resolved == options:
-        yield ["--config", str(files[0]), *others]
-        return
-    if not files:
-        yield words
-        return
-    with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        yaml.safe_dump(resolved, file)
-        file.flush()
-        yield ["--config", file.name, *others]
-
-
-def _named_file(words: list[str]) -> Path:
-    """The file that follows `--config`, or whose name follows `--recipe`."""
-    option, *rest = words
-    if not rest or rest[0].startswith("--"):
-        what = "names a YAML file: give its path" if option == "--config" else "names a recipe: give its name"
-        raise ValueError(f"`{option}` {what}.")
-    return recipe_path(rest[0]) if option == "--recipe" else Path(rest[0])
-
-
-def merged_options(files: list[Path]) -> dict[str, Any]:
-    """Options of several files, the later before the earlier ones."""
+    split = (word.split("=", 1) if word.startswith(("--config=", "--recipe=")) else [word] for word in argv)
+    words = iter([part for parts in split for part in parts])
     merged: dict[str, Any] = {}
-    for path in files:
-        options = read_options(path)
+    others = []
+    for word in words:
+        if word not in ("--config", "--recipe"):
+            others.append(word)
+            continue
+        name = next(words, "--")
+        if name.startswith("--"):
+            what = "names a YAML file: give its path" if word == "--config" else "names a recipe: give its name"
+            raise ValueError(f"`{word}` {what}.")
+        options = read_options(recipe_path(name) if word == "--recipe" else name)
         env = {**(merged.get("env") or {}), **(options.get("env") or {})}
         merged |= {**options, "env": env} if env else options
-    return merged
+    if len(others) == len(argv):
+        yield argv
+        return
+    with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        yaml.safe_dump(with_accelerate_file(merged), file)
+        file.flush()
+        yield ["--config", file.name, *others]
 
 
 def processes_of(argv: list[str]) -> int:

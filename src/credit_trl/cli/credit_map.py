@@ -75,11 +75,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> CreditConfig:
-    """Options of `--config`, else of `run_file`, overridden by those of the command line."""
+def measuring_config(args: argparse.Namespace, checkpoint: str | None = None) -> CreditConfig:
+    """Options of `--config`, else of the run of a checkpoint, overridden by those of the command line."""
     from credit_trl.lab.analysis.responses import analysis_config
 
-    path = args.config or run_file
+    folder = Path(checkpoint or "").resolve()  # of the final model; a checkpoint has the run's file beside it
+    files = [file for file in (folder / RUN_FILE, folder.parent / RUN_FILE) if checkpoint and file.is_file()]
+    path = args.config or next(iter(files), None)
     options = {} if path is None else read_options(path)
     if options.get("teacher_model_kind") == "model" or options.get("teacher_prompt") == "student":
         raise ValueError(
@@ -92,12 +94,6 @@ def measuring_config(args: argparse.Namespace, run_file: Path | None = None) -> 
     return analysis_config(**given)
 
 
-def _run_file(checkpoint: str) -> Path | None:
-    """The `run.json` of a run's final model, in its folder, or of a checkpoint, beside it."""
-    folder = Path(checkpoint).resolve()
-    return next((file for place in (folder, folder.parent) if (file := place / RUN_FILE).is_file()), None)
-
-
 def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
     from credit_trl.lab.analysis.checkpoints import Checkpoint
     from credit_trl.lab.analysis.token_classes import default_classes, task_classes
@@ -107,35 +103,28 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
     if args.model is None or (args.run is None and (args.task is None) == (args.responses is None)):
         raise ValueError("give a run directory, or --model and either --task or --responses.")
     task = None if args.responses is not None else task_of_run(args.run, args.task)
-    configs = [measuring_config(args, _run_file(path)) for path in args.checkpoint]
-    _check_same_context(args.checkpoint, configs)
-    configs = [configs[0] if configs else measuring_config(args), *configs]
-    names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
-    checkpoints = [
-        Checkpoint.load(args.model, path, name=name, chat_template_kwargs=config.chat_template_kwargs)
-        for path, name, config in zip([None, *args.checkpoint], names, configs, strict=True)
-    ]
-    for checkpoint, config in zip(checkpoints, configs, strict=True):
-        print(f"{checkpoint.name}: λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
-    responses = _responses(args, task, checkpoints[-1], configs[-1])
-    classify = default_classes if task is None else task_classes(task, checkpoints[-1].tokenizer)
-    return [
-        map_response(checkpoint, response, config, classify=classify)
-        for checkpoint, config in zip(checkpoints, configs, strict=True)
-        for response in responses
-    ]
-
-
-def _check_same_context(paths: list[str], configs: list[CreditConfig]) -> None:
-    """Check that the teachers of all runs read the same z, since one z per response is scored."""
-    for path, config in zip(paths, configs, strict=True):
-        for name in _CONTEXT:
+    configs = [measuring_config(args, path) for path in args.checkpoint or [None]]
+    for path, config in zip(args.checkpoint, configs, strict=False):
+        for name in _CONTEXT:  # one z per response is scored
             last, own = getattr(configs[-1], name), getattr(config, name)
             if own != last:
                 raise ValueError(
-                    f"{path} was trained with `{name}={own!r}` and {paths[-1]} with {last!r}, so their teachers read "
-                    "different contexts. Map each by itself, or give the options of all with --config."
+                    f"{path} was trained with `{name}={own!r}` and {args.checkpoint[-1]} with {last!r}, so their "
+                    "teachers read different contexts. Map each by itself, or give the options of all with --config."
                 )
+    names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
+    pairs = []
+    for path, name, config in zip([None, *args.checkpoint], names, [configs[0], *configs], strict=False):
+        options = {"name": name, "chat_template_kwargs": config.chat_template_kwargs}
+        pairs.append((Checkpoint.load(args.model, path, **options), config))
+        print(f"{pairs[-1][0].name}: λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
+    responses = _responses(args, task, *pairs[-1])
+    classify = default_classes if task is None else task_classes(task, pairs[-1][0].tokenizer)
+    return [
+        map_response(checkpoint, response, config, classify=classify)
+        for checkpoint, config in pairs
+        for response in responses
+    ]
 
 
 def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:

@@ -14,11 +14,12 @@ import traceback
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from signal import SIGKILL, SIGTERM, strsignal
+from signal import SIGKILL, SIGPIPE, SIGTERM, strsignal
 from typing import TYPE_CHECKING
 
 from yaml import YAMLError
 
+from credit_trl.cli.output import output_is_closed
 from credit_trl.sandbox import SandboxError
 from credit_trl.tasks.escaping import printable_lines
 
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
 TRACEBACK = "CREDIT_TRL_TRACEBACK"
 
-# Exception types that may report a user error: a wrong value, name, file, module, sandbox or YAML.
-USER_ERRORS = (ValueError, TypeError, OSError, ImportError, SandboxError, YAMLError)
+# Exception types that may report a user error: a wrong value, name, file, module, sandbox or YAML. Those of a run that
+# cannot go on, such as `CheckpointError`, `NonFiniteError` and `RunLockedError`, are `RuntimeError`s.
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError, SandboxError, YAMLError, RuntimeError)
 
 _PACKAGE = Path(__file__).parents[1]
 _VALIDATING = [_PACKAGE, *(Path(find_spec(name).origin).parent for name in ("trl", "transformers"))]
@@ -36,7 +38,12 @@ _INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "
 
 
 def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
-    """Print an error with the line of the user's own files that raised it, if any; return the exit code `code`."""
+    """Print an error with the line of the user's own files that raised it, if any; return the exit code `code`.
+
+    Nothing is printed where the reader of the output has ended, as `head` does.
+    """
+    if isinstance(error, BrokenPipeError) and output_is_closed():
+        return 128 + SIGPIPE
     if os.environ.get(TRACEBACK) == "1":
         raise error
     close_progress_bars()

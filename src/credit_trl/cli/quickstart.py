@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,20 +52,6 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class QuickstartResult:
-    """Measurements of a quickstart run."""
-
-    run_directory: Path  # of log, evaluations, report and model
-    page: Path  # report with curves and token maps of some responses before and after training
-    before: Mapping[str, Any]  # content of `result.json`: avg@k on held-out prompts at temperature 1
-    after: Mapping[str, Any]
-    credit_before: Sequence[ClassShare]  # by token class, under the first teacher
-    credit_after: Sequence[ClassShare]  # under the last teacher
-    stage_seconds: Mapping[str, float]  # means per step, without evaluations
-    steps: int
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train the embedded model on the embedded task, on one CPU core in two to three minutes. Prints held-out "
@@ -90,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     disable_progress_bar()  # of the libraries
     weights = {"contrastive_coef": args.contrastive_coef, "distillation_weight": args.distillation_weight}
-    print(format_result(run_quickstart(args.output_dir, args.steps, args.seed, world=args.world, **weights)))
+    print(run_quickstart(args.output_dir, args.steps, args.seed, world=args.world, **weights))
     return 0
 
 
@@ -102,8 +87,8 @@ def run_quickstart(
     world: str = "plain",
     progress: bool = True,
     **overrides: Any,
-) -> QuickstartResult:
-    """Train the embedded base and evaluate it before and after.
+) -> str:
+    """Train the embedded base, evaluate it before and after, and return the table of results.
 
     Args:
         world: world of the base; see `tasks.quickstart_model.load_model`.
@@ -114,6 +99,7 @@ def run_quickstart(
 
     from credit_trl.config import CreditConfig
     from credit_trl.lab.analysis.tokenmap_summary import summarize_maps
+    from credit_trl.tasks.escaping import pluralized
     from credit_trl.tasks.quickstart import TEMPLATES
     from credit_trl.training.run_directory import EVALUATIONS_FOLDER, RESULT_FILE, read_json
 
@@ -130,16 +116,20 @@ def run_quickstart(
     trainer.save_model(str(directory / "model"))
     trainer.accelerator.end_training()
     before, after = (read_json(directory / EVALUATIONS_FOLDER / f"step-{at:06d}" / RESULT_FILE) for at in (0, steps))
-    return QuickstartResult(
-        run_directory=directory,
-        page=page,
-        before=before,
-        after=after,
-        credit_before=summarize_maps(maps_before).classes,
-        credit_after=summarize_maps(maps_after).classes,
-        stage_seconds=stage_seconds(directory),
-        steps=steps,
-    )
+    seconds = stage_seconds(directory)
+    total = sum(seconds.values())
+    lines = [
+        *_accuracy_lines(before, after),
+        "",
+        *_credit_lines(summarize_maps(maps_before).classes, summarize_maps(maps_after).classes),
+        "",
+        f"{'seconds a step':<24}{total:6.3f}   ({pluralized(steps, 'step')} in {steps * total:.0f} s)",
+        *(f"  {stage:<22}{value:6.3f}" for stage, value in seconds.items()),
+        "",
+        f"report          {page}   (open it in a browser)",
+        f"run directory   {directory}",
+    ]
+    return "\n".join(lines)
 
 
 def quickstart_trainer(config: CreditConfig, world: str = "plain") -> CreditTrainer:
@@ -217,27 +207,6 @@ def stage_seconds(directory: Path) -> dict[str, float]:
     logged = {stage: [row.get(f"credit/seconds_{stage}") for row in logs] for stage in STAGES}
     seconds = {stage: [value for value in values if value is not None] for stage, values in logged.items()}
     return {stage: sum(values) / len(values) for stage, values in seconds.items() if values}
-
-
-def format_result(result: QuickstartResult) -> str:
-    """Text of a result: tables of accuracy, credit and seconds, then the paths."""
-    from credit_trl.tasks.escaping import pluralized
-
-    total = sum(result.stage_seconds.values())
-    steps = pluralized(result.steps, "step")
-    return "\n".join(
-        [
-            *_accuracy_lines(result.before, result.after),
-            "",
-            *_credit_lines(result.credit_before, result.credit_after),
-            "",
-            f"{'seconds a step':<24}{total:6.3f}   ({steps} in {result.steps * total:.0f} s)",
-            *(f"  {stage:<22}{value:6.3f}" for stage, value in result.stage_seconds.items()),
-            "",
-            f"report          {result.page}   (open it in a browser)",
-            f"run directory   {result.run_directory}",
-        ]
-    )
 
 
 def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

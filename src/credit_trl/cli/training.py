@@ -16,8 +16,8 @@ from credit_trl.cli.data import (
 )
 from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error
 from credit_trl.cli.options_file import config_file
-from credit_trl.cli.output import output_is_closed, spell_unencodable
-from credit_trl.cli.run_folder import task_of_data
+from credit_trl.cli.output import spell_unencodable
+from credit_trl.tasks.run_data import task_of_data
 from credit_trl.training.future_warnings import ignore_future_warnings
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def run(argv: list[str] | None = None) -> int:
     Every `USER_ERRORS` exception before training is a user error. During training, exceptions of other code, such as a
     verifier, keep their traceback.
     """
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     from credit_trl.training.preemption import requeue_on_sigterm
 
     ignore_future_warnings()
@@ -73,28 +75,13 @@ def run(argv: list[str] | None = None) -> int:
             else:
                 train(trainer, script_args)
     except USER_ERRORS as error:
-        if isinstance(error, BrokenPipeError) and output_is_closed():
-            message = "the reader of the output has ended, and the run with it"
-            print(f"trl credit: {message}; `--resume_from_checkpoint latest` continues it", file=sys.stderr)
-            return 128 + signal.SIGPIPE
-        if trainer is not None and not is_user_error(error):
+        if (trainer is not None or isinstance(error, RuntimeError)) and not is_user_error(error):
             raise
-        return _report(error)
-    except RuntimeError as error:  # of transformers, for an integration that is not installed
-        if trainer is not None or not is_user_error(error):
-            raise
-        return _report(error)
+        get_error_handler().record_exception(error)  # for a launcher of several processes
+        return report_user_error("trl credit", error, code=2)
     except KeyboardInterrupt:  # which the launcher receives and reports, too
         return 128 + signal.SIGINT
     return 0
-
-
-def _report(error: BaseException) -> int:
-    """Report a user error, and record it for a launcher of several processes."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    get_error_handler().record_exception(error)
-    return report_user_error("trl credit", error, code=2)
 
 
 def make_trainer(
@@ -114,7 +101,7 @@ def make_trainer(
     # Names are checked before the model loads, so that a wrong one fails at once.
     model = resolve_model(model_args.model_name_or_path)
     if training_args.teacher_model_name_or_path is not None:
-        training_args.teacher_model_name_or_path = existing_model(training_args.teacher_model_name_or_path)
+        training_args.teacher_model_name_or_path = resolve_model(training_args.teacher_model_name_or_path, True)
     wants_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset, reward_funcs = load_data(script_args, dataset_args, wants_eval)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
@@ -196,24 +183,23 @@ def evaluate_during_training(trainer: CreditTrainer, script_args: CreditScriptAr
     return evaluation
 
 
-def resolve_model(name: str | None) -> str:
-    """Path of the model for `"quickstart"` and `"smollm2"`; any other path or hub name unchanged."""
-    from credit_trl.tasks.model_names import model_path
+def resolve_model(name: str | None, reads_config: bool = False) -> str:
+    """Path of the model for `"quickstart"` and `"smollm2"`; any other path or hub name unchanged.
+
+    Args:
+        name: what the user gave; None raises a `ValueError`.
+        reads_config: read the model's configuration, which fails at once for a mistyped name.
+    """
+    from transformers import AutoConfig
+
+    from credit_trl.tasks.model_names import model_path, naming_model
 
     if name is None:
         raise ValueError("No model: give `--model_name_or_path Qwen/Qwen3-0.6B`, a path, `smollm2` or `quickstart`.")
-    return model_path(name)
-
-
-def existing_model(name: str) -> str:
-    """`resolve_model` of a model whose configuration can be read, which fails at once for a mistyped name."""
-    from transformers import AutoConfig
-
-    from credit_trl.tasks.model_names import naming_model
-
-    path = resolve_model(name)
-    with naming_model(name):
-        AutoConfig.from_pretrained(path)
+    path = model_path(name)
+    if reads_config:
+        with naming_model(name):
+            AutoConfig.from_pretrained(path)
     return path
 
 

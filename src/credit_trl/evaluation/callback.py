@@ -11,9 +11,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from credit_trl.evaluation.config import EvaluationConfig
+from credit_trl.evaluation.engines import TrainerEngine
 from credit_trl.evaluation.protocol import EvaluationMismatchError, evaluate, task_rows
 from credit_trl.evaluation.result import Evaluation
-from credit_trl.evaluation.trainer_engine import TrainerEngine
 from credit_trl.evaluation.verdicts import VerifierFailed
 from credit_trl.rollout.verdict import VerifierPolicy
 from credit_trl.tasks.registry import Task, load_task
@@ -157,19 +157,11 @@ class EvaluationCallback(TrainerCallback):
                 shutil.rmtree(folder)
 
 
-def best_of(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The evaluation with the highest score; the earliest of equals."""
-    return max(history, key=lambda row: (row["score"], -row["step"]))
-
-
 def score_summary(history: list[dict[str, Any]], last_step: int) -> dict[str, Any]:
     """Content of `summary.json`, from the rows of `evaluations.jsonl`: best-during-training and final scores."""
-    final = [row for row in history if row["step"] == last_step]
-    if not final:
-        raise ValueError(f"Step {last_step} was not evaluated, so there is no final score.")
     return {
-        "best_during_training": best_of(history),
-        "final": final[0],
+        "best_during_training": max(history, key=lambda row: (row["score"], -row["step"])),  # the earliest of equals
+        "final": next(row for row in history if row["step"] == last_step),
         "evaluations": len(history),
         "note": (
             f"best_during_training is the largest of {len(history)} scores on the same prompts and is biased upwards; "
@@ -179,11 +171,6 @@ def score_summary(history: list[dict[str, Any]], last_step: int) -> dict[str, An
 
 
 def _row(result: Evaluation) -> dict[str, Any]:
-    copied = ("task", "k", "score", "low", "high", "mean_length", "truncated")
-    return {
-        **{name: getattr(result, name) for name in copied},
-        "pass_at_k": result.pass_at[result.k],
-        "metrics": dict(result.metrics),
-        "groups": {name: interval.mean for name, interval in result.groups.items()},
-        "group_metrics": {name: dict(metrics) for name, metrics in result.group_metrics.items()},
-    }
+    copied = ("task", "k", "score", "low", "high", "mean_length", "truncated", "metrics", "group_metrics")
+    groups = {name: interval.mean for name, interval in result.groups.items()}
+    return {name: getattr(result, name) for name in copied} | {"pass_at_k": result.pass_at[result.k], "groups": groups}

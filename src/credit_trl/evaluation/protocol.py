@@ -9,27 +9,24 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from credit_trl.evaluation.config import EvaluationConfig
-from credit_trl.evaluation.engines import Engine, Request, TransformersEngine, VLLMEngine
+from credit_trl.evaluation.engines import Engine, Request, TrainerEngine, TransformersEngine, VLLMEngine
 from credit_trl.evaluation.result import Evaluation, summarize
-from credit_trl.evaluation.samples import SAMPLES_FILE, Sample, read_samples
-from credit_trl.evaluation.trainer_engine import TrainerEngine
-from credit_trl.evaluation.verdicts import Unit, grade
+from credit_trl.evaluation.verdicts import SAMPLES_FILE, Sample, Unit, grade, read_samples
 from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, load_task
 from credit_trl.training.checks import check_column_names
 from credit_trl.training.run_directory import RESULT_FILE, SETTINGS_FILE, append_lines, read_json, write_json
+from credit_trl.training.run_lock import run_lock
 
-_LOCK = ".lock"  # in `output_dir`
 # Options that determine the samples, beside the model and the rows.
 _SAMPLE_OPTIONS = ("k", "seed", "temperature", "top_p", "top_k", "max_completion_length")
 
@@ -56,8 +53,9 @@ def evaluate(
 
     Raises:
         TypeError: an unknown option.
-        ValueError: a setting is out of range, there are no rows, a column is missing or has a reserved name, the
-            verifier does not apply to a row, or another process is evaluating in `output_dir`.
+        ValueError: a setting is out of range, there are no rows, a column is missing or has a reserved name, or the
+            verifier does not apply to a row.
+        RunLockedError: another process is evaluating in `output_dir`.
         VerifierFailed: the verifier failed and `policy` has `on_error="skip"`.
         EvaluationMismatchError: `output_dir` holds another evaluation; the message lists the differences.
     """
@@ -76,12 +74,14 @@ def evaluate(
     }
     folder = None if config.output_dir is None else Path(config.output_dir)
     units = [(row, number) for row in rows for number in range(config.k)]
-    with _locked(engine, folder):
+    with ExitStack() as held:
+        if folder is not None:
+            _on_main(engine, lambda: held.enter_context(run_lock(folder)))
         samples = _on_main(engine, _open, folder, settings, units)
         _sample(engine, task, units, config, samples)
 
     def finish() -> Evaluation:
-        result = summarize(samples, config, model=engine.name, settings=settings, groups=groups)
+        result = summarize(samples, config, engine.name, settings, groups)
         if folder is not None:
             write_json(folder / RESULT_FILE, result.to_dict())
         return result
@@ -161,28 +161,6 @@ def _open(folder: Path | None, settings: Mapping[str, Any], units: Sequence[Unit
     else:
         write_json(path, settings)
     return read_samples(folder / SAMPLES_FILE, [(row["id"], number) for row, number in units])
-
-
-@contextmanager
-def _locked(engine: Engine, folder: Path | None) -> Iterator[None]:
-    """Hold the folder's lock in the main process. The lock of a killed process is released."""
-    if folder is None:
-        yield
-        return
-    lock = FileLock(folder / _LOCK)
-
-    def acquire() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise ValueError(f"Another process is evaluating in {folder}. Use another `output_dir`.") from None
-
-    _on_main(engine, acquire)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _sample(

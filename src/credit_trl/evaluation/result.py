@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from credit_trl.evaluation.config import EvaluationConfig
-from credit_trl.evaluation.samples import Sample
 from credit_trl.evaluation.statistics import Interval, bootstrap_ci, pass_at_k
+from credit_trl.evaluation.verdicts import Sample
 from credit_trl.rollout.batch import is_successful
 from credit_trl.sandbox.protocol import printable
 from credit_trl.tasks.escaping import pluralized
@@ -102,7 +102,6 @@ class Evaluation:
 def summarize(
     samples: Sequence[Sample],
     config: EvaluationConfig,
-    *,
     model: str,
     settings: Mapping[str, Any],
     groups: Mapping[str, str | None],

@@ -1,4 +1,4 @@
-"""Description of a run's data and verifier for `run.json`, from which `credit_trl.cli.run_folder` finds them again."""
+"""Description of a run's data and verifier for `run.json`, from which `credit_trl.tasks.run_data` finds them again."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def describe_rows(path: str | Path | None = None, *, streaming: bool = False, **
     place = {"path": None, "sha256": None, "name": None, "config": None, "split": None, "streaming": streaming, **hub}
     if path is not None:
         file = Path(path).resolve()
-        place |= {"path": str(file), "sha256": file_digest(file) if file.is_file() else None}
+        place["path"] = str(file)
+        if file.is_file():
+            with file.open("rb") as content:
+                place["sha256"] = hashlib.file_digest(content, "sha256").hexdigest()
     return place
 
 
@@ -59,9 +62,3 @@ def describe_function(function: Any) -> dict[str, Any]:
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     called = name or type(function).__name__
     return {"name": f"{module}:{name}" if is_found else None, "called": called, "file": file}
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, as 64 hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
