@@ -27,6 +27,7 @@ from credit_trl.evaluation.protocol import (
 from credit_trl.evaluation.verdicts import VerifierFailed, task_verdicts
 from credit_trl.rollout.verdict import VerifierPolicy, VerifierTimeout
 from credit_trl.tasks.registry import Task, batch_of
+from credit_trl.training.run_lock import RunLockedError
 
 LETTERS = "ABCD"
 
@@ -93,7 +94,7 @@ def run(folder, k=5, **options):
 
 def test_a_folder_is_evaluated_by_one_process_at_a_time(tmp_path):
     def evaluate_again(samples):
-        with pytest.raises(ValueError, match=r"Another process is evaluating in .*Use another `output_dir`"):
+        with pytest.raises(RunLockedError, match="is used by another"):
             evaluate(FakeEngine(), TASK, k=1, output_dir=tmp_path, progress=False)
 
     first = evaluate(FakeEngine(on_generate=evaluate_again), TASK, k=1, output_dir=tmp_path, progress=False)

@@ -67,7 +67,6 @@ class EvaluationConfig(SamplingConfig):
         batch_size: completions generated per batch; None for the engine's default.
         output_dir: directory of settings, samples and result, from which an interrupted evaluation continues; None
             writes no files.
-        success_threshold: reward from which a sample is a success in pass@k.
         policy: error and timeout policy for the verifier; by default errors are raised and there is no timeout.
         progress: show a progress bar.
 
@@ -86,6 +85,5 @@ class EvaluationConfig(SamplingConfig):
     engine_options: Mapping[str, Any] | None = None
     batch_size: int | None = None
     output_dir: str | Path | None = None
-    success_threshold: float = 1.0
     policy: VerifierPolicy | None = None
     progress: bool = True

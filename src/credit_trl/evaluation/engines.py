@@ -46,7 +46,8 @@ class Request:
 class Engine:
     """Interface between `evaluate` and a model. In a distributed run all processes call it together.
 
-    A subclass has `identity` and `sample`.
+    A subclass has `identity()`, a fingerprint of the weights with which alone an evaluation continues, and
+    `sample(prompt_ids, seeds, sampling)`, which returns the token ids of one completion per prompt.
 
     Args:
         name: name of the model in results.
@@ -75,17 +76,9 @@ class Engine:
         self.batch_size = batch_size
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
 
-    def identity(self) -> str:
-        """A fingerprint of the weights; an evaluation continues only with the same fingerprint."""
-        raise NotImplementedError
-
     def session(self, sampling: SamplingConfig) -> AbstractContextManager[None]:
         """Context manager around all calls of `generate`."""
         return nullcontext()
-
-    def sample(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingConfig) -> list[list[int]]:
-        """Token ids of one completion per prompt."""
-        raise NotImplementedError
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Response]:
         """One response per request, in order."""
@@ -293,9 +286,9 @@ def weight_fingerprint(model: torch.nn.Module) -> str:
     for name, parameter in model.named_parameters():
         weights = getattr(parameter, "ds_tensor", parameter)  # the local shard under ZeRO-3
         weights = weights.to_local() if hasattr(weights, "to_local") else weights
-        precise = torch.float32 if weights.device.type == "mps" else torch.float64
         flat = weights.detach().flatten()
         flat = flat if flat.is_floating_point() else flat.float()  # 4-bit weights are packed in bytes
-        sums = (flat.sum(dtype=precise).item(), torch.linalg.vector_norm(flat, dtype=precise).item())
-        digest.update(f"{name} {tuple(weights.shape)} {sums[0].hex()} {sums[1].hex()}\n".encode())
+        precise = torch.float32 if flat.device.type == "mps" else torch.float64
+        sums = (flat.sum(dtype=precise), torch.linalg.vector_norm(flat, dtype=precise))
+        digest.update(f"{name} {tuple(weights.shape)} {[one.item().hex() for one in sums]}\n".encode())
     return digest.hexdigest()[:16]

@@ -81,7 +81,7 @@ def evaluate(
         _sample(engine, task, units, config, samples)
 
     def finish() -> Evaluation:
-        result = summarize(samples, config, engine.name, settings, groups)
+        result = summarize(samples, engine.name, settings, groups)
         if folder is not None:
             write_json(folder / RESULT_FILE, result.to_dict())
         return result

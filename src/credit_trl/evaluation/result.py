@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from credit_trl.evaluation.config import EvaluationConfig
 from credit_trl.evaluation.statistics import Interval, bootstrap_ci, pass_at_k
 from credit_trl.evaluation.verdicts import Sample
 from credit_trl.rollout.batch import is_successful
@@ -24,7 +23,7 @@ class PromptScore:
     id: str
     group: str | None  # such as its task; None if the rows have no groups
     score: float  # mean reward
-    successes: int  # number of samples whose reward reaches `success_threshold`
+    successes: int  # number of samples whose reward reaches 1
     metrics: Mapping[str, float]  # means of the verdicts' metrics
 
 
@@ -100,26 +99,21 @@ class Evaluation:
 
 
 def summarize(
-    samples: Sequence[Sample],
-    config: EvaluationConfig,
-    model: str,
-    settings: Mapping[str, Any],
-    groups: Mapping[str, str | None],
+    samples: Sequence[Sample], model: str, settings: Mapping[str, Any], groups: Mapping[str, str | None]
 ) -> Evaluation:
     """Compute the result of graded samples.
 
     Args:
         samples: k per prompt, prompts contiguous.
-        config: k and the success threshold.
-        model, settings: as in [`Evaluation`]; `settings["task"]` names the task.
+        model, settings: as in [`Evaluation`]; `settings` has `task` and `k`.
         groups: group by prompt id.
     """
-    k = config.k
+    k = settings["k"]
     prompts = []
     for first in range(0, len(samples), k):
         own = samples[first : first + k]
         rewards = [sample.reward for sample in own]
-        successes = sum(is_successful(rewards, config.success_threshold))
+        successes = sum(is_successful(rewards, 1.0))
         name = own[0].prompt
         prompts.append(PromptScore(name, groups[name], float(np.mean(rewards)), successes, _metric_means(own)))
     mean, low, high = bootstrap_ci([prompt.score for prompt in prompts])

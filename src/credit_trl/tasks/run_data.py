@@ -1,0 +1,109 @@
+"""Data and verifier of a run as a `Task`, from their description in `run.json` (`credit_trl.training.run_data`)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from credit_trl.rollout.verdict import as_verdicts
+from credit_trl.tasks.registry import load_task
+from credit_trl.tasks.task import Rewards, Task, call_reward
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# Loader of `datasets` by the suffix of a file.
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def task_of_data(data: Mapping[str, Any]) -> Task:
+    """The task of `describe_data`: rows of the split that is asked for, and all reward functions as one verifier.
+
+    Raises:
+        ValueError: a function or the rows cannot be found again, or the file has changed; the message says what to
+            do.
+    """
+    if data["folder"] not in sys.path:
+        sys.path.insert(0, data["folder"])
+    held_out = data["test"] or data["train"]
+    if data["task"] is None:
+        weights = data["reward_weights"] or [1.0] * len(data["reward_funcs"])
+        functions = [_reward(one, weight) for one, weight in zip(data["reward_funcs"], weights, strict=True)]
+        place = held_out or {}
+        task = Task.from_dataset({}, functions, Path(place.get("path") or place.get("name") or "run").stem)
+    else:
+        task = load_task(data["task"])
+
+    def build(split: str = "test", path: str | Path | None = None, **options: Any) -> Any:
+        place = data["train"] if split == data["train_split"] else held_out
+        if data["task"] is not None:
+            return task.build(split, path or (place or {}).get("path"), **options)
+        return _own_rows(place) if path is None else read_rows(path, "--path")
+
+    return replace(task, build=build)
+
+
+def _own_rows(place: Mapping[str, Any] | None) -> Any:
+    """Rows of a place of `describe_rows`."""
+    from datasets import load_dataset
+
+    if place is None:
+        raise ValueError(
+            "The rows of this run were a `Dataset` object. Save them, `dataset.to_json('questions.jsonl')`, and name "
+            "the file with `--path questions.jsonl`."
+        )
+    if place["path"] is None:
+        return load_dataset(place["name"], place["config"], split=place["split"], streaming=place["streaming"])
+    file = Path(place["path"])
+    if place["sha256"] is not None and file.is_file():
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        if digest != place["sha256"]:
+            raise ValueError(f"{file} has changed since the run. Name the file to use with `--path`.")
+    return read_rows(file, "--dataset_path", place["streaming"])
+
+
+def read_rows(path: str | Path, option: str, streaming: bool = False) -> Dataset:
+    """Rows of a local file, read by `datasets`; errors name the option that gave the path."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    loader = LOADERS.get(Path(path).suffix)
+    if loader is None or not Path(path).is_file():
+        problem = "no such file" if loader else f"expected one of {', '.join(LOADERS)}"
+        raise ValueError(f"`{option} {path}`: {problem}.")
+    try:
+        return load_dataset(loader, data_files=str(path), split="train", streaming=streaming)
+    except (DatasetGenerationError, StopIteration, ValueError) as error:  # StopIteration: an empty file
+        problem = error.__cause__ or str(error) or "it is empty"
+        raise ValueError(f"`{option} {path}` cannot be read: {problem}") from error
+
+
+def _reward(described: Mapping[str, Any], weight: float) -> Any:
+    """The reward function of `describe_function`, with its rewards multiplied by its weight."""
+    if described["name"] is None:
+        raise ValueError(
+            f"The reward function `{described['called']}` of this run has no import name. Define it with `def` in a "
+            "module of its own, such as my_rewards.py, and give `--reward_funcs my_rewards.my_reward`."
+        )
+    try:
+        function = resolve_name(described["name"])
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"The reward function {described['name']} of this run is not found ({error}); it was in "
+            f"{described['file']}. Run from the folder of that file, or give `--reward_funcs`."
+        ) from error
+
+    @functools.wraps(function)
+    def weighted(completions: Sequence[Any], **columns: Any) -> Rewards:
+        arguments = {"completions": completions, **columns}
+        verdicts = as_verdicts(function.__name__, call_reward(function, **arguments), arguments)
+        return [replace(one, reward=one.reward and weight * one.reward) for one in verdicts]
+
+    return function if weight == 1.0 else weighted
