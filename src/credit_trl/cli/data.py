@@ -24,51 +24,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def _option(text: str, default: Any = None) -> Any:
+    """Field of an option with its line in the help."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class CreditScriptArguments(ScriptArguments):
     """Arguments of `trl credit` for data, verifier and evaluation, in addition to TRL's `ScriptArguments`."""
 
-    task: str | None = field(
-        default=None, metadata={"help": "Task of the registry, or package.module:attribute: dataset and verifier."}
-    )
-    dataset_path: str | None = field(
-        default=None, metadata={"help": "Local data: of the task, or JSONL, JSON, CSV or Parquet without a task."}
-    )
-    eval_dataset_path: str | None = field(
-        default=None, metadata={"help": "The same for the evaluation data; defaults to dataset_path."}
-    )
-    max_train_rows: int | None = field(
-        default=None, metadata={"help": "Use the first rows of the training data only."}
-    )
-    max_eval_rows: int | None = field(
-        default=None, metadata={"help": "Use the first rows of the evaluation data only."}
-    )
-    max_prompt_tokens: int | None = field(
-        default=None, metadata={"help": "Drop rows whose prompt has more tokens, as SDPO's pipeline does (2048)."}
-    )
+    task: str | None = _option("Task of the registry, or package.module:attribute: dataset and verifier.")
+    dataset_path: str | None = _option("Local data: of the task, or JSONL, JSON, CSV or Parquet without a task.")
+    eval_dataset_path: str | None = _option("The same for the evaluation data; defaults to dataset_path.")
+    max_train_rows: int | None = _option("Use the first rows of the training data only.")
+    max_eval_rows: int | None = _option("Use the first rows of the evaluation data only.")
+    max_prompt_tokens: int | None = _option("Drop rows whose prompt has more tokens, as SDPO's pipeline does (2048).")
     reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "my_module.my_reward: reward functions, in addition to a task's verifier."}
     )
-    token_weight: str | None = field(
-        default=None, metadata={"help": "my_module:my_weight: function that weights the losses token by token."}
+    token_weight: str | None = _option("my_module:my_weight: function that weights the losses token by token.")
+    avg_at_k: int | None = _option("k: evaluate avg@k on the test split, save the best model and a log.")
+    avg_at_k_steps: int = _option("Generation batches between two evaluations.", 5)
+    avg_at_k_temperature: float = _option("Sampling temperature of avg@k.", 0.6)
+    avg_at_k_top_p: float = _option("Nucleus mass of avg@k.", 0.95)
+    resume_changes: Literal["refuse", "allow"] = _option(
+        "Whether options of the objective may differ from those of a resumed run.", "refuse"
     )
-    avg_at_k: int | None = field(
-        default=None, metadata={"help": "k: evaluate avg@k on the test split, save the best model and a log."}
-    )
-    avg_at_k_steps: int = field(default=5, metadata={"help": "Generation batches between two evaluations."})
-    avg_at_k_temperature: float = field(default=0.6, metadata={"help": "Sampling temperature of avg@k."})
-    avg_at_k_top_p: float = field(default=0.95, metadata={"help": "Nucleus mass of avg@k."})
-    resume_changes: Literal["refuse", "allow"] = field(
-        default="refuse", metadata={"help": "Whether options of the objective may differ from those of a resumed run."}
-    )
-    check: bool = field(
-        default=False, metadata={"help": "Load everything, show one rollout, measure one step, leave nothing behind."}
-    )
-    sandbox: str | None = field(
-        default=None, metadata={"help": "auto (default), bubblewrap, landlock, or the address of a remote sandbox."}
-    )
-    allow_unsandboxed: bool = field(
-        default=False, metadata={"help": "Without a sandbox, run model-written programs with resource limits only."}
+    check: bool = _option("Load everything, show one rollout, measure one step, leave nothing behind.", False)
+    sandbox: str | None = _option("auto (default), bubblewrap, landlock, or the address of a remote sandbox.")
+    allow_unsandboxed: bool = _option(
+        "Without a sandbox, run model-written programs with resource limits only.", False
     )
     sandbox_packages: list[str] | None = field(
         default=None, metadata={"help": "Installed packages that model-written programs may import, such as numpy."}
@@ -119,12 +104,11 @@ def load_data(
 
 def load_own_task(name: str) -> Task:
     """The task of a name, also of a module in the working directory."""
-    search_working_directory()
+    _search_working_directory()
     return load_task(name)
 
 
-def search_working_directory() -> None:
-    """Let modules of the working directory be imported."""
+def _search_working_directory() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -134,7 +118,7 @@ def import_function(name: str, option: str) -> Any:
     module, _, function = name.replace(":", ".").rpartition(".")
     if not all(part.isidentifier() and part != "py" for part in (*module.split("."), function)):
         raise ValueError(f"`{option} {name}`: expected a dotted import path such as my_module.my_function.")
-    search_working_directory()
+    _search_working_directory()
     missing = f"`{option} {name}`: no module `{module}` in {os.getcwd()} or installed. Run from its folder."
     found = import_named(module, ValueError(missing))
     if not hasattr(found, function):

@@ -46,17 +46,12 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
         return 128 + SIGPIPE
     if os.environ.get(TRACEBACK) == "1":
         raise error
-    close_progress_bars()
+    tqdm = sys.modules.get("tqdm.std")
+    for bar in list(getattr(tqdm and tqdm.tqdm, "_instances", ())):
+        bar.close()  # so that the error begins on a line of its own
     place = _user_line(error)
     print(f"{command}: error: {printable_lines(str(error))}{f' ({place})' if place else ''}", file=sys.stderr)
     return code
-
-
-def close_progress_bars() -> None:
-    """End the line of every open progress bar, so that an error begins on a line of its own."""
-    tqdm = sys.modules.get("tqdm.std")
-    for bar in [] if tqdm is None else list(getattr(tqdm.tqdm, "_instances", ())):
-        bar.close()
 
 
 def report_exit_code(command: str, code: int) -> int:

@@ -203,10 +203,9 @@ def stage_seconds(directory: Path) -> dict[str, float]:
     """Mean seconds per step of every logged stage of a run."""
     from credit_trl.training.run_directory import LOG_FILE, read_lines
 
-    logs = read_lines(directory / LOG_FILE)
-    logged = {stage: [row.get(f"credit/seconds_{stage}") for row in logs] for stage in STAGES}
-    seconds = {stage: [value for value in values if value is not None] for stage, values in logged.items()}
-    return {stage: sum(values) / len(values) for stage, values in seconds.items() if values}
+    logs = [row for row in read_lines(directory / LOG_FILE) if "reward" in row]
+    names = {stage: f"credit/seconds_{stage}" for stage in STAGES}
+    return {stage: sum(row[name] for row in logs) / len(logs) for stage, name in names.items() if name in logs[0]}
 
 
 def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
