@@ -20,25 +20,19 @@ if TYPE_CHECKING:
 
 MAPS_FOLDER = "credit_maps"  # of a run directory, which `credit-report` reads
 
-# Options of a run that the teacher's prompt depends on; all responses have one prompt.
-_CONTEXT = (
-    *("include_environment_feedback", "environment_feedback_only_without_solution", "use_successful_as_teacher"),
-    *("success_reward_threshold", "dont_reprompt_on_self_success", "teacher_context", "max_reprompt_len"),
-    *("reprompt_template", "solution_template", "feedback_template", "chat_template_kwargs"),
-)
-# The other options that R_t depends on.
-_SCORING = (
-    *("contrastive_coef", "contrastive_form", "contrastive_source", "contrastive_count"),
-    *("distillation_support", "distillation_tail", "distillation_topk"),
-    *("max_completion_length", "seed", "temperature"),
-)
+# Options of a run on which the teacher's prompt and R_t depend, by the beginnings of their names.
+_MEASURED = ("contrastive_", "distillation_support", "distillation_tail", "distillation_topk", "include_environment_")
+_MEASURED += ("environment_feedback_", "use_successful_", "success_reward_", "dont_reprompt_", "teacher_context")
+_MEASURED += ("max_reprompt_", "reprompt_", "solution_template", "feedback_template", "chat_template_kwargs")
+_MEASURED += ("max_completion_length", "seed", "temperature")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Sample and verify responses, or read them from a file, and map the credit of every token: ΔV_t, S_t, Ĝ_t, "
         "R_t and the alternatives. Writes maps.html, maps.json and summary.md. With --checkpoint, the model and each "
-        "checkpoint score the same responses; RUN stands for its model, checkpoint, data and options."
+        "checkpoint score the same responses, with the options of the last one's run; RUN stands for its model, "
+        "checkpoint, data and options."
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="run directory")
     parser.add_argument("--model", metavar="NAME", help="hub name or directory, smollm2 or quickstart")
@@ -54,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--responses", metavar="FILE", help="JSON lines with prompt, response, feedback, instead of sampling"
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML or run.json with the options of R_t (default: that of each checkpoint)"
+        "--config", metavar="FILE", help="YAML or run.json with the options of R_t (default: the last run's)"
     )
     parser.add_argument("--contrastive_coef", metavar="L", type=float, help="λ (default: the run's, or 0.1)")
     parser.add_argument("--seed", metavar="N", type=int, help="of responses and contrast prompts (default: the run's)")
@@ -75,21 +69,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measuring_config(args: argparse.Namespace, checkpoint: str | None = None) -> CreditConfig:
-    """Options of `--config`, else of the run of a checkpoint, overridden by those of the command line."""
+def measuring_config(args: argparse.Namespace) -> CreditConfig:
+    """Options of `--config`, else of the run of the last checkpoint, overridden by those of the command line."""
     from credit_trl.lab.analysis.responses import analysis_config
 
-    folder = Path(checkpoint or "").resolve()  # of the final model; a checkpoint has the run's file beside it
-    files = [file for file in (folder / RUN_FILE, folder.parent / RUN_FILE) if checkpoint and file.is_file()]
-    path = args.config or next(iter(files), None)
+    folders = [Path(path).resolve() for path in args.checkpoint[-1:]]
+    # In the folder of a final model, or beside a checkpoint.
+    files = [place / RUN_FILE for folder in folders for place in (folder, folder.parent)]
+    path = args.config or next((file for file in files if file.is_file()), None)
     options = {} if path is None else read_options(path)
     if options.get("teacher_model_kind") == "model" or options.get("teacher_prompt") == "student":
         raise ValueError(
             f"{path}: no checkpoint contains the teacher of this run, another model or one that reads the student's "
             "prompt. Map it with `CreditMapCallback` during training."
         )
-    given: dict[str, Any] = {"contrastive_count": 4}
-    given |= {name: options[name] for name in (*_CONTEXT, *_SCORING) if name in options}
+    given = {"contrastive_count": 4} | {name: options[name] for name in options if name.startswith(_MEASURED)}
     given |= {name: getattr(args, name) for name in ("contrastive_coef", "seed") if getattr(args, name) is not None}
     return analysis_config(**given)
 
@@ -103,28 +97,16 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
     if args.model is None or (args.run is None and (args.task is None) == (args.responses is None)):
         raise ValueError("give a run directory, or --model and either --task or --responses.")
     task = None if args.responses is not None else task_of_run(args.run, args.task)
-    configs = [measuring_config(args, path) for path in args.checkpoint or [None]]
-    for path, config in zip(args.checkpoint, configs, strict=False):
-        for name in _CONTEXT:  # one z per response is scored
-            last, own = getattr(configs[-1], name), getattr(config, name)
-            if own != last:
-                raise ValueError(
-                    f"{path} was trained with `{name}={own!r}` and {args.checkpoint[-1]} with {last!r}, so their "
-                    "teachers read different contexts. Map each by itself, or give the options of all with --config."
-                )
+    config = measuring_config(args)
+    print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
     names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
-    pairs = []
-    for path, name, config in zip([None, *args.checkpoint], names, [configs[0], *configs], strict=False):
-        options = {"name": name, "chat_template_kwargs": config.chat_template_kwargs}
-        pairs.append((Checkpoint.load(args.model, path, **options), config))
-        print(f"{pairs[-1][0].name}: λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
-    responses = _responses(args, task, *pairs[-1])
-    classify = default_classes if task is None else task_classes(task, pairs[-1][0].tokenizer)
-    return [
-        map_response(checkpoint, response, config, classify=classify)
-        for checkpoint, config in pairs
-        for response in responses
+    checkpoints = [
+        Checkpoint.load(args.model, path, name=name, chat_template_kwargs=config.chat_template_kwargs)
+        for path, name in zip([None, *args.checkpoint], names, strict=True)
     ]
+    responses = _responses(args, task, checkpoints[-1], config)
+    classify = default_classes if task is None else task_classes(task, checkpoints[-1].tokenizer)
+    return [map_response(one, response, config, classify=classify) for one in checkpoints for response in responses]
 
 
 def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, config: CreditConfig) -> list[Rollout]:

@@ -26,22 +26,15 @@ RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
 class SamplingConfig:
     """Sampling settings; the defaults are the paper's evaluation settings.
 
-    Args:
-        temperature: softmax temperature; 0 is greedy decoding.
-        top_p: probability mass of the nucleus, in (0, 1].
-        top_k: number of most likely tokens to sample from; 0 for no limit.
-        max_completion_length: maximum tokens of a completion, end of turn included.
-        seed: base seed of the samples' random streams.
-
     Raises:
         ValueError: a value is out of range.
     """
 
-    temperature: float = 0.6
-    top_p: float = 0.95
-    top_k: int = 0
-    max_completion_length: int = 4096
-    seed: int = 0
+    temperature: float = 0.6  # of the softmax; 0 is greedy decoding
+    top_p: float = 0.95  # probability mass of the nucleus, in (0, 1]
+    top_k: int = 0  # number of most likely tokens to sample from; 0 for no limit
+    max_completion_length: int = 4096  # tokens, end of turn included
+    seed: int = 0  # base seed of the samples' random streams
 
     def __post_init__(self) -> None:
         for words, (holds, names) in RANGES.items():

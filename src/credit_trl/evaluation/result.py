@@ -29,36 +29,22 @@ class PromptScore:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of evaluating one model on one task.
-
-    Args:
-        task, model: their names.
-        settings: the settings that determine the samples.
-        k: samples per prompt.
-        prompts: per-prompt scores, in the order of the rows.
-        score, low, high: avg@k and its 95 % bootstrap interval over prompts.
-        pass_at: unbiased pass@j by j, for the powers of two up to k, and k.
-        mean_length: mean number of tokens of a completion.
-        truncated: fraction of completions that reached the length limit.
-        metrics: means of the verdicts' metrics over the samples that have them.
-        groups: avg@k and its interval by group, if there are several.
-        group_metrics: `metrics` by group.
-    """
+    """Result of evaluating one model on one task."""
 
     task: str
     model: str
-    settings: Mapping[str, Any]
-    k: int
-    prompts: Sequence[PromptScore]
-    score: float
-    low: float
+    settings: Mapping[str, Any]  # those that determine the samples
+    k: int  # samples per prompt
+    prompts: Sequence[PromptScore]  # in the order of the rows
+    score: float  # avg@k
+    low: float  # of its 95 % bootstrap interval over prompts
     high: float
-    pass_at: Mapping[int, float]
-    mean_length: float
-    truncated: float
-    metrics: Mapping[str, float]
-    groups: Mapping[str, Interval]
-    group_metrics: Mapping[str, Mapping[str, float]]
+    pass_at: Mapping[int, float]  # unbiased pass@j by j, for the powers of two up to k, and k
+    mean_length: float  # tokens of a completion
+    truncated: float  # fraction of completions that reached the length limit
+    metrics: Mapping[str, float]  # means of the verdicts' metrics over the samples that have them
+    groups: Mapping[str, Interval]  # avg@k and its interval by group, if there are several
+    group_metrics: Mapping[str, Mapping[str, float]]  # `metrics` by group
 
     @property
     def per_prompt_scores(self) -> list[float]:

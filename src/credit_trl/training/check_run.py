@@ -6,14 +6,13 @@ in the second, completions and the teacher's prompts have the longest lengths of
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,9 @@ from credit_trl.training.reporting import duration
 
 SHOWN_CHARACTERS = 4000  # of each text of the rollout
 _SECONDS = "credit/seconds_"
-# What a run changes in the trainer.
+# Of the trainer, which a run changes, and of which it works on copies during the check.
 _CHANGED = ("state", "control", "optimizer", "lr_scheduler", "log_completions", "mask_truncated_completions")
+_COPIED = ("args", "callback_handler", "alarms", "clock", "credit_step", "generation_config", "vllm_generation")
 
 
 def check_run(trainer: Any) -> str:
@@ -42,25 +42,30 @@ def check_run(trainer: Any) -> str:
     output_dir = Path(args.output_dir)
     folder = output_dir / "check"
     steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
-    every = {"no": math.inf, "epoch": steps / args.num_train_epochs}.get(args.save_strategy, args.save_steps)
+    save_steps = args.save_steps if args.save_steps >= 1 else args.save_steps * steps
+    every = {"no": math.inf, "epoch": steps / args.num_train_epochs}.get(args.save_strategy, save_steps)
     checkpoints = min(int(steps / every), args.save_total_limit or steps)
     meter = StepMeter(trainer)
     last = 2 * meter.updates
+    options = {"max_steps": last, "save_steps": last, "save_strategy": "steps", "logging_strategy": "steps"}
+    options |= {"output_dir": str(folder), "learning_rate": 0.0, "logging_steps": 1, "eval_strategy": "no"}
+    options |= {"load_best_model_at_end": False, "push_to_hub": False}
+    own = {name: vars(trainer)[name] for name in (*_CHANGED, *_COPIED) if name in vars(trainer)}
     try:
-        with torch.random.fork_rng(), restored(trainer):
-            options = {"max_steps": last, "save_steps": last, "save_strategy": "steps", "logging_strategy": "steps"}
-            options |= {"output_dir": str(folder), "learning_rate": 0.0, "logging_steps": 1, "eval_strategy": "no"}
-            vars(args).update(options, load_best_model_at_end=False, push_to_hub=False)
-            vars(trainer).update(log_completions=False, mask_truncated_completions=False)
-            callbacks = trainer.callback_handler.callbacks
-            kept = [one for one in callbacks if isinstance(one, DefaultFlowCallback | TeacherUpdate)]
-            trainer.callback_handler.callbacks = [*kept, meter]
-            if trainer.credit_step is not None:
-                trainer.credit_step.prepare = meter.prepare
+        vars(trainer).update({name: copy.copy(own[name]) for name in _COPIED if name in own})
+        vars(trainer).update(log_completions=False, mask_truncated_completions=False)
+        vars(trainer.args).update(options)
+        callbacks = trainer.callback_handler.callbacks
+        kept = [one for one in callbacks if isinstance(one, DefaultFlowCallback | TeacherUpdate)]
+        trainer.callback_handler.callbacks = [*kept, meter]
+        if trainer.credit_step is not None:
+            trainer.credit_step.prepare = meter.prepare
+        with torch.random.fork_rng():
             trainer.train()
         trainer.accelerator.wait_for_everyone()
         size = sum(path.stat().st_size for path in folder.glob("checkpoint-*/**/*") if path.is_file()) / 1e9
     finally:
+        vars(trainer).update(own)
         if trainer.accelerator.is_main_process:
             shutil.rmtree(folder, ignore_errors=True)
             if output_dir.is_dir() and not any(output_dir.iterdir()):
@@ -77,22 +82,6 @@ def check_run(trainer: Any) -> str:
             f"{checkpoints * size:.3f} GB in {checkpoints} checkpoints",
         ]
     )
-
-
-@contextmanager
-def restored(trainer: Any) -> Iterator[None]:
-    """Restore options, callbacks and other attributes that the check changes."""
-    holders = [trainer.args, trainer.callback_handler, trainer.alarms, trainer.clock, trainer.credit_step]
-    holders += [getattr(trainer, name, None) for name in ("generation_config", "vllm_generation")]
-    kept = [(one, dict(vars(one))) for one in holders if one is not None]
-    own = {name: getattr(trainer, name) for name in _CHANGED}
-    try:
-        yield
-    finally:
-        vars(trainer).update(own)
-        for one, values in kept:
-            vars(one).clear()
-            vars(one).update(values)
 
 
 class StepMeter(TrainerCallback):
