@@ -17,7 +17,7 @@ from argparse import ArgumentParser, HelpFormatter
 from functools import partial
 from importlib.metadata import version
 
-from credit_trl.cli.output import spell_unencodable
+from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, spell_unencodable, suggest
 
 TRAINING = ("credit", "Run the CREDIT training script")
 
@@ -61,8 +61,6 @@ def _run_trl(command: str, argv: list[str]) -> int:
     from trl.cli import main as trl_main
     from trl.cli.commands import get_commands
 
-    from credit_trl.cli.errors import suggest
-
     known = {one.name for one in get_commands()} | {TRAINING[0], *COMPANIONS}
     if command not in known:  # TRL's error would not list the commands of this package
         _help_parser().error(f"there is no command {command!r}.{suggest(command, known)} All commands: trl --help")
@@ -70,7 +68,6 @@ def _run_trl(command: str, argv: list[str]) -> int:
 
 
 def _run_companion(name: str, argv: list[str]) -> int:
-    from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, suggest
     from credit_trl.training.future_warnings import ignore_future_warnings
 
     ignore_future_warnings()

@@ -17,10 +17,10 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from credit_trl.cli.arguments import at_least
+from credit_trl.cli.credit_init import recipe_names, recipe_path, with_accelerate_file
 from credit_trl.cli.errors import USER_ERRORS, report_exit_code, report_failed_process, report_user_error, suggest
 from credit_trl.cli.help import print_help
 from credit_trl.cli.options_file import config_file, load_yaml, read_options
-from credit_trl.cli.recipes import recipe_names, recipe_path, with_accelerate_file
 from credit_trl.cli.training import make_parser, refuse
 from credit_trl.tasks.registry import check_name
 from credit_trl.training.future_warnings import ignore_future_warnings

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import os
+import select
 import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from signal import SIGKILL, SIGPIPE, SIGTERM, strsignal
@@ -19,7 +21,6 @@ from typing import TYPE_CHECKING
 
 from yaml import YAMLError
 
-from credit_trl.cli.output import output_is_closed
 from credit_trl.sandbox import SandboxError
 from credit_trl.tasks.escaping import printable_lines
 
@@ -52,6 +53,25 @@ def report_user_error(command: str, error: BaseException, code: int = 1) -> int:
     place = _user_line(error)
     print(f"{command}: error: {printable_lines(str(error))}{f' ({place})' if place else ''}", file=sys.stderr)
     return code
+
+
+def spell_unencodable() -> None:
+    """Print characters that the locale lacks, such as λ in Latin-1, as `\\u03bb` instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        fails = getattr(stream, "errors", None) in ("strict", "surrogateescape")  # the latter in the locale C
+        if fails and hasattr(stream, "reconfigure"):
+            with suppress(OSError, ValueError):  # a descriptor that was replaced, a stream that was closed
+                stream.reconfigure(errors="backslashreplace")
+
+
+def output_is_closed() -> bool:
+    """Whether the reader of the output has ended, as `head` does. What is left of the output is then discarded."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def report_exit_code(command: str, code: int) -> int:

@@ -14,9 +14,8 @@ from credit_trl.cli.data import (
     import_function,
     load_data,
 )
-from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error
+from credit_trl.cli.errors import USER_ERRORS, is_user_error, report_user_error, spell_unencodable
 from credit_trl.cli.options_file import config_file
-from credit_trl.cli.output import spell_unencodable
 from credit_trl.tasks.run_data import task_of_data
 from credit_trl.training.future_warnings import ignore_future_warnings
 
