@@ -41,7 +41,7 @@ from credit_trl.teacher.compilation import compile_layers, keep_models_whole, un
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
-from credit_trl.training import checks, micro_batches
+from credit_trl.training import check_logits, checks, micro_batches
 from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
@@ -52,6 +52,7 @@ from credit_trl.training.run_data import describe_data
 from credit_trl.training.run_log import RunLog
 from credit_trl.training.step import CreditStep
 from credit_trl.training.timing import StageClock
+from credit_trl.training.weight_change import WeightChange
 
 
 class CreditTrainer(ResumableTrainer):
@@ -126,10 +127,9 @@ class CreditTrainer(ResumableTrainer):
         self._eval_batches = 0
         self.credit_step: CreditStep | None = None
         has_environments = kwargs.get("environment_factory") is not None
-        checks.check_datasets(args, train_dataset, eval_dataset, kwargs.get("environment_factory"))
         datasets = checks.named_datasets(train_dataset, eval_dataset)
-        checks.check_reward_columns(
-            reward_funcs, datasets, kwargs.get("rollout_func"), args.remove_unused_columns, has_environments
+        checks.check_datasets(
+            args, datasets, reward_funcs, kwargs.get("environment_factory"), kwargs.get("rollout_func")
         )
         await_engine(args)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
@@ -166,6 +166,7 @@ class CreditTrainer(ResumableTrainer):
         self.run_log = RunLog()
         self.add_callback(self.run_log)
         self.add_callback(ContinueReports(self.drift_alarms, self.clock))
+        self.add_callback(WeightChange(self.alarms, self.model))
         print_lines(self.callback_handler)
 
     def _init_credit(self, token_weight: TokenWeight | None) -> None:
@@ -174,8 +175,9 @@ class CreditTrainer(ResumableTrainer):
         if args.torch_compile:
             keep_models_whole(self.accelerator)
         self.teacher = build_teacher(args, self.model, self.accelerator, self._tokenizer)
-        checks.check_model(self.model, self.accelerator)
-        checks.check_teacher(args, self.teacher, self.accelerator)
+        check_logits.check_model(self.model, self.accelerator)
+        if args.teacher_model_kind == "model":
+            check_logits.check_logits(self.teacher.models()[0], self.accelerator)
         reason = cannot_pack(self.model) if args.packed else None
         self.credit_step = CreditStep(
             args,

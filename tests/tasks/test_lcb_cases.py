@@ -123,26 +123,26 @@ def test_answer_of_round_trips():
     assert (cases.inputs, cases.outputs, cases.fn_name) == (("1\n2",) * 2, ("[3]",) * 2, "f")
 
 
-@pytest.mark.parametrize(
-    ("answer", "named"),
-    [
-        ("no json", "JSON text"),
-        (None, "got NoneType"),
-        ("[]", "got list"),
-        (json.dumps(ANSWER | {"inputs": "1"}), "`inputs`"),
-        (json.dumps(ANSWER | {"outputs": [2]}), "`outputs`"),
-        (json.dumps(ANSWER | {"outputs": []}), "as many outputs as inputs"),
-        (json.dumps(ANSWER | {"inputs": [], "outputs": []}), "one at least"),
-        (json.dumps(ANSWER | {"time_limit": None}), "`time_limit`"),
-        (json.dumps(ANSWER | {"time_limit": True}), "`time_limit`"),
-        (json.dumps(ANSWER | {"time_limit": 0}), "`time_limit`"),
-        (json.dumps(ANSWER | {"testtype": "code"}), "`testtype`"),
-        (json.dumps(FUNCTIONAL | {"fn_name": ""}), "`fn_name`"),
-        (json.dumps(FUNCTIONAL | {"fn_name": "a.b"}), "`fn_name`"),
-        (json.dumps(FUNCTIONAL | {"inputs": ["1], [2"]}), "test 0 is not JSON"),
-        (json.dumps(FUNCTIONAL | {"outputs": ["two"]}), "test 0 is not JSON"),
-    ],
-)
+MALFORMED = [  # (answer, what the message names)
+    ("no json", "JSON text"),
+    (None, "got None"),
+    ([], "is an object"),
+    (ANSWER | {"inputs": "1"}, "`inputs`"),
+    (ANSWER | {"outputs": [2]}, "`outputs`"),
+    (ANSWER | {"outputs": []}, "the same length"),
+    (ANSWER | {"inputs": [], "outputs": []}, "1 or more"),
+    (ANSWER | {"time_limit": None}, "`time_limit`"),
+    (ANSWER | {"time_limit": True}, "`time_limit`"),
+    (ANSWER | {"time_limit": 0}, "`time_limit`"),
+    (ANSWER | {"testtype": "code"}, "`testtype`"),
+    (FUNCTIONAL | {"fn_name": ""}, "`fn_name`"),
+    (FUNCTIONAL | {"fn_name": "a.b"}, "`fn_name`"),
+    (FUNCTIONAL | {"inputs": ["1], [2"]}, "test 0 is not JSON"),
+    (FUNCTIONAL | {"outputs": ["two"]}, "test 0 is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("answer", "named"), MALFORMED)
 def test_malformed_answer_raises(answer, named):
     with pytest.raises(ValueError, match=named):
         parse_answer(answer)

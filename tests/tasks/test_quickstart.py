@@ -123,7 +123,6 @@ def test_groups_and_rows_per_cue_are_options():
         ({"split": "dev"}, "Unknown split 'dev'"),
         ({"split": "train", "groups": ["holdout"]}, "has the groups"),
         ({"split": "test", "path": "rows.jsonl"}, "reads no file"),
-        ({"split": "test", "rows_per_cue": 0}, "at least 1"),
     ],
 )
 def test_invalid_build_arguments_raise(arguments, message):

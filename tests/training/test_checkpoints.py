@@ -81,7 +81,7 @@ def test_full_disk_keeps_previous_checkpoint(make_trainer, tmp_path, monkeypatch
 
     monkeypatch.setattr(owner, name, fail_at_two)
     with pytest.raises(
-        CheckpointError, match=r"Step 2 could not be saved.*No space left.*checkpoint-1: resume from it"
+        CheckpointError, match=r"Step 2 could not be saved.*No space left.*checkpoint is .*checkpoint-1\."
     ):
         trainer.train()
     assert names(tmp_path / "run") == ["checkpoint-1"]  # the incomplete second one is removed
@@ -92,7 +92,7 @@ def test_full_disk_keeps_previous_checkpoint(make_trainer, tmp_path, monkeypatch
 
 def test_first_failed_checkpoint_reports_none_exists(make_trainer, monkeypatch):
     monkeypatch.setattr(checkpoints, "save_progress", full_disk)
-    with pytest.raises(CheckpointError, match="There is none yet"):
+    with pytest.raises(CheckpointError, match="There is no checkpoint yet"):
         make_trainer().train()
 
 
@@ -170,7 +170,7 @@ def test_missing_checkpoint_error_suggests_latest(asked, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (".", "folder of a run. Give one of its checkpoints"),
+        (".", "folder of a run. Give a checkpoint"),
         ("checkpoint-3", "manifest.json is missing.*not written completely"),
     ],
 )

@@ -75,7 +75,7 @@ def test_sums_over_processes_give_global_metrics():
     parts, masks = [terms(7, 1), terms(12, 2)], [torch.ones(7, dtype=torch.bool), torch.ones(12, dtype=torch.bool)]
     sums = []
     for part, mask in zip(parts, masks, strict=True):
-        token_metrics(micro_batch(part, mask, torch.tensor(0.25)), False, lambda s: sums.append(s) or s)
+        token_sums(micro_batch(part, mask, torch.tensor(0.25)), lambda s: sums.append(s) or s)
     names = [k for k, v in vars(parts[0]).items() if k != "loss" and v is not None]
     joined = {k: torch.cat([vars(p)[k] for p in parts]) for k in names}
     whole = CreditLoss(loss=torch.zeros(()), **joined)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.cli.arguments import add_sandbox_arguments, at_least
 from credit_trl.cli.options_file import read_options
 from credit_trl.cli.run_folder import model_of_run, read_run, task_of_run
+from credit_trl.lab import MAPS_FOLDER
 from credit_trl.sandbox import choose_sandbox
 from credit_trl.training.run_directory import RUN_FILE
 
@@ -18,21 +19,20 @@ if TYPE_CHECKING:
     from credit_trl.lab.analysis.responses import Rollout
     from credit_trl.lab.analysis.tokenmap import TokenMap
 
-MAPS_FOLDER = "credit_maps"  # of a run directory, which `credit-report` reads
-
-# Options of a run on which the teacher's prompt and R_t depend, by the beginnings of their names.
+# Options of a run on which the teacher's prompt, R_t and the predicted drift depend, by the beginnings of their names.
 _MEASURED = ("contrastive_", "distillation_support", "distillation_tail", "distillation_topk", "include_environment_")
 _MEASURED += ("environment_feedback_", "use_successful_", "success_reward_", "dont_reprompt_", "teacher_context")
 _MEASURED += ("max_reprompt_", "reprompt_", "solution_template", "feedback_template", "chat_template_kwargs")
-_MEASURED += ("max_completion_length", "seed", "temperature")
+_MEASURED += ("max_completion_length", "seed", "temperature", "teacher_model_kind", "teacher_update_rate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Sample and verify responses, or read them from a file, and map the credit of every token: ΔV_t, S_t, Ĝ_t, "
-        "R_t and the alternatives. Writes maps.html, maps.json and summary.md. With --checkpoint, the model and each "
-        "checkpoint score the same responses, with the options of the last one's run; RUN stands for its model, "
-        "checkpoint, data and options."
+        "R_t and the alternatives. Writes maps.html, maps.json and summary.md, which also predicts for generic tokens "
+        "which λ holds them and how often they come after training. With --checkpoint, the model and each checkpoint "
+        "score the same responses, with the options of the last one's run; RUN stands for its model, checkpoint, data "
+        "and options."
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="run directory")
     parser.add_argument("--model", metavar="NAME", help="hub name or directory, smollm2 or quickstart")
@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="YAML or run.json with the options of R_t (default: the last run's)"
     )
     parser.add_argument("--contrastive_coef", metavar="L", type=float, help="λ (default: the run's, or 0.1)")
+    parser.add_argument(
+        "--generation_batches", metavar="T", type=at_least(1), default=100, help="of the predicted drift (default 100)"
+    )
     parser.add_argument("--seed", metavar="N", type=int, help="of responses and contrast prompts (default: the run's)")
     parser.add_argument("--output_dir", metavar="PATH", help=f"default RUN/{MAPS_FOLDER}, or credit_map")
     add_sandbox_arguments(parser)
@@ -62,10 +65,11 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.model or read_run(args.run)["model"]
         args.checkpoint = args.checkpoint or [str(model_of_run(args.run))]
     args.output_dir = args.output_dir or (str(Path(args.run) / MAPS_FOLDER) if args.run else "credit_map")
-    maps = _make_maps(args)
+    config = measuring_config(args)
+    maps = _make_maps(args, config)
     if not maps:
         raise ValueError("no response has a teacher: the task gave no feedback and no rollout succeeded.")
-    _write(args, maps)
+    _write(args, maps, config)
     return 0
 
 
@@ -88,7 +92,7 @@ def measuring_config(args: argparse.Namespace) -> CreditConfig:
     return analysis_config(**given)
 
 
-def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
+def _make_maps(args: argparse.Namespace, config: CreditConfig) -> list[TokenMap]:
     from credit_trl.lab.analysis.checkpoints import Checkpoint
     from credit_trl.lab.analysis.token_classes import default_classes, task_classes
     from credit_trl.lab.analysis.tokenmap import map_response
@@ -97,7 +101,6 @@ def _make_maps(args: argparse.Namespace) -> list[TokenMap]:
     if args.model is None or (args.run is None and (args.task is None) == (args.responses is None)):
         raise ValueError("give a run directory, or --model and either --task or --responses.")
     task = None if args.responses is not None else task_of_run(args.run, args.task)
-    config = measuring_config(args)
     print(f"λ = {config.contrastive_coef:g}, C = {config.contrastive_count}")
     names = [None, *short_names(args.checkpoint, parts=2)]  # `runs/first/checkpoint-50` → `first/checkpoint-50`
     checkpoints = [
@@ -132,8 +135,8 @@ def _responses(args: argparse.Namespace, task: Any, checkpoint: Checkpoint, conf
     return responses
 
 
-def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
-    from credit_trl.lab.analysis.branches import format_branches, summarize_branches
+def _write(args: argparse.Namespace, maps: list[TokenMap], config: CreditConfig) -> None:
+    from credit_trl.lab.analysis.drift import branch_table
     from credit_trl.lab.analysis.tokenmap_json import write_maps
     from credit_trl.lab.analysis.tokenmap_summary import format_summary, summarize_maps
     from credit_trl.lab.report.token_maps import write_token_maps
@@ -143,11 +146,12 @@ def _write(args: argparse.Namespace, maps: list[TokenMap]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_token_maps(maps, directory / "maps.html")
     write_maps(maps, directory / "maps.json")
+    rate = {"live": 1.0, "base": 0.0}.get(config.teacher_model_kind, config.teacher_update_rate)
     summaries = []
     for name in dict.fromkeys(one.checkpoint for one in maps):
         own = [one for one in maps if one.checkpoint == name]
-        summary = format_summary(summarize_maps(own))
-        summaries.append(f"## {name}\n\n{summary}\n{format_branches(summarize_branches(own))}")
+        drift = branch_table(own, rate, args.generation_batches)
+        summaries.append(f"## {name}\n\n{format_summary(summarize_maps(own))}\n{drift}")
     (directory / "summary.md").write_text("\n".join(summaries), encoding="utf-8")
     print("\n".join(summaries))
     print(f"{directory / 'maps.html'}: {pluralized(len(maps), 'map')}, with maps.json and summary.md beside it")

@@ -190,7 +190,8 @@ def token_maps(trainer: CreditTrainer, name: str, responses: Sequence[Rollout] |
 
 def write_page(trainer: CreditTrainer, before: Sequence[TokenMap], directory: Path) -> Path:
     """Write the report with `SHOWN` responses before and after training, wrong ones first, and return its path."""
-    from credit_trl.lab.analysis.tokenmap_json import MAPS_FOLDER, write_maps
+    from credit_trl.lab import MAPS_FOLDER
+    from credit_trl.lab.analysis.tokenmap_json import write_maps
     from credit_trl.lab.report import write_report
 
     shown = sorted((one for one in before if one.response.privileged), key=lambda one: one.response.reward)[:SHOWN]

@@ -143,6 +143,8 @@ def model_init_kwargs(model_args: ModelConfig, training_args: CreditConfig) -> d
 
 def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
     """Train, optionally from a checkpoint, evaluate and save."""
+    from credit_trl.lab.report.callback import report_link
+
     training_args = trainer.args
     trainer.train(training_args.resume_from_checkpoint, resume_changes=script_args.resume_changes)
     trainer.accelerator.print("Training completed.")
@@ -153,7 +155,9 @@ def train(trainer: CreditTrainer, script_args: CreditScriptArguments) -> None:
         trainer.save_metrics("eval", metrics, combined=False)
     trainer.save_state()
     trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
+    trainer.accelerator.print(
+        f"Model saved to {training_args.output_dir}. Report: {report_link(training_args.output_dir)}"
+    )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.accelerator.end_training()

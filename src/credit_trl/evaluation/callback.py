@@ -24,7 +24,7 @@ from credit_trl.training.run_directory import (
     append_lines,
     keep_up_to,
     read_lines,
-    set_aside_earlier_run,
+    set_aside,
     write_json,
 )
 
@@ -95,7 +95,7 @@ class EvaluationCallback(TrainerCallback):
         self._has_begun = False
         if self.engine.is_main:
             if state.global_step == 0:  # of a trainer without `RunLog`; otherwise there is none any more
-                set_aside_earlier_run(self.folder, getattr(kwargs.get("model"), "name_or_path", ""))
+                set_aside(self.folder, 0, getattr(kwargs.get("model"), "name_or_path", ""))
             keep_up_to(self.folder / EVALUATIONS_FILE, state.global_step)
             self.history = read_lines(self.folder / EVALUATIONS_FILE)
             (self.folder / SUMMARY_FILE).unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from credit_trl.evaluation.generation import Response
 from credit_trl.rollout.verdict import FAILED, Verdict, VerifierPolicy, as_verdicts
-from credit_trl.tasks.registry import Task, call_reward
+from credit_trl.tasks.task import Task, call_reward
 from credit_trl.training.checks import check_column_names
 from credit_trl.training.run_directory import read_lines
 

@@ -144,7 +144,7 @@ class MicroBatchLoss:
         contrasted: (N,), True where the sample has a contrast.
         samples: (N,), index of each token's sample in the micro-batch.
         fidelity: this process's part of the teacher's fidelity: Σ_i w_i mean_t ΔV_t of sample i, with the weights of
-            `rollout.batch.success_weights`; NaN where no group is mixed.
+            `training.metrics.success_weights`; NaN where no group is mixed.
         aux_loss: load-balancing loss of a mixture of experts, or None.
         read, valid: tokens of the student's forward pass, with padding and without.
         engine: log-probabilities that the engine reported, where the loss corrects for it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import pickletools
 import zlib
@@ -13,6 +12,7 @@ from typing import Any
 
 LARGEST = 1 << 30  # bytes of unpacked tests; a few packed kilobytes could unpack to gigabytes
 
+_FIELDS = ("inputs", "outputs", "testtype", "fn_name", "time_limit")  # of an answer
 _DIGITS = 4300  # largest number of digits of an integer that `int` reads by default
 
 # Opcodes of `pickle.dumps("...")` in the protocols 0 to 5.
@@ -46,45 +46,43 @@ def parse_answer(answer: str | dict[str, Any]) -> Cases:
     """Read an `answer` of the data set, as JSON text or as an object; the `ValueError` names the wrong field."""
     try:
         data = json.loads(answer) if isinstance(answer, str) else answer
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"A code answer is the JSON text of an object with tests: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"A code answer is an object with tests, got {type(data).__name__}.")
-    inputs, outputs = (_texts(data, field) for field in ("inputs", "outputs"))
-    if len(inputs) != len(outputs) or not inputs:
-        raise ValueError(
-            f"A code answer needs as many outputs as inputs, one at least, got {len(outputs)} and {len(inputs)}."
-        )
-    limit = data.get("time_limit")
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 3600:
-        raise ValueError(f"A code answer's `time_limit` is a number of seconds, got {limit!r}.")
-    if data.get("testtype") not in ("stdin", "functional"):
-        raise ValueError(f"A code answer's `testtype` is 'stdin' or 'functional', got {data.get('testtype')!r}.")
-    if data["testtype"] == "stdin":
-        return Cases(inputs, outputs, None, float(limit))
-    fn_name = data.get("fn_name")
-    if not isinstance(fn_name, str) or not fn_name.isidentifier():
-        raise ValueError(f"A functional code answer names its function in `fn_name`, got {fn_name!r}.")
-    cases = Cases(inputs, outputs, fn_name, float(limit))
+        inputs, outputs, kind, fn_name, limit = (data.get(field) for field in _FIELDS)
+    except (ValueError, RecursionError, AttributeError) as error:
+        shown = f"{', '.join(_FIELDS)}, or its JSON text, got {answer!r:.100}"
+        raise ValueError(f"A code answer is an object with {shown}.") from error
+    problem = None
+    if not _are_texts(inputs) or not _are_texts(outputs) or len(inputs) != len(outputs) or not inputs:
+        problem = "`inputs` and `outputs` are lists of texts with the same length, 1 or more"
+    elif isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 3600:
+        problem = f"`time_limit` is a number of seconds, got {limit!r}"
+    elif kind not in ("stdin", "functional"):
+        problem = f"`testtype` is 'stdin' or 'functional', got {kind!r}"
+    elif kind == "functional" and not (isinstance(fn_name, str) and fn_name.isidentifier()):
+        problem = f"`fn_name` is the name of the function that is tested, got {fn_name!r}"
+    if problem is not None:
+        raise ValueError(f"A code answer's {problem}.")
+    if kind == "stdin":
+        return Cases(tuple(inputs), tuple(outputs), None, float(limit))
     for index, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
         try:
             for line in (*given.split("\n"), expected):
                 json.loads(line, parse_int=exact_integer)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"Functional test {index} is not JSON, one argument per line: {error}") from error
-    return cases
+    return Cases(tuple(inputs), tuple(outputs), fn_name, float(limit))
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
 
 
 def answer_of(cases: Sequence[dict[str, Any]], fn_name: str, time_limit: float) -> str:
     """The `answer` for test cases in the hub's form, `{"input", "output", "testtype"}`, which must be of one type."""
-    for index, case in enumerate(cases):
-        if not isinstance(case, dict) or not all(isinstance(case.get(key), str) for key in ("input", "output")):
-            raise ValueError(f"Test {index} is not an object with the texts `input` and `output`.")
-    kinds = sorted({str(case.get("testtype")) for case in cases})
+    kinds = sorted({str(case["testtype"]) for case in cases})
     if len(kinds) != 1:
         raise ValueError(f"The tests of a problem need one `testtype`, got {', '.join(kinds) or 'no tests'}.")
     inputs, outputs = ([case[key] for case in cases] for key in ("input", "output"))
-    answer = {"inputs": inputs, "outputs": outputs, "testtype": kinds[0], "fn_name": fn_name, "time_limit": time_limit}
+    answer = dict(zip(_FIELDS, (inputs, outputs, kinds[0], fn_name, time_limit), strict=True))
     parse_answer(answer)
     return json.dumps(answer)
 
@@ -107,16 +105,13 @@ def decode_cases(text: str) -> list[Any]:
 
 
 def _unpacked(text: str) -> bytes:
+    unpacker = zlib.decompressobj()
     try:
-        packed = base64.b64decode(text, validate=True)
-        unpacker = zlib.decompressobj()
-        data = unpacker.decompress(packed, LARGEST)
-    except (binascii.Error, zlib.error, ValueError) as error:
+        data = unpacker.decompress(base64.b64decode(text, validate=True), LARGEST)
+    except (zlib.error, ValueError) as error:
         raise ValueError(f"neither JSON nor base64 of zlib: {error}") from error
-    if unpacker.unconsumed_tail:
-        raise ValueError(f"unpacks to more than {LARGEST} bytes")
     if not unpacker.eof:
-        raise ValueError("the packed data is cut off")
+        raise ValueError(f"unpacks to more than {LARGEST} bytes" if unpacker.unconsumed_tail else "is cut off")
     return data
 
 
@@ -131,13 +126,6 @@ def _pickled_text(data: bytes) -> str:
     if len(texts) != 1:
         raise ValueError(f"a pickle of tests must be a single text, got {len(texts)} texts")
     return texts[0]
-
-
-def _texts(data: dict[str, Any], field: str) -> tuple[str, ...]:
-    values = data.get(field)
-    if not isinstance(values, list | tuple) or not all(isinstance(value, str) for value in values):
-        raise ValueError(f"A code answer's `{field}` is a list of texts.")
-    return tuple(values)
 
 
 def exact_integer(digits: str) -> int | tuple[str]:

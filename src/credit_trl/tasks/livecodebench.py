@@ -2,19 +2,19 @@
 
 The data are `livecodebench/code_generation_lite` by release and contest date, or files with the same rows. As in the
 paper, the training split has half of each problem's private tests and the test split all of them. The reward of a
-response is 1 if its program passes every test, else 0; the feedback is the first failure.
+response is 1 if its program passes every test, else 0; the feedback shows two failures.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import date, datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 HUB = "livecodebench/code_generation_lite"
 EXAMPLES = Path(__file__).parent / "examples" / "problems.jsonl"
-FILES = {f"v{number}": "test.jsonl" if number == 1 else f"test{number}.jsonl" for number in range(1, 7)}
+_HUB_FILES = ("test.jsonl", "test2.jsonl", "test3.jsonl", "test4.jsonl", "test5.jsonl", "test6.jsonl")
 RELEASES = {
-    **{version: (file,) for version, file in FILES.items()},
-    **{f"release_v{number}": tuple(FILES.values())[:number] for number in range(1, 7)},
+    **{f"v{number}": (file,) for number, file in enumerate(_HUB_FILES, 1)},
+    **{f"release_v{number}": _HUB_FILES[:number] for number in range(1, 7)},
 }
 OPTION = TaskOption(keyword="release", values=(*RELEASES, "examples"))
 
@@ -95,7 +95,7 @@ def build(
         raise ValueError(f"LiveCodeBench has no split {split!r}; use train (half the tests) or test (all tests).")
     OPTION.check(release, "LiveCodeBench")
     try:
-        first, end = (datetime.fromisoformat(day).date() for day in (since, until))
+        first, end = date.fromisoformat(since), date.fromisoformat(until)
     except (TypeError, ValueError) as error:
         raise ValueError(f"`since` and `until` are dates such as '2025-02-01', got {since!r}, {until!r}.") from error
     seen: set[str] = set()
@@ -157,12 +157,11 @@ def reward(
         if source is not None:
             programs += _programs(source, cases, group)
             tests += [(cases, place) for place in range(len(cases))]
-    found = iter(_run(sandbox or _sandbox(), programs, tests, deadline, progress) if programs else ())
-    verdicts = []
-    for source, cases, flag in zip(sources, graded_by, flags, strict=True):
-        results = None if source is None else list(itertools.islice(found, len(cases)))
-        verdicts.append(_verdict(cases, results, bool(flag)))
-    return verdicts
+    results = iter(_run(sandbox or _sandbox(), programs, tests, deadline, progress) if programs else ())
+    return [
+        _verdict(cases, None if source is None else list(islice(results, len(cases))), bool(flag))
+        for source, cases, flag in zip(sources, graded_by, flags, strict=True)
+    ]
 
 
 def _run(
@@ -266,14 +265,11 @@ def _rows(path: str | Path | None, release: str, hub: str) -> Iterable[Row]:
 
 
 def _contest_date(row: Row) -> date:
-    value = row.get("contest_date")  # `datasets` reads ISO dates as datetimes
+    value = str(row.get("contest_date"))  # text, or a datetime where `datasets` found that all are ISO dates
     try:
-        value = datetime.fromisoformat(value) if isinstance(value, str) else value
+        return datetime.fromisoformat(value).date()
     except ValueError as error:
         raise row.error("contest_date", str(error)) from error
-    if not isinstance(value, date):
-        raise row.error("contest_date", f"expected an ISO date, got {value!r:.100}")
-    return value.date() if isinstance(value, datetime) else value
 
 
 def _half(count: int, identity: str, seed: int) -> list[int]:
@@ -288,14 +284,12 @@ def _problem(row: Row, identity: str, split: str, seed: int) -> dict[str, Any]:
         tests = decode_cases(row.text("private_test_cases"))
         if split == "train":
             tests = [tests[index] for index in _half(len(tests), identity, seed)]
-        metadata = row.get("metadata") or {}
-        metadata = json.loads(metadata) if isinstance(metadata, str) and metadata.strip() else metadata
-        fn_name = (metadata.get("func_name") or "") if isinstance(metadata, dict) else ""
-        answer = answer_of(tests, fn_name, TIME_LIMIT)
-    except (ValueError, RecursionError) as error:
-        raise row.error("private_test_cases", str(error)) from error
+        metadata = json.loads(row.get("metadata") or "{}")
+        answer = answer_of(tests, metadata.get("func_name") or "", TIME_LIMIT)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise row.error("private_test_cases", f"{type(error).__name__}: {error}") from error
     starter = (row.get("starter_code") or "").rstrip()
-    form = FUNCTION_FORM.replace("{starter}", starter) if starter.strip() else STDIN_FORM
+    form = FUNCTION_FORM.replace("{starter}", starter) if starter else STDIN_FORM
     problem = f"{row.text('question_content')}\n\n{form}"
     content = PROMPT.replace("{time_limit}", f"{TIME_LIMIT:g}").replace("{problem}", problem)
     turns = [{"role": "user", "content": content}]

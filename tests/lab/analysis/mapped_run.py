@@ -1,6 +1,6 @@
 """One process of a small deterministic training run with token maps, started by torchrun.
 
-torchrun --nproc_per_node N mapped_run.py OUT --per_device B [--fsdp2] [--lora] [--no_maps], with tests and
+torchrun --nproc_per_node N mapped_run.py OUT --per_device B [--fsdp2] [--no_maps], with tests and
 tests/distributed on PYTHONPATH.
 """
 
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from credit_run import GROUP, deterministic_rollouts, verdicts, whole
 from datasets import Dataset
-from peft import LoraConfig
 
 import tiny
 from credit_trl import CreditConfig, CreditTrainer
@@ -26,16 +25,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--per_device", type=int, required=True)
     parser.add_argument("--fsdp2", action="store_true")
-    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--no_maps", action="store_true")
     options = parser.parse_args()
     if options.fsdp2:
         cpu_fsdp2.install()
     tokenizer = tiny.build_tokenizer()
     rows = [
-        {"prompt": [{"role": "user", "content": f"{a}*{b}="}], "answer": str(a * b)}
-        for a in range(4)
-        for b in range(5)
+        {"prompt": [{"role": "user", "content": f"{n // 5}*{n % 5}="}], "answer": str(n // 5 * (n % 5))}
+        for n in range(20)
     ]
     config = CreditConfig(
         output_dir=str(options.out),
@@ -64,9 +61,6 @@ def main() -> None:
         processing_class=tokenizer,
         rollout_func=deterministic_rollouts,
         callbacks=[] if options.no_maps else [maps],
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        if options.lora
-        else None,
     )
     maps.trainer = trainer
     trainer.train()
