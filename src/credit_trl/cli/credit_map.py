@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    choose_sandbox(args.sandbox, args.allow_unsandboxed, args.sandbox_packages)
+    choose_sandbox(args.sandbox, args.allow_unsandboxed)
     if args.run is not None:
         args.model = args.model or read_run(args.run)["model"]
         args.checkpoint = args.checkpoint or [str(model_of_run(args.run))]

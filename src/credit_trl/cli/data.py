@@ -55,9 +55,6 @@ class CreditScriptArguments(ScriptArguments):
     allow_unsandboxed: bool = _option(
         "Without a sandbox, run model-written programs with resource limits only.", False
     )
-    sandbox_packages: list[str] | None = field(
-        default=None, metadata={"help": "Installed packages that model-written programs may import, such as numpy."}
-    )
 
     def __post_init__(self) -> None:
         for name in ("avg_at_k", "avg_at_k_steps", "max_train_rows", "max_eval_rows", "max_prompt_tokens"):
@@ -66,7 +63,7 @@ class CreditScriptArguments(ScriptArguments):
                 raise ValueError(f"`--{name}` must be at least 1, got {value}.")
         if isinstance(self.reward_funcs, str):  # `reward_funcs: my_module.my_reward` in a YAML file
             self.reward_funcs = [name.strip() for name in self.reward_funcs.split(",")]
-        choose_sandbox(self.sandbox, self.allow_unsandboxed, self.sandbox_packages)
+        choose_sandbox(self.sandbox, self.allow_unsandboxed)
 
 
 def load_data(
