@@ -60,17 +60,21 @@ def test_auto_opens_first_working_tier_and_runs_the_example_of_the_package() -> 
     exec(package.__doc__.split("\n\n", 1)[1], {"open_sandbox": open_sandbox, "Program": Program})
 
 
-def test_auto_falls_back_to_landlock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("end", ["", ".", ".."])
+def test_auto_falls_back_to_landlock(end: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """The message ends in one full stop, whatever the reason ends in."""
+
     def without_bubblewrap(tier: str, workers: int) -> PoolSandbox:
         if tier == "bubblewrap":
-            raise SandboxError("bubblewrap (bwrap) is not installed")
+            raise SandboxError(f"bubblewrap (bwrap) is not installed{end}")
         return PoolSandbox(tier, workers)
 
     monkeypatch.setattr("credit_trl.sandbox.pool.PoolSandbox", without_bubblewrap)
     with open_sandbox(workers=1) as opened:
         assert opened.tier == "landlock"
-    assert "bwrap" in caplog.text
-    assert "Using landlock instead" in caplog.text
+    [record] = caplog.records
+    expected = "Sandbox: bubblewrap: bubblewrap (bwrap) is not installed. Using landlock instead."
+    assert record.getMessage() == expected
 
 
 def test_no_tier_raises_with_reasons_and_remedies(no_tier: None) -> None:

@@ -68,14 +68,13 @@ def test_problems_become_conversations_with_tests(write_jsonl):
     assert rows["id"][:] == ["livecodebench-q0", "livecodebench-q1"]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 9, 10])
-def test_train_split_has_half_of_the_private_tests(write_jsonl, count):
-    path = write_jsonl([hub_row(number, private=count) for number in range(12)])
+def test_train_split_has_half_of_the_private_tests(write_jsonl):
+    counts = (1, 2, 3, 9, 10)
+    path = write_jsonl([hub_row(count, private=count) for count in counts])
     train, test = livecodebench.build("train", path), livecodebench.build("test", path)
     assert train["prompt"][:] == test["prompt"][:]
-    for half, whole in zip(train, test, strict=True):
-        assert len(inputs_of(half)) == max(1, int(count / 2))
-        assert len(inputs_of(whole)) == count
+    for count, half, whole in zip(counts, train, test, strict=True):
+        assert (len(inputs_of(half)), len(inputs_of(whole))) == (max(1, int(count / 2)), count)
         assert [given for given in inputs_of(whole) if given in inputs_of(half)] == inputs_of(half)
 
 
@@ -213,12 +212,6 @@ def sandbox() -> Iterator[Sandbox]:
             yield opened
 
 
-@pytest.fixture(scope="module")
-def solutions() -> dict[str, str]:
-    with open(livecodebench.EXAMPLES.with_name("solutions.jsonl"), encoding="utf-8") as lines:
-        return {f"livecodebench-{row['question_id']}": row["program"] for row in map(json.loads, lines)}
-
-
 def stdin_answer(*pairs: tuple[str, str], fn_name: str = "", time_limit: float = 6.0) -> str:
     inputs, outputs = zip(*pairs, strict=True)
     kind = "functional" if fn_name else "stdin"
@@ -234,21 +227,9 @@ def fenced(code: str, tag: str = "python") -> str:
     return f"Here it is.\n```{tag}\n{textwrap.dedent(code).strip()}\n```"
 
 
-def test_reference_solutions_of_examples_pass(sandbox, solutions):
-    examples = load_task("livecodebench:examples").build("test")
-    assert set(examples["id"]) == set(solutions)
-    kinds = [json.loads(answer)["testtype"] for answer in examples["answer"]]
-    assert kinds.count("stdin") == kinds.count("functional") == 4
-    completions = [fenced(solutions[name]) for name in examples["id"]]
-    verdicts = livecodebench.reward(completions, examples["answer"][:], sandbox=sandbox, progress=False)
-    assert [verdict.reward for verdict in verdicts] == [1.0] * 8
-    assert all(verdict.feedback is None and verdict.metrics["pass_fraction"] == 1.0 for verdict in verdicts)
-
-
 DOUBLE = stdin_answer(("3\n", "6\n"), ("10\n", "20\n"))
 ROWS = stdin_answer(("2\n", "0 0.5\n1 1.5\n"))
 TURN = functional_answer("turn", ("[1,2]", "[2,1]"), ("[]", "[]"))
-MEAN = functional_answer("mean", ("[1,2]", "1.5"))
 POWER = functional_answer("power", ("5000", f"1{'0' * 5000}"))
 
 RIGHT = "print(2 * int(input()))"
@@ -259,11 +240,8 @@ SCRIPTS = {
     "right": (RIGHT, 1),
     "wrong": ("print(3 * int(input()))", 0),
     "right for one test of two": ("print(6)", 0),
-    "both expected outputs printed": ("print(6)\nprint(20)", 0),
-    "the expected output among others": ("print('Answer:', 2 * int(input()))", 0),
     "a syntax error": ("print(2 * int(input())", 0),
     "a runtime error": ("print(2 * int(input()) / 0)", 0),
-    "an error after the right output": (f"{RIGHT}\n1 / 0", 0),
     "exit 0 before any output": (f"exit(0)\n{RIGHT}", 0),
     "exit 0 after the right output": (f"{RIGHT}\nexit()", 1),
     "exit 1 after the right output": (f"{RIGHT}\nexit(1)", 0),
@@ -271,22 +249,12 @@ SCRIPTS = {
     "a main guard": (f"if __name__ == '__main__':\n    {RIGHT}", 1),
     "a function never called": (f"def main():\n    {RIGHT}", 0),
     "CRLF in the program": ("n = int(input())\r\nprint(2 * n)", 1),
-    "CRLF in the output": ("print(2 * int(input()), end='\\r\\n')", 1),
-    "no line feed in the output": ("print(2 * int(input()), end='')", 1),
-    "a float for an integer": ("print(2.0 * int(input()))", 1),
-    "a fraction too precise": ("print(2 * int(input()) + 1e-9)", 0),
-    "full-width digits": ("print({3: '６', 10: '２０'}[int(input())])", 1),
-    "nothing printed": ("input()", 0),
     "written to standard error": ("import sys\nprint(2 * int(input()), file=sys.stderr)", 0),
     "debug lines on standard error": (
         f"import sys\nfor i in range(12_000):\n    print('debug', i, file=sys.stderr)\n{RIGHT}",
         1,
     ),
-    "standard error without end": (f"import sys\n{RIGHT}\nwhile True:\n    print('x' * 9999, file=sys.stderr)", 0),
     "the prompt echoed by input": ("print(2 * int(input('n? ')))", 0),
-    "huge output": ("print('6' * 10**7)", 0),
-    "a huge number of lines": ("print('6\\n' * 10**6)", 0),
-    "a null byte": ("print(f'{2 * int(input())}\\0')", 0),
     "bytes that are no text": ("import os\nos.write(1, b'\\xff6')", 0),
     "a lone surrogate in the source": ("print('\ud800')", 0),
     "a null byte in the source": ("print(6)\x00", 0),
@@ -305,16 +273,11 @@ FUNCTIONS = {
         "def turn(xs):\n    for i in range(12_000):\n        print('debug', i)\n    return xs[::-1]",
         1,
     ),
-    "lines without end": ("def turn(xs):\n    while True:\n        print('x' * 9999)", 0),
-    "a huge value": ("def turn(xs):\n    return 'x' * 200_000", 0),
-    "text of the list returned": ("def turn(xs):\n    return str(xs[::-1])", 0),
     "no value that is JSON": ("def turn(xs):\n    return set(xs)", 0),
     "a generator": ("def turn(xs):\n    yield from xs[::-1]", 0),
-    "NaN returned": ("def turn(xs):\n    return [float('nan')]", 0),
     "an object that equals everything": (f"class All:\n{LIKE_ALL}def turn(xs):\n    return All()", 0),
     "a list that equals everything": (f"class All(list):\n{LIKE_ALL}def turn(xs):\n    return All()", 0),
     "another name": ("def rotate(xs):\n    return xs[::-1]", 0),
-    "other parameters": ("def turn():\n    return [2, 1]", 0),
     "exit inside the function": ("def turn(xs):\n    exit(0)", 0),
 }
 # reason: (response, answer, reward)
@@ -328,7 +291,6 @@ RESPONSES = {
     "rows in one line": (fenced("print('0 0.5 1 1.5')"), ROWS, 0),
     "integers of 5,001 digits": (fenced("print(int(input()) + 1)"), stdin_answer(("9" * 5_000, f"1{'0' * 5_000}")), 1),
     "one returned": (fenced("def power(n):\n    return 10 ** n"), POWER, 1),
-    "a float a little off": (fenced("def mean(xs):\n    return 1.5000000000000002"), MEAN, 0),
 }
 ADVERSARIAL = {
     **{reason: (fenced(program), DOUBLE, reward) for reason, (program, reward) in SCRIPTS.items()},
@@ -348,30 +310,17 @@ def test_rewards_follow_the_benchmark_checker(sandbox, response, answer, reward)
         verdict.feedback.encode("utf-8")
 
 
-def test_feedback_shows_error_frames_and_input(sandbox):
-    code = "def half(n):\n    return n // (n - 3)\n\nprint(half(int(input())))"
-    verdict = livecodebench.verify(fenced(code), stdin_answer(("4\n", "4\n"), ("3\n", "1\n")), sandbox=sandbox)
-    first, *rest = verdict.feedback.split("\n")
-    assert first == "Test 2: Runtime Error"
-    assert rest[0].startswith("ZeroDivisionError: ")
-    assert rest[1:] == [
-        "Line 2 in half (program.py)",
-        "    return n // (n - 3)",
-        "Line 4 (program.py)",
-        "    print(half(int(input())))",
-        "Input: 3",
-    ]
-    assert verdict.metrics == {"pass_fraction": 0.5, "answer_format": 1.0}
-
-
 def test_feedback_shows_a_wrong_answer_and_an_error_of_different_tests(sandbox):
-    answer = stdin_answer(("1\n", "2\n"), ("3\n", "2\n"))
-    verdict = livecodebench.verify(fenced("n = int(input())\nprint(6 // (n - 3))"), answer, sandbox=sandbox)
-    assert verdict.feedback.split("\n")[:6] == [
-        *("Test 1: Wrong Answer", "Input: 1", "Output: -3", "Expected: 2"),
-        *("", "Test 2: Runtime Error"),
-    ]
-    assert verdict.feedback.split("\n")[6].startswith("ZeroDivisionError")
+    code = "def half(n):\n    return n // (n - 3)\n\nprint(half(int(input())))"
+    answer = stdin_answer(("5\n", "1\n"), ("4\n", "4\n"), ("3\n", "1\n"))
+    verdict = livecodebench.verify(fenced(code), answer, sandbox=sandbox)
+    lines = verdict.feedback.split("\n")
+    assert lines[:5] == ["Test 1: Wrong Answer", "Input: 5", "Output: 2", "Expected: 1", ""]
+    assert lines[5] == "Test 3: Runtime Error"
+    assert lines[6].startswith("ZeroDivisionError: ")
+    frames = ["Line 2 in half (program.py)", "    return n // (n - 3)", "Line 4 (program.py)"]
+    assert lines[7:] == [*frames, "    print(half(int(input())))", "Input: 3"]
+    assert verdict.metrics == {"pass_fraction": 1 / 3, "answer_format": 1.0}
 
 
 UNLIMITED = [  # (program, its tests)
@@ -411,16 +360,19 @@ def test_programs_of_drafts_are_not_graded(opening):
     assert {program.source for program in box.programs} == {"print(2)"}
 
 
-def test_reward_keeps_rollouts_apart(sandbox, solutions):
+def test_solutions_of_the_examples_pass_beside_other_rollouts(sandbox):
     examples = load_task("livecodebench:examples").build("train")
-    completions, answers, expected = [], [], []
-    for row in examples:
-        for program in (solutions[row["id"]], "print(", None, solutions[row["id"]]):
-            completions.append([{"role": "assistant", "content": "no" if program is None else fenced(program)}])
-            answers.append(row["answer"])
-        expected += [1.0, 0.0, 0.0, 1.0]
-    verdicts = livecodebench.reward(completions, answers, [False] * len(answers), sandbox=sandbox, progress=False)
-    assert [verdict.reward for verdict in verdicts] == expected
+    kinds = [json.loads(answer)["testtype"] for answer in examples["answer"]]
+    assert kinds.count("stdin") == kinds.count("functional") == 4
+    with open(livecodebench.EXAMPLES.with_name("solutions.jsonl"), encoding="utf-8") as lines:
+        solutions = {f"livecodebench-{row['question_id']}": fenced(row["program"]) for row in map(json.loads, lines)}
+    responses = [
+        text for name in examples["id"] for text in (solutions[name], fenced("print("), "no", solutions[name])
+    ]
+    answers = [answer for answer in examples["answer"] for _ in range(4)]
+    conversations = [[{"role": "assistant", "content": text}] for text in responses]
+    verdicts = livecodebench.reward(conversations, answers, [False] * 32, sandbox=sandbox, progress=False)
+    assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 0.0, 1.0] * 8
 
 
 def test_mixes_with_other_tasks_in_default_sandbox(sandbox):

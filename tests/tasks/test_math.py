@@ -105,6 +105,14 @@ def test_comparisons_after_the_deadline_are_undecided():
     assert verdicts[0].metrics == {"undecided": 1.0}
 
 
+def test_process_that_cannot_start_names_the_extra(monkeypatch):
+    monkeypatch.setattr(math_task.sys, "executable", "/bin/false")
+    with pytest.raises(
+        RuntimeError, match=r"status 1\. It needs math-verify and pebble: pip install 'credit-trl\[math\]'"
+    ):
+        math_task.verify(r"\boxed{0.5}", "1/2")
+
+
 MEGABYTES = [
     "x" * 1_000_000 + r"\boxed{7}",
     r"\boxed{" * 140_000,

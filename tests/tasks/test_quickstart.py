@@ -23,7 +23,6 @@ from credit_trl.tasks.quickstart import (
     draw_question,
     verify,
 )
-from credit_trl.tasks.registry import load_task
 
 ANSWER = json.dumps({"option": "C", "tool": "music_api", "city": "Oslo"})
 GOLD = 'Thought: guitar is about music.\nAction: music_api\nAction Input: {"city": "Oslo"}'
@@ -194,9 +193,3 @@ def test_reward_equals_verify_for_texts_and_conversations():
     conversation = [{"role": "assistant", "content": GOLD}]
     verdicts = quickstart.reward([GOLD, conversation, "no"], [ANSWER] * 3, truncated=[False, True, False], step=1)
     assert verdicts == [verify(GOLD, ANSWER), verify(GOLD, ANSWER, truncated=True), verify("no", ANSWER)]
-
-
-def test_registry_loads_quickstart():
-    task = load_task("quickstart")
-    row = task.build("test")[0]
-    assert task.reward(["no"], [row["answer"]]) == [task.verify("no", row["answer"])]

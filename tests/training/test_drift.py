@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from credit_trl import CreditTrainer
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.training.drift import WINDOW, DriftAlarms
-from credit_trl.training.metrics import Alarms, CreditWarning, success_weights
+from credit_trl.training.metrics import Alarms, CreditWarning, teacher_success_weights
 from tiny import length_verdicts
 
 FIDELITY = "credit/teacher_fidelity"
@@ -47,7 +47,7 @@ def test_success_weights_give_the_mean_gap_of_mixed_groups(rewards, size, data):
     count = len(rewards)
     batch = GenerationBatch([{}] * count, ["x"] * count, [[1]] * count, rewards, [None] * count, 0, group_size=size)
     contexts = [SimpleNamespace(teacher=[1] if has else None) for has in has_teacher]
-    weights, mixed, scored = success_weights(batch, contexts, torch.ones(count, 1, dtype=torch.bool), 1.0)
+    weights, mixed, scored = teacher_success_weights(batch, contexts, torch.ones(count, 1, dtype=torch.bool), 1.0)
     assert (mixed, scored) == (len(gaps), sum(has_teacher))
     if gaps:
         assert weights @ torch.tensor(values) == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)

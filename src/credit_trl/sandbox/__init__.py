@@ -125,10 +125,10 @@ def _open_local(tier: str, workers: int) -> Sandbox:
         except OSError as error:  # of this process, which has nothing to do with the tier
             raise sandbox_error(f"The sandbox could not be opened: {error}.") from error
         except SandboxError as error:
-            reasons.append(f"{candidate}: {error}")
+            reasons.append(f"{candidate}: {str(error).rstrip('.')}.")
             continue
         if reasons:
-            _logger.warning("Sandbox: %s. Using %s instead.", reasons[0], candidate)
+            _logger.warning("Sandbox: %s Using %s instead.", reasons[0], candidate)
         return sandbox
     if tier == "unprotected" or (tier == "auto" and os.environ.get(UNPROTECTED) == "1"):
         # Logged, as Python's warning filters could hide it.

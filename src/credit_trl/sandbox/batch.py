@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from typing import Any
@@ -20,8 +21,8 @@ _PROGRESS_SECONDS = {"delay": 0.5, "mininterval": 1.0}
 class Batch:
     """State of one `Sandbox.run`, which has its arguments: waiting and running programs, outcomes, progress.
 
-    Programs start in rounds: the first one of each group, then the second ones. So groups of slow programs do not keep
-    all others waiting, and a group that stops has few programs running.
+    The next program is one of the group that has the fewest running, among these of the one that has had the least
+    time, so that groups of slow programs do not keep the others waiting. Programs without a group count as one.
     """
 
     def __init__(
@@ -42,12 +43,8 @@ class Batch:
         self._stops = frozenset(skip_group_after)
         self._failed_group_seconds = failed_group_seconds
         self._keep = keep
-        self._rounds: list[int] = []  # number of each program in its group; that of None has single programs
-        sizes: Counter[Any] = Counter()
-        for program in self.programs:
-            self._rounds.append(0 if program.group is None else sizes[program.group])
-            sizes[program.group] += 1
-        self._waiting: list[int] = []  # the next program to start is the last one
+        self._waiting: dict[Any, list[int]] = {}  # by group, in their order
+        self._spent: dict[Any, float] = defaultdict(float)  # seconds that the programs of each group have run
         self._running: set[int] = set()
         self._retried: set[int] = set()
         self._stopped: set[Any] = set()  # groups
@@ -75,7 +72,11 @@ class Batch:
         """Index of the next program to start, `None` if none is waiting or `workers` programs run."""
         if not self._waiting or len(self._running) >= workers:
             return None
-        index = self._waiting.pop()
+        at_once = Counter(self.programs[index].group for index in self._running)
+        group = min(self._waiting, key=lambda group: (at_once[group], self._spent[group]))
+        index = self._waiting[group].pop(0)
+        if not self._waiting[group]:
+            del self._waiting[group]
         self._running.add(index)
         return index
 
@@ -84,6 +85,7 @@ class Batch:
         self._running.remove(index)
         kept = self._record(index, outcome)
         group = self.programs[index].group
+        self._spent[group] += outcome.seconds
         if group is None:
             return
         if group in self._since_failure:
@@ -109,16 +111,15 @@ class Batch:
 
     def _wait(self, indices: Collection[int]) -> None:
         """Let programs wait in their order, without those of groups that have stopped."""
-        self._waiting += indices
-        self._waiting.sort(key=lambda index: (self._rounds[index], index), reverse=True)
+        for index in indices:
+            bisect.insort(self._waiting.setdefault(self.programs[index].group, []), index)
         self._skip_stopped()
 
     def _skip_stopped(self) -> None:
         """Skip the waiting programs of groups that have stopped."""
-        skipped = [index for index in self._waiting if self.programs[index].group in self._stopped]
-        self._waiting = [index for index in self._waiting if self.programs[index].group not in self._stopped]
-        for index in skipped:
-            self._record(index, Outcome("skipped", error="its group had already stopped"))
+        for group in self._stopped & self._waiting.keys():
+            for index in self._waiting.pop(group):
+                self._record(index, Outcome("skipped", error="its group had already stopped"))
 
     def expire(self, reason: str = "the deadline came before it ended") -> None:
         """Give every program without an outcome the status `"deadline"`."""
@@ -162,7 +163,7 @@ class Sandbox(ABC):
         """Run all programs and return their outcomes in the same order.
 
         Args:
-            programs: `workers` of them run at a time, in rounds: the first one of each group, then the second ones.
+            programs: `workers` of them run at a time. Groups take turns, by the time that their programs have run.
             deadline: seconds from now after which the call returns. Running programs are killed, waiting ones are not
                 started, and both get the status `"deadline"`. With `None` only the programs' own limits apply.
             skip_group_after: once a program of a group ends with one of these statuses, the programs of that group

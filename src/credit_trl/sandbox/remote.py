@@ -105,10 +105,12 @@ class RemoteSandbox(Sandbox):
                 for request in wait(requests, max(0.0, left), FIRST_COMPLETED).done:
                     index = requests.pop(request)
                     try:
-                        batch.done(index, request.result())
+                        outcome = request.result()
                     except SandboxError as error:
                         if time.monotonic() < until:
                             batch.failed(index, str(error))
+                    else:
+                        batch.done(index, outcome)
             batch.expire()
         finally:
             threads.shutdown(wait=False, cancel_futures=True)

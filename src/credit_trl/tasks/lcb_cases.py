@@ -1,4 +1,9 @@
-"""Tests of a programming problem: the form that the verifier uses, and the encoding of the hub's files."""
+"""Tests of a programming problem: the verifier's form, the hub's encoding, and the comparison of outputs.
+
+Outputs are compared by the rules of LiveCodeBench's own checker. Standard outputs are stripped and split into lines at
+line feeds, and the lines are stripped. They are the same if they have as many lines, and each pair is equal as text or
+token by token as decimal numbers. Return values are the same if they are equal as Python values.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import pickletools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 LARGEST = 1 << 30  # bytes of unpacked tests; a few packed kilobytes could unpack to gigabytes
@@ -66,7 +72,7 @@ def parse_answer(answer: str | dict[str, Any]) -> Cases:
     for index, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
         try:
             for line in (*given.split("\n"), expected):
-                json.loads(line, parse_int=exact_integer)
+                json.loads(line, parse_int=_exact_integer)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"Functional test {index} is not JSON, one argument per line: {error}") from error
     return Cases(tuple(inputs), tuple(outputs), fn_name, float(limit))
@@ -128,6 +134,42 @@ def _pickled_text(data: bytes) -> str:
     return texts[0]
 
 
-def exact_integer(digits: str) -> int | tuple[str]:
+def _exact_integer(digits: str) -> int | tuple[str]:
     """Parse an integer in JSON. Too many digits for `int` give `(digits,)`, which equals no other JSON value."""
     return int(digits) if len(digits) <= _DIGITS else (digits,)
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether a program's standard output is the expected one."""
+    printed_lines, expected_lines = _lines(printed), _lines(expected)
+    return len(printed_lines) == len(expected_lines) and all(map(_same_line, printed_lines, expected_lines))
+
+
+def same_value(returned: str, expected: str) -> bool:
+    """Whether a return value is the expected one, both as JSON text.
+
+    As in Python, `1`, `1.0` and `true` are equal, `0.1 + 0.2` is not `0.3`, and NaN equals nothing. Tuples are arrays
+    in JSON, so a tuple equals a list.
+    """
+    try:
+        # `parse_constant=float` makes a new object of each NaN: lists with the same NaN object would be equal
+        given = json.loads(returned, parse_constant=float, parse_int=_exact_integer)
+        return bool(given == json.loads(expected, parse_int=_exact_integer))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().split("\n")]
+
+
+def _same_line(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    tokens, wanted = printed.split(), expected.split()
+    if len(tokens) != len(wanted):
+        return False
+    try:
+        return all(Decimal(token) == Decimal(other) for token, other in zip(tokens, wanted, strict=True))
+    except (InvalidOperation, ValueError):  # not a number, or a signalling NaN
+        return False

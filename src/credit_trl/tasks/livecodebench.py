@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer
-from credit_trl.tasks.lcb_checker import same_output, same_value
+from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer, same_output, same_value
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, load_rows, read_rows

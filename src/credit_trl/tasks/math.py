@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,7 +148,7 @@ def _compare(pairs: list[tuple[str, str | None]], seconds: float) -> list[str]:
     path = os.pathsep.join(filter(os.path.isabs, sys.path))
     done = subprocess.run(
         [sys.executable, *"-P -s -m credit_trl.tasks.math_answers".split()],
-        input=json.dumps([unread, seconds, worker_count()]),
+        input=json.dumps([unread, time.monotonic() + seconds, worker_count()]),
         stdout=subprocess.PIPE,
         env={"PATH": os.defpath, "PYTHONPATH": path, "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         cwd="/",

@@ -31,10 +31,10 @@ SIGNS = (
     "∪ \\cup ≡ \\equiv … \\ldots"
 ).split()
 COMMANDS = {  # notation: what else is written for it
-    "": "left right big Big bigl bigr Bigl Bigr displaystyle textstyle",
+    "": "left right big Big bigl bigr Bigl Bigr displaystyle textstyle mathbf mathit boldsymbol",
     " ": "quad qquad",
     r"\frac": "dfrac tfrac cfrac",
-    r"\text": "mathrm mathbf mathit textbf textrm textit mbox operatorname boldsymbol mathsf",
+    r"\text": "mathrm mathsf textbf textrm textit mbox operatorname",
     r"\le": "leq leqslant",
     r"\ge": "geq geqslant",
     r"\cdot": "times ast",
@@ -294,18 +294,17 @@ def compare(gold: str, given: str) -> bool:
 
 
 def main() -> None:
-    """Read pairs, seconds and a number of workers from standard input; print the result of each pair."""
+    """Read pairs, a deadline on the monotonic clock and a number of workers; print the result of each pair."""
     from pebble import ProcessExpired, ProcessPool
 
-    pairs, seconds, workers = json.load(sys.stdin)
-    until = time.monotonic() + seconds
+    pairs, deadline, workers = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
     same_answer(r"\frac{x}{2}", "0.5x")  # imports what the forked workers need
     results = []
     with ProcessPool(min(workers, len(pairs)), context=multiprocessing.get_context("fork")) as pool:
         for future in [pool.schedule(compare, args=pair) for pair in pairs]:
             try:
-                results.append("equal" if future.result(until - time.monotonic()) else "different")
+                results.append("equal" if future.result(deadline - time.monotonic()) else "different")
             except ProcessExpired:
                 results.append("failed")
             except FutureTimeout:

@@ -239,8 +239,9 @@ def _gold(answer: str | Mapping[str, str]) -> Mapping[str, str]:
             return gold
     except (ValueError, KeyError, TypeError):
         pass
-    example = {"option": "A", "tool": "travel_api", "city": "Warsaw"}
-    raise ValueError(f"Not an answer of {TASK}: {answer!r}. Its answers look like {json.dumps(example)}.")
+    raise ValueError(
+        f"Not an answer of {TASK}, an object with the texts `option`, `tool` and `city`: {answer!r:.200}."
+    )
 
 
 def token_classes(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.records import Row, dataset_of, read_rows
@@ -95,8 +97,6 @@ reward = batch_of(verify, "sciknoweval")
 
 def split_indices(count: int, split: str) -> list[int]:
     """Positions of a split out of `count`, as in `datasets.Dataset.train_test_split(test_size=0.1, seed=42)`."""
-    import numpy as np
-
     order = np.random.default_rng(42).permutation(count).tolist()
     held_out = math.ceil(0.1 * count)
     return order[:held_out] if split == "test" else order[held_out:]
@@ -117,25 +117,21 @@ def _ordered(places: Collection[int], split: str) -> list[int]:
 
 def _example(row: Row, domain: str | None) -> dict[str, Any] | None:
     """Prompt, answer and, of SDPO's rows, `idx`, in the published wording; `None` for another kind of hub row."""
-    example: dict[str, Any] = {}
     if "question" not in row:
-        system = row.text("system")
-        prompt = row.text("prompt")
-        answer = row.text("answer")
-        labels = re.findall(r"(?m)^([A-Z]): ", prompt)
-        example["idx"] = row["idx"]
-    else:
-        is_level_3 = (row.get("details") or {}).get("level") == "L3"
-        if row.text("type") not in TYPES or not is_level_3 or domain not in (None, row.text("domain").lower()):
-            return None
-        labels, texts = row["choices"]["label"], row["choices"]["text"]
-        if len(texts) < len(labels):  # one published row has more texts than labels and is cut
-            raise row.error("choices", f"{len(texts)} texts for {len(labels)} labels")
-        options = "\n".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=False))
-        system = SYSTEM_PROMPT
-        prompt = f"{row.text('question')}\n\n{options}\nPlease reason step by step."
-        answer = row.text("answerKey")
+        labels = re.findall(r"(?m)^([A-Z]): ", row.text("prompt"))
+        return _checked(row, row.text("system"), row.text("prompt"), row.text("answer"), labels) | {"idx": row["idx"]}
+    is_level_3 = (row.get("details") or {}).get("level") == "L3"
+    if row.text("type") not in TYPES or not is_level_3 or domain not in (None, row.text("domain").lower()):
+        return None
+    labels, texts = row["choices"]["label"], row["choices"]["text"]
+    if len(texts) < len(labels):  # one published row has more texts than labels and is cut
+        raise row.error("choices", f"{len(texts)} texts for {len(labels)} labels")
+    options = "\n".join(f"{label}: {text}" for label, text in zip(labels, texts, strict=False))
+    prompt = f"{row.text('question')}\n\n{options}\nPlease reason step by step."
+    return _checked(row, SYSTEM_PROMPT, prompt, row.text("answerKey"), labels)
+
+
+def _checked(row: Row, system: str, prompt: str, answer: str, labels: Sequence[str]) -> dict[str, Any]:
     if answer not in labels:
         raise row.error("answer", f"{answer!r} is none of the options {', '.join(labels)}")
-    turns = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-    return {"prompt": turns, "answer": answer, **example}
+    return {"prompt": [{"role": "system", "content": system}, {"role": "user", "content": prompt}], "answer": answer}

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from credit_trl import CreditTrainer, Verdict
 from credit_trl.evaluation.statistics import paired_bootstrap
 from credit_trl.lab.analysis.tokenmap_json import write_maps
 from credit_trl.lab.report import ReportCallback, write_report
@@ -228,20 +229,30 @@ def test_hostile_rows_are_shown_as_text(open_page, tmp_path, scores):
 # ------------------------------------------------------------------------------------------------------- the callback
 
 
-def test_callback_writes_during_training_and_prints_the_path(tmp_path, scores, capsys):
+def test_callback_of_a_trainer_prints_the_link_last(make_model, make_config, dataset, tokenizer, capsys):
+    def reward(completions, **kwargs):
+        return [Verdict(float(i % 2), "Count again.") for i in range(len(completions))]
+
+    trainer = CreditTrainer(make_model(), reward, make_config(max_steps=2), dataset, processing_class=tokenizer)
+    trainer.add_callback(ReportCallback(seconds=0.0))
+    trainer.train()
+    page = Path(trainer.args.output_dir) / "report.html"
+    assert capsys.readouterr().out.splitlines()[-1] == f"Report: {page.resolve().as_uri()}"
+    rewards = next(
+        one for one in json.loads(page.with_suffix(".json").read_text())["curves"] if "Reward" in one["title"]
+    )
+    assert [step for step, *_ in rewards["series"][0]["points"]] == [1, 2]
+
+
+def test_callback_writes_after_the_least_time_on_one_process(tmp_path, scores):
     folder = make_run(tmp_path / "r", scores[0])
     args, state = SimpleNamespace(output_dir=str(folder)), SimpleNamespace(is_world_process_zero=True)
     callback = ReportCallback(seconds=1000.0)
     callback.on_log(args, state, None)
     first = (folder / "report.html").stat().st_mtime_ns
     callback.on_log(args, state, None)
+    callback.on_log(args, SimpleNamespace(is_world_process_zero=False), None)
     assert (folder / "report.html").stat().st_mtime_ns == first
-    callback.on_train_end(args, state, None)
-    assert (folder / "report.html").stat().st_mtime_ns > first
-    assert capsys.readouterr().out == f"Report: {(folder / 'report.html').as_uri()}\n"
-    other = SimpleNamespace(is_world_process_zero=False)
-    ReportCallback().on_train_end(SimpleNamespace(output_dir=str(tmp_path / "none")), other, None)
-    assert not (tmp_path / "none").exists()
 
 
 def test_report_that_cannot_be_written_warns_once(tmp_path, caplog):

@@ -45,7 +45,8 @@ def find_branches(token_map: TokenMap) -> dict[str, Tensor]:
         generic token, and of B; `log_odds` ℓ_0, `delta` and `s` > 0 of A, in nats; `lambda_subtract` and
         `lambda_guide`, λ_c of all generic tokens together, see `critical_lambdas`.
     """
-    own, others = token_map.scores, token_map.scores.alternatives
+    own = token_map.scores
+    others = own.alternatives
     ids, delta_v, specific, student, teacher = (
         torch.cat([getattr(own, name).unsqueeze(-1), getattr(others, name)], dim=-1)
         for name in ("ids", "delta_v", "specific", "student_logps", "teacher_logps")
@@ -62,8 +63,11 @@ def find_branches(token_map: TokenMap) -> dict[str, Tensor]:
     def at(values: Tensor, index: Tensor) -> Tensor:
         return values.gather(-1, index).squeeze(-1)
 
-    ids, delta_v, specific = ids[rows], delta_v[rows].double(), specific[rows].double()
-    deltas, spreads = delta_v - delta_v.gather(-1, b), specific.gather(-1, b) - specific
+    ids = ids[rows]
+    delta_v = delta_v[rows].double()
+    specific = specific[rows].double()
+    deltas = delta_v - delta_v.gather(-1, b)
+    spreads = specific.gather(-1, b) - specific
     subtract, guide = critical_lambdas(deltas, spreads, generic[rows] > 0)
     return {
         "positions": rows,
@@ -93,7 +97,8 @@ def critical_lambdas(
     def log_odds(t: Tensor) -> Tensor:
         return (deltas * t.unsqueeze(-1) - spreads).masked_fill(~is_generic, -torch.inf).logsumexp(-1)
 
-    low, high = torch.zeros_like(ratio), (1 / ratio).where(has_any, 1.0)
+    low = torch.zeros_like(ratio)
+    high = (1 / ratio).where(has_any, 1.0)
     for _ in range(60):
         middle = (low + high) / 2
         wins = log_odds(middle) >= 0
