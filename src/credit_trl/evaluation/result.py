@@ -12,8 +12,7 @@ import numpy as np
 from credit_trl.evaluation.statistics import Interval, bootstrap_ci, pass_at_k
 from credit_trl.evaluation.verdicts import Sample
 from credit_trl.rollout.batch import is_successful
-from credit_trl.sandbox.protocol import printable
-from credit_trl.tasks.escaping import pluralized
+from credit_trl.tasks.escaping import pluralized, printable
 
 
 @dataclass(frozen=True)
