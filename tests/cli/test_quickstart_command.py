@@ -44,7 +44,7 @@ def test_run_writes_log_evaluations_report_and_model(folder, table):
 
 def test_table_shows_the_logged_evaluations_and_seconds(folder, table):
     first, *_, last = read_lines(folder / EVALUATIONS_FILE)
-    for group in quickstart.GROUPS:
+    for group in quickstart.CUE_GROUPS:
         shown = re.search(rf"{group} cues +([\d.]+) -> +([\d.]+) ", table)
         assert shown.groups() == tuple(f"{100 * row['groups'][group]:.1f}" for row in (first, last))
     logs = [row for row in read_lines(folder / LOG_FILE) if "reward" in row]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trl import TrlParser
 
 # Arguments of the trainer in Python, which the command line has no option for.
-_HINTS = {
+_ARGUMENTS = {
     "dataset": "Give `--dataset_path FILE` or `--dataset_name NAME`.",
     "tokenizer": "It is that of `--model_name_or_path`.",
 }
@@ -194,7 +194,7 @@ def check_names(parser: ArgumentParser, argv: list[str]) -> None:
 
     from credit_trl.config import OTHER_NAMES
 
-    hints = OTHER_NAMES | _HINTS
+    fixes = OTHER_NAMES | _ARGUMENTS
     of_launcher = {*launch_command_parser()._option_string_actions, "--accelerate_config"}
     options = {"--config", *parser._option_string_actions, *of_launcher}
     fields = {action.dest for action in parser._actions} | {"env"}  # the spelling with a dash is for the line
@@ -203,12 +203,12 @@ def check_names(parser: ArgumentParser, argv: list[str]) -> None:
     unknown = [
         name
         for name in on_line
-        if name not in options and (name[2:] in hints or not any(option.startswith(name) for option in options))
+        if name not in options and (name[2:] in fixes or not any(option.startswith(name) for option in options))
     ]  # abbreviations are known
     problems = []
     for name in dict.fromkeys([*in_file, *unknown]):
-        hint = hints.get(name[2:])
-        problems.append(f"{name}.{suggest(name, options - {name}) if hint is None else f' {hint}'}")
+        fix = fixes.get(name[2:])
+        problems.append(f"{name}.{suggest(name, options - {name}) if fix is None else f' {fix}'}")
     if problems:
         many = "s" if len(problems) > 1 else ""
         place = "(on the command line or, without the dashes, in the YAML file)"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from credit_trl.trainer import CreditTrainer
 
 STAGES = ("rollout", "verdict", "contexts", "scores", "update")
-GROUPS = ("known", "unknown", "holdout")  # of cues
+CUE_GROUPS = ("known", "unknown", "holdout")  # of cues
 CLASSES = ("cue", "topic", "tool", "city")  # of tokens, besides "generic"
 
 SAMPLES = 4  # k of the held-out avg@k
@@ -212,7 +212,7 @@ def stage_seconds(directory: Path) -> dict[str, float]:
 def _accuracy_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Table in per cent, with 95 % intervals over prompts."""
     lines = [f"held-out avg@{after['k']}, %     before -> after   95 % CI after      format before -> after"]
-    for group in (name for name in GROUPS if name in after["groups"]):
+    for group in (name for name in CUE_GROUPS if name in after["groups"]):
         score = {name: 100 * value for name, value in after["groups"][group].items()}
         interval = f"[{score['low']:.1f}, {score['high']:.1f}]"
         first, last = (100 * one["group_metrics"][group]["format"] for one in (before, after))

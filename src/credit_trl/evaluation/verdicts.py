@@ -61,7 +61,8 @@ def grade(
         second = task_verdicts(task, [rows[i] for i in again], [responses[i] for i in again], policy)
         for i, verdict in zip(again, second, strict=True):
             verdicts[i] = replace(verdict, reward=0.0) if _is_undecided(verdict) else verdict
-        if count := sum(map(_is_undecided, second)):
+        count = sum(map(_is_undecided, second))
+        if count > 0:
             logger.warning(f"{task.name} could not decide {count} samples in two calls; they count as 0.")
     return [
         _sample(row["id"], number, response, verdict)

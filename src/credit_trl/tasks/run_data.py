@@ -44,7 +44,7 @@ def task_of_data(data: Mapping[str, Any]) -> Task:
         place = data["train"] if split == data["train_split"] else held_out
         if data["task"] is not None:
             return task.build(split, path or (place or {}).get("path"), **options)
-        return _own_rows(place) if path is None else read_rows(path, "--path")
+        return _own_rows(place) if path is None else read_dataset(path, "--path")
 
     return replace(task, build=build)
 
@@ -66,10 +66,10 @@ def _own_rows(place: Mapping[str, Any] | None) -> Any:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
         if digest != place["sha256"]:
             raise ValueError(f"{file} has changed since the run. Name the file to use with `--path`.")
-    return read_rows(file, "--dataset_path", place["streaming"])
+    return read_dataset(file, "--dataset_path", place["streaming"])
 
 
-def read_rows(path: str | Path, option: str, streaming: bool = False) -> Dataset:
+def read_dataset(path: str | Path, option: str, streaming: bool = False) -> Dataset:
     """Rows of a local file, read by `datasets`; errors name the option that gave the path."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
