@@ -145,8 +145,8 @@ def test_zero_lambda_equals_trls_sdpo(sdpo_pair, alpha, options, form):
 
 
 OPTIONS = (
-    "output_dir use_cpu bf16 per_device_train_batch_size num_generations max_completion_length max_steps learning_rate "
-    "logging_steps save_strategy report_to gradient_checkpointing disable_tqdm seed loss_type"
+    "output_dir use_cpu bf16 per_device_train_batch_size num_generations max_completion_length max_steps "
+    "learning_rate logging_steps save_strategy report_to gradient_checkpointing disable_tqdm seed loss_type"
 ).split()
 
 
