@@ -57,54 +57,43 @@ def assert_close(ours, theirs, rtol, atol):
         )
 
 
-SDPO_FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"
-SDPO_REPROMPT = "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n"
+TEMPLATES = ("reprompt_template", "solution_template", "feedback_template")
 
 
 @pytest.fixture
 def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
     """A CreditTrainer with λ = 0 and TRL's SDPOTrainer on the same weights, with references moved alike."""
 
-    def make(alpha, **options):
+    def make(form, alpha, tail, temperature):
         path = str(tmp_path / "model")
         make_model().save_pretrained(path)
         tokenizer.save_pretrained(path)
         rows = dataset.map(lambda row: {"privileged_context": f"Hint: {row['answer']}"})
-        ours = CreditTrainer(
-            path,
-            mixed_rewards,
-            make_config(
-                contrastive_coef=0.0,
-                distillation_topk=len(tokenizer),
-                distillation_alpha=alpha,
-                loss_type="grpo",
-                feedback_template=SDPO_FEEDBACK,
-                reprompt_template=SDPO_REPROMPT,
-                **options,
-            ),
-            rows,
+        common = {
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "per_device_train_batch_size": 8,
+            "distillation_alpha": alpha,
+            "distillation_topk": len(tokenizer),
+            "temperature": temperature,
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": "none",
+            "gradient_checkpointing": False,
+        }
+        trls = SDPOConfig(
+            output_dir=str(tmp_path / "sdpo"),
+            distillation_mode="topk_logits",
+            distillation_add_tail=tail == "bucket",
+            include_environment_feedback=True,
+            **common,
         )
-        theirs = SDPOTrainer(
-            path,
-            ours.reward_funcs,
-            SDPOConfig(
-                output_dir=str(tmp_path / "sdpo"),
-                use_cpu=True,
-                bf16=False,
-                report_to="none",
-                per_device_train_batch_size=8,
-                num_generations=4,
-                max_completion_length=6,
-                distillation_mode="topk_logits",
-                distillation_topk=len(tokenizer),
-                distillation_add_tail=options.get("distillation_tail", "bucket") == "bucket",
-                distillation_alpha=alpha,
-                include_environment_feedback=True,
-                gradient_checkpointing=False,
-                temperature=options.get("temperature", 1.0),
-            ),
-            rows,
+        wording = {name: getattr(trls, name) for name in TEMPLATES}
+        config = make_config(
+            contrastive_form=form, contrastive_coef=0.0, distillation_tail=tail, loss_type="grpo", **wording, **common
         )
+        ours = CreditTrainer(path, mixed_rewards, config, rows)
+        theirs = SDPOTrainer(path, mixed_rewards, trls, rows)
         theirs.current_gradient_accumulation_steps = 1
         theirs.model.train()
         move(ours.teacher.model.parameters())
@@ -114,17 +103,19 @@ def sdpo_pair(make_model, make_config, tokenizer, dataset, tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    ("alpha", "options"),
-    [
-        *((alpha, {}) for alpha in (0.0, 0.5, 1.0)),
-        (1.0, {"temperature": 0.8}),
-        (0.5, {"distillation_tail": "renormalize"}),
-    ],
-)
+SDPO = [
+    (0.0, "bucket", 1.0),
+    (0.5, "bucket", 1.0),
+    (1.0, "bucket", 1.0),
+    (1.0, "bucket", 0.8),
+    (0.5, "renormalize", 1.0),
+]
+
+
+@pytest.mark.parametrize(("alpha", "tail", "temperature"), SDPO)
 @pytest.mark.parametrize("form", ["subtract", "guide"])
-def test_zero_lambda_equals_trls_sdpo(sdpo_pair, alpha, options, form):
-    ours, theirs = sdpo_pair(alpha, contrastive_form=form, **options)
+def test_zero_lambda_equals_trls_sdpo(sdpo_pair, form, alpha, tail, temperature):
+    ours, theirs = sdpo_pair(form, alpha, tail, temperature)
     inputs = prepared(ours)
     rollouts = ours._generation_batch
     context = theirs.teacher_context_builder.build(
@@ -144,25 +135,19 @@ def test_zero_lambda_equals_trls_sdpo(sdpo_pair, alpha, options, form):
     assert_close(loss_and_gradients(ours, inputs), loss_and_gradients(theirs, {**inputs, **context}), 1e-5, 1e-7)
 
 
-OPTIONS = (
-    "output_dir use_cpu bf16 per_device_train_batch_size num_generations max_completion_length max_steps "
-    "learning_rate logging_steps save_strategy report_to gradient_checkpointing disable_tqdm seed loss_type"
-).split()
+OPTIONS = """
+output_dir use_cpu bf16 per_device_train_batch_size num_generations max_completion_length max_steps learning_rate
+logging_steps save_strategy report_to gradient_checkpointing disable_tqdm seed loss_type
+""".split()
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
-def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_config, tokenizer, dataset, tmp_path, loss_type):
+def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_config, tokenizer, dataset, loss_type):
     config = make_config(distillation_weight=0.0, max_steps=3, loss_type=loss_type, beta=0.0)
     ours = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
     ours.train()
     plain = GRPOConfig(**{name: getattr(config, name) for name in OPTIONS})
-    theirs = GRPOTrainer(
-        make_model(),
-        mixed_rewards,
-        plain,
-        dataset,
-        processing_class=tokenizer,
-    )
+    theirs = GRPOTrainer(make_model(), mixed_rewards, plain, dataset, processing_class=tokenizer)
     theirs.train()
     for (name, parameter), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
         assert torch.equal(parameter, other), name
@@ -172,13 +157,8 @@ def test_zero_weight_equals_trls_grpo_for_whole_runs(make_model, make_config, to
 @pytest.mark.parametrize("weight", [0.25, 0.5])
 def test_blend_is_the_weighted_sum_of_both_gradients(make_model, make_config, tokenizer, dataset, weight):
     def gradients(distillation_weight, inputs=None):
-        trainer = CreditTrainer(
-            make_model(),
-            mixed_verdicts,
-            make_config(distillation_weight=distillation_weight),
-            dataset,
-            processing_class=tokenizer,
-        )
+        config = make_config(distillation_weight=distillation_weight)
+        trainer = CreditTrainer(make_model(), mixed_verdicts, config, dataset, processing_class=tokenizer)
         inputs = inputs or prepared(trainer)
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()
