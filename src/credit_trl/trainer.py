@@ -42,11 +42,13 @@ from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
 from credit_trl.training import check_logits, checks, micro_batches
+from credit_trl.training.check_run import check_run
 from credit_trl.training.checkpoints import ResumableTrainer
 from credit_trl.training.drift import DriftAlarms
 from credit_trl.training.metrics import Alarms, TokenMetrics, context_metrics, drop_undefined, teacher_success_weights
 from credit_trl.training.model_card import complete_card
 from credit_trl.training.reporting import ContinueReports, add_completion_columns, print_lines
+from credit_trl.training.run_data import describe_data
 from credit_trl.training.run_log import RunLog
 from credit_trl.training.step import CreditStep
 from credit_trl.training.timing import StageClock
@@ -145,6 +147,7 @@ class CreditTrainer(ResumableTrainer):
         render = chat_renderer(self.processing_class, self._is_vlm, self.chat_template, self.chat_template_kwargs)
         self.context_builder = ContextBuilder(self._tokenizer, args, self.eos_token_ids, render)
         self._init_reports()
+        self.run_log.facts["data"] = describe_data(reward_funcs or [], args.reward_weights)
         if not has_environments and kwargs.get("rollout_func") is None:
             checks.check_prompts(
                 args,
@@ -413,3 +416,7 @@ class CreditTrainer(ResumableTrainer):
         if self.is_world_process_zero():
             data = dataset_name or self.run_log.facts.get("task")
             complete_card(Path(self.args.output_dir) / "README.md", self, data)
+
+    def check(self) -> None:
+        """Print a rollout as the teacher reads it, and the time, memory and disk of the run. Changes no weight."""
+        self.accelerator.print(check_run(self))
