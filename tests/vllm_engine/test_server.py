@@ -21,11 +21,10 @@ sys.path.append(str(Path(__file__).parents[1] / "docs"))
 
 import cpu_engine
 from blocks import calling
-from credit_trl.evaluation.trainer_engine import TrainerEngine
 from engine_observer import record
 
 from credit_trl.evaluation import SamplingConfig
-from credit_trl.evaluation.engines import Request
+from credit_trl.evaluation.engines import Request, TrainerEngine
 from credit_trl.rollout.vllm_client import VLLMServerError
 from faults.launching import free_port
 
