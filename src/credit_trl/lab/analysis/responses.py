@@ -26,7 +26,7 @@ from credit_trl.lab.analysis.vocabulary_logps import RolloutContexts
 from credit_trl.rollout.batch import GenerationBatch, prompt_key
 from credit_trl.rollout.verdict import Verdict
 from credit_trl.tasks.registry import Task
-from credit_trl.tasks.run_data import read_rows
+from credit_trl.tasks.run_data import read_dataset
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def read_rollouts(path: str | Path, checkpoint: Checkpoint, config: CreditConfig
     Raises:
         ValueError: the file cannot be read, or a row has no `prompt` or `response`.
     """
-    rows = read_rows(path, "--responses").to_list()
+    rows = read_dataset(path, "--responses").to_list()
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("prompt"), str | list) or not isinstance(row.get("response"), str):
             raise ValueError(f"{path}, row {number}: `prompt` must be text or messages, and `response` text.")
