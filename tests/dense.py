@@ -108,12 +108,12 @@ def buckets(values: Tensor, support: Tensor, tail: str) -> Tensor:
     return torch.cat([inside, outside], -1)
 
 
-def divergence(log_p: Tensor, a: Tensor, alpha: float, tail: str, whole: bool) -> Tensor:
+def divergence(log_p: Tensor, a: Tensor, alpha: float) -> Tensor:
     """(t,) loss of tokens from p and the target a of the paper."""
     log_q = a.log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
     if alpha == 1.0:
-        return (p * (log_p - (log_q if tail == "renormalize" and not whole else a))).sum(-1)
+        return (p * (log_p - a)).sum(-1)
     if alpha == 0.0:
         return (q * (log_q - log_p)).sum(-1)
     log_m = ((1 - alpha) * p + alpha * q).log()
@@ -143,7 +143,9 @@ def naive_token_losses(problem: Problem, teacher: nn.Module, sample: int) -> Ten
         generic = sum(buckets(x, support, tail) for x in g) / len(g)
         moved = target - generic if config.contrastive_form == "guide" else -generic
         target = target + config.contrastive_coef * moved
-    return divergence(buckets(p, support, tail), target, config.distillation_alpha, tail, size == p.shape[-1])
+    if tail == "renormalize" and size < p.shape[-1]:
+        target = target.log_softmax(-1)
+    return divergence(buckets(p, support, tail), target, config.distillation_alpha)
 
 
 def naive_loss(

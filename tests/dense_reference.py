@@ -1,4 +1,4 @@
-"""Dense reference of the loss: every logit, in fp64, by autograd, without code of the package."""
+"""Dense reference of the loss on hidden states: `dense`'s formulas on every logit, in fp64, by autograd."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from credit_trl.loss import (
     score_tokens,
 )
 from credit_trl.objective import Form
+from dense import buckets, divergence
 
-SUPPORTS = [
-    (support, tail, alpha)
-    for support in ("teacher_topk", "sampled")
-    for tail in ("bucket", "renormalize")
-    for alpha in (0.0, 0.5, 1.0)
-    if support != "sampled" or alpha == 1.0
-]
+TAILS = ("bucket", "renormalize")
+SUPPORTS = [("teacher_topk", tail, alpha) for tail in TAILS for alpha in (0.0, 0.5, 1.0)]
+SUPPORTS += [("sampled", tail, 1.0) for tail in TAILS]
+TAIL = -16.118095650958319  # log 1e-7
 
 
 @contextmanager
@@ -141,11 +139,6 @@ def dense_logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, case: Case)
     return torch.log_softmax(logits / case.temperature, dim=-1)
 
 
-def with_tail(logps: Tensor) -> Tensor:
-    mass = logps.exp().sum(-1, keepdim=True).log().clamp(max=-1e-7)
-    return torch.cat([logps, (-torch.expm1(mass)).log()], dim=-1)
-
-
 def dense(
     case: Case,
     support: str,
@@ -164,39 +157,26 @@ def dense(
     def at_token(logps: Tensor) -> Tensor:
         return logps.gather(-1, token)[:, 0]
 
-    values = {"entropy": logp, "teacher_entropy": f}
-    values = {name: -(x.exp() * x).sum(-1) for name, x in values.items()}
     is_whole = topk is None or topk == logp.shape[-1]
     within = tail == "renormalize" and support == "teacher_topk" and not is_whole
     ids = token if support == "sampled" else f.topk(logp.shape[-1] if topk is None else topk, dim=-1).indices
 
-    def buckets(logps: Tensor) -> Tensor:
-        columns = logps.gather(-1, ids)
-        if within:
-            return columns - columns.logsumexp(-1, keepdim=True)
-        return with_tail(columns) if support == "teacher_topk" and not is_whole else columns
+    def on_support(logps: Tensor) -> Tensor:
+        if support == "sampled" or is_whole:
+            return logps.gather(-1, ids)
+        # The bucket of the tail is at least 1e-7, as TRL's.
+        return buckets(logps, ids, tail).clamp(min=-torch.inf if within else TAIL)
 
     def average(parts: list[Tensor], otherwise: Tensor) -> Tensor:
-        if not parts:
-            return torch.zeros_like(otherwise)
-        return sum(parts) / len(parts)
+        return sum(parts) / len(parts) if parts else torch.zeros_like(otherwise)
 
-    generic, log_p = average([buckets(x) for x in g], buckets(f)), buckets(logp)
-    moved = buckets(f) - generic if form == "guide" else -generic
-    a = buckets(f) + case.coef[:, None] * moved
-    log_q, log_f = (x - x.logsumexp(-1, keepdim=True) for x in (a, buckets(f)))
-    if within:
-        a = log_q
-    p, q = log_p.exp(), log_q.exp()
-    mixture = ((1 - alpha) * p + alpha * q).log()
-    if support == "sampled":
-        token_loss = -((a - log_p).detach() * log_p).sum(-1)
-    elif alpha == 1.0:
-        token_loss = (p * (log_p - a)).sum(-1)
-    elif alpha == 0.0:
-        token_loss = (q * (log_q - log_p)).sum(-1)
-    else:
-        token_loss = ((1 - alpha) * p * (log_p - mixture) + alpha * q * (log_q - mixture)).sum(-1)
+    generic, log_p = average([on_support(x) for x in g], on_support(f)), on_support(logp)
+    moved = on_support(f) - generic if form == "guide" else -generic
+    a = on_support(f) + case.coef[:, None] * moved
+    log_q, log_f = (x - x.logsumexp(-1, keepdim=True) for x in (a, on_support(f)))
+    a = log_q if within else a
+    reward = (a - log_p).detach()
+    token_loss = -(reward * log_p).sum(-1) if support == "sampled" else divergence(log_p, a, alpha)
     ratio = torch.ones_like(token_loss)
     if is_clip is not None:
         ratio = (at_token(logp) - case.old_logps).exp().clamp(max=is_clip).detach()
@@ -212,16 +192,17 @@ def dense(
         loss=(token_loss * ratio * case.weights).sum(),
         token_loss=token_loss,
         token_logps=at_sampled_token(logp),
-        kl_to_target=(log_p - a).sum(-1) if support == "sampled" else (p * (log_p - log_q)).sum(-1),
+        kl_to_target=(log_p - a).sum(-1) if support == "sampled" else divergence(log_p, log_q, 1.0),
         student_mass=logp.gather(-1, ids).exp().sum(-1),
         teacher_mass=f.gather(-1, ids).exp().sum(-1),
-        kl_to_teacher=(log_q.exp() * (log_q - log_f)).sum(-1),
+        kl_to_teacher=divergence(log_q, log_f, 1.0),
         teacher_token_logps=f_token,
         generic_token_logps=g_token,
         advantages=token_target - at_sampled_token(logp),
         ratio=ratio,
         policy_logps=at_token(logp),
-        **values,
+        entropy=-(logp.exp() * logp).sum(-1),
+        teacher_entropy=-(f.exp() * f).sum(-1),
     )
 
 

@@ -16,7 +16,7 @@ from credit_trl import CreditConfig
 from credit_trl.config import OTHER_NAMES, check_template
 from credit_trl.contexts.builder import ContextBuilder
 from credit_trl.contexts.privileged import PrivilegedContext
-from credit_trl.loss.correction import EngineTokens, engine_correction
+from credit_trl.loss.correction import EngineTokens
 
 OWN = {f.name for f in dataclasses.fields(CreditConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
 
@@ -223,8 +223,8 @@ def test_median_weight_of_tokens_under_an_engine_with_noise(make_config, length,
     generator = torch.Generator().manual_seed(0)
     engine = 0.02 * torch.randn(2000 * length, generator=generator) + 0.02**2 / 2
     rows = torch.arange(2000).repeat_interleave(length)
-    correction = engine_correction(make_config(use_vllm=True, **options))
-    weights = correction.ratio(torch.zeros_like(engine), EngineTokens(engine, rows, 2000))
+    mode = make_config(use_vllm=True, **options).vllm_importance_sampling_mode
+    weights = EngineTokens(engine, rows, 2000, mode).ratio(torch.zeros_like(engine))
     assert weights.median().item() == pytest.approx(median, abs=0.04)
 
 

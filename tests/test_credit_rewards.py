@@ -72,13 +72,11 @@ def test_generic_part_cancels_at_dpos_optimum(seed, coef, beta, form):
 @given(seed=seeds, coef=coefs, form=forms)
 def test_token_rewards_sum_to_the_analysis_contrastive_pmi(seed, coef, form):
     draw = draws(seed, 2, 7)
-    policy, reference = next(draw), next(draw)
-    others = torch.stack([next(draw) for _ in range(3)]), torch.stack([next(draw) for _ in range(3)])
-    options = {"form": form}
-    tokens = credit_rewards(policy, reference, *others, contrastive_coef=coef, **options)
-    whole = contrastive_pmi(policy, reference, *others, coef, **options).contrastive_pmi
+    passes = next(draw), next(draw), *(torch.stack([next(draw) for _ in range(3)]) for _ in range(2))
+    whole = contrastive_pmi(*passes, coef, form=form).contrastive_pmi
+    tokens = credit_rewards(*passes, contrastive_coef=coef, form=form)
     torch.testing.assert_close(tokens.sum(-1), whole)
-    sums = policy.sum(-1), reference.sum(-1), *(o.sum(-1) for o in others)
+    sums = [x.sum(-1) for x in passes]
     torch.testing.assert_close(credit_rewards(*sums, contrastive_coef=coef, form=form), whole)
 
 
@@ -104,37 +102,29 @@ def test_a_gradient_reaches_the_policy_and_its_contrasts():
 
 
 def test_zero_lambda_is_the_reward_of_trls_dpo_trainer(make_model, tokenizer, tmp_path):
-    rows = [{"prompt": f"{a}+1=", "chosen": f"{a + 1}.", "rejected": f"{a}, no?"} for a in range(6)]
-    config = DPOConfig(
-        str(tmp_path), use_cpu=True, bf16=False, report_to="none", beta=0.3, max_steps=3, learning_rate=1e-2,
-        per_device_train_batch_size=6, per_device_eval_batch_size=6, save_strategy="no", gradient_checkpointing=False,
-        disable_tqdm=True,
-    )  # fmt: skip
-    data = Dataset.from_list(rows)
-    models = {"model": make_model(), "ref_model": make_model()}
-    trainer = DPOTrainer(**models, args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+    data = Dataset.from_list([{"prompt": f"{a}+1=", "chosen": f"{a + 1}.", "rejected": f"{a}, no?"} for a in range(6)])
+    options = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    options |= {f"per_device_{split}_batch_size": 6 for split in ("train", "eval")}
+    config = DPOConfig(str(tmp_path), beta=0.3, max_steps=3, learning_rate=1e-2, **options)
+    trainer = DPOTrainer(make_model(), make_model(), config, None, data, data, tokenizer)
     trainer.train()
     logged = trainer.evaluate()
 
-    def logps(model, prompts, answers):
+    @torch.no_grad()
+    def logps(model, answers):
         sums = []
-        for x, y in zip(prompts, answers, strict=True):
-            with torch.no_grad():
-                logits = model(torch.tensor([x + y])).logits[0, len(x) - 1 : -1]
+        for x, y in zip(trainer.eval_dataset["prompt_ids"], answers, strict=True):
+            logits = model(torch.tensor([x + y])).logits[0, len(x) - 1 : -1]
             sums.append(logits.log_softmax(-1).gather(-1, torch.tensor(y)[:, None]).sum())
         return torch.stack(sums)
 
-    prompts = trainer.eval_dataset["prompt_ids"][:]
     rewards = {}
     for name in ("chosen", "rejected"):
-        answers = trainer.eval_dataset[f"{name}_ids"][:]
-        models = trainer.model.eval(), trainer.ref_model
-        own = [logps(model, prompts, answers) for model in models]
-        others = [logps(model, prompts[1:] + prompts[:1], answers)[None] for model in models]
-        rewards[name] = credit_rewards(*own, *others, contrastive_coef=0.0, beta=trainer.beta)
+        own = [
+            logps(model, trainer.eval_dataset[f"{name}_ids"]) for model in (trainer.model.eval(), trainer.ref_model)
+        ]
+        rewards[name] = credit_rewards(*own, *(x[None] for x in own), contrastive_coef=0.0, beta=trainer.beta)
         assert rewards[name].mean().item() == pytest.approx(logged[f"eval_rewards/{name}"], rel=1e-3, abs=1e-5)
-        corrected = credit_rewards(*own, *others, contrastive_coef=1.0, beta=trainer.beta)
-        assert not torch.allclose(corrected, rewards[name], rtol=1e-2)
     margin = (rewards["chosen"] - rewards["rejected"]).mean().item()
     assert abs(margin) > 1e-3  # it has moved from the reference
     assert margin == pytest.approx(logged["eval_rewards/margins"], rel=1e-3)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
 from dataclasses import dataclass
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from trl.chat_template_utils import qwen3_chat_template
 
 from credit_trl import CreditConfig, CreditTrainer, Verdict
 from tiny import length_verdicts
@@ -16,15 +17,12 @@ from tiny import length_verdicts
 
 @pytest.fixture
 def train(make_model, make_config, tokenizer, dataset):
-    def run(reward_funcs=length_verdicts, rows=None, model=None, trainer_options=None, **options):
-        trainer = CreditTrainer(
-            model or make_model(),
-            reward_funcs,
-            make_config(**options),
-            rows or dataset,
-            processing_class=tokenizer,
-            **(trainer_options or {}),
-        )
+    """Train, and keep (prompts, contexts) of each sample in `seen`."""
+
+    def run(reward_funcs=length_verdicts, rows=None, trainer_options=None, **options):
+        arguments = {"model": make_model(), "processing_class": tokenizer, **(trainer_options or {})}
+        config = make_config(**options)
+        trainer = CreditTrainer(reward_funcs=reward_funcs, args=config, train_dataset=rows or dataset, **arguments)
         trainer.seen = []
         build = trainer.context_builder.build
 
@@ -42,8 +40,9 @@ def train(make_model, make_config, tokenizer, dataset):
     return run
 
 
-def texts(trainer, tokenizer):
-    return [[tokenizer.decode(ids) for ids, _ in built.sequences()] for _, built in trainer.seen if built.teacher]
+def texts(trainer):
+    decode = trainer.processing_class.decode
+    return [[decode(ids) for ids, _ in built.sequences()] for _, built in trainer.seen if built.teacher]
 
 
 def moved(trainer, make_model):
@@ -52,63 +51,56 @@ def moved(trainer, make_model):
     )
 
 
-# The sampled token alone gives the reverse KL; the configuration refuses the rest.
-@pytest.mark.parametrize(
-    ("support", "alpha"),
-    [*itertools.product(["teacher_topk"], [0.0, 0.3, 1.0]), ("sampled", 1.0)],
-)
-@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
-def test_every_support_tail_and_divergence_trains(train, make_model, support, tail, alpha):
-    trainer = train(
-        distillation_support=support, distillation_tail=tail, distillation_alpha=alpha, contrastive_count=2
-    )
-    assert moved(trainer, make_model)
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+def static(dataset):
+    return dataset.map(lambda row: {"privileged_context": f"Static for {row['answer']}."})
 
 
-def test_plain_text_prompts(train, tokenizer):
-    rows = Dataset.from_list([{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)])
+def rollouts_of(completion):
+    """A `rollout_func` that completes prompt i with `completion(i, prompt)`."""
 
-    def verdicts(completions, answer, **kwargs):
-        return [Verdict(0.0, f"It is {a}.") for a in answer]
+    def rollouts(prompts, trainer):
+        tokenizer = trainer.processing_class
+        encoded = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
+        completed = [tokenizer(completion(i, prompt))["input_ids"] for i, prompt in enumerate(prompts)]
+        return {"prompt_ids": encoded, "completion_ids": completed, "logprobs": None}
 
-    trainer = train(verdicts, rows)
-    for own, contrast in texts(trainer, tokenizer):
-        assert own[-4:] in {f"{i}+1=" for i in range(8)}
+    return rollouts
+
+
+def test_plain_text_prompts(train):
+    questions = {f"{i}+1=" for i in range(8)}
+    rows = Dataset.from_list([{"prompt": question, "answer": "?"} for question in sorted(questions)])
+    trainer = train(lambda completions, **_: [Verdict(0.0, "It is 7.") for _ in completions], rows)
+    for own, contrast in texts(trainer):
+        assert own[-4:] in questions
         assert "<|im_start|>" not in own
         assert own[:-4] == contrast[:-4]
 
 
-def test_a_static_column_and_verdicts_both_reach_the_teacher(train, tokenizer, dataset):
-    rows = dataset.map(lambda row: {"privileged_context": f"Static for {row['answer']}."})
-    trainer = train(rows=rows)
-    for own, _ in texts(trainer, tokenizer):
-        assert "Static for" in own
-        assert "The answer is" in own
-        assert own.index("Static for") < own.index("The answer is")
+def test_a_static_column_precedes_the_feedback(train, dataset):
+    for own, _ in texts(train(rows=static(dataset))):
+        assert 0 < own.find("Static for") < own.find("The answer is")
 
 
-def test_a_static_column_reaches_the_teacher_without_unused_columns(train, tokenizer, dataset):
+def test_a_static_column_reaches_the_teacher_without_unused_columns(train, dataset):
     def no_columns(completions, **kwargs):
         assert "answer" not in kwargs
         return [0.0] * len(completions)
 
-    rows = dataset.map(lambda row: {"privileged_context": f"Static for {row['answer']}."})
-    trainer = train(no_columns, rows, remove_unused_columns=True)
-    assert texts(trainer, tokenizer)
-    assert all("Static for" in own for own, _ in texts(trainer, tokenizer))
+    found = texts(train(no_columns, static(dataset), remove_unused_columns=True))
+    assert found
+    assert all("Static for" in own for own, _ in found)
 
 
-def test_a_contrast_replaces_the_question_and_keeps_the_feedback(train, tokenizer):
+def test_a_contrast_replaces_the_question_and_keeps_the_feedback(train):
     trainer = train()
-    for prompts, built in trainer.seen:
-        own, contrast = (tokenizer.decode(ids) for ids, _ in built.sequences())
+    for (prompts, _), (own, contrast) in zip(trainer.seen, texts(trainer), strict=True):
         question, other = prompts[0][-1]["content"], prompts[1][-1]["content"]
         assert question != other
         assert contrast == own.replace(question, other)
 
 
-def test_feedback_only_where_no_rollout_succeeded(train, tokenizer):
+def test_feedback_only_where_no_rollout_succeeded(train):
     trainer = train(environment_feedback_only_without_solution=True)
     shown = [(b.privileged.demonstration, b.privileged.feedback) for _, b in trainer.seen]
     assert any(d for d, _ in shown)
@@ -116,27 +108,16 @@ def test_feedback_only_where_no_rollout_succeeded(train, tokenizer):
 
 
 @pytest.mark.parametrize(("kept", "wanted", "unwanted"), [("solution", "42", "hm"), ("think", "hm", "42")])
-def test_what_of_a_rollout_the_teacher_sees(train, tokenizer, dataset, kept, wanted, unwanted):
-    def rollouts(prompts, trainer):
-        encode = tokenizer.apply_chat_template
-        return {
-            "prompt_ids": [encode(p, add_generation_prompt=True, return_dict=True)["input_ids"] for p in prompts],
-            "completion_ids": [tokenizer("<think>hm</think>42<|im_end|>")["input_ids"] for _ in prompts],
-            "logprobs": None,
-        }
-
-    trainer = train(
-        lambda completions, **_: [1.0] * len(completions),
-        teacher_context=kept,
-        trainer_options={"rollout_func": rollouts},
-    )
-    for own, _ in texts(trainer, tokenizer):
+def test_what_of_a_rollout_the_teacher_sees(train, kept, wanted, unwanted):
+    options = {"rollout_func": rollouts_of(lambda *_: "<think>hm</think>42<|im_end|>")}
+    trainer = train(lambda completions, **_: [1.0] * len(completions), teacher_context=kept, trainer_options=options)
+    for own, _ in texts(trainer):
         section = own.split("Correct solution:")[1].split("Now solve")[0]
         assert wanted in section
         assert unwanted not in section
 
 
-def test_coroutines_several_functions_and_rows_that_do_not_apply(train, tokenizer):
+def test_coroutines_several_functions_and_rows_that_do_not_apply(train):
     async def judge(completions, **kwargs):
         return [Verdict(1.0, "judged", {"care": 0.25}) for _ in completions]
 
@@ -145,21 +126,21 @@ def test_coroutines_several_functions_and_rows_that_do_not_apply(train, tokenize
 
     trainer = train([judge, half])
     logged = trainer.state.log_history[0]
-    assert logged["rewards/judge/mean"] == 1.0
-    assert logged["care"] == 0.25
-    feedback = {built.privileged.feedback for _, built in trainer.seen}
-    assert feedback <= {"judged", "judged\n\neven"}
+    assert (logged["rewards/judge/mean"], logged["care"]) == (1.0, 0.25)
+    assert {built.privileged.feedback for _, built in trainer.seen} <= {"judged", "judged\n\neven"}
 
 
-def test_truncation_is_told_to_the_verifier(train):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_verifier_gets_the_truncation_flag_also_beside_a_streamed_column_of_that_name(train, dataset, streamed):
     told = []
 
     def verdicts(completions, completion_ids, truncated, **kwargs):
         told.extend(zip(completion_ids, truncated, strict=True))
         return [Verdict(0.0, "x") for _ in completions]
 
-    trainer = train(verdicts)
-    end = trainer.processing_class.eos_token_id
+    rows = IterableDataset.from_generator(lambda: ({**row, "truncated": "no"} for row in dataset))
+    assert rows.column_names is None  # the check before training reads the names of columns
+    end = train(verdicts, rows if streamed else dataset).processing_class.eos_token_id
     assert told
     assert all(flag == (ids[-1] != end) for ids, flag in told)
 
@@ -179,30 +160,11 @@ def test_unclosed_thinking_of_the_prompt_is_told_to_the_verifier(train, tokenize
     assert all(text == "<think>" + tokenizer.decode(ids, skip_special_tokens=True) for text, ids in told)
 
 
-def test_a_streamed_column_does_not_replace_the_truncation_flag(train, dataset):
-    told = []
-
-    def verdicts(completions, completion_ids, truncated, **kwargs):
-        told.extend(zip(completion_ids, truncated, strict=True))
-        return [Verdict(0.0, "x") for _ in completions]
-
-    rows = IterableDataset.from_generator(lambda: ({**row, "truncated": "no"} for row in dataset))
-    assert rows.column_names is None  # the check before training reads the names of columns
-    trainer = train(verdicts, rows)
-    end = trainer.processing_class.eos_token_id
-    assert told
-    assert all(flag == (ids[-1] != end) for ids, flag in told)
-
-
-@pytest.mark.parametrize("source", ["batch", "dataset"])
-def test_contrast_sources(train, dataset, source):
-    trainer = train(contrastive_source=source, per_device_train_batch_size=4 if source == "dataset" else 8)
-    drawn = {prompts[1][-1]["content"] for prompts, _ in trainer.seen}
-    in_batch = {prompts[0][-1]["content"] for prompts, _ in trainer.seen}
-    if source == "batch":
-        assert drawn <= in_batch
-    else:
-        assert not drawn <= in_batch
+@pytest.mark.parametrize(("source", "batch", "inside"), [("batch", 8, True), ("dataset", 4, False)])
+def test_contrast_sources(train, source, batch, inside):
+    trainer = train(contrastive_source=source, per_device_train_batch_size=batch)
+    in_batch, drawn = ({prompts[i][-1]["content"] for prompts, _ in trainer.seen} for i in (0, 1))
+    assert (drawn <= in_batch) == inside
 
 
 def test_several_iterations_reuse_the_scores(train, make_model):
@@ -211,10 +173,9 @@ def test_several_iterations_reuse_the_scores(train, make_model):
     assert moved(trainer, make_model)
 
 
-def test_lora_and_gradient_checkpointing(train, make_model):
-    trainer = train(
-        gradient_checkpointing=True, trainer_options={"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
-    )
+def test_lora_and_gradient_checkpointing(train):
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    trainer = train(gradient_checkpointing=True, trainer_options={"peft_config": config})
     names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     assert names
     assert all("lora" in name and ".teacher" not in name for name in names)
@@ -264,78 +225,40 @@ class GuessingGame:
         return Verdict(0.0, f"The number was {self.answer}.")
 
 
-def test_an_environments_reward_may_be_a_verdict(make_model, make_config, tokenizer, dataset):
-    import copy
-
-    from trl.chat_template_utils import qwen3_chat_template
-
+def test_an_environments_reward_may_be_a_verdict(train, make_model, tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = qwen3_chat_template
-    trainer = CreditTrainer(
-        make_model(vocab_size=len(tokenizer)),
-        None,
-        make_config(),
-        dataset,
-        processing_class=tokenizer,
-        environment_factory=GuessingGame,
-    )
-    seen = []
-    build = trainer.context_builder.build
-
-    def recording(prompt, privileged, contrasts=(), *, tools=None):
-        seen.append((privileged, build(prompt, privileged, contrasts, tools=tools)))
-        return seen[-1][1]
-
-    trainer.context_builder.build = recording
-    trainer.train()
-    assert seen
-    assert all(privileged.feedback.startswith("The number was ") for privileged, _ in seen)
-    for _, built in seen:
+    options = {"model": make_model(vocab_size=len(tokenizer)), "processing_class": tokenizer}
+    trainer = train(None, trainer_options={**options, "environment_factory": GuessingGame})
+    assert trainer.seen
+    for _, built in trainer.seen:
+        assert built.privileged.feedback.startswith("The number was ")
         assert '"name": "guess"' in tokenizer.decode(built.teacher)
 
 
-@pytest.mark.parametrize("support", ["teacher_topk"])
-def test_bf16_mixed_precision_trains_with_fp32_scores(train, make_model, support):
-    trainer = train(bf16=True, distillation_support=support)
+def test_bf16_mixed_precision_trains_with_fp32_scores(train, make_model):
+    trainer, exact = train(bf16=True), train()
     assert moved(trainer, make_model)
     assert all(p.dtype is torch.float32 for p in trainer.model.parameters())
-    exact = train(distillation_support=support)
     for name in ("credit/delta_v_mean", "credit/generic_mean", "entropy"):
         mixed, full = (t.state.log_history[0][name] for t in (trainer, exact))
         assert mixed == pytest.approx(full, rel=0.1, abs=0.1), name
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
-def test_two_micro_batches_give_the_step_of_one(make_model, make_config, tokenizer, dataset, loss_type):
-    def weights(**options):
-        torch.manual_seed(0)
-
-        def rollouts(prompts, trainer):
-            encode = tokenizer.apply_chat_template
-            return {
-                "prompt_ids": [encode(p, add_generation_prompt=True, return_dict=True)["input_ids"] for p in prompts],
-                # All of one length, so that no reduction depends on which samples share a micro-batch.
-                "completion_ids": [
-                    tokenizer(f"{i % 4}{p[-1]['content']}")["input_ids"] for i, p in enumerate(prompts)
-                ],
-                "logprobs": None,
-            }
-
-        config = make_config(max_steps=2, loss_type=loss_type, **options)
-        trainer = CreditTrainer(
-            make_model(), length_verdicts, config, dataset, processing_class=tokenizer, rollout_func=rollouts
-        )
-        trainer.train()
-        return trainer.model.state_dict()
-
-    whole, parts = weights(), weights(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+def test_two_micro_batches_give_the_step_of_one(train, loss_type):
+    """Completions of one length, so that no reduction depends on which samples share a micro-batch."""
+    options = {"rollout_func": rollouts_of(lambda i, prompt: f"{i % 4}{prompt[-1]['content']}")}
+    whole, parts = (
+        train(loss_type=loss_type, trainer_options=options, **batches).model.state_dict()
+        for batches in ({}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
+    )
     for name, weight in whole.items():
         torch.testing.assert_close(parts[name], weight, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_underflow_debugging_does_not_see_bool_arguments(train):
-    trainer = train(debug="underflow_overflow", max_steps=1)
-    assert trainer.state.global_step == 1
+    assert train(debug="underflow_overflow", max_steps=1).state.global_step == 1
 
 
 def test_one_rollout_per_prompt_trains_from_feedback(train, make_model):

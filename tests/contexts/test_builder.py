@@ -42,9 +42,7 @@ def student_ids(tokenizer, prompt):
 
 def test_default_wording_is_the_papers(builder, tokenizer):
     """Appendix: question, correct solution, previous assessment, cue."""
-    turn = (
-        "2+2?\n\nCorrect solution:\n4\n\nPrevious assessment:\nNot 5.\n\nNow solve this problem step by step."
-    )
+    turn = "2+2?\n\nCorrect solution:\n4\n\nPrevious assessment:\nNot 5.\n\nNow solve this problem step by step."
     assert builder.encode(PROMPT, PrivilegedContext("4", "Not 5.")) == student_ids(tokenizer, ask(turn))
 
 

@@ -72,8 +72,7 @@ def test_excerpt_keeps_both_ends(text: str, middle: int) -> None:
 )
 def test_batch_runs_each_program_once_or_skips_it(groups, statuses, stop, at_once) -> None:
     batch = Batch([Program("pass", group=group) for group in groups], stop)
-    running: list[int] = []
-    ran: list[int] = []
+    running, ran = [], []
     stopped: set[object] = set()
     while True:
         while (index := batch.take(at_once)) is not None:

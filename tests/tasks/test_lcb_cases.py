@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_trl.tasks import lcb_cases
-from credit_trl.tasks.lcb_cases import answer_of, decode_cases, parse_answer, same_output, same_value
+from credit_trl.tasks.lcb_cases import answer_of, decode_cases, parse_answer, same_output, same_return_value
 
 
 def packed(data: bytes) -> str:
@@ -259,7 +259,7 @@ VALUES = {  # reason: (returned, expected, same)
 
 @pytest.mark.parametrize(("returned", "expected", "same"), VALUES.values(), ids=VALUES)
 def test_return_values_compare_as_python_values(returned, expected, same):
-    assert same_value(returned, expected) is same
+    assert same_return_value(returned, expected) is same
 
 
 JSON = st.recursive(
@@ -271,5 +271,5 @@ JSON = st.recursive(
 
 @given(one=JSON, other=JSON)
 def test_same_value_matches_python_equality(one, other):
-    assert same_value(json.dumps(one), json.dumps(one, ensure_ascii=False))
-    assert same_value(json.dumps(one), json.dumps(other)) == (one == other)
+    assert same_return_value(json.dumps(one), json.dumps(one, ensure_ascii=False))
+    assert same_return_value(json.dumps(one), json.dumps(other)) == (one == other)

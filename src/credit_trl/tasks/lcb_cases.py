@@ -145,7 +145,7 @@ def same_output(printed: str, expected: str) -> bool:
     return len(printed_lines) == len(expected_lines) and all(map(_same_line, printed_lines, expected_lines))
 
 
-def same_value(returned: str, expected: str) -> bool:
+def same_return_value(returned: str, expected: str) -> bool:
     """Whether a return value is the expected one, both as JSON text.
 
     As in Python, `1`, `1.0` and `true` are equal, `0.1 + 0.2` is not `0.3`, and NaN equals nothing. Tuples are arrays

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from credit_trl.rollout.deadline import remaining_seconds
 from credit_trl.rollout.thinking import answer_part
 from credit_trl.rollout.verdict import Verdict
-from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer, same_output, same_value
+from credit_trl.tasks.lcb_cases import Cases, answer_of, decode_cases, parse_answer, same_output, same_return_value
 from credit_trl.tasks.lcb_feedback import CUT_OFF, WRONG_FORMAT, Result, feedback
 from credit_trl.tasks.lcb_program import find_program, prelude_for
 from credit_trl.tasks.records import Row, dataset_of, load_rows, read_rows
@@ -109,16 +109,9 @@ def build(
     return dataset_of(problems, f"livecodebench:{release} {split}")
 
 
-def verify(
-    response: str,
-    answer: str | dict[str, Any],
-    *,
-    truncated: bool = False,
-    sandbox: Sandbox | None = None,
-    deadline: float | None = BATCH_SECONDS,
-) -> Verdict:
-    """Grade one response; the arguments and errors are those of `reward`."""
-    return reward([response], [answer], [truncated], sandbox=sandbox, deadline=deadline, progress=False)[0]
+def verify(response: str, answer: str | dict[str, Any], *, truncated: bool = False, **options: Any) -> Verdict:
+    """Grade one response; `options` are `sandbox` and `deadline` of `reward`, which has the same errors."""
+    return reward([response], [answer], [truncated], progress=False, **options)[0]
 
 
 def reward(
@@ -189,22 +182,23 @@ def _run(
     return results
 
 
+_shared: tuple[int, Sandbox] | None = None  # a sandbox belongs to the process that opened it
+
+
 def use_sandbox(sandbox: Sandbox | None) -> None:
     """Set the default sandbox of `verify` and `reward`; `None` opens one when needed. The caller must close it."""
     global _shared
     _shared = None if sandbox is None else (os.getpid(), sandbox)
 
 
-_shared: tuple[int, Sandbox] | None = None
-
-
 def _sandbox() -> Sandbox:
-    global _shared
-    if _shared is None or _shared[0] != os.getpid():  # a sandbox belongs to the process that opened it
+    if _shared is None or _shared[0] != os.getpid():
         from credit_trl.sandbox import open_sandbox
 
-        _shared = (os.getpid(), open_sandbox())
-        atexit.register(_shared[1].close)
+        opened = open_sandbox()
+        atexit.register(opened.close)
+        use_sandbox(opened)
+        return opened
     return _shared[1]
 
 
@@ -230,7 +224,7 @@ def _programs(source: str, cases: Cases, group: int) -> list[Program]:
 def _result(cases: Cases, place: int, outcome: Outcome) -> Result:
     if outcome.status != "ok":
         return Result.shortened(outcome.status, outcome.stdout, outcome.error)
-    given, is_same = (outcome.stdout, same_output) if cases.fn_name is None else (outcome.value, same_value)
+    given, is_same = (outcome.stdout, same_output) if cases.fn_name is None else (outcome.value, same_return_value)
     if given is None:
         return Result.shortened("runtime_error", outcome.stdout, "the function returned no value")
     return Result.shortened("passed" if is_same(given, cases.outputs[place]) else "wrong", given)

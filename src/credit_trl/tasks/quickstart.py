@@ -183,8 +183,8 @@ def build(
         raise ValueError(f"The quickstart task is generated and reads no file: remove path={str(path)!r}.")
     count = {"train": 32, "test": 4}[split] if rows_per_cue is None else rows_per_cue
     groups = SPLIT_GROUPS[split] if groups is None else groups
-    if absent := [group for group in groups if group not in SPLIT_GROUPS[split]]:
-        raise ValueError(f"Split {split!r} has the groups {SPLIT_GROUPS[split]}, not {absent}.")
+    if not set(groups) <= set(SPLIT_GROUPS[split]):
+        raise ValueError(f"Split {split!r} has the groups {SPLIT_GROUPS[split]}, got {tuple(groups)}.")
     rng = random.Random(f"{TASK}/{split}/{seed}")
     cues = [cue for group in groups for cue in GROUPS[group]] * count
     rng.shuffle(cues)

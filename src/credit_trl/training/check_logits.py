@@ -99,14 +99,16 @@ def check_logits(model: nn.Module, accelerator: Accelerator) -> None:
         computed = torch.get_autocast_dtype(own.device.type) if autocast else own.dtype
     head = lm_head(model, temperature=1.0)
     sizes = (own.shape[-1], hidden.shape[-1])
-    difference, tolerance = math.inf, 0.0
+    difference = math.inf
+    tolerance = 0.0
     if sizes == (head.vocabulary_size, head.weight.shape[1]) and head.weight.is_floating_point():
         hidden = hidden.to(head.weight.device)
         trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden))
         with torch.no_grad():
             project(head, hidden, out=trained, wants_entropy=False)
         dtypes = (own.dtype, hidden.dtype, computed, head.weight.dtype)
-        own, trained = own.to(trained).nan_to_num(), trained.nan_to_num()
+        own = own.to(trained).nan_to_num()
+        trained = trained.nan_to_num()
         difference = (own - trained).abs().max().item()
         tolerance = 4 * max(_MIN_EPS, *(torch.finfo(dtype).eps for dtype in dtypes)) * own.abs().max().item()
     if not difference <= tolerance:

@@ -13,6 +13,7 @@ import resource
 import shutil
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from credit_trl.contexts.tokens import TokenContexts
 from credit_trl.objective import credit_target
 from credit_trl.rollout.batch import GenerationBatch
 from credit_trl.teacher.models import TeacherUpdate
-from credit_trl.training.reporting import duration
 
 SHOWN_CHARACTERS = 4000  # of each text of the rollout
 _SECONDS = "credit/seconds_"
@@ -78,7 +78,7 @@ def check_run(trainer: Any) -> str:
             *(f"  tokens, {model:<12}{count:10,}" for model, count in meter.tokens.items()),
             f"  peak memory         {meter.memory / 2**30:10.2f} GiB",
             f"  a checkpoint        {size:10.3f} GB",
-            f"the run of {steps} steps: {duration(steps * meter.seconds / meter.updates)}, "
+            f"the run of {steps} steps: {timedelta(seconds=round(steps * meter.seconds / meter.updates))}, "
             f"{checkpoints * size:.3f} GB in {checkpoints} checkpoints",
         ]
     )

@@ -35,7 +35,7 @@ from trl.trainer.utils import RepeatSampler
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_tensor
 from credit_trl.training.checks import check_enough_rows
-from credit_trl.training.finite import NonFiniteError, check_weights, first_nonfinite, is_finite, poison, source_of
+from credit_trl.training.finite import NonFiniteError, check_weights, is_finite, nonfinite_weight, poison, source_of
 from credit_trl.training.manifest import find_damage, hash_files, write_manifest
 from credit_trl.training.metrics import Alarms
 from credit_trl.training.resuming import OptimizerOptions, has_optimizer, stored_options
@@ -128,9 +128,7 @@ class EpochRepeatSampler(RepeatSampler):
     generator to the start of an epoch, so that a resumed run gets the permutation of an uninterrupted run.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.epoch = 0
+    epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -281,23 +279,23 @@ class ResumableTrainer(GRPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy, as transformers' method, unless one of its weights is not finite."""
-        if weight := first_nonfinite(self.model.named_parameters()):
-            raise NonFiniteError(
-                f"The weight `{weight}` is not finite, so nothing is saved. {self._last_checkpoint()}"
-            )
+        if weight := nonfinite_weight(self.model, {}):
+            raise NonFiniteError(f"The {weight} is not finite, so nothing is saved. {self._last_checkpoint()}")
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         check_weights(self.accelerator, self.model, self._teacher_weights(), self._last_checkpoint())
         output_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        unfinished, finished = output_dir / UNFINISHED / name, output_dir / name
+        unfinished = output_dir / UNFINISHED / name
+        finished = output_dir / name
         with self._saving_to(unfinished):
             super()._save_checkpoint(model, trial)
             if self.teacher is not None:
                 self.teacher.save(unfinished, self.args.should_save)
             rollouts = self._buffered_inputs if self._step % self._layout.passes != 0 else None
-            rank, writes = self.accelerator.process_index, self.args.should_save
+            rank = self.accelerator.process_index
+            writes = self.args.should_save
             options = stored_options(self.args, self.accelerator.unwrap_model(self.model))
             save_progress(unfinished, self._step, rollouts, rank, self._layout, options=options, writes_state=writes)
             if self.state.best_model_checkpoint == str(unfinished):
@@ -330,7 +328,8 @@ class ResumableTrainer(GRPOTrainer):
         Raises:
             CheckpointError: a file could not be written; the message names the checkpoint to resume from.
         """
-        folder, output_dir = unfinished.parent, unfinished.parent.parent
+        folder = unfinished.parent
+        output_dir = folder.parent
         self._save_dir = str(folder)
         try:
             if self.accelerator.is_local_main_process:

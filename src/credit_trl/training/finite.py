@@ -94,4 +94,4 @@ def source_of(
 def local_part(weight: Tensor) -> Tensor:
     """The part of a weight that this process holds, under FSDP2 and DeepSpeed ZeRO-3 too."""
     weight = getattr(weight, "ds_tensor", weight)
-    return weight.tolocal_part() if hasattr(weight, "to_local") else weight
+    return weight.to_local() if hasattr(weight, "to_local") else weight

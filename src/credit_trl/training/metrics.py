@@ -109,7 +109,8 @@ class Alarms:
             share: result of `context_metrics`.
             frac_skipped: share of the samples whose verifier failed, which explains a batch without teacher.
         """
-        no_teacher, no_contrast = (share[f"credit/frac_without_{name}"] for name in ("teacher", "contrast"))
+        no_teacher = share["credit/frac_without_teacher"]
+        no_contrast = share["credit/frac_without_contrast"]
         dropped = share["credit/frac_feedback_dropped"]
         self._raise_if(no_teacher == 1.0 and frac_skipped == dropped == 0.0, "no_teacher")
         self._raise_if(no_contrast > 0.0 and math.isclose(no_contrast + no_teacher, 1.0), "no_contrast")
@@ -152,7 +153,8 @@ class Alarms:
         """Warn about a teacher close to uniform, a support with little probability, and credit
         that is not input-specific, by the metrics of `token_means`.
         """
-        entropy, largest = metrics.get("credit/teacher_entropy", 0.0), math.log(vocabulary)
+        entropy = metrics.get("credit/teacher_entropy", 0.0)
+        largest = math.log(vocabulary)
         self._raise_if(entropy > NEARLY_UNIFORM * largest, "uniform_teacher", entropy=entropy, largest=largest)
         mass = metrics.get("credit/support_mass_student", 1.0)
         self._raise_if(mass < LOW_SUPPORT_MASS, "low_mass", mass=mass)

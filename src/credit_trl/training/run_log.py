@@ -33,7 +33,8 @@ class RunLog(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        folder, model = Path(args.output_dir), kwargs["model"]
+        folder = Path(args.output_dir)
+        model = kwargs["model"]
         name = getattr(model, "name_or_path", "")
         files.set_aside(folder, state.global_step, name)
         path = folder / files.RUN_FILE

@@ -13,7 +13,7 @@ from credit_trl.training.metrics import Alarms
 
 # Share of the weights with a gradient that the first update changes, below which it is an alarm. Of fp32 weights
 # nearly all change at a learning rate of 1e-6, of bf16 weights about 1 %.
-LOW_SHARE = 0.2
+FEW_CHANGED = 0.2
 # Weights of each parameter that are compared.
 _SAMPLE = 1024
 _FIX = (
@@ -59,7 +59,7 @@ class WeightChange(TrainerCallback):
         self._before = []
         changed, total = counts.tolist()
         self._is_done = total > 0
-        if self._is_done and changed < LOW_SHARE * total:
+        if self._is_done and changed < FEW_CHANGED * total:
             self.alarms.raise_once(
                 "weights_unchanged",
                 f"The first update changed {changed / total:.1%} of the trained weights that have a gradient: the "
