@@ -64,15 +64,9 @@ def make_family(tokenizer):
 @pytest.fixture
 def dataset() -> Dataset:
     """Twelve small questions with answers, conversational."""
-    rows = [
-        {
-            "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": f"{a}+{b}="}],
-            "answer": str(a + b),
-        }
-        for a in range(3)
-        for b in range(4)
-    ]
-    return Dataset.from_list(rows)
+    system, sums = {"role": "system", "content": "Add."}, [(a, b) for a in range(3) for b in range(4)]
+    prompts = [[system, {"role": "user", "content": f"{a}+{b}="}] for a, b in sums]
+    return Dataset.from_dict({"prompt": prompts, "answer": [str(a + b) for a, b in sums]})
 
 
 @pytest.fixture

@@ -39,12 +39,12 @@ class Problem:
         return {name: x[rows] if x.ndim else x for name, x in self.tensors.items()}
 
 
-def move(parameters: Any, seed: int = 7, scale: float = 0.05) -> None:
+def move(parameters: Any) -> None:
     """Move the teacher away from the policy, so that the two cannot be confused."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in parameters:
-            parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
 
 
 def step_problem(

@@ -47,15 +47,6 @@ def test_input_specific_and_input_generic_add_up_to_the_teacher(shape, seed, cou
     assert_close(generic.numpy(), np.mean(contrasts.numpy(), axis=0), rtol=0, atol=1e-12)
 
 
-@given(shapes, seeds)
-def test_the_target_takes_one_coefficient_a_position(shape, seed):
-    g = torch.Generator().manual_seed(seed)
-    teacher, generic, coef = logps(g, *shape), logps(g, *shape), torch.rand(shape[0], generator=g)
-    target = objective.credit_target(teacher, generic, coef)
-    for t in range(shape[0]):
-        assert_close(target[t], objective.credit_target(teacher[t], generic[t], coef[t].item()))
-
-
 @given(shapes, seeds, counts, st.floats(0, 1))
 def test_gradient_of_the_reverse_kl_is_algorithm_1(shape, seed, count, coef):
     """Line 8: −Σ_v ∇p_t(v) · sg[R_t(v)], on the whole vocabulary, through the student's logits."""

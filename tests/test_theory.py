@@ -1,4 +1,4 @@
-"""The paper's identities on joints that can be enumerated, through the functions that training uses.
+"""The paper's identities on joints that can be enumerated, through the functions of `objective`.
 
 Teacher and student are true conditionals of one joint P(y, z | x), so posterior compatibility (Assumption 1) holds.
 """
@@ -6,7 +6,6 @@ Teacher and student are true conditionals of one joint P(y, z | x), so posterior
 from __future__ import annotations
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from credit_trl.loss import LMHead, LossConfig, LossTokens, SupportConfig, TeacherStates, credit_loss, score_tokens
 from credit_trl.objective import credit_advantages, input_generic, input_specific, self_distillation_reward
 
 V, T, Z, X = 3, 3, 2, 4
@@ -125,34 +123,6 @@ def test_proposition_3_bounds_the_pcmi(seed, x, z, count):
     pcmi = f - g.exp().mean(0).log()
     assert (expected >= pcmi - 1e-9).all()
     torch.testing.assert_close(f - expected, input_generic(g))
-
-
-@settings(max_examples=20, deadline=None)
-@cases
-def test_the_code_that_trains_scores_with_the_papers_r_t(seed, y, x, z, coef):
-    """The identity head makes the table's logs the hidden states, so the kernels see exactly these conditionals."""
-    joint = random_joint(seed)
-    others = [o for o in range(X) if o != x]
-    f, g, student = rollout(joint, y, x, z, others)
-    head, tokens = LMHead(torch.eye(V, dtype=torch.float64)), torch.tensor(y)
-    support = SupportConfig("teacher_topk", None)
-    scores = score_tokens(TeacherStates(f, g, head), tokens, support)
-    hidden = student.clone().requires_grad_()
-    ones = torch.ones(T, dtype=torch.float64)
-    terms = credit_loss(hidden, head, LossTokens(tokens, ones, coef * ones), scores, LossConfig(support))
-    sampled = terms.teacher_token_logps - coef * terms.generic_token_logps - terms.token_logps
-    advantages = credit_advantages(f, g, student, coef)
-    expected = torch.stack([advantages[t, y[t]] for t in range(T)])
-    torch.testing.assert_close(sampled, expected, rtol=1e-9, atol=1e-9)
-    # K = V: the loss is the whole divergence, its gradient Algorithm 1's.
-    loss = (student.exp() * (student - (f - coef * g.mean(0)))).sum()
-    torch.testing.assert_close(terms.loss, loss, rtol=1e-6, atol=1e-6)
-    terms.loss.backward()
-    policy = student.clone().requires_grad_()
-    probabilities = torch.softmax(policy, dim=-1)
-    (-(probabilities * advantages).sum()).backward()
-    torch.testing.assert_close(hidden.grad, policy.grad, rtol=1e-5, atol=1e-6)
-    assert math.isfinite(loss)
 
 
 @settings(max_examples=10, deadline=None)

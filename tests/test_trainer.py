@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from peft import LoraConfig
 from trl.chat_template_utils import qwen3_chat_template
 
@@ -67,16 +67,6 @@ def rollouts_of(completion):
     return rollouts
 
 
-def test_plain_text_prompts(train):
-    questions = {f"{i}+1=" for i in range(8)}
-    rows = Dataset.from_list([{"prompt": question, "answer": "?"} for question in sorted(questions)])
-    trainer = train(lambda completions, **_: [Verdict(0.0, "It is 7.") for _ in completions], rows)
-    for own, contrast in texts(trainer):
-        assert own[-4:] in questions
-        assert "<|im_start|>" not in own
-        assert own[:-4] == contrast[:-4]
-
-
 def test_a_static_column_precedes_the_feedback(train, dataset):
     for own, _ in texts(train(rows=static(dataset))):
         assert 0 < own.find("Static for") < own.find("The answer is")
@@ -105,16 +95,6 @@ def test_feedback_only_where_no_rollout_succeeded(train):
     shown = [(b.privileged.demonstration, b.privileged.feedback) for _, b in trainer.seen]
     assert any(d for d, _ in shown)
     assert all((d is None) != (f is None) for d, f in shown)
-
-
-@pytest.mark.parametrize(("kept", "wanted", "unwanted"), [("solution", "42", "hm"), ("think", "hm", "42")])
-def test_what_of_a_rollout_the_teacher_sees(train, kept, wanted, unwanted):
-    options = {"rollout_func": rollouts_of(lambda *_: "<think>hm</think>42<|im_end|>")}
-    trainer = train(lambda completions, **_: [1.0] * len(completions), teacher_context=kept, trainer_options=options)
-    for own, _ in texts(trainer):
-        section = own.split("Correct solution:")[1].split("Now solve")[0]
-        assert wanted in section
-        assert unwanted not in section
 
 
 def test_coroutines_several_functions_and_rows_that_do_not_apply(train):
@@ -158,13 +138,6 @@ def test_unclosed_thinking_of_the_prompt_is_told_to_the_verifier(train, tokenize
     train(verdicts)
     assert told
     assert all(text == "<think>" + tokenizer.decode(ids, skip_special_tokens=True) for text, ids in told)
-
-
-@pytest.mark.parametrize(("source", "batch", "inside"), [("batch", 8, True), ("dataset", 4, False)])
-def test_contrast_sources(train, source, batch, inside):
-    trainer = train(contrastive_source=source, per_device_train_batch_size=batch)
-    in_batch, drawn = ({prompts[i][-1]["content"] for prompts, _ in trainer.seen} for i in (0, 1))
-    assert (drawn <= in_batch) == inside
 
 
 def test_several_iterations_reuse_the_scores(train, make_model):
@@ -255,10 +228,6 @@ def test_two_micro_batches_give_the_step_of_one(train, loss_type):
     )
     for name, weight in whole.items():
         torch.testing.assert_close(parts[name], weight, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_underflow_debugging_does_not_see_bool_arguments(train):
-    assert train(debug="underflow_overflow", max_steps=1).state.global_step == 1
 
 
 def test_one_rollout_per_prompt_trains_from_feedback(train, make_model):

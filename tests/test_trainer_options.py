@@ -2,7 +2,7 @@
 weights 1 and 0.5 training, an error that names the fix, or a place in the documented list of options without effect.
 
 The options are read from the installed TRL, so a new one joins by itself. Its value follows from its type; one whose
-type says too little fails `test_every_option_has_a_value_or_a_reason` until it has an entry in `VALUES` or `NOT_RUN`.
+type says too little fails `test_every_option_has_a_value_or_a_reason` until `trl_options.toml` has it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import gc
 import re
+import tomllib
 import types
 import warnings
 from dataclasses import MISSING, fields
@@ -20,121 +21,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from credit_trl import CreditConfig, CreditTrainer, Verdict
+from tiny import build_model
 
 ROOT = Path(__file__).parents[1]
-BASE = {
-    "use_cpu": True,
-    "bf16": False,
-    "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 4,
-    "num_generations": 4,
-    "num_iterations": 2,
-    "max_completion_length": 6,
-    "max_steps": 2,  # of one generation batch, so that the second is off-policy
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "gradient_checkpointing": False,
-    "disable_tqdm": True,
-    "seed": 1,
-}
-
-# Options whose type does not say what another value is, or whose derived value is one that nothing accepts.
-VALUES: dict[str, Any] = {
-    "accelerator_config": {"even_batches": False},
-    "activation_checkpointing_kwargs": {"use_reentrant": True},
-    "cache_implementation": "static",
-    "chat_template_kwargs": {"enable_thinking": False},
-    "dataloader_multiprocessing_context": "fork",
-    "debug": "underflow_overflow",
-    "generation_batch_size": 16,
-    "generation_kwargs": {"top_k": 3},
-    "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    "hub_model_id": "nobody/nothing",
-    "hub_revision": "other",
-    "hub_token": "none",
-    "importance_sampling_level": "sequence",
-    "include_for_metrics": ["inputs"],
-    "include_num_input_tokens_seen": "all",
-    "label_names": ["labels"],
-    "length_column_name": "size",
-    "liger_kernel_config": {"rope": False},
-    "loss_type": "grpo",
-    "lr_scheduler_kwargs": {"num_cycles": 2},
-    "metric_for_best_model": "loss",
-    "model_init_kwargs": {"dtype": "float32"},
-    "multi_objective_aggregation": "normalize_then_sum",
-    "num_generations_eval": 2,
-    "optim_args": "fused=False",
-    "optim_target_modules": ["q_proj"],
-    "project": "another",
-    "report_to": "tensorboard",
-    "resume_from_checkpoint": "latest",
-    "reward_weights": [0.5],
-    "run_name": "another",
-    "scale_rewards": "batch",
-    "torch_compile_backend": "eager",
-    "torch_compile_mode": "default",
-    "trackio_bucket_id": "nobody/nothing",
-    "trackio_space_id": "nobody/nothing",
-    "trackio_static_space_id": "nobody/nothing",
-    "vllm_importance_sampling_mode": "token_truncate",
-    "vllm_mode": "server",
-    "vllm_model_impl": "transformers",
-    "vllm_server_base_url": "http://127.0.0.1:1",
-    "vllm_server_host": "127.0.0.1",
-    "vllm_structured_outputs_regex": "[0-9]",
-}
-
-# Options that are not run, each with its reason.
-NOT_RUN = {
-    "deepspeed": "needs DeepSpeed and a launcher: tests/distributed/test_deepspeed.py",
-    "fsdp": "needs a launcher: tests/distributed/test_processes.py",
-    "fsdp_config": "as fsdp",
-    "local_rank": "set by the launcher",
-    "log_completions_hub_repo": "uploads to the hub",
-    "output_dir": "each run has its own",
-    "parallelism_config": "needs several processes",
-    "push_to_hub": "uploads to the hub: tests/training/test_checkpoints.py",
-    "torch_compile": "tests/teacher/test_compilation.py",
-    "torch_compile_backend": "as torch_compile, which it switches on",
-    "torch_compile_mode": "as torch_compile, which it switches on",
-    "transformers_continuous_batching_config": "runs beside use_transformers_continuous_batching",
-    "use_vllm": "needs vLLM: tests/vllm_engine",
-}
-
-# Options that act only beside others.
-BESIDE: dict[str, dict[str, Any]] = {
-    "activation_checkpointing_kwargs": {"gradient_checkpointing": True},
-    "gradient_checkpointing_kwargs": {"gradient_checkpointing": True},
-    "dataloader_persistent_workers": {"dataloader_num_workers": 1},
-    "dataloader_prefetch_factor": {"dataloader_num_workers": 1},
-    "dataloader_multiprocessing_context": {"dataloader_num_workers": 1},
-    "eval_delay": {"eval_strategy": "steps", "eval_steps": 1},
-    "eval_steps": {"eval_strategy": "steps"},
-    "load_best_model_at_end": {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "metric_for_best_model": "eval_reward",
-    },
-    "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_restarts"},
-    "log_unique_prompts": {"log_completions": True},
-    "num_completions_to_print": {"log_completions": True},
-    "sapo_temperature_neg": {"loss_type": "sapo"},
-    "sapo_temperature_pos": {"loss_type": "sapo"},
-    "use_transformers_continuous_batching": {  # without limits its cache takes most of the memory
-        "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64}
-    },
-    **{f"vespo_{name}": {"loss_type": "vespo"} for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
-}
-# Options whose effect on two steps is a matter of chance.
-BY_CHANCE = {"load_best_model_at_end": "the last checkpoint may be the best"}
+GRID = tomllib.loads((Path(__file__).parent / "trl_options.toml").read_text("utf-8"))
+BASE, VALUES, NOT_RUN, BESIDE, BY_CHANCE = (
+    GRID[name] for name in ("base", "values", "not_run", "beside", "by_chance")
+)
 FIX = re.compile(r"\b(set|lower|increase|use|install|train|give|remove|write)\b", re.IGNORECASE)
 
 
@@ -190,16 +87,9 @@ class Trained(enum.Enum):
 @pytest.fixture(scope="module")
 def train(tokenizer, tmp_path_factory):
     """Weights after the steps of a trainer with options, or the error that refused them; each run is made once."""
-    from datasets import Dataset
-
-    from tiny import build_model
-
+    sums = [(a, b) for a in range(3) for b in (1, 2)]
     rows = Dataset.from_list(
-        [
-            {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
-            for a in range(3)
-            for b in (1, 2)
-        ]
+        [{"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a, b in sums]
     )
     gc.freeze()  # each run collects garbage, and most of the time would pass over the modules
     done: dict[tuple[Trained, str], dict[str, torch.Tensor] | Exception] = {}
@@ -256,15 +146,6 @@ def without_effect() -> list[str]:
 def test_every_option_has_a_value_or_a_reason():
     assert [name for name, value in options().items() if value is MISSING and name not in NOT_RUN] == []
     assert sorted({*VALUES, *NOT_RUN, *BESIDE, *BY_CHANCE} - options().keys()) == []
-
-
-def test_values_differ_from_the_defaults():
-    assert derive(bool | None, None) is True
-    assert derive(Literal["a", "b"], "a") == "b"
-    assert derive(float | None, 0.2) == 0.1
-    assert derive(int, 4) == 8
-    assert derive(str, "x", ["x", "y"]) == "y"
-    assert derive(str, "x") is derive(dict[str, int] | str | None, None) is MISSING
 
 
 def test_documented_options_without_effect_exist():

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 import tiny
 from credit_trl import CreditConfig
 from dense import gradients, step_problem
-from distributed import credit_run
+from distributed import jobs
 
 
 def run(folder: str, rank: int, processes: int, port: int, limit: float, options: dict[str, Any]) -> None:
@@ -27,8 +27,8 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         options: of `CreditConfig`.
     """
     out = Path(folder)
-    credit_run.begin(out, rank, limit)
-    credit_run.join(rank, processes, port)
+    jobs.begin(out, rank, limit)
+    jobs.join(rank, processes, port)
     dist.init_process_group("gloo", rank=rank, world_size=processes)
     config = CreditConfig(str(out), use_cpu=True, bf16=False, report_to="none", **options)
 

@@ -1,12 +1,14 @@
 """One process of a small deterministic run, forked from a server that has imported all modules.
 
-Completions, verdicts and prompts are those of `credit_run`; `options` select the wrapper and uneven batches. Each
-process writes its wrapper, its losses and its number of collectives.
+`options` select the wrapper and uneven batches. Each process writes its wrapper, losses and number of collectives.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import hashlib
 import json
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -24,21 +26,25 @@ from transformers.trainer_utils import get_last_checkpoint
 import rounding  # noqa: F401, registers a quantizer
 import tiny
 from credit_trl import CreditConfig, CreditTrainer, Verdict
+from credit_trl.contexts import build
 from credit_trl.evaluation import EvaluationCallback
+from credit_trl.lab.analysis import CreditMapCallback
+from credit_trl.rollout.batch import prompt_key
 from credit_trl.tasks.registry import Task, batch_of
 from credit_trl.teacher.external import ModelTeacher
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.sharding import full_shape
 from credit_trl.training import micro_batches, step
-from distributed import cpu_fsdp2, credit_run, standin_engine
+from distributed import cpu_fsdp2, standin_engine
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from padded import keep_padding
 
-GROUP = credit_run.GROUP
+GROUP = 4
 QUESTIONS = [
     {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a in range(4) for b in range(5)
 ]
+QUESTIONS[3] = QUESTIONS[9]  # a duplicate, which must not be a contrast prompt
 ZERO = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -47,19 +53,39 @@ ZERO = {
 }
 
 
-# ---------------------------------------------------------------------------------------------- uneven batches
+def deterministic_rollouts(prompts, trainer):
+    """Completions of 1 to 9 bytes that depend only on the prompt and the index in its group."""
+    tokenizer = trainer.processing_class
+    first = trainer.accelerator.process_index * len(prompts)
+    prompt_ids = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
+    completion_ids = []
+    for i, prompt in enumerate(prompts):
+        digest = hashlib.sha256(f"{prompt}{(first + i) % GROUP}".encode()).hexdigest()
+        text = digest[: int(digest[0], 16) % 9 + 1]
+        completion_ids.append(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+
+def some_verdicts(completions, answer, **kwargs):
+    """Verdicts without success and feedback for some prompts, whose samples have no teacher."""
+    graded = []
+    for completion, a in zip(completions, answer, strict=True):
+        is_hopeless = int(a) % 3 == 0
+        reward = 0.0 if is_hopeless else float(completion[-1]["content"] > "8")
+        graded.append(Verdict(reward, None if is_hopeless else f"It is {a}."))
+    return graded
 
 
 def one_token(prompts, trainer):
     """Completions of a single EOS token."""
-    generated = credit_run.deterministic_rollouts(prompts, trainer)
+    generated = deterministic_rollouts(prompts, trainer)
     generated["completion_ids"] = [[trainer.processing_class.eos_token_id] for _ in prompts]
     return generated
 
 
 def never_ending(prompts, trainer):
     """Completions that are all truncated at the limit."""
-    generated = credit_run.deterministic_rollouts(prompts, trainer)
+    generated = deterministic_rollouts(prompts, trainer)
     limit, filler = trainer.args.max_completion_length, trainer.processing_class("7")["input_ids"]
     generated["completion_ids"] = [(ids[:-1] + filler * limit)[:limit] for ids in generated["completion_ids"]]
     return generated
@@ -69,7 +95,7 @@ def silent_second_half(completions, answer, trainer_state=None, **kwargs):
     """Neither success nor feedback on any process but the first, so no sample there has a teacher."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return [Verdict(0.0) for _ in completions]
-    return credit_run.verdicts(completions, answer)
+    return some_verdicts(completions, answer)
 
 
 def feedback_on_second_process(completions, answer, trainer_state=None, **kwargs):
@@ -79,15 +105,12 @@ def feedback_on_second_process(completions, answer, trainer_state=None, **kwargs
     return [Verdict(0.0, "no", turn_feedback={9: "ignored"}) for _ in completions]
 
 
-ROLLOUTS = {"hashed": credit_run.deterministic_rollouts, "one token": one_token, "truncated": never_ending}
+ROLLOUTS = {"hashed": deterministic_rollouts, "one token": one_token, "truncated": never_ending}
 VERDICTS = {
-    "some": credit_run.verdicts,
+    "some": some_verdicts,
     "first process only": silent_second_half,
     "feedback on the second process": feedback_on_second_process,
 }
-
-
-# -------------------------------------------------------------------------------------------------------- evaluation
 
 
 def grade(response: str, answer: str, *, truncated: bool = False) -> Verdict:
@@ -101,7 +124,31 @@ def held_out(split: str = "test", path: Any = None) -> Dataset:
 TASK = Task("odd", held_out, grade, batch_of(grade, "odd"))
 
 
-# --------------------------------------------------------------------------------------------------------------- run
+def kept_draws() -> list[tuple[int, list[str]]]:
+    """Return a list that gets (sample, prompts drawn for it) of each later draw."""
+    draws, draw = [], build.draw_contrasts
+
+    def record(source, batch, sample, seed):
+        drawn = []
+        draws.append((sample, drawn))
+        for contrast in draw(source, batch, sample, seed):
+            drawn.append(prompt_key(contrast.prompt))
+            yield contrast
+
+    build.draw_contrasts = record
+    return draws
+
+
+def share_held(parameters) -> float:
+    """Share of the parameters' elements on this process; 0 without parameters."""
+    held = total = 0
+    for parameter in parameters:
+        if hasattr(parameter, "ds_tensor"):
+            held, total = held + parameter.ds_tensor.numel(), total + parameter.ds_numel
+        else:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            held, total = held + local.numel(), total + parameter.numel()
+    return held / max(total, 1)
 
 
 class LocalLosses(CreditTrainer):
@@ -170,6 +217,22 @@ class OneCollectiveMore(TrainerCallback):
             dist.all_reduce(torch.zeros(1))
 
 
+def begin(out: Path, rank: int, limit: float) -> None:
+    """Redirect the output to `log_<rank>.txt`, with a traceback after half of the watchdog's limit."""
+    output = os.open(out / f"log_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(limit / 2)
+
+
+def join(rank: int, processes: int, port: int) -> None:
+    """Set the environment variables that a launcher sets."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+    os.environ |= {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+
+
 def run(folder: str, rank: int, processes: int, port: int, limit: float, options: dict[str, Any]) -> None:
     """Train, and write `facts_<rank>.json` and `weights_<rank>.pt`.
 
@@ -181,14 +244,14 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
         limit: seconds until the watchdog ends the process.
         options: `wrapper` ("", "ddp", "fsdp2", "zero2" or "zero3"), `lora`, `completions` (of `ROLLOUTS`, or
             "sampled"), `verdicts`, `from_path`, `routed` (a mixture of experts), `stop_at` a step, `resume`,
-            `evaluate`, `padded` (TRL's batches and passes), `engine` (a stand-in for vLLM's that gets the weights),
-            `unequal` (the control of the watchdog); the rest are options of `CreditConfig`.
+            `evaluate`, `maps` (of tokens), `padded` (TRL's batches and passes), `engine` (a stand-in for vLLM's that
+            gets the weights), `unequal` (the control of the watchdog); the rest are options of `CreditConfig`.
     """
     out = Path(folder)
-    credit_run.begin(out, rank, limit)
+    begin(out, rank, limit)
     wrapper = options.pop("wrapper", "")
     if processes > 1 or wrapper.startswith("zero"):
-        credit_run.join(rank, processes, port)
+        join(rank, processes, port)
         if wrapper != "ddp":  # DDP crashes with it in torch 2.13
             # torch compares kind, order and shape of each collective between the processes.
             dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -203,15 +266,17 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     stop_at, resume = options.pop("stop_at", None), options.pop("resume", False)
     if options.pop("padded", False):
         keep_padding()
-    evaluate, unequal = options.pop("evaluate", False), options.pop("unequal", False)
+    evaluate, unequal, maps = (options.pop(name, False) for name in ("evaluate", "unequal", "maps"))
     made = make_trainer(out, processes, options)
     if evaluate:
         made.add_callback(EvaluationCallback(made, TASK, k=3, eval_steps=2, temperature=1.0, top_p=1.0))
     if stop_at:
         made.add_callback(StopAt(stop_at))
+    if maps:
+        made.add_callback(CreditMapCallback(every=2, rollouts=16, trainer=made))
     if unequal:
         made.add_callback(OneCollectiveMore())
-    draws = credit_run.kept_draws()
+    draws = kept_draws()
     gathered = largest_gather(made.teacher) if wrapper == "zero3" else []
     made.train(resume_from_checkpoint=get_last_checkpoint(str(out / "run")) if resume else None)
     weights = {name: whole(p) for name, p in made.accelerator.unwrap_model(made.model).named_parameters()}
@@ -220,7 +285,7 @@ def run(folder: str, rank: int, processes: int, port: int, limit: float, options
     if made.use_vllm:
         saved["engine"] = made.vllm_generation.llm.weights
     torch.save(saved, out / f"weights_{rank}.pt")
-    held = {"teacher_held": credit_run.share_held(teacher.values()), "gathered": max(gathered, default=0)}
+    held = {"teacher_held": share_held(teacher.values()), "gathered": max(gathered, default=0)}
     (out / f"facts_{rank}.json").write_text(json.dumps(facts(made) | held | {"draws": draws}))
     if dist.is_initialized():
         dist.barrier()

@@ -11,9 +11,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from faults.launching import free_port, log, server
 
 LIMIT = 100.0  # seconds; most runs take 5 s
+TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+SHARDED = ("fsdp2", "zero3")
 # Reason of skipped tests.
 DEEPSPEED = "needs DeepSpeed: `make test-slow` installs it, or pip install 'credit-trl[deepspeed]'"
 
@@ -38,7 +43,7 @@ class Ended:
 
 
 def launch(folder: Path, processes: int, limit: float = LIMIT, job: str = "jobs", **options: Any) -> Ended:
-    """Run `jobs.run` or `credit_run.run` in several processes; kill them after `limit` seconds."""
+    """Run the `run` of a module, `jobs` or `dense_run`, in several processes; kill them after `limit` seconds."""
     run = import_module(f"distributed.{job}").run
     context, port = server(), free_port()
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,3 +75,27 @@ def finished(ended: Ended) -> list[dict[str, Any]]:
     assert ended.codes == [0] * len(ended.codes), ended.output
     assert [fact["num_processes"] for fact in ended.facts] == [len(ended.codes)] * len(ended.codes)
     return ended.facts
+
+
+def needs(wrapper: str) -> None:
+    """Skip a test of ZeRO without DeepSpeed."""
+    if wrapper.startswith("zero"):
+        pytest.importorskip("deepspeed", reason=DEEPSPEED)
+
+
+def assert_wrapped(facts: list[dict[str, Any]], wrapper: str) -> None:
+    """The processes were wrapped as asked, and all reached the same collectives."""
+    expected = (TYPES[wrapper], int(wrapper[-1]) if wrapper.startswith("zero") else None, wrapper in SHARDED)
+    assert {(f["distributed_type"], f["zero_stage"], f["sharded"]) for f in facts} == {expected}
+    assert facts[0]["collectives"] > 0
+    assert {f["collectives"] for f in facts} == {facts[0]["collectives"]}
+
+
+def losses(facts: list[dict[str, Any]]) -> torch.Tensor:
+    """Loss of the batch at each step, the mean over processes with equal numbers of rollouts."""
+    return torch.tensor([fact["losses"] for fact in facts], dtype=torch.float64).mean(dim=0)
+
+
+def weights(folder: Path, rank: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights of policy, teacher and engine that a process wrote."""
+    return torch.load(folder / f"weights_{rank}.pt", weights_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distributed.launching import DEEPSPEED, finished, launch
+from distributed.launching import finished, launch, needs, weights
 
 STEPS = 3
 # SGD, so that weights also reveal a wrong scale of the gradient.
@@ -17,40 +17,19 @@ ADAPTERS = ("full", "lora")
 WRAPPERS = ("ddp", "fsdp2", "zero2", "zero3")
 
 
-def sent(folder, rank: int) -> dict[str, torch.Tensor]:
-    """Weights of the engine of a process after the last weight sync, before the last step."""
-    return torch.load(folder / f"weights_{rank}.pt", weights_only=True)["engine"]
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """adapter -> weights of the engine of a single process, after STEPS steps and at the start."""
-    known = {}
-
-    def get(adapter):
-        if adapter not in known:
-            known[adapter] = []
-            for steps in (STEPS, 1):
-                folder = tmp_path_factory.mktemp("one")
-                (fact,) = finished(launch(folder, 1, **{**RUN, "max_steps": steps}, lora=adapter == "lora"))
-                assert fact["synchronised"] == steps
-                known[adapter].append(sent(folder, 0))
-        return known[adapter]
-
-    return get
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_engines_get_same_weights_as_from_single_process(tmp_path, one_process, wrapper, adapter):
-    if wrapper.startswith("zero"):
-        pytest.importorskip("deepspeed", reason=DEEPSPEED)
-    expected, start = one_process(adapter)
-    facts = finished(launch(tmp_path, 2, wrapper=wrapper, **RUN, lora=adapter == "lora"))
+    needs(wrapper)
+    options = {**RUN, "lora": adapter == "lora"}
+    (folder, _), (first, _) = one_process(**options), one_process(**{**options, "max_steps": 1})
+    # Those after the last weight sync, before the last step.
+    expected, start = weights(folder)["engine"], weights(first)["engine"]
+    facts = finished(launch(tmp_path, 2, wrapper=wrapper, **options))
     assert [fact["synchronised"] for fact in facts] == [STEPS] * 2
     assert [fact["sharded"] for fact in facts] == [wrapper in ("fsdp2", "zero3")] * 2
-    engines = [sent(tmp_path, rank) for rank in range(2)]
+    engines = [weights(tmp_path, rank)["engine"] for rank in range(2)]
     for engine in engines:
         assert engine.keys() == expected.keys()
         for name, weight in expected.items():

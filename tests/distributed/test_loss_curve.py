@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distributed.launching import finished, launch
+from distributed.launching import finished, launch, losses, weights
 
 STEPS = 10
 # Two iterations over each generation batch, so that the checkpoint of step 5 lies inside one. Two steps per batch are
@@ -14,19 +14,10 @@ CURVE = {"lora": True, "max_steps": STEPS, "num_iterations": 2, "learning_rate":
 TWO = {**CURVE, "wrapper": "fsdp2"}
 
 
-def losses(facts: list[dict]) -> torch.Tensor:
-    """Loss of the batch at each step, the mean over processes with equal numbers of rollouts."""
-    return torch.tensor([fact["losses"] for fact in facts], dtype=torch.float64).mean(dim=0)
-
-
 def assert_sharded_by_fsdp2(facts: list[dict]) -> None:
     assert [(f["distributed_type"], f["wrapper"], f["sharded"]) for f in facts] == [
         ("FSDP", "FSDPPeftModel", True)
     ] * 2
-
-
-def weights(folder, rank: int = 0) -> dict[str, dict[str, torch.Tensor]]:
-    return torch.load(folder / f"weights_{rank}.pt", weights_only=True)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from distributed.launching import finished, launch
+from distributed.launching import assert_wrapped, finished, launch, weights
 
 OPTIONS = {"evaluate": True, "max_steps": 2, "completions": "hashed"}
 
@@ -18,8 +18,7 @@ OPTIONS = {"evaluate": True, "max_steps": 2, "completions": "hashed"}
 def test_fsdp2_evaluation_equals_single_process(tmp_path, lora):
     (alone,) = finished(launch(tmp_path / "one", 1, lora=lora, **OPTIONS))
     facts = finished(launch(tmp_path / "two", 2, wrapper="fsdp2", lora=lora, **OPTIONS))
-    assert [(f["distributed_type"], f["sharded"]) for f in facts] == [("FSDP", True)] * 2
-    assert facts[0]["collectives"] == facts[1]["collectives"] > 0
+    assert_wrapped(facts, "fsdp2")
     for fact in facts:
         assert [row["step"] for row in fact["evaluations"]] == [0, 2]
         assert [r["eval_avg@3"] for r in fact["evaluations"]] == [r["eval_avg@3"] for r in alone["evaluations"]]
@@ -30,9 +29,7 @@ def test_fsdp2_evaluation_equals_single_process(tmp_path, lora):
     # Evaluation has its own random streams: a run without it ends with the same weights.
     plain = finished(launch(tmp_path / "plain", 2, wrapper="fsdp2", lora=lora, **{**OPTIONS, "evaluate": False}))
     assert plain[0]["evaluations"] == []
-    evaluated, without = (
-        torch.load(tmp_path / runs / "weights_0.pt", weights_only=True)["weights"] for runs in ("two", "plain")
-    )
+    evaluated, without = (weights(tmp_path / runs)["weights"] for runs in ("two", "plain"))
     assert all(torch.equal(evaluated[name], value) for name, value in without.items())
 
 

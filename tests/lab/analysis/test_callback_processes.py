@@ -20,12 +20,12 @@ def maps_of(run: Path, step: int) -> dict[tuple[str, str], TokenMap]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp2", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_write_the_maps_of_one_process(tmp_path, fsdp2):
-    options = {"job": "credit_run", "lora": False, "topk": 8, "kind": "ema"}
-    finished(launch(tmp_path / "one", 1, per_device=16, fsdp2=False, maps=True, **options))
+    options = {"wrapper": "fsdp2" if fsdp2 else "ddp", "max_steps": 3, "distillation_topk": 8}
+    finished(launch(tmp_path / "one", 1, **{**options, "wrapper": ""}, maps=True))
     for name, maps in (("two", True), ("plain", False)):
-        facts = finished(launch(tmp_path / name, 2, per_device=8, fsdp2=fsdp2, maps=maps, **options))
+        facts = finished(launch(tmp_path / name, 2, maps=maps, **options))
         assert [one["sharded"] for one in facts] == [fsdp2] * 2
-    mapped, plain = (torch.load(tmp_path / name / "state_0.pt")["weights"] for name in ("two", "plain"))
+    mapped, plain = (torch.load(tmp_path / name / "weights_0.pt")["weights"] for name in ("two", "plain"))
     for name, weight in plain.items():
         assert torch.equal(mapped[name], weight), name
     for step in (1, 2):

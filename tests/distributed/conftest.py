@@ -1,0 +1,26 @@
+"""Runs of one process, to compare with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distributed.launching import finished, launch
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory):
+    """Options -> (folder, facts) of a run in one process without a wrapper; each is made once."""
+    known: dict[str, tuple[Path, dict]] = {}
+
+    def get(**options):
+        key = repr(sorted(options.items()))
+        if key not in known:
+            folder = tmp_path_factory.mktemp("one")
+            (facts,) = finished(launch(folder, 1, **options))
+            assert facts["distributed_type"] == "NO"
+            known[key] = folder, facts
+        return known[key]
+
+    return get
