@@ -406,8 +406,6 @@ def test_mismatched_arguments_are_refused_by_name():
     weights = case.weights.clone().requires_grad_()
     with pytest.raises(ValueError, match="`weights` get no gradient"):
         credit_loss(*student, replace(tokens, weights=weights), scores, LossConfig(top5))
-    with pytest.raises(ValueError, match="alpha"):
-        LossConfig(SupportConfig("sampled"), alpha=0.5)
     with pytest.raises(ValueError, match="between 1 and the vocabulary size 41"):
         score_tokens(states, case.token_ids, SupportConfig("teacher_topk", 42))
 

@@ -20,7 +20,7 @@ from credit_trl.loss import SupportConfig, TeacherStates, score_tokens
 from credit_trl.loss.head import lm_head
 from credit_trl.loss.scores import score_completions
 from credit_trl.teacher.models import Teacher
-from credit_trl.teacher.packing import SHORTEST_SHARED, enable_packing, packed_inputs, shared_row
+from credit_trl.teacher.packing import SHORTEST_SHARED, enable_packing, packed_inputs, packed_row
 from credit_trl.teacher.passes import _Sequence, passes
 from families import FAMILIES, SMALL, build_family
 from tiny import context_ids
@@ -151,7 +151,7 @@ tokens_of_two = st.lists(st.integers(0, 1), max_size=20).map(lambda ids: torch.t
     )
 )
 def test_shared_row_holds_every_sequence(sequences):
-    row = shared_row([ids.tolist() for ids in sequences])
+    row = packed_row([ids.tolist() for ids in sequences])
     places = row.indices.split(list(map(len, sequences)))
     piece_of = torch.repeat_interleave(torch.arange(len(row.lengths)), torch.tensor(row.lengths))
     for ids, own in zip(sequences, places, strict=True):
@@ -187,7 +187,7 @@ def tokens_read(sequences):
 def test_shared_row_reads_as_few_tokens_as_possible(drawn):
     """Prompts with a common prefix, as a system prompt: few samples of one do not cost the others theirs."""
     sequences = [[*prompt, last] for prompt, last in drawn]
-    assert len(shared_row(sequences).ids) == tokens_read(sorted(sequences))
+    assert len(packed_row(sequences).ids) == tokens_read(sorted(sequences))
 
 
 @pytest.mark.parametrize("family", [*sorted(FAMILIES.keys() - {"Gemma2"}), "sliding window"])
@@ -202,10 +202,10 @@ def test_states_of_a_shared_row_are_those_of_its_sequences(make_model, tokenizer
     prompt = draw((30,))
     sequences = [torch.cat([prompt, draw((size,))]) for size in (1, 7, 12, 20)]
     sequences += [torch.cat([prompt[:18], draw((5,))]), sequences[1], prompt, draw((4,))]
-    row = shared_row([ids.tolist() for ids in sequences])
+    row = packed_row([ids.tolist() for ids in sequences])
     assert len(row.ids) == 30 + (1 + 7 + 12 + 20 + 7) + (18 + 5) + 4
     with torch.no_grad():
-        inputs = packed_inputs(model, row.ids, row.lengths, row)
+        inputs, _ = packed_inputs(model, [ids.tolist() for ids in sequences], torch.device("cpu"))
         states = model.base_model(**inputs, use_cache=False).last_hidden_state[0]
         for ids, places in zip(sequences, row.indices.split(list(map(len, sequences))), strict=True):
             expected = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]

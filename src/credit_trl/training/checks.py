@@ -186,7 +186,7 @@ def _compare_logits(model: nn.Module, accelerator: Accelerator) -> tuple[float, 
     if sizes != (head.vocabulary_size, head.weight.shape[1]) or not head.weight.is_floating_point():
         return math.inf, 0.0
     hidden = hidden.to(head.weight.device)
-    trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden))
+    trained = hidden.new_empty(1, head.vocabulary_size, dtype=accumulation_dtype(hidden.dtype))
     project(head, hidden, out=trained, wants_entropy=False)
     own, trained = own.to(trained).nan_to_num(), trained.nan_to_num()
     eps = max(_MIN_EPS, *(torch.finfo(dtype).eps for dtype in [*dtypes, head.weight.dtype]))
