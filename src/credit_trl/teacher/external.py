@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from credit_trl.config import CreditConfig
-from credit_trl.teacher.models import OwnModelTeacher, Teacher, make_teacher
+from credit_trl.teacher.models import CopyTeacher, Teacher, make_teacher
 from credit_trl.teacher.sharding import full_shape, is_zero3, place_frozen
 
 SOURCE_FILE = "teacher.json"
@@ -28,7 +28,7 @@ def _load_model(config: CreditConfig, accelerator: Accelerator) -> PreTrainedMod
     return AutoModelForCausalLM.from_pretrained(config.teacher_model_name_or_path, **options).requires_grad_(False)
 
 
-class ModelTeacher(OwnModelTeacher):
+class ModelTeacher(CopyTeacher):
     """Teacher with weights of its own that never change.
 
     It computes in its own dtype; under FSDP2 and DeepSpeed in that of the run's configuration. Quantized weights are
@@ -48,6 +48,10 @@ class ModelTeacher(OwnModelTeacher):
 
     def autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, enabled=False)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """None are stored: they never change."""
+        return {}
 
     def drift(self) -> float:
         """NaN: the parameters of another model have no counterpart in the policy."""
