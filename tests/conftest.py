@@ -20,7 +20,6 @@ from credit_trl import CreditConfig
 from families import build_family
 from tiny import build_model, build_tokenizer
 
-
 OPTIONAL_PROGRAMS = {"bwrap": "the bubblewrap sandbox", "chromium": "pages in a browser"}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 from credit_trl.config import CreditConfig
 from credit_trl.contexts.build import build_contexts
 from credit_trl.contexts.builder import ContextBuilder
-from credit_trl.contexts.tokens import CompletionBatch, TokenContexts, context_masks
+from credit_trl.contexts.tokens import CompletionBatch, TokenContexts
 from credit_trl.loss.correction import EngineTokens, corrects_for_engine
 from credit_trl.loss.credit_loss import credit_loss
 from credit_trl.loss.head import LMHead, choose_kernels, lm_head
@@ -26,16 +26,12 @@ from credit_trl.loss.projection import token_logps
 from credit_trl.loss.reduction import loss_shares
 from credit_trl.loss.scores import SupportConfig, score_completions, stored_scores
 from credit_trl.loss.terms import CreditLoss, LossConfig, LossTokens, MicroBatchLoss
-from credit_trl.loss.token_weight import TokenCredit, TokenWeight, weigh_tokens
+from credit_trl.loss.token_weight import TokenCredit, TokenWeight, identity, weigh_tokens
 from credit_trl.rollout.batch import GenerationBatch, loss_mask
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.packing import cannot_pack, enable_packing
 from credit_trl.teacher.policy_pass import Sequences, chosen_sequences, policy_states
 from credit_trl.teacher.sharding import run_in_wrapped_forward
-
-
-def _alone(values: Any) -> Any:
-    return values
 
 
 class CreditStep:
@@ -65,8 +61,8 @@ class CreditStep:
         context_builder: ContextBuilder,
         teacher: Teacher,
         head: Callable[[nn.Module], LMHead] | None = None,
-        gather: Callable[[list], list] = _alone,
-        reduce: Callable[[Tensor], Tensor] = _alone,
+        gather: Callable[[list], list] = identity,
+        reduce: Callable[[Tensor], Tensor] = identity,
         token_weight: TokenWeight | None = None,
     ) -> None:
         self.config = config
@@ -127,7 +123,11 @@ class CreditStep:
             loss, or GRPO's `advantages` (B, T), weighted.
         """
         contexts = self.build_contexts(batch) if contexts is None else contexts
-        masks = context_masks(contexts, tensors["completion_ids"].device)
+        device = tensors["completion_ids"].device
+        masks = {
+            "teacher_mask": torch.tensor([own.teacher is not None for own in contexts], device=device),
+            "contrast_mask": torch.tensor([len(own.contrasts) > 0 for own in contexts], device=device),
+        }
         mask = loss_mask(tensors) & masks["teacher_mask"][:, None]
         completions = CompletionBatch(tensors["completion_ids"], tensors["completion_mask"], mask)
         prepared = masks | score_completions(
@@ -166,9 +166,7 @@ class CreditStep:
             reduce=self.reduce,
         )
         weights = weigh_tokens(self.token_weight, credit)
-        weighted = {}
-        if "distillation" in weights:
-            weighted["token_weight"] = weights["distillation"]
+        weighted = {"token_weight": weights["distillation"]} if "distillation" in weights else {}
         if "grpo" in weights:
             advantages = tensors["advantages"]
             weighted["advantages"] = advantages[:, None] * weights["grpo"].to(advantages.dtype)
