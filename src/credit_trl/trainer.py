@@ -37,12 +37,7 @@ from credit_trl.rollout.batch import (
 from credit_trl.rollout.thinking import mark_thinking
 from credit_trl.rollout.verdict import VerdictLog, VerifierPolicy
 from credit_trl.rollout.vllm import PolicyGeneration, await_engine
-from credit_trl.teacher.causal_lm import (
-    compile_layers,
-    keep_quantized_differentiable,
-    position_embeddings,
-    use_fp32_lm_head,
-)
+from credit_trl.teacher import causal_lm
 from credit_trl.teacher.external import build_teacher
 from credit_trl.teacher.models import TeacherUpdate
 from credit_trl.teacher.packing import cannot_pack
@@ -138,9 +133,9 @@ class CreditTrainer(ResumableTrainer):
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
         self._set_signature_columns_if_needed()
         self._signature_columns = list(dict.fromkeys([*self._signature_columns, "privileged_context", "task"]))
-        keep_quantized_differentiable(self.model)
+        causal_lm.keep_quantized_differentiable(self.model)
         if args.cast_lm_head_to_fp32:
-            use_fp32_lm_head(self.model)
+            causal_lm.use_fp32_lm_head(self.model)
         if self.use_vllm:
             self.vllm_generation = PolicyGeneration.adopt(self.vllm_generation, args.seed)
         self.reward_funcs = [
@@ -197,7 +192,7 @@ class CreditTrainer(ResumableTrainer):
             self.vllm_importance_sampling_correction = False  # TRL's, which costs a forward pass
         if args.torch_compile:
             models = [self.model, *self.teacher.models()]
-            compile_layers(models, args.torch_compile_backend, args.torch_compile_mode)
+            causal_lm.compile_layers(models, args.torch_compile_backend, args.torch_compile_mode)
         if args.teacher_model_kind == "ema":
             self.add_callback(TeacherUpdate(self))
 
@@ -281,8 +276,7 @@ class CreditTrainer(ResumableTrainer):
         if self.credit_step is not None:
             checks.check_no_images(inputs)
         self._turn = 0
-        # transformers' generation grows its cache with each token, and a compiled graph for each size would use up the
-        # limit of recompilations.
+        # The cache of a generation grows with each token; a graph for each size would use up the recompilations.
         eager = torch.compiler.set_stance("force_eager") if self.args.torch_compile else nullcontext()
         with self.clock.stage("rollout"), eager:
             output = super()._generate_and_score_completions(inputs)
@@ -307,8 +301,6 @@ class CreditTrainer(ResumableTrainer):
             add_completion_columns(self._logs["extra"], output, batch, contexts, decode)
         return output
 
-    # ------------------------------------------------------------------ contexts
-
     def _build_contexts(self, batch: GenerationBatch) -> list[TokenContexts]:
         """Teacher and contrast contexts of the local samples."""
         contexts = self.credit_step.build_contexts(batch)
@@ -316,7 +308,7 @@ class CreditTrainer(ResumableTrainer):
         self._log_values(shares)
         self.alarms.check_contexts(shares, self._metrics[self._mode].get("credit/frac_verifier_skipped", [0.0])[-1])
         longest = longest_sequence(contexts, batch.completion_ids)
-        self.alarms.check_positions(longest, position_embeddings(self.model))
+        self.alarms.check_positions(longest, causal_lm.position_embeddings(self.model))
         self.alarms.check_ignored_feedback(*ignored_feedback(batch, self.args))
         return contexts
 

@@ -291,7 +291,7 @@ def test_finished_logits_equal_torch_and_keep_blanks(options, v, seed, keeps):
     raw[:, v // 2] = finished[:, v // 2] = BLANK
     kept = raw.clone()
     statistics = RowStatistics(False)
-    statistics.fold_raw(raw, bias, one, keeps)
+    statistics.fold(raw, raw=one, bias=bias, keeps=keeps)
     assert_close(raw, finished if keeps else kept, rtol=1e-6, atol=1e-6 * (one.softcap or 1.0) / one.temperature)
     assert_close(statistics.result()[0], finished.logsumexp(-1), rtol=1e-5, atol=1e-5)
     assert (raw[:, v // 2] == BLANK).all()

@@ -94,11 +94,6 @@ def test_training_leaves_the_teacher_as_it_was(make_trainer, save_teacher, optio
     assert not any("credit/teacher_drift" in row for row in trainer.state.log_history)
 
 
-def test_init_kwargs_set_the_dtype(make_trainer, save_teacher):
-    trainer = make_trainer(save_teacher(), teacher_model_init_kwargs={"dtype": "bfloat16"}, **PLAIN)
-    assert trainer.teacher.model.dtype == torch.bfloat16
-
-
 def test_a_teacher_is_loaded_by_the_quantizer_of_its_options(make_trainer, save_teacher):
     path = save_teacher()
     plain, quantized = (make_trainer(path, teacher_model_init_kwargs=o, **PLAIN) for o in (None, rounding.OPTIONS))
@@ -149,13 +144,6 @@ def test_another_vocabulary_is_an_error_with_the_first_differing_id(make_trainer
     first = min(vocab["B"], vocab["C"])
     with pytest.raises(ValueError, match=rf"first differing id is {first}, 'B' for the policy and 'C'.*2 of .*GOLD"):
         make_trainer(str(path.parent), **PLAIN)
-
-
-def test_a_teacher_whose_tokenizer_does_not_load_is_an_error(make_trainer, save_teacher):
-    path = save_teacher()
-    (Path(path) / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="Save the tokenizer beside its weights"):
-        make_trainer(path, **PLAIN)
 
 
 @pytest.mark.slow

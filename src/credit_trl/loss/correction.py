@@ -12,8 +12,6 @@ from torch import Tensor
 
 from credit_trl.config import CreditConfig
 
-CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
 
 @dataclass(frozen=True)
 class EngineTokens:
@@ -27,7 +25,7 @@ class EngineTokens:
     samples: int  # number of completions
     # `vllm_importance_sampling_mode`: one ratio a token or the product over a completion; ratios outside the bounds
     # are truncated to them, or masked (0).
-    mode: CorrectionMode = "sequence_mask"
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "sequence_mask"
     clip_min: float | None = None  # the bounds; None for none
     clip_max: float | None = 3.0
 

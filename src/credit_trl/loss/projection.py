@@ -122,24 +122,15 @@ def backward_logps(
     column_grads = column_grads if slope is None else column_grads * slope
     factor = factor * rate
     kernels = row_kernels(head, hidden)
-    logit_gradients = _logit_gradients if kernels is None else kernels.logit_gradients
-    dtype = matmul_dtype(hidden)
     blocks = head.blocks(hidden)
     support = ByBlock(projection.ids, blocks)
     for i, block in enumerate(blocks):
-        grads = logit_gradients(head, projection.logits[:, block], projection.log_normalizer, factor, dtype)
+        grads = projection.logits[:, block]
+        if kernels is None:
+            slope = head.softcap_slope(grads)
+            grads.sub_(projection.log_normalizer.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
+            grads = grads if slope is None else grads.mul_(slope)
+        else:
+            grads = kernels.logit_gradients(head, grads, projection.log_normalizer, factor, matmul_dtype(hidden))
         support.put(i, grads, column_grads.to(grads.dtype))
         head.backward_block(grads, block, hidden, gradients)
-
-
-def _logit_gradients(
-    head: LMHead,
-    logits: Float[Tensor, "n w"],
-    log_normalizer: Float[Tensor, " n"],
-    factor: Float[Tensor, " n"],
-    dtype: torch.dtype,
-) -> Float[Tensor, "n w"]:
-    """`factor · exp(z − log_normalizer)`, times the soft-cap's slope, in place; `dtype` is that of the kernels."""
-    slope = head.softcap_slope(logits)
-    logits.sub_(log_normalizer.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
-    return logits if slope is None else logits.mul_(slope)

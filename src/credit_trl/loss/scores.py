@@ -19,19 +19,18 @@ from credit_trl.teacher.causal_lm import head_input
 from credit_trl.teacher.models import Teacher
 from credit_trl.teacher.passes import token_states
 
-Support = Literal["teacher_topk", "sampled"]
-Tail = Literal["bucket", "renormalize"]
-
 
 @dataclass(frozen=True)
 class SupportConfig:
     """Tokens of the vocabulary that carry the loss."""
 
-    kind: Support = "teacher_topk"  # the teacher's `topk` most likely tokens, or the sampled token
+    kind: Literal["teacher_topk", "sampled"] = (
+        "teacher_topk"  # the teacher's `topk` most likely tokens, or the sampled token
+    )
     topk: int | None = 20  # K, at most V; None for the whole vocabulary
     # `"bucket"` adds a bucket for the probability outside a top-K support, `"renormalize"` conditions on the support;
     # None where nothing lies outside, see `resolved`. `"sampled"` ignores it.
-    tail: Tail | None = "bucket"
+    tail: Literal["bucket", "renormalize"] | None = "bucket"
 
     def resolved(self, vocabulary: int) -> SupportConfig:
         """The support for a vocabulary of V tokens; one with K = V has no tail.

@@ -104,13 +104,7 @@ def _load_tokenizer(config: CreditConfig) -> PreTrainedTokenizerBase:
     """The tokenizer beside the teacher's weights."""
     name = config.teacher_model_name_or_path
     revision = (config.teacher_model_init_kwargs or {}).get("revision")
-    try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"The teacher {name!r} has no tokenizer that loads ({error}), so its vocabulary cannot be compared with "
-            "the policy's. Save the tokenizer beside its weights."
-        ) from error
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:
