@@ -24,9 +24,8 @@ from credit_trl.teacher.passes import token_states
 class SupportConfig:
     """Tokens of the vocabulary that carry the loss."""
 
-    kind: Literal["teacher_topk", "sampled"] = (
-        "teacher_topk"  # the teacher's `topk` most likely tokens, or the sampled token
-    )
+    # The teacher's `topk` most likely tokens, or the sampled token.
+    kind: Literal["teacher_topk", "sampled"] = "teacher_topk"
     topk: int | None = 20  # K, at most V; None for the whole vocabulary
     # `"bucket"` adds a bucket for the probability outside a top-K support, `"renormalize"` conditions on the support;
     # None where nothing lies outside, see `resolved`. `"sampled"` ignores it.

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from credit_trl.config import CreditConfig
 from credit_trl.teacher.models import CopyTeacher, Teacher, make_teacher
-from credit_trl.teacher.sharding import full_shape, is_zero3, place_frozen
+from credit_trl.teacher.sharding import full_shape, place_frozen
 
 SOURCE_FILE = "teacher.json"
 
@@ -82,13 +82,10 @@ def build_teacher(
     """
     if config.teacher_model_kind != "model":
         return make_teacher(config.teacher_model_kind, student, accelerator)
-    if "quantization_config" in (config.teacher_model_init_kwargs or {}) and is_zero3(accelerator):
-        raise ValueError(
-            "Under ZeRO-3 transformers loads no quantized model onto a device. Use FSDP2 or ZeRO-2, or remove the "
-            "`quantization_config` of `teacher_model_init_kwargs`."
-        )
     name = config.teacher_model_name_or_path
-    check_same_vocabulary(tokenizer, _load_tokenizer(config), name)
+    revision = (config.teacher_model_init_kwargs or {}).get("revision")
+    own = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
+    check_same_vocabulary(tokenizer, own, name)
     teacher = ModelTeacher(student, accelerator, config)
     rows = full_shape(teacher.unwrapped(teacher.model).get_output_embeddings().weight)[0]
     if rows < teacher.vocabulary_size:
@@ -98,13 +95,6 @@ def build_teacher(
             "Use a teacher with at least the policy's vocabulary."
         )
     return teacher
-
-
-def _load_tokenizer(config: CreditConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the teacher's weights."""
-    name = config.teacher_model_name_or_path
-    revision = (config.teacher_model_init_kwargs or {}).get("revision")
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=config.trust_remote_code)
 
 
 def check_same_vocabulary(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:

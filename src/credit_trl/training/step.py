@@ -90,7 +90,7 @@ class CreditStep:
             adds_to_grad=config.update_batch_tokens is not None and not is_distributed,
         )
         self.corrects_for_engine = corrects_for_engine(config)
-        self.router_loss = router_coefficient(config, teacher.student) != 0.0
+        self.router_loss = has_router_loss(config, teacher.student)
         self.packed = config.packed and cannot_pack(teacher.student) is None
         if config.packed:
             for model in teacher.models():
@@ -251,13 +251,12 @@ class CreditStep:
         return logps.new_zeros(mask.numel()).index_put_((sequences.chosen,), logps).view_as(mask)
 
 
-def router_coefficient(config: CreditConfig, policy: nn.Module) -> float:
-    """Coefficient of a router's load-balancing loss, by default the model's own; 0 without a mixture of experts."""
+def has_router_loss(config: CreditConfig, policy: nn.Module) -> bool:
+    """Whether the policy is a mixture of experts with a load-balancing loss, by default at the model's own weight."""
     text_config = policy.config.get_text_config()
-    if not hasattr(text_config, "output_router_logits"):
-        return 0.0
     own = getattr(text_config, "router_aux_loss_coef", 0.0)
-    return own if config.router_aux_loss_coef is None else config.router_aux_loss_coef
+    coefficient = own if config.router_aux_loss_coef is None else config.router_aux_loss_coef
+    return hasattr(text_config, "output_router_logits") and coefficient != 0.0
 
 
 def _fidelity(
