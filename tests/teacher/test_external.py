@@ -61,24 +61,14 @@ def test_plain_distillation_equals_trls(make_trainer, make_model, save_teacher, 
     assert_close(loss_and_gradients(ours, inputs), loss_and_gradients(theirs, inputs), 1e-5, 1e-7)
 
 
-def test_the_students_prompt_is_read_token_for_token(make_trainer, save_teacher):
-    trainer = make_trainer(save_teacher(), **PLAIN)
-    inputs = prepared(trainer)
-    assert inputs["teacher_mask"].all()
-    for i, own in enumerate(trainer.contexts):
-        assert own.teacher == inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
-
-
-def test_a_plain_text_prompt_is_read_token_for_token(make_model, make_config, tokenizer, dataset, save_teacher):
-    rows = dataset.map(lambda row: {"prompt": row["prompt"][-1]["content"]})
-    config = make_config(
-        teacher_model_kind="model",
-        teacher_model_name_or_path=save_teacher(),
-        **PLAIN,
-    )
+@pytest.mark.parametrize("plain", [False, True], ids=["messages", "text"])
+def test_the_students_prompt_is_read_token_for_token(make_model, make_config, tokenizer, dataset, save_teacher, plain):
+    rows = dataset.map(lambda row: {"prompt": row["prompt"][-1]["content"]}) if plain else dataset
+    config = make_config(teacher_model_kind="model", teacher_model_name_or_path=save_teacher(), **PLAIN)
     verifier = lambda completions, **kwargs: [0.0] * len(completions)  # noqa: E731
     trainer = CreditTrainer(make_model(), verifier, config, rows, processing_class=tokenizer)
     inputs = prepared(trainer)
+    assert inputs["teacher_mask"].all()
     for i, own in enumerate(trainer.contexts):
         assert own.teacher == inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
 

@@ -153,19 +153,6 @@ def test_adapter_teacher_is_frozen_and_restores_student(make_model):
     assert not torch.equal(student, start)
 
 
-def test_scoring_keeps_trainable_parameters(make_model):
-    model = get_peft_model(make_model(), adapters())
-    for name, parameter in model.named_parameters():
-        if "lora_A" in name:  # as in LoRA-FA
-            parameter.requires_grad_(False)
-    teacher = make_teacher("ema", model, Accelerator(cpu=True))
-    trainable = {name: "lora_B.default" in name for name, _ in model.named_parameters()}
-    assert any(trainable.values())
-    with teacher.active():
-        assert {name: p.requires_grad for name, p in model.named_parameters()} == trainable
-    assert {name: p.requires_grad for name, p in model.named_parameters()} == trainable
-
-
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_adapter_init_changes_base_once(make_model, start):
     model = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start)).eval()

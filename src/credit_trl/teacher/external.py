@@ -63,7 +63,8 @@ class ModelTeacher(CopyTeacher):
 
     def load(self, directory: str | Path) -> None:
         path = Path(directory) / SOURCE_FILE
-        saved, own = json.loads(path.read_text()), self.identity
+        own = self.identity
+        saved = json.loads(path.read_text())
         for name in own.keys() & saved.keys():
             if saved[name] != own[name] and (name != "commit" or None not in (saved[name], own[name])):
                 raise ValueError(

@@ -193,7 +193,8 @@ def passes(sequences: Sequence[_Sequence], batch_tokens: int, packed: bool) -> I
         padding = tokens - real - len(sequence)
         if batch and (tokens > batch_tokens or padding > PADDING_SHARE * batch_tokens):
             yield batch
-            batch, real = [], 0
+            batch = []
+            real = 0
         batch.append(sequence)
         real += len(sequence)
     if batch:

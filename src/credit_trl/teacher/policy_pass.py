@@ -63,7 +63,9 @@ def policy_states(
         The hidden states that predict the chosen tokens, in the dtype of the LM head's product; the number of tokens
         that the pass read, padding included; and the load-balancing loss or None.
     """
-    ids, valid, lengths = sequences.ids, sequences.valid, sequences.lengths
+    ids = sequences.ids
+    valid = sequences.valid
+    lengths = sequences.lengths
     index_in_row = None
     if packed:
         order = _first(valid.flatten()[None], sum(lengths))[0]

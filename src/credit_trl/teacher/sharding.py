@@ -153,7 +153,8 @@ def _zero3_copy(model: PreTrainedModel, accelerator: Accelerator, precise: bool)
     copied.requires_grad_(False)
     if uses_fp32_lm_head(model):
         use_fp32_lm_head(copied)
-    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    named = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
     with torch.no_grad():
         for name, parameter in copied.named_parameters():
             with gathered([named[name]]), gathered([parameter], write=True):

@@ -200,18 +200,17 @@ class CreditStep:
         scores = stored_scores(inputs, sequences.pick)
         policy = self.teacher.unwrapped(model)
 
-        def policy_loss(_: Int[Tensor, " N"]) -> tuple[Tensor, dict[str, Tensor], int, Tensor | None]:
+        def policy_loss(_: Int[Tensor, " N"]) -> tuple[dict[str, Tensor], int, Tensor | None]:
             with self.teacher.mixed_precision():
                 hidden, read, aux_loss = policy_states(
                     policy, sequences, packed=self.packed, router_loss=self.router_loss
                 )
             terms = credit_loss(hidden, self.head(policy), tokens, scores, self.loss_config)
-            others = {name: value for name, value in vars(terms).items() if name != "loss"}
-            return terms.loss, others, read, aux_loss
+            return vars(terms), read, aux_loss
 
         # Inside the wrapper's forward, DDP and FSDP see that backbone and head are used.
-        loss, others, read, aux_loss = run_in_wrapped_forward(model, policy, policy_loss, sequences.chosen)
-        terms = CreditLoss(loss=loss, **others)
+        values, read, aux_loss = run_in_wrapped_forward(model, policy, policy_loss, sequences.chosen)
+        terms = CreditLoss(**values)
         fidelity = _fidelity(terms, inputs.get("success_weights"), sequences.rows, mask)
         valid = sum(sequences.lengths)
         return MicroBatchLoss(terms, contrasted, sequences.rows, fidelity, aux_loss, read, valid, tokens.engine)
