@@ -200,10 +200,6 @@ class CreditTrainer(ResumableTrainer):
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
 
-    @property
-    def _distills(self) -> bool:
-        return self.args.distillation_weight > 0.0
-
     def _log_values(self, values: dict[str, float]) -> None:
         """Add values to TRL's metrics, which average them until the next log."""
         for name, value in values.items():
@@ -283,7 +279,7 @@ class CreditTrainer(ResumableTrainer):
         if self.args.on_verifier_error == "skip":
             mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
         batch = self._rollouts.with_turns(loss_mask(output))
-        self._generation_batch = batch  # of analyses between two steps
+        self._generation_batch = batch
         metrics = self._metrics[self._mode]
         self.alarms.check_engine(metrics)
         if self.model.training and self.num_generations > 1:
@@ -327,7 +323,7 @@ class CreditTrainer(ResumableTrainer):
         """Micro-batches with little padding; TRL's own at `distillation_weight=0`."""
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if not self._distills:
+        if self.args.distillation_weight == 0.0:
             return inputs
         if not self.model.training:
             return micro_batches.without_padding(inputs)
@@ -350,7 +346,7 @@ class CreditTrainer(ResumableTrainer):
         """Log-probabilities of the policy at rollout time without padding; other calls go to TRL's method."""
         is_plain = not any(value is not None and value is not False for value in kwargs.values())
         is_rollout = model is self.model and not torch.is_grad_enabled() and is_plain
-        if not (self._distills and is_rollout):
+        if self.args.distillation_weight == 0.0 or not is_rollout:
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
@@ -382,8 +378,6 @@ class CreditTrainer(ResumableTrainer):
         self.alarms.check_engine(self._metrics[self._mode])
         self.alarms.check_tokens(metrics, self.teacher.vocabulary_size)
         return loss
-
-    # ------------------------------------------------------------------ reports
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
