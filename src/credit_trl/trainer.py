@@ -9,7 +9,6 @@ This module wires the stages and computes nothing itself:
 from __future__ import annotations
 
 import textwrap
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -272,9 +271,7 @@ class CreditTrainer(ResumableTrainer):
         if self.credit_step is not None:
             checks.check_no_images(inputs)
         self._turn = 0
-        # The cache of a generation grows with each token; a graph for each size would use up the recompilations.
-        eager = torch.compiler.set_stance("force_eager") if self.args.torch_compile else nullcontext()
-        with self.clock.stage("rollout"), eager:
+        with self.clock.stage("rollout"), causal_lm.layers_run("force_eager", self.args.torch_compile):
             output = super()._generate_and_score_completions(inputs)
         if self.args.on_verifier_error == "skip":
             mask_skipped_tokens(output, self._verdicts.skipped(len(inputs)), self.accelerator)
@@ -353,7 +350,7 @@ class CreditTrainer(ResumableTrainer):
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         if self.args.distillation_weight == 1.0 and self.args.distillation_is_clip is None and not corrects:
             return None, None, None  # nothing reads them
-        with self.clock.stage("old_logps"), torch.compiler.set_stance("default"):
+        with self.clock.stage("old_logps"), causal_lm.layers_run("default", self.args.torch_compile):
             logps = micro_batches.rollout_logps(
                 self.credit_step, model, input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids)
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 from accelerate.utils.other import is_repeated_blocks
@@ -84,6 +86,15 @@ def compile_layers(models: Iterable[nn.Module], backend: str, mode: str | None) 
     for model in {id(model): model for model in models}.values():
         for layer in _layers(backbone(model)):
             layer.compile(backend=backend, mode=mode)
+
+
+def layers_run(stance: Literal["default", "force_eager"], compiles: bool) -> AbstractContextManager:
+    """Inside the block layers that `compile_layers` compiled run by a stance of `torch.compiler.set_stance`.
+
+    Generation runs them eagerly: its cache grows with each token, and a graph for each size would use up the limit of
+    recompilations.
+    """
+    return torch.compiler.set_stance(stance) if compiles else nullcontext()
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
